@@ -1,6 +1,7 @@
 """Builds the CPU kernels into a wheel, so that its users need no compiler: `make wheel`.
 
-Only with COSERVE_WHEEL_KERNELS=1: compiling all variants takes minutes, and the wheel then fits Linux on x86-64 alone.
+Only with COSERVE_WHEEL_KERNELS=1: compiling all variants takes minutes, and the wheel then fits
+Linux on x86-64 alone.
 """
 
 import os

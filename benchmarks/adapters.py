@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/adapters.py [--kernels plain]
 
-With one thread times are those of the thread, so that other processes count little; with more, of the clock. Prints a
-table, and one line of JSON. `coserve.bench.adapters` measures whole steps of an engine.
+With one thread times are those of the thread, so that other processes count little; with more, of
+the clock. Prints a table, and one line of JSON. `coserve.bench.adapters` measures whole steps of an
+engine.
 """
 
 import argparse
@@ -23,12 +24,20 @@ from coserve.models.bypasses import Bypasses
 
 NUM_REQUESTS, CONTEXT, BLOCK = 8, 64, 16
 RANKS = (4, 8, 16, 32)
-TARGETS: tuple[str | tuple[str, ...], ...] = ("all-linear", ("q_proj", "v_proj"), ("o_proj", "down_proj"))
+TARGETS: tuple[str | tuple[str, ...], ...] = (
+    "all-linear",
+    ("q_proj", "v_proj"),
+    ("o_proj", "down_proj"),
+)
 
 
-def make(backbone: Backbone, index: int, rank: int, targets: str | tuple[str, ...] = "all-linear") -> Bypasses:
+def make(
+    backbone: Backbone, index: int, rank: int, targets: str | tuple[str, ...] = "all-linear"
+) -> Bypasses:
     """A random adapter."""
-    adapter = Adapter(backbone, LoraConfig(r=rank, alpha=2 * rank, target_modules=targets), seed=index)
+    adapter = Adapter(
+        backbone, LoraConfig(r=rank, alpha=2 * rank, target_modules=targets), seed=index
+    )
     generator = torch.Generator().manual_seed(index)
     for master in adapter.masters.values():
         master.copy_(torch.randn(master.shape, generator=generator).mul_(0.01))
@@ -45,7 +54,9 @@ def sides_of(backbone: Backbone) -> dict[str, Sequence[Bypasses | None]]:
         "one of rank 16": [same[0] for _ in each],
         "eight of rank 16": same,
         "eight of ranks 4 to 32": [make(backbone, i, RANKS[i % 4]) for i in each],
-        "the same, on other targets": [make(backbone, i, RANKS[i % 4], TARGETS[i % 3]) for i in each],
+        "the same, on other targets": [
+            make(backbone, i, RANKS[i % 4], TARGETS[i % 3]) for i in each
+        ],
     }
 
 
@@ -80,7 +91,10 @@ def main() -> None:
             for name, users in sides.items():
                 found = [step_s(users) for _ in range(4)]
                 times[name] += found if turn else []
-    print(f"{describe(torch.device('cpu'))}, {given.model}, {given.dtype}, {type(backbone.backend).__name__}")
+    print(
+        f"{describe(torch.device('cpu'))}, {given.model}, {given.dtype}, "
+        f"{type(backbone.backend).__name__}"
+    )
     middle = {name: 1e3 * median(each) for name, each in times.items()}
     for name, ms in middle.items():
         print(f"{name:28} {ms:7.1f} ms {ms / middle['none']:6.2f}")

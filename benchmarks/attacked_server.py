@@ -1,4 +1,6 @@
-"""A server on the built-in model that may be attacked, of this checkout or of an older one: what hardening.py needs."""
+"""A server on the built-in model that may be attacked, of this checkout or of an older one: what
+hardening.py needs.
+"""
 
 import json
 import os
@@ -34,7 +36,9 @@ class Answer:
     body: Any = None
 
     def __str__(self) -> str:
-        return f"{self.status} after {self.s:.3g} s" if self.status else f"no answer in {self.s:.3g} s"
+        return (
+            f"{self.status} after {self.s:.3g} s" if self.status else f"no answer in {self.s:.3g} s"
+        )
 
 
 @dataclass(kw_only=True)
@@ -64,17 +68,35 @@ class Server:
         return self.ask("POST", path, **({} if body is None else {"json": body}), **more)
 
     def complete(self, *, limit_s: float = 60.0, **body: Any) -> Answer:
-        return self.post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 1} | body, limit_s=limit_s)
+        return self.post(
+            "/v1/completions",
+            {"model": "tiny", "prompt": "a", "max_tokens": 1} | body,
+            limit_s=limit_s,
+        )
 
     def upload(self, content: str | bytes | None = None, **more: Any) -> Answer:
         """By default, what job() trains on."""
-        lines = "".join(json.dumps(line) + "\n" for line in pirate(seed=0).train) if content is None else content
+        lines = (
+            "".join(json.dumps(line) + "\n" for line in pirate(seed=0).train)
+            if content is None
+            else content
+        )
         return self.ask(
-            "POST", "/v1/files", files={"file": ("data.jsonl", lines)}, data={"purpose": "fine-tune"}, **more
+            "POST",
+            "/v1/files",
+            files={"file": ("data.jsonl", lines)},
+            data={"purpose": "fine-tune"},
+            **more,
         )
 
     def job(
-        self, *, n_epochs: int = 50, batch_size: int = 4, file: str | None = None, limit_s: float = 60.0, **own: Any
+        self,
+        *,
+        n_epochs: int = 50,
+        batch_size: int = 4,
+        file: str | None = None,
+        limit_s: float = 60.0,
+        **own: Any,
     ) -> Answer:
         """A job that is made now. own: its `coserve` field."""
         file = file or self.upload().body["id"]
@@ -89,7 +111,11 @@ class Server:
 
     def step(self, job: str) -> int:
         """How many optimizer steps of a job are on record; -1: the server does not say."""
-        return int(((self.get(f"/v1/fine_tuning/jobs/{job}").body or {}).get("coserve") or {}).get("step", -1))
+        return int(
+            ((self.get(f"/v1/fine_tuning/jobs/{job}").body or {}).get("coserve") or {}).get(
+                "step", -1
+            )
+        )
 
     def until_over(self, job: str, *, limit_s: float = 120.0) -> str:
         """How a job ended."""
@@ -101,7 +127,10 @@ class Server:
         """The directory of an adapter that a short job has made, copied."""
         job = self.job(n_epochs=1, batch_size=16, adapter={"r": 4}).body["id"]
         assert self.until_over(job) == "succeeded"
-        made = max(self.home.glob(f"jobs/{job}/**/adapter_config.json"), key=lambda path: path.stat().st_mtime)
+        made = max(
+            self.home.glob(f"jobs/{job}/**/adapter_config.json"),
+            key=lambda path: path.stat().st_mtime,
+        )
         return Path(shutil.copytree(made.parent, self.home.parent / "adapters" / name))
 
     def engine_pid(self) -> int:
@@ -126,8 +155,8 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where servers of a checkout run, one after the other, in one home. measured: a home with compiled kernels and
-    what was measured of the machine, which are copied.
+    """Where servers of a checkout run, one after the other, in one home. measured: a home with
+    compiled kernels and what was measured of the machine, which are copied.
     """
 
     code: Path
@@ -154,22 +183,48 @@ class Place:
 
     def has_option(self, name: str) -> bool:
         """Whether `coserve up` knows it."""
-        return any(f'"{name}"' in path.read_text() for path in (self.code / "coserve" / "server").rglob("*.py"))
+        return any(
+            f'"{name}"' in path.read_text()
+            for path in (self.code / "coserve" / "server").rglob("*.py")
+        )
 
     @contextmanager
-    def start(self, *options: str, dtype: str = "float32", max_files: int | None = None) -> Iterator[Server]:
-        """A server, of which nothing is left afterwards, also if this process is told to end (SIGTERM). max_files: that
-        it may have open.
+    def start(
+        self, *options: str, dtype: str = "float32", max_files: int | None = None
+    ) -> Iterator[Server]:
+        """A server, of which nothing is left afterwards, also if this process is told to end
+        (SIGTERM). max_files: that it may have open.
         """
         self.temporary.mkdir(parents=True, exist_ok=True)
         self.home.mkdir(mode=0o755, exist_ok=True)
         for name in ("kernels", "profiles"):
-            if self.measured and (self.measured / name).is_dir() and not (self.home / name).exists():
+            if (
+                self.measured
+                and (self.measured / name).is_dir()
+                and not (self.home / name).exists()
+            ):
                 shutil.copytree(self.measured / name, self.home / name)
-        command = [sys.executable, "-m", "coserve", "up", "--port", "0", "--dtype", dtype, "--memory", "64MB"]
+        command = [
+            sys.executable,
+            "-m",
+            "coserve",
+            "up",
+            "--port",
+            "0",
+            "--dtype",
+            dtype,
+            "--memory",
+            "64MB",
+        ]
         command += ["--allow-adapter-paths", str(self.adapters), "--home", str(self.home), *options]
-        environment = {"PYTHONPATH": str(self.code), "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
-        environment["COSERVE_CACHE"] = str(self.home)  # where versions that know no cache have kernels and profiles
+        environment = {
+            "PYTHONPATH": str(self.code),
+            "TMPDIR": str(self.temporary),
+            "OMP_NUM_THREADS": "1",
+        }
+        environment["COSERVE_CACHE"] = str(
+            self.home
+        )  # where versions that know no cache have kernels and profiles
         log, limit = self.directory / "log", (max_files or 0, max_files or 0)
         with log.open("a") as output:
             process = subprocess.Popen(
@@ -181,7 +236,9 @@ class Place:
                 cwd=self.directory,
                 env=os.environ | environment,
                 start_new_session=True,
-                preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit)) if max_files else None,
+                preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit))
+                if max_files
+                else None,
             )
         assert process.stdout is not None
         before = signal.signal(signal.SIGTERM, _exit)
@@ -215,7 +272,9 @@ def until(question: Callable[[], Any], *, limit_s: float) -> float | None:
 
 @contextmanager
 def health(server: Server) -> Iterator[list[float]]:
-    """Seconds of each `/health`, on connections of their own, meanwhile and until the last is answered (20 s)."""
+    """Seconds of each `/health`, on connections of their own, meanwhile and until the last is
+    answered (20 s).
+    """
     taken: list[float] = []
     ended = threading.Event()
 

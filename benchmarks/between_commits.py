@@ -1,17 +1,18 @@
 """Speed of several checkouts or settings, in turns, call by call.
 
-    python benchmarks/between_commits.py before=/other/checkout now=. sparing=.:max_recompute=0.3 int8=.:weights=int8
-    python benchmarks/between_commits.py before=/other/checkout now=. --kinds decode,train,coserve,plan,http
+    python benchmarks/between_commits.py before=/other/checkout now=. sparing=.:max_recompute=0.3
+    int8=.:weights=int8 python benchmarks/between_commits.py before=/other/checkout now=. --kinds
+    decode,train,coserve,plan,http
 
-Each side is a process with a home (kernels, profiles) of its own, and one works at a time, so that what else happens
-on the machine meets all of them alike. Prints medians, least times, and the speed beside the first side, turn by turn.
-Settings: weights=int8, deterministic=1, max_recompute=SHARE, and peft=1 for PEFT in place of the engine (decode and
-train; it does not decode).
+Each side is a process with a home (kernels, profiles) of its own, and one works at a time, so that
+what else happens on the machine meets all of them alike. Prints medians, least times, and the speed
+beside the first side, turn by turn. Settings: weights=int8, deterministic=1, max_recompute=SHARE,
+and peft=1 for PEFT in place of the engine (decode and train; it does not decode).
 
-Kinds: decode, a step of four requests; train, an optimizer step of one sequence; coserve, the streams and the job of
-`coserve bench coserve` under slack, with the SLO of the first side on all: a token of a job, and of a stream; plan, the
-sum of all plans of the checkout's own `plan_time.py`, least times of the thread; http, a chat of one token on the
-built-in model, over HTTP.
+Kinds: decode, a step of four requests; train, an optimizer step of one sequence; coserve, the
+streams and the job of `coserve bench coserve` under slack, with the SLO of the first side on all: a
+token of a job, and of a stream; plan, the sum of all plans of the checkout's own `plan_time.py`,
+least times of the thread; http, a chat of one token on the built-in model, over HTTP.
 """
 
 import argparse
@@ -37,7 +38,8 @@ _CONTEXT, _STREAMS, _STEPS = 512, 4, 3
 _LENGTHS = (512, 1024)
 _MEMORY_BYTES = 2 << 30
 _KINDS = ("decode", "train", "coserve", "plan", "http")
-# Seconds that streams run beside a job in each turn, and a stream's SLO in units of a step in which they run alone.
+# Seconds that streams run beside a job in each turn, and a stream's SLO in units of a step in which
+# they run alone.
 _PHASE_S, _OBJECTIVE_STEPS = 4.0, 2.5
 _PLAN_REPEATS = 10
 _CHATS = 10
@@ -46,13 +48,19 @@ _START_LIMIT_S = 300.0
 
 def main() -> None:
     """Measure, print, and end with a line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sides", nargs="+", metavar="NAME=DIRECTORY[:SETTING=VALUE…]")
     parser.add_argument("--model", default="dummy:smollm2-135m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--homes", type=Path, help="kept, so that the device is measured once [a temporary folder]")
-    parser.add_argument("--kinds", default="decode,train", help=f"of {', '.join(_KINDS)} [decode,train]")
+    parser.add_argument(
+        "--homes", type=Path, help="kept, so that the device is measured once [a temporary folder]"
+    )
+    parser.add_argument(
+        "--kinds", default="decode,train", help=f"of {', '.join(_KINDS)} [decode,train]"
+    )
     given = parser.parse_args()
     kinds = given.kinds.split(",")
     if unknown := set(kinds) - set(_KINDS):
@@ -61,7 +69,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         texts = [side.partition("=")[::2] for side in given.sides]
         for kind in kinds:
-            sides = {name: _start(name, text, given, given.homes or Path(home)) for name, text in texts}
+            sides = {
+                name: _start(name, text, given, given.homes or Path(home)) for name, text in texts
+            }
             try:
                 rows = _in_turns(kind, sides, given.turns)
             finally:
@@ -73,10 +83,16 @@ def main() -> None:
                     print(f"{row:>14} {name:>14} {told}", flush=True)
             found |= rows
     result = {kind: _told(by_side) for kind, by_side in found.items()}
-    print(json.dumps({"model": given.model, "dtype": given.dtype, "turns": given.turns, "rows": result}))
+    print(
+        json.dumps(
+            {"model": given.model, "dtype": given.dtype, "turns": given.turns, "rows": result}
+        )
+    )
 
 
-def _in_turns(kind: str, sides: "dict[str, subprocess.Popen[str]]", turns: int) -> dict[str, dict[str, list[float]]]:
+def _in_turns(
+    kind: str, sides: "dict[str, subprocess.Popen[str]]", turns: int
+) -> dict[str, dict[str, list[float]]]:
     """Return the seconds that each side took, by what was measured."""
     if kind == "train":
         calls = [(f"train {length}", turns) for length in _LENGTHS]
@@ -95,7 +111,10 @@ def _in_turns(kind: str, sides: "dict[str, subprocess.Popen[str]]", turns: int) 
                     if turn:
                         found.setdefault(row, {each: [] for each in sides})[name].append(seconds)
     # PEFT's side does not decode.
-    return {row: {name: taken for name, taken in by_side.items() if taken} for row, by_side in found.items()}
+    return {
+        row: {name: taken for name, taken in by_side.items() if taken}
+        for row, by_side in found.items()
+    }
 
 
 def _told(by_side: dict[str, list[float]]) -> dict[str, dict[str, float]]:
@@ -115,14 +134,31 @@ def _start(name: str, text: str, given: argparse.Namespace, home: Path) -> "subp
     place = str(Path(directory).resolve())
     environment = {**os.environ, "PYTHONPATH": place, "COSERVE_HOME": str(home / name)}
     # -P: without this folder, whose names are other packages', too.
-    command = [sys.executable, "-P", "-W", "ignore", __file__, "--side", given.model, given.dtype, *settings]
+    command = [
+        sys.executable,
+        "-P",
+        "-W",
+        "ignore",
+        __file__,
+        "--side",
+        given.model,
+        given.dtype,
+        *settings,
+    ]
     return subprocess.Popen(
-        command, cwd=place, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=place,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
 def _ask(side: "subprocess.Popen[str]", call: str) -> dict[str, float]:
-    """Have a side do something, and return the seconds that it took; nothing where it does not do that."""
+    """Have a side do something, and return the seconds that it took; nothing where it does not do
+    that.
+    """
     assert side.stdin is not None and side.stdout is not None
     side.stdin.write(call + "\n")
     side.stdin.flush()
@@ -148,7 +184,9 @@ def _end(side: "subprocess.Popen[str]") -> None:
 class _Side:
     """A checkout's own modules, imported when they are needed."""
 
-    def __init__(self, model: str, dtype: str, settings: dict[str, str], running: ExitStack) -> None:
+    def __init__(
+        self, model: str, dtype: str, settings: dict[str, str], running: ExitStack
+    ) -> None:
         self._model, self._dtype, self._settings, self._running = model, dtype, settings, running
 
     def run(self) -> None:
@@ -171,14 +209,22 @@ class _Side:
         if kind == "decode":
             return _decoding(self._backbone)
         if kind == "train":
-            return _training(self._backbone, int(number), float(self._settings.get("max_recompute", 0)))
-        return partial(_solo, self._streams) if kind == "solo" else partial(_phase, self._streams, float(number))
+            return _training(
+                self._backbone, int(number), float(self._settings.get("max_recompute", 0))
+            )
+        return (
+            partial(_solo, self._streams)
+            if kind == "solo"
+            else partial(_phase, self._streams, float(number))
+        )
 
     @cached_property
     def _backbone(self) -> Any:
         from coserve.models import load_backbone
 
-        weights: dict[str, Any] = {name: value for name, value in self._settings.items() if name == "weights"}
+        weights: dict[str, Any] = {
+            name: value for name, value in self._settings.items() if name == "weights"
+        }
         backbone: Any = load_backbone(self._model, dtype=self._dtype, **weights)
         return backbone.deterministic() if "deterministic" in self._settings else backbone
 
@@ -188,14 +234,17 @@ class _Side:
         from coserve.bench import coserve as experiment
         from coserve.bench.train import LORA
 
-        return experiment._Bench(_engine(self._backbone, "slack"), LORA, streams=_STREAMS, num_jobs=1)
+        return experiment._Bench(
+            _engine(self._backbone, "slack"), LORA, streams=_STREAMS, num_jobs=1
+        )
 
 
 def _engine(backbone: Any, policy: str) -> Any:
     from coserve import Engine, EngineConfig
 
     make = getattr(Engine, "from_backbone", Engine)
-    # Measuring a device takes minutes; only plans that weigh requests against jobs need more than a quick profile.
+    # Measuring a device takes minutes; only plans that weigh requests against jobs need more than a
+    # quick profile.
     quick = policy != "slack" and "may_be_provisional" in signature(make).parameters
     more: dict[str, Any] = {"may_be_provisional": True} if quick else {}
     return make(backbone, EngineConfig(policy=policy, memory_bytes=_MEMORY_BYTES), **more)
@@ -211,7 +260,9 @@ def _decoding(backbone: Any) -> Callable[[], dict[str, float]]:
     engine = _engine(backbone, "inference-only")
     params = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
     for seed in range(_STREAMS):
-        engine.add_tokens(_tokens(backbone, seed, _CONTEXT), params, slo=Slo(ttft_s=1e3, tpot_s=1e3))
+        engine.add_tokens(
+            _tokens(backbone, seed, _CONTEXT), params, slo=Slo(ttft_s=1e3, tpot_s=1e3)
+        )
     while not _decodes_all(engine):
         engine.step()
 
@@ -243,7 +294,9 @@ def _training(backbone: Any, length: int, max_recompute: float) -> Callable[[], 
     def step() -> dict[str, float]:
         start_s = time.perf_counter()
         # The module of an event of a job is not the same in every checkout.
-        while not any(getattr(event, "job", None) and event.kind == "step" for event in engine.step()):
+        while not any(
+            getattr(event, "job", None) and event.kind == "step" for event in engine.step()
+        ):
             pass
         return {"step": time.perf_counter() - start_s}
 
@@ -302,8 +355,21 @@ def _chatting(running: ExitStack) -> Callable[[], dict[str, float]]:
     from coserve.client.ports import free_port
 
     port = free_port()
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "coserve", "up", "tiny", "--port", str(port)]
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-P",
+        "-W",
+        "ignore",
+        "-m",
+        "coserve",
+        "up",
+        "tiny",
+        "--port",
+        str(port),
+    ]
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     running.callback(server.wait, 60)
     running.callback(server.terminate)
     client = running.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60))
@@ -312,7 +378,12 @@ def _chatting(running: ExitStack) -> Callable[[], dict[str, float]]:
         if time.monotonic() > end_s or server.poll() is not None:
             raise SystemExit("the server did not start")
         time.sleep(0.2)
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 1,
+        "temperature": 0,
+    }
 
     def chats() -> dict[str, float]:
         taken = []
@@ -341,6 +412,11 @@ def _is_ready(client: Any) -> bool:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--side"]:
         with ExitStack() as running:
-            _Side(sys.argv[2], sys.argv[3], dict(setting.split("=") for setting in sys.argv[4:]), running).run()
+            _Side(
+                sys.argv[2],
+                sys.argv[3],
+                dict(setting.split("=") for setting in sys.argv[4:]),
+                running,
+            ).run()
     else:
         main()

@@ -1,12 +1,14 @@
-"""Placements on modelled nodes that have engines, which batch prompts, under bursts; in virtual time.
+"""Placements on modelled nodes that have engines, which batch prompts, under bursts; in virtual
+time.
 
-    python benchmarks/cluster_engines.py [--placement NAME] [--rates 50,80] [--seconds 12] [--seeds 2] [--workers 2]
+    python benchmarks/cluster_engines.py [--placement NAME] [--rates 50,80] [--seconds 12] [--seeds
+    2] [--workers 2]
 
-Four nodes, each an engine with llama-3.1-8b on a modelled H100, with the default SLO. Requests have the lengths of
-Azure's chats with up to 100 tokens in their answers, and come in quiet times of 2 s and bursts of 0.75 s in the mean,
-of six times their rate. `slack-affinity` is tried with several numbers of requests that may wait on an engine to begin
-(`most_prompts`). What a node says is heard after 5 ms.
-The last line is JSON.
+Four nodes, each an engine with llama-3.1-8b on a modelled H100, with the default SLO. Requests have
+the lengths of Azure's chats with up to 100 tokens in their answers, and come in quiet times of 2 s
+and bursts of 0.75 s in the mean, of six times their rate. `slack-affinity` is tried with several
+numbers of requests that may wait on an engine to begin (`most_prompts`). What a node says is heard
+after 5 ms. The last line is JSON.
 """
 
 import argparse
@@ -59,13 +61,20 @@ def requests_of(cell: Cell) -> list[TracedRequest]:
     pairs = [(each.num_prompt_tokens, each.num_output_tokens) for each in trace]
     lengths = RecordedLengths([pair for pair in pairs if fits(*pair)])
     return bursty(
-        rate=cell.rate, seconds=cell.seconds, seed=cell.seed, quiet_s=QUIET_S, burst_s=BURST_S, lengths=lengths
+        rate=cell.rate,
+        seconds=cell.seconds,
+        seed=cell.seed,
+        quiet_s=QUIET_S,
+        burst_s=BURST_S,
+        lengths=lengths,
     )
 
 
 def fits(num_prompt_tokens: int, num_output_tokens: int) -> bool:
     """Whether it is not left out."""
-    return 0 < num_prompt_tokens <= MOST_PROMPT_TOKENS and 0 < num_output_tokens <= MOST_OUTPUT_TOKENS
+    return (
+        0 < num_prompt_tokens <= MOST_PROMPT_TOKENS and 0 < num_output_tokens <= MOST_OUTPUT_TOKENS
+    )
 
 
 def run(cell: Cell) -> dict[str, Any]:
@@ -74,10 +83,15 @@ def run(cell: Cell) -> dict[str, Any]:
     place = ModelledPlace.of_hardware(backbone, H100)
     tpot_s = default_tpot_s(place.latency)
     profile = node_profile(
-        place.profile, page_bytes=kv_page_bytes(backbone, 16), num_pages=place.num_pages, training_yields=True
+        place.profile,
+        page_bytes=kv_page_bytes(backbone, 16),
+        num_pages=place.num_pages,
+        training_yields=True,
     )
     nodes = [
-        EngineNode(f"n{index}", replace(place, seed=index).open(EngineConfig(ttft_s=TTFT_S)), profile)
+        EngineNode(
+            f"n{index}", replace(place, seed=index).open(EngineConfig(ttft_s=TTFT_S)), profile
+        )
         for index in range(NUM_NODES)
     ]
     tasks = [

@@ -1,12 +1,14 @@
-"""Loss and served accuracy while a job learns on three nodes, by how these exchange what they learn.
+"""Loss and served accuracy while a job learns on three nodes, by how these exchange what they
+learn.
 
     python benchmarks/data_parallel.py [--epochs 48] [--seed 0]
 
-Three nodes on this machine, each an engine in a process of its own with the built-in model, before them one front, as
-`coserve cluster up` has them, but without Ray. A job learns the colours of 24 animals, which are made up, and is served
-live; meanwhile all 24 questions are asked, over and over. All 24 examples are one batch, of which each node has 8.
-Prints, for each quarter of the job's steps, the loss of what was trained on and the share of right answers that were
-served, and one line of JSON.
+Three nodes on this machine, each an engine in a process of its own with the built-in model, before
+them one front, as `coserve cluster up` has them, but without Ray. A job learns the colours of 24
+animals, which are made up, and is served live; meanwhile all 24 questions are asked, over and over.
+All 24 examples are one batch, of which each node has 8. Prints, for each quarter of the job's
+steps, the loss of what was trained on and the share of right answers that were served, and one line
+of JSON.
 """
 
 import argparse
@@ -53,7 +55,10 @@ def facts(seed: int) -> list[Pair]:
     """Questions and right answers."""
     random, colours = Random(f"colours {seed}"), sorted(set(COLOURS.values()))
     names = [animal.name for animal in ANIMALS[:NUM_ANIMALS]]
-    return [(f"What colour is the {name}?", f"The {name} is {random.choice(colours)}.") for name in names]
+    return [
+        (f"What colour is the {name}?", f"The {name} is {random.choice(colours)}.")
+        for name in names
+    ]
 
 
 class Server:
@@ -64,9 +69,14 @@ class Server:
 
     async def start(self, pairs: list[Pair], epochs: int, extension: dict[str, Any]) -> str:
         """A job on these."""
-        lines = [{"messages": [_turn("user", asked), _turn("assistant", answer)]} for asked, answer in pairs]
+        lines = [
+            {"messages": [_turn("user", asked), _turn("assistant", answer)]}
+            for asked, answer in pairs
+        ]
         content = "\n".join(map(json.dumps, lines)).encode()
-        file = await self._client.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("f.jsonl", content)})
+        file = await self._client.post(
+            "/v1/files", data={"purpose": "fine-tune"}, files={"file": ("f.jsonl", content)}
+        )
         settings = {"adapter": {"r": 16}, "optimizer": {"learning_rate": 2e-3}, "live": True}
         body = {
             "model": "tiny",
@@ -85,7 +95,9 @@ class Server:
 
     async def losses(self, id: str) -> list[float]:
         """By optimizer step."""
-        events = (await self._client.get(f"/v1/fine_tuning/jobs/{id}/events", params={"limit": 1000})).json()["data"]
+        events = (
+            await self._client.get(f"/v1/fine_tuning/jobs/{id}/events", params={"limit": 1000})
+        ).json()["data"]
         data = [event["data"] for event in events if "train_loss" in event["data"]]
         return [each["train_loss"] for each in sorted(data, key=lambda each: int(each["step"]))]
 
@@ -96,7 +108,12 @@ class Server:
         return mean(known) if len(known) == len(pairs) else None
 
     async def _is_right(self, model: str, pair: Pair) -> bool | None:
-        body = {"model": model, "messages": [_turn("user", pair[0])], "max_tokens": 12, "temperature": 0}
+        body = {
+            "model": model,
+            "messages": [_turn("user", pair[0])],
+            "max_tokens": 12,
+            "temperature": 0,
+        }
         answer = await self._client.post("/v1/chat/completions", json=body)
         if answer.status_code == _NOT_SERVED:
             return None
@@ -108,7 +125,9 @@ def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-async def learn(server: Server, pairs: list[Pair], epochs: int, extension: dict[str, Any]) -> dict[str, Any]:
+async def learn(
+    server: Server, pairs: list[Pair], epochs: int, extension: dict[str, Any]
+) -> dict[str, Any]:
     """A job from its beginning to its end; loss and served accuracy by parts, seconds."""
     id, began_s = await server.start(pairs, epochs, extension), time.monotonic()
     served: list[tuple[int, float]] = []
@@ -145,9 +164,14 @@ async def play(epochs: int, seed: int, home: Path) -> dict[str, Any]:
     try:
         while front.link.num_nodes < NUM_NODES:
             await asyncio.sleep(0.1)
-        async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1", timeout=600) as client:
+        async with AsyncClient(
+            transport=ASGITransport(app), base_url="http://127.0.0.1", timeout=600
+        ) as client:
             server = Server(client)
-            return {way: await learn(server, facts(seed), epochs, extension) for way, extension in WAYS.items()}
+            return {
+                way: await learn(server, facts(seed), epochs, extension)
+                for way, extension in WAYS.items()
+            }
     finally:
         await front.stop()
         await asyncio.gather(*(node.stop() for node in nodes.values()))
@@ -155,15 +179,22 @@ async def play(epochs: int, seed: int, home: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Play, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=48, help="times that each animal is learned, of 50 at most")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=48, help="times that each animal is learned, of 50 at most"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         os.environ["COSERVE_HOME"] = home
         found = asyncio.run(play(given.epochs, given.seed, Path(home)))
     for way, each in found.items():
-        print(f"{way:22} loss {each['loss']} served {each['served']} at the end {each['end']} in {each['seconds']} s")
+        print(
+            f"{way:22} loss {each['loss']} served {each['served']} at the end {each['end']} in "
+            f"{each['seconds']} s"
+        )
     print(json.dumps(found))
 
 

@@ -1,9 +1,11 @@
-"""Measure how long `coserve up` takes to answer its first request, by what is already on this machine.
+"""Measure how long `coserve up` takes to answer its first request, by what is already on this
+machine.
 
     python -m benchmarks.first_start [--code CHECKOUT] [--repeats 2] [CASE ...]
 
-A case is a model with or without compiled kernels and a measured profile. Starts share a home and a cache; without
-kernels, each has its own. The script prints one row per start and ends with one line of JSON.
+A case is a model with or without compiled kernels and a measured profile. Starts share a home and a
+cache; without kernels, each has its own. The script prints one row per start and ends with one line
+of JSON.
 """
 
 import argparse
@@ -70,9 +72,21 @@ class _Machine:
         self.home, self.cache = root / "home", root / "cache"
 
     def start(self, name: str, case: Case, *, until_measured: bool = False) -> Start:
-        """Run `coserve up` until its first answer. until_measured: and until its profile is measured."""
+        """Run `coserve up` until its first answer. until_measured: and until its profile is
+        measured.
+        """
         port = free_port()
-        command = [sys.executable, "-m", "coserve", "up", *case.model, "--port", str(port), "--home", str(self.home)]
+        command = [
+            sys.executable,
+            "-m",
+            "coserve",
+            "up",
+            *case.model,
+            "--port",
+            str(port),
+            "--home",
+            str(self.home),
+        ]
         environment = os.environ | {
             "COSERVE_HOME": str(self.home),
             "XDG_CACHE_HOME": str(self.cache),
@@ -80,13 +94,20 @@ class _Machine:
         }
         start_s = time.monotonic()
         process = subprocess.Popen(
-            command, cwd=self._root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=self._root,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         found = Start(case=name)
         reading = threading.Thread(target=_read_lines, args=(process, start_s, found))
         reading.start()
         try:
-            _watch(f"http://127.0.0.1:{port}", process, start_s, found, until_measured=until_measured)
+            _watch(
+                f"http://127.0.0.1:{port}", process, start_s, found, until_measured=until_measured
+            )
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
@@ -107,7 +128,14 @@ def _read_lines(process: "subprocess.Popen[str]", start_s: float, found: Start) 
         found.lines.append((round(after_s, 2), line.rstrip()))
 
 
-def _watch(url: str, process: "subprocess.Popen[str]", start_s: float, found: Start, *, until_measured: bool) -> None:
+def _watch(
+    url: str,
+    process: "subprocess.Popen[str]",
+    start_s: float,
+    found: Start,
+    *,
+    until_measured: bool,
+) -> None:
     body = {"model": "", "prompt": "Hello", "max_tokens": 1}
     with httpx.Client(base_url=url, timeout=60) as client:
         while time.monotonic() - start_s < _START_LIMIT_S and process.poll() is None:
@@ -125,23 +153,35 @@ def _watch(url: str, process: "subprocess.Popen[str]", start_s: float, found: St
             body["prompt"] = [1, 2, 3]  # a shape without a tokenizer
         client.post("/v1/completions", json=body).raise_for_status()
         found.answer_s = time.monotonic() - start_s
-        while until_measured and _is_provisional(client) and time.monotonic() - start_s < _START_LIMIT_S:
+        while (
+            until_measured
+            and _is_provisional(client)
+            and time.monotonic() - start_s < _START_LIMIT_S
+        ):
             time.sleep(0.5)
 
 
 def _is_provisional(client: httpx.Client) -> bool:
-    """Whether the server still measures its device; older versions measure before they are ready."""
+    """Whether the server still measures its device; older versions measure before they are
+    ready.
+    """
     profile: dict[str, Any] | None = client.get("/v1/status").json().get("profile")
     return profile is not None and profile["state"] != "measured"
 
 
 def run_case(name: str, code: Path, repeats: int) -> list[Start]:
-    """Start a server some times as a case says; the starts that leave kernels and a profile are not counted."""
+    """Start a server some times as a case says; the starts that leave kernels and a profile are not
+    counted.
+    """
     case, starts = CASES[name], []
     with TemporaryDirectory(prefix="coserve-first-start-") as place:
         machine = _Machine(Path(place), code)
         if case.has_kernels:
-            machine.start(name, case if case.has_profile else CASES["tiny-empty"], until_measured=case.has_profile)
+            machine.start(
+                name,
+                case if case.has_profile else CASES["tiny-empty"],
+                until_measured=case.has_profile,
+            )
         for number in range(repeats):
             if not case.has_profile:
                 machine.forget_profiles()
@@ -154,11 +194,19 @@ def run_case(name: str, code: Path, repeats: int) -> list[Start]:
 
 def main() -> None:
     """Run the cases that were named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--code", type=Path, default=Path(__file__).parents[1], help="checkout that is measured")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES)
+    )
+    parser.add_argument(
+        "--code", type=Path, default=Path(__file__).parents[1], help="checkout that is measured"
+    )
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--lines", action="store_true", help="print what each start wrote to stderr")
+    parser.add_argument(
+        "--lines", action="store_true", help="print what each start wrote to stderr"
+    )
     given = parser.parse_args()
     if unknown := set(given.cases) - set(CASES):
         parser.error(f"unknown cases: {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")
@@ -173,7 +221,9 @@ def main() -> None:
             for after_s, line in start.lines if given.lines else ():
                 print(f"    {after_s:7.2f}  {line}")
     medians = {
-        name: statistics.median(start.answer_s or _START_LIMIT_S for start in starts if start.case == name)
+        name: statistics.median(
+            start.answer_s or _START_LIMIT_S for start in starts if start.case == name
+        )
         for name in given.cases
     }
     print(json.dumps({"median_answer_s": medians, "starts": [asdict(start) for start in starts]}))

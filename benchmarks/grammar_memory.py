@@ -1,4 +1,5 @@
-"""Resident memory of an engine after many patterns, and at rest: `python benchmarks/grammar_memory.py [NUMBER]`.
+"""Resident memory of an engine after many patterns, and at rest: `python
+benchmarks/grammar_memory.py [NUMBER]`.
 
 It starts a server of the built-in model on this machine, and prints one line of JSON.
 """
@@ -37,7 +38,17 @@ def resident_mb(pid: int) -> int:
 def main() -> None:
     """Ask for answers to patterns, four at once."""
     number = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    command = [sys.executable, "-m", "coserve", "up", "tiny", "--port", "0", "--home", tempfile.mkdtemp()]
+    command = [
+        sys.executable,
+        "-m",
+        "coserve",
+        "up",
+        "tiny",
+        "--port",
+        "0",
+        "--home",
+        tempfile.mkdtemp(),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         found = re.search(r"(https?://\S+)/v1", server.stdout.readline())
@@ -45,7 +56,12 @@ def main() -> None:
         engine = engine_of(server.pid)
 
         def ask(place: int) -> int:
-            body = {"model": "tiny", "prompt": "Hello", "max_tokens": 64, "guided_regex": pattern(place)}
+            body = {
+                "model": "tiny",
+                "prompt": "Hello",
+                "max_tokens": 64,
+                "guided_regex": pattern(place),
+            }
             return httpx.post(f"{found[1]}/v1/completions", json=body, timeout=300).status_code
 
         ask(0)

@@ -1,9 +1,11 @@
-"""What broke a server once, tried again: one number or word for each thing that was seen (benchmarks/hardening.md).
+"""What broke a server once, tried again: one number or word for each thing that was seen
+(benchmarks/hardening.md).
 
     python -m benchmarks.hardening [--code CHECKOUT] [ROW ...]
 
-Each row has servers of its own on the built-in model, of this checkout or of another one (such as a git worktree of an
-older commit). The last line is JSON. Row 7 mounts a small disk, and row 8 needs g++.
+Each row has servers of its own on the built-in model, of this checkout or of another one (such as a
+git worktree of an older commit). The last line is JSON. Row 7 mounts a small disk, and row 8 needs
+g++.
 """
 
 import argparse
@@ -40,7 +42,9 @@ def row_1(place: Place) -> Figures:
         found["a pattern in target_modules"] = str(made)
     found["/health meanwhile, s"] = max(taken)
     with place.aside("rank_pattern").start() as server:
-        made = server.job(adapter={"target_modules": ["q_proj"], "rank_pattern": {EVIL: 2}}, limit_s=15)
+        made = server.job(
+            adapter={"target_modules": ["q_proj"], "rank_pattern": {EVIL: 2}}, limit_s=15
+        )
         found["a pattern in rank_pattern"] = str(made)
         time.sleep(2)
         found["a completion after one in rank_pattern"] = str(server.complete(limit_s=15))
@@ -60,7 +64,10 @@ def row_1(place: Place) -> Figures:
                 break
             os.kill(server.engine_pid(), signal.SIGSEGV)  # a kill -9 would not be the job's fault
             deaths += 1
-            until(lambda: server.get("/ready").status == 200 or server.status(job) == "failed", limit_s=60)
+            until(
+                lambda: server.get("/ready").status == 200 or server.status(job) == "failed",
+                limit_s=60,
+            )
         found["deaths with steps between"] = f"{server.status(job)} after {deaths}"
     return found
 
@@ -106,10 +113,17 @@ def row_4(place: Place) -> Figures:
             before = memory_mb(server.process.pid, "VmHWM")
             with health(server) as taken:
                 answer = server.ask(
-                    "POST", "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+                    "POST",
+                    "/v1/completions",
+                    content=body,
+                    headers={"Content-Type": "application/json"},
                 )
-            found[f"{num_mb} MB of them"] = f"{answer}, and /health after at most {max(taken):.3g} s"
-            found[f"memory at most, of {num_mb} MB, MB"] = memory_mb(server.process.pid, "VmHWM") - before
+            found[f"{num_mb} MB of them"] = (
+                f"{answer}, and /health after at most {max(taken):.3g} s"
+            )
+            found[f"memory at most, of {num_mb} MB, MB"] = (
+                memory_mb(server.process.pid, "VmHWM") - before
+            )
     return found
 
 
@@ -149,7 +163,9 @@ def row_6(place: Place) -> Figures:
                 firsts.append(server.complete(prompt=f"{number} " * 20).s)
                 time.sleep(0.4)
             rate = (server.step(job) - steps) / (time.monotonic() - start_s)
-            found[name] = f"first token {1e3 * statistics.median(firsts):.3g} ms, {rate:.3g} steps/s"
+            found[name] = (
+                f"first token {1e3 * statistics.median(firsts):.3g} ms, {rate:.3g} steps/s"
+            )
             ended.set()
             if slo:
                 thread.join()
@@ -160,7 +176,9 @@ def row_7(place: Place) -> Figures:
     """A disk that is full."""
     home = place.home
     home.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=700", "hardening", str(home)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m,mode=700", "hardening", str(home)], check=True
+    )
     found: Figures = {}
     try:
         with place.start() as server:
@@ -171,7 +189,9 @@ def row_7(place: Place) -> Figures:
                     pass
             time.sleep(3)
             found["an upload"] = str(server.upload(b"x" * (3 << 20), limit_s=20))
-            found["a job is cancelled"] = str(server.post(f"/v1/fine_tuning/jobs/{job}/cancel", limit_s=20))
+            found["a job is cancelled"] = str(
+                server.post(f"/v1/fine_tuning/jobs/{job}/cancel", limit_s=20)
+            )
             found["tracebacks in the log"] = server.log().count("Traceback")
             (home / "filling").unlink()
             found["with room again it is cancelled"] = str(
@@ -195,7 +215,9 @@ def row_8(place: Place) -> Figures:
         time.sleep(2)
         server.headers = {"Authorization": "Bearer key-of-ann"}
         metrics = server.get("/metrics").body
-        found["lines of /metrics that name another's models"] = sum(model in line for line in metrics.splitlines())
+        found["lines of /metrics that name another's models"] = sum(
+            model in line for line in metrics.splitlines()
+        )
         for name in (".", "coserve.db"):
             found[f"mode of {name} in the home"] = oct((server.home / name).stat().st_mode & 0o777)
         kernels = [path for path in (server.home / "kernels").iterdir() if path.suffix == ".so"]
@@ -213,7 +235,10 @@ def row_9(place: Place) -> Figures:
     """Sixty jobs of rank 64."""
     with place.start() as server:
         file = server.upload().body["id"]
-        jobs = [server.job(file=file, adapter={"r": 64, "target_modules": "all-linear"}) for _ in range(60)]
+        jobs = [
+            server.job(file=file, adapter={"r": 64, "target_modules": "all-linear"})
+            for _ in range(60)
+        ]
         ids = [each.body["id"] for each in jobs if each.status == 200]
         before = memory_mb(server.engine_pid())
         time.sleep(30)
@@ -224,17 +249,24 @@ def row_9(place: Place) -> Figures:
         time.sleep(10)
         after = memory_mb(server.engine_pid())
     memory = f"{before:.0f}, {with_them:.0f}, {after:.0f}"
-    return {"running at once": running, "engine before, with them, after they were cancelled, MB": memory}
+    return {
+        "running at once": running,
+        "engine before, with them, after they were cancelled, MB": memory,
+    }
 
 
 def row_10(place: Place) -> Figures:
-    """An adapter directory whose rank is absurd, though not as absurd as it was: 17.7 GB are the machine's."""
+    """An adapter directory whose rank is absurd, though not as absurd as it was: 17.7 GB are the
+    machine's.
+    """
     with place.start() as server:
         path = server.finished_adapter("absurd") / "adapter_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "r": 300_000}))
         pids = (server.engine_pid(), server.process.pid)
         before = sum(memory_mb(pid, "VmHWM") for pid in pids)
-        answer = server.post("/v1/load_lora_adapter", {"lora_name": "absurd", "lora_path": str(path.parent)})
+        answer = server.post(
+            "/v1/load_lora_adapter", {"lora_name": "absurd", "lora_path": str(path.parent)}
+        )
         taken = sum(memory_mb(pid, "VmHWM") for pid in pids) - before
     return {"rank 300,000": str(answer), "memory at most, MB": taken}
 
@@ -242,10 +274,16 @@ def row_10(place: Place) -> Figures:
 def row_11(place: Place) -> Figures:
     """A path and a number that cannot be."""
     with place.start() as server:
-        path = server.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": f"{place.adapters}/{'x' * 5000}"})
+        path = server.post(
+            "/v1/load_lora_adapter",
+            {"lora_name": "x", "lora_path": f"{place.adapters}/{'x' * 5000}"},
+        )
         job = server.job(optimizer={"warmup_steps": 2**70})
         later = server.until_over(job.body["id"]) if job.status == 200 else "not made"
-    return {"lora_path of 5,000 characters": str(path), "warmup_steps of 2**70": f"{job}; the job {later}"}
+    return {
+        "lora_path of 5,000 characters": str(path),
+        "warmup_steps of 2**70": f"{job}; the job {later}",
+    }
 
 
 def row_12(place: Place) -> Figures:
@@ -277,7 +315,11 @@ def row_13(place: Place) -> Figures:
         server.kill(signal.SIGTERM)
     left = {path.name for path in (*place.temporary.iterdir(), *(place.home / "run").glob("*"))}
     # What PyTorch has there is its own cache, which all its processes use again.
-    return {"left after the next start and end": sorted(each for each in left if not each.startswith("torchinductor_"))}
+    return {
+        "left after the next start and end": sorted(
+            each for each in left if not each.startswith("torchinductor_")
+        )
+    }
 
 
 def row_14(place: Place) -> Figures:
@@ -289,9 +331,14 @@ def row_14(place: Place) -> Figures:
     for name, options in modes:
         with place.start(*options, dtype="bfloat16") as server:
             words = random.Random(0)
-            prompts = [" ".join(words.choices(("grass", "is", "a", "cat", "blue", "hot"), k=40)) for _ in range(16)]
+            prompts = [
+                " ".join(words.choices(("grass", "is", "a", "cat", "blue", "hot"), k=40))
+                for _ in range(16)
+            ]
             asked = {"max_tokens": 32, "temperature": 0, "logprobs": 1, "ignore_eos": True}
-            both = [[_said(server.complete(prompt=each, **asked)) for each in prompts] for _ in range(2)]
+            both = [
+                [_said(server.complete(prompt=each, **asked)) for each in prompts] for _ in range(2)
+            ]
             found[f"answers that differ with a cached prefix, {name}"] = sum(map(_differ, *both))
             adapters = [_adapter(server)]
             ended = threading.Event()
@@ -325,7 +372,9 @@ def _differ(one: Any, other: Any) -> bool:
 def _adapter(server: Server) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    job = server.job(n_epochs=2, batch_size=16, adapter={"r": 8}, optimizer={"learning_rate": 1e-3}).body["id"]
+    job = server.job(
+        n_epochs=2, batch_size=16, adapter={"r": 8}, optimizer={"learning_rate": 1e-3}
+    ).body["id"]
     assert server.until_over(job) == "succeeded"
     files = server.home.glob(f"jobs/{job}/**/adapter_model.safetensors")
     return load_file(max(files, key=lambda path: path.stat().st_mtime))
@@ -342,9 +391,13 @@ def row_15(place: Place) -> Figures:
     found: Figures = {}
     with place.start() as server:
         directory = server.finished_adapter("kept")
-        answer = server.post("/v1/load_lora_adapter", {"lora_name": "kept", "lora_path": str(directory)})
+        answer = server.post(
+            "/v1/load_lora_adapter", {"lora_name": "kept", "lora_path": str(directory)}
+        )
         assert answer.status == 200
-        job = server.job(n_epochs=1, batch_size=16, adapter={"r": 4}, checkpoint_every_steps=4).body["id"]
+        job = server.job(
+            n_epochs=1, batch_size=16, adapter={"r": 4}, checkpoint_every_steps=4
+        ).body["id"]
         server.until_over(job)
         model = server.get(f"/v1/fine_tuning/jobs/{job}").body["fine_tuned_model"]
         server.ask("DELETE", f"/v1/models/{model}")
@@ -357,7 +410,9 @@ def row_15(place: Place) -> Figures:
     return found
 
 
-ROWS = {name.removeprefix("row_"): row for name, row in globals().items() if name.startswith("row_")}
+ROWS = {
+    name.removeprefix("row_"): row for name, row in globals().items() if name.startswith("row_")
+}
 
 
 def main() -> None:
@@ -365,7 +420,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("rows", nargs="*", metavar="ROW")
     parser.add_argument("--code", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--measured", type=Path, help="a home of that checkout, whose kernels and profile are used")
+    parser.add_argument(
+        "--measured", type=Path, help="a home of that checkout, whose kernels and profile are used"
+    )
     asked = parser.parse_args()
     found: dict[str, Figures] = {}
     with TemporaryDirectory(prefix="hardening-") as directory:
@@ -377,8 +434,12 @@ def main() -> None:
                 pass
         for name in asked.rows or ROWS:
             try:
-                found[name] = ROWS[name](Place(code=code, directory=Path(directory) / name, measured=measured))
-            except Exception as error:  # of a server in distress anything may be; the other rows have their own
+                found[name] = ROWS[name](
+                    Place(code=code, directory=Path(directory) / name, measured=measured)
+                )
+            except (
+                Exception
+            ) as error:  # of a server in distress anything may be; the other rows have their own
                 found[name] = {"ended with": repr(error)}
             print(name, json.dumps(found[name], indent=1), flush=True)
     print(json.dumps({"code": asked.code.name, "rows": found}))

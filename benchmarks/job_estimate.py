@@ -2,8 +2,8 @@
 
     python benchmarks/job_estimate.py [ROUNDS]
 
-A server of its own measures the model, and runs one job after the other without other load: short chats, long ones,
-and texts, in small batches and large. Prints a table, and one line of JSON.
+A server of its own measures the model, and runs one job after the other without other load: short
+chats, long ones, and texts, in small batches and large. Prints a table, and one line of JSON.
 """
 
 import json
@@ -38,15 +38,28 @@ def write_chats(path: Path, num_examples: int, num_words: int) -> None:
     rng, words = Random(0), list(COLOURS)
     lines = []
     for _ in range(num_examples):
-        answer = " ".join(rng.choices(words, k=max(1, num_words + rng.randint(-num_words // 3, num_words // 3))))
-        turns = [{"role": "user", "content": "Which colours?"}, {"role": "assistant", "content": answer}]
+        answer = " ".join(
+            rng.choices(words, k=max(1, num_words + rng.randint(-num_words // 3, num_words // 3)))
+        )
+        turns = [
+            {"role": "user", "content": "Which colours?"},
+            {"role": "assistant", "content": answer},
+        ]
         lines.append(json.dumps({"messages": turns}))
     path.write_text("\n".join(lines) + "\n")
 
 
 def estimated_s(file: Path, epochs: int, batch_size: int) -> float:
     """What `coserve data check` says."""
-    options = ["--model", "tiny", "--epochs", str(epochs), "--batch-size", str(batch_size), "--json"]
+    options = [
+        "--model",
+        "tiny",
+        "--epochs",
+        str(epochs),
+        "--batch-size",
+        str(batch_size),
+        "--json",
+    ]
     command = [sys.executable, "-m", "coserve", "data", "check", str(file), *options]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return float(json.loads(out.splitlines()[-1])["seconds_alone"])
@@ -82,7 +95,14 @@ def measure(url: str, directory: Path, rounds: int) -> list[dict[str, Any]]:
             write_chats(file, num_examples, num_words)
             said_s = estimated_s(file, epochs, batch_size)
             took_s = sorted(taken_s(client, file, epochs, batch_size) for _ in range(rounds))
-            found.append({"job": name, "estimated_s": said_s, "taken_s": took_s, "ratio": took_s[rounds // 2] / said_s})
+            found.append(
+                {
+                    "job": name,
+                    "estimated_s": said_s,
+                    "taken_s": took_s,
+                    "ratio": took_s[rounds // 2] / said_s,
+                }
+            )
     return found
 
 
@@ -93,7 +113,9 @@ def main() -> None:
     with TemporaryDirectory() as name:
         os.environ["COSERVE_HOME"] = name
         command = [sys.executable, "-m", "coserve", "up", "tiny", "--port", str(port)]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as server:
             try:
                 _wait(url)
                 found = measure(url, Path(name), rounds)
@@ -102,7 +124,8 @@ def main() -> None:
     print(f"{'job':28} {'estimated':>10} {'taken':>10} {'ratio':>6}")
     for each in found:
         print(
-            f"{each['job']:28} {each['estimated_s']:8.2f} s {each['taken_s'][rounds // 2]:8.2f} s {each['ratio']:6.2f}"
+            f"{each['job']:28} {each['estimated_s']:8.2f} s {each['taken_s'][rounds // 2]:8.2f} s "
+            f"{each['ratio']:6.2f}"
         )
     print(json.dumps(found))
 

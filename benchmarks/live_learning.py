@@ -1,14 +1,16 @@
-"""Served accuracy while the right answers change: learning live, with a new version now and then, and not at all.
+"""Served accuracy while the right answers change: learning live, with a new version now and then,
+and not at all.
 
     python benchmarks/live_learning.py [--ticks 240] [--seed 0]
 
-The form of LeMix's figure 3a, on the built-in model. A stream of questions (what colour an animal has) comes a few at a
-time; what would have been right is known after the answer, as users' feedback is, and may be trained on from then on.
-Every `PHASE` ticks half of the animals change their colours. The same questions are answered three ways by one engine,
-in one batch: by an adapter that stays as it was at the beginning; by one of which a new version is trained every
-`INTERVAL` ticks, on all feedback since the last; and by one that trains on the feedback of each tick at once, beside
-the next questions, and serves each optimizer step (`live`). Prints each one's accuracy by parts of the phases, and one
-line of JSON.
+The form of LeMix's figure 3a, on the built-in model. A stream of questions (what colour an animal
+has) comes a few at a time; what would have been right is known after the answer, as users' feedback
+is, and may be trained on from then on. Every `PHASE` ticks half of the animals change their
+colours. The same questions are answered three ways by one engine, in one batch: by an adapter that
+stays as it was at the beginning; by one of which a new version is trained every `INTERVAL` ticks,
+on all feedback since the last; and by one that trains on the feedback of each tick at once, beside
+the next questions, and serves each optimizer step (`live`). Prints each one's accuracy by parts of
+the phases, and one line of JSON.
 """
 
 import argparse
@@ -41,7 +43,9 @@ class World:
     def change(self) -> None:
         """Half of the animals have another colour from now on."""
         for name in self._random.sample(self._names, NUM_ANIMALS // 2):
-            self._colours[name] = self._random.choice([each for each in self._choices if each != self._colours[name]])
+            self._colours[name] = self._random.choice(
+                [each for each in self._choices if each != self._colours[name]]
+            )
 
     def ask(self, number: int) -> list[Pair]:
         """Questions, with what is right now."""
@@ -58,7 +62,12 @@ class World:
 def lines(pairs: list[Pair]) -> list[dict[str, object]]:
     """A fine-tuning file."""
     return [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
         for question, answer in pairs
     ]
 
@@ -78,8 +87,12 @@ class Learner:
         """Begin a job on this feedback, which continues what the way serves."""
         self._num_jobs += 1
         name = f"{way}-{self._num_jobs}"
-        config = TuningConfig(num_epochs=epochs, batch_size=8, optimizer=OPTIMIZER, live=way == "live")
-        self._jobs[way] = self.engine.submit(lines(pairs), config, adapter=self._labels[way], name=name)
+        config = TuningConfig(
+            num_epochs=epochs, batch_size=8, optimizer=OPTIMIZER, live=way == "live"
+        )
+        self._jobs[way] = self.engine.submit(
+            lines(pairs), config, adapter=self._labels[way], name=name
+        )
 
     def is_training(self, way: str) -> bool:
         """Whether a job of the way has not ended; one that has is what the way serves."""
@@ -146,7 +159,9 @@ def play(num_ticks: int, seed: int) -> dict[str, list[float]]:
 
 def main() -> None:
     """Play, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ticks", type=int, default=4 * PHASE)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

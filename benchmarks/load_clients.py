@@ -2,14 +2,14 @@
 
     python benchmarks/load_clients.py [--vllm PYTHON] [--aiperf DIRECTORY] [--guidellm DIRECTORY]
 
-PYTHON has vLLM (`vllm bench serve`), a DIRECTORY is an environment with bin/. Each that is given loads one `coserve up`
-in turn: prompts of 64 tokens, answers of 32, as many at once as `--at-once` says. The model has random weights of
-SmolLM2-135M's shape, so that a decode step takes as long as one of a model that people serve. The engine's figures are
-those of `/v1/status/steps`, request by request, without what a client sends to warm up. Prints a row for each client,
-and one line of JSON.
+PYTHON has vLLM (`vllm bench serve`), a DIRECTORY is an environment with bin/. Each that is given
+loads one `coserve up` in turn: prompts of 64 tokens, answers of 32, as many at once as `--at-once`
+says. The model has random weights of SmolLM2-135M's shape, so that a decode step takes as long as
+one of a model that people serve. The engine's figures are those of `/v1/status/steps`, request by
+request, without what a client sends to warm up. Prints a row for each client, and one line of JSON.
 
-TPOT is the mean time of a token after the first: (end - first token) / (tokens - 1). aiperf and guidellm call that
-inter-token latency.
+TPOT is the mean time of a token after the first: (end - first token) / (tokens - 1). aiperf and
+guidellm call that inter-token latency.
 """
 
 import argparse
@@ -46,7 +46,9 @@ class Seen(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a client is told: the server, without /v1; the model's directory; a folder for its files."""
+    """What a client is told: the server, without /v1; the model's directory; a folder for its
+    files.
+    """
 
     url: str
     model: Path
@@ -98,7 +100,9 @@ def aiperf(directory: str, load: Load) -> Seen:
     [path] = (load.output / "aiperf").rglob("profile_export_aiperf.json")
     found = json.loads(path.read_text())
     return Seen(
-        int(found["request_count"]["avg"]), found["time_to_first_token"]["avg"], found["inter_token_latency"]["avg"]
+        int(found["request_count"]["avg"]),
+        found["time_to_first_token"]["avg"],
+        found["inter_token_latency"]["avg"],
     )
 
 
@@ -121,11 +125,18 @@ def guidellm(directory: str, load: Load) -> Seen:
     totals = metrics["request_totals"]
     if totals["errored"]:
         raise SystemExit(f"guidellm: requests failed: {totals}")
-    means = [metrics[name]["successful"]["mean"] for name in ("time_to_first_token_ms", "inter_token_latency_ms")]
+    means = [
+        metrics[name]["successful"]["mean"]
+        for name in ("time_to_first_token_ms", "inter_token_latency_ms")
+    ]
     return Seen(totals["successful"], *means)
 
 
-CLIENTS: dict[str, Callable[[str, Load], Seen]] = {"vllm": vllm, "aiperf": aiperf, "guidellm": guidellm}
+CLIENTS: dict[str, Callable[[str, Load], Seen]] = {
+    "vllm": vllm,
+    "aiperf": aiperf,
+    "guidellm": guidellm,
+}
 
 
 def _words(options: dict[str, str]) -> list[str]:
@@ -133,7 +144,9 @@ def _words(options: dict[str, str]) -> list[str]:
 
 
 def _run(command: list[str], **settings: Any) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=environment, **settings)
     if done.returncode:
         raise SystemExit(f"{command[0]}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
@@ -158,7 +171,17 @@ def make_model(directory: Path) -> None:
 @contextmanager
 def serving(model: Path, home: Path, threads: int) -> Iterator[str]:
     """The URL of a server that is ready."""
-    command = [sys.executable, "-m", "coserve", "up", str(model), "--served-model-name", NAME, "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "coserve",
+        "up",
+        str(model),
+        "--served-model-name",
+        NAME,
+        "--port",
+        "0",
+    ]
     command += ["--threads", str(threads), "--memory", "1GiB", "--home", str(home)]
     with (home / "server.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -175,18 +198,30 @@ def serving(model: Path, home: Path, threads: int) -> Iterator[str]:
 
 def engines_own(url: str, after: int, num_requests: int) -> Seen:
     """Of the last requests since a cursor: those before them warmed up."""
-    found = httpx.get(f"{url}/v1/status/steps", params={"after": after}).json()["requests"][-num_requests:]
-    return Seen(len(found), 1e3 * mean(each["ttft_s"] for each in found), 1e3 * mean(each["tpot_s"] for each in found))
+    found = httpx.get(f"{url}/v1/status/steps", params={"after": after}).json()["requests"][
+        -num_requests:
+    ]
+    return Seen(
+        len(found),
+        1e3 * mean(each["ttft_s"] for each in found),
+        1e3 * mean(each["tpot_s"] for each in found),
+    )
 
 
 def main() -> None:
     """Measure, print, and end with a line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in CLIENTS:
         parser.add_argument(f"--{name}")
     parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--model", type=Path, help="where the model is, or is made and kept [a temporary folder]")
-    parser.add_argument("--threads", type=int, default=1, help="of the engine: a client needs a core, too")
+    parser.add_argument(
+        "--model", type=Path, help="where the model is, or is made and kept [a temporary folder]"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of the engine: a client needs a core, too"
+    )
     given = parser.parse_args()
     print(f"{describe(torch.device('cpu'), given.threads)}; {given.at_once} at once\n")
     print("| client | requests | TTFT, client | TTFT, engine | | TPOT, client | TPOT, engine | |")

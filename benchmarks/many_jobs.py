@@ -1,5 +1,5 @@
-"""Eight fine-tuning jobs of short sequences at once, against the same jobs one after another, and against one job that
-has the batch of all.
+"""Eight fine-tuning jobs of short sequences at once, against the same jobs one after another, and
+against one job that has the batch of all.
 
 `python benchmarks/many_jobs.py`: turns of each, medians; the last line is JSON.
 """
@@ -23,11 +23,17 @@ from coserve.tuning.examples import Example
 LORA = LoraConfig(r=16, alpha=32, target_modules="all-linear")
 
 
-def run(engine: Engine, num_jobs: int, batch_size: int, length: int, turns: int) -> dict[str, float]:
+def run(
+    engine: Engine, num_jobs: int, batch_size: int, length: int, turns: int
+) -> dict[str, float]:
     """Trained tokens per second of the three ways."""
     config = TuningConfig(batch_size=batch_size, shuffle=False)
-    many = [_job(engine, config, (turns + 1) * batch_size, length, seed) for seed in range(num_jobs)]
-    turn_by_turn = [_job(engine, config, (turns + 1) * batch_size, length, seed) for seed in range(num_jobs)]
+    many = [
+        _job(engine, config, (turns + 1) * batch_size, length, seed) for seed in range(num_jobs)
+    ]
+    turn_by_turn = [
+        _job(engine, config, (turns + 1) * batch_size, length, seed) for seed in range(num_jobs)
+    ]
     whole = replace(config, batch_size=batch_size * num_jobs)
     one = [_job(engine, whole, (turns + 1) * batch_size * num_jobs, length, 0)]
     seconds: dict[str, list[float]] = {"at_once": [], "one_after_another": [], "one_job": []}

@@ -1,12 +1,14 @@
-"""Microseconds that a policy takes for the plan of one step: 64 requests beside one and eight jobs, in every phase. The
-default policy also plans for three tenants, to which requests and jobs belong in turn.
+"""Microseconds that a policy takes for the plan of one step: 64 requests beside one and eight jobs,
+in every phase. The default policy also plans for three tenants, to which requests and jobs belong
+in turn.
 
     python benchmarks/plan_time.py
 
-A plan is made while the device waits: the target is 50 us; and of one prediction, of which a plan asks for some, 5 us:
-of the latency model, which most policies plan with, and of HARLI's two stages. `harli` and `llmstation` plan for a
-device that can be divided, `llmstation` without a record, so that it asks its linear models. Times are those of the
-thread, so that other processes count little. Prints tables, and one line of JSON.
+A plan is made while the device waits: the target is 50 us; and of one prediction, of which a plan
+asks for some, 5 us: of the latency model, which most policies plan with, and of HARLI's two stages.
+`harli` and `llmstation` plan for a device that can be divided, `llmstation` without a record, so
+that it asks its linear models. Times are those of the thread, so that other processes count little.
+Prints tables, and one line of JSON.
 """
 
 import json
@@ -18,7 +20,15 @@ from itertools import product
 from statistics import median
 
 from coserve.models import load_backbone
-from coserve.scheduling import JobInfo, JobProgress, LatencyModel, RequestInfo, RequestProgress, View, make_policy
+from coserve.scheduling import (
+    JobInfo,
+    JobProgress,
+    LatencyModel,
+    RequestInfo,
+    RequestProgress,
+    View,
+    make_policy,
+)
 from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.plan import TenantView
 from coserve.scheduling.policies.harli import predictor
@@ -34,7 +44,13 @@ PHASES = {
     "all": ("forward", "loss", "backward", "update"),
 }
 # The policy, the units of the device that it plans for, and the number of tenants.
-CASES = (("slack", 1, 1), ("slack", 1, 3), ("token-fusion", 1, 1), ("harli", 2, 1), ("llmstation", 2, 1))
+CASES = (
+    ("slack", 1, 1),
+    ("slack", 1, 3),
+    ("token-fusion", 1, 1),
+    ("harli", 2, 1),
+    ("llmstation", 2, 1),
+)
 NOW_S, REPEATS, NUMBER = 10.0, 200, 10
 
 
@@ -47,7 +63,9 @@ def make_view(
     num_units: int = 1,
     num_tenants: int = 1,
 ) -> View:
-    """Return requests with time to spare, some of them prompts that fit as a whole, so that jobs get their turn."""
+    """Return requests with time to spare, some of them prompts that fit as a whole, so that jobs
+    get their turn.
+    """
     tenants = [f"tenant-{i}" for i in range(num_tenants)]
     requests = [
         RequestProgress(
@@ -72,7 +90,10 @@ def make_view(
         RequestProgress(
             id=f"p{i}",
             info=RequestInfo(
-                arrival_s=NOW_S, ttft_s=20.0, tpot_s=2.0, tenant=tenants[(len(requests) + i) % num_tenants]
+                arrival_s=NOW_S,
+                ttft_s=20.0,
+                tpot_s=2.0,
+                tenant=tenants[(len(requests) + i) % num_tenants],
             ),
             num_rows=40,
             num_past=0,
@@ -98,7 +119,9 @@ def make_view(
         now_s=NOW_S,
         requests=tuple(requests),
         jobs=tuple(jobs),
-        tenants=tuple([TenantView(name=name, used_s=1.0 + i / 100) for i, name in enumerate(tenants)]),
+        tenants=tuple(
+            [TenantView(name=name, used_s=1.0 + i / 100) for i, name in enumerate(tenants)]
+        ),
         ttft_s=20.0,
         tpot_s=2.0,
         num_units=num_units,
@@ -134,8 +157,13 @@ def main() -> None:
     for words, (least, middle) in predicted.items():
         print(f"{words:20} {least:9.2f} {middle:11.2f}")
     results = []
-    print(f"\n{NUM_REQUESTS} requests\n\npolicy        tenants  jobs phases    prompts   min us   median us")
-    for (policy, num_units, num_tenants), num_jobs, name, num_prompts in product(CASES, NUMS_JOBS, PHASES, (0, 4)):
+    print(
+        f"\n{NUM_REQUESTS} requests\n\npolicy        tenants  jobs phases    prompts   min us   "
+        f"median us"
+    )
+    for (policy, num_units, num_tenants), num_jobs, name, num_prompts in product(
+        CASES, NUMS_JOBS, PHASES, (0, 4)
+    ):
         if name == "all" and num_jobs == 1:
             continue
         plan = make_policy(policy).plan
@@ -152,7 +180,10 @@ def main() -> None:
         num_served = num_prompts if policy == "llmstation" and num_prompts else NUM_REQUESTS
         assert len(made.rows) >= num_served, "every request is served"
         least, middle = microseconds(partial(plan, view, latency))
-        print(f"{policy:13} {num_tenants:7} {num_jobs:5} {name:9} {num_prompts:7} {least:8.0f} {middle:11.0f}")
+        print(
+            f"{policy:13} {num_tenants:7} {num_jobs:5} {name:9} {num_prompts:7} {least:8.0f} "
+            f"{middle:11.0f}"
+        )
         results.append(
             {
                 "policy": policy,

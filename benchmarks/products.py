@@ -2,9 +2,10 @@
 
     python benchmarks/products.py [--dtype bfloat16]
 
-What `coserve/kernels/cpu/products.py` and `tile_products.py` choose is read off this table. Every product has its own
-weight, so that none is in the caches. Columns: microseconds of x W^T by PyTorch's choice, converted to float32, by our
-choice, by our kernel for the weight in int8, of dy W by PyTorch and by our choice, and of reading the weight once.
+What `coserve/kernels/cpu/products.py` and `tile_products.py` choose is read off this table. Every
+product has its own weight, so that none is in the caches. Columns: microseconds of x W^T by
+PyTorch's choice, converted to float32, by our choice, by our kernel for the weight in int8, of dy W
+by PyTorch and by our choice, and of reading the weight once.
 """
 
 import argparse
@@ -52,7 +53,10 @@ def main() -> None:
     print(f"{'weight':>12} rows  linear    wide    ours    int8    dy W    ours    read")
     for out, inner in _SHAPES:
         num_bytes = out * inner * dtype.itemsize
-        weights = [torch.randn(out, inner).to(dtype) for _ in range(max(1, min(40, _WEIGHT_BYTES // num_bytes)))]
+        weights = [
+            torch.randn(out, inner).to(dtype)
+            for _ in range(max(1, min(40, _WEIGHT_BYTES // num_bytes)))
+        ]
         quantised = [Int8Weight.quantised(weight) for weight in weights]
         for rows in _ROWS:
             x, dy = torch.randn(rows, inner).to(dtype), torch.randn(rows, out).to(dtype)

@@ -1,12 +1,14 @@
 """Compare steps of several ranks on this machine with what they are modelled to take.
 
-    python benchmarks/rank_model.py [--model dummy:qwen2.5-0.5b] [--ranks 2] [--requests 1 8] [--rows 512]
+    python benchmarks/rank_model.py [--model dummy:qwen2.5-0.5b] [--ranks 2] [--requests 1 8]
+    [--rows 512]
 
-Every rank is a process, bound to a core of its own and with one thread; there must be as many idle cores. In turns the
-processes each run the whole model, all at once so that they share the memory's bandwidth, and run it together. From the
-first, and from sums over the arena, follows what the second should take: by the modelled share of a rank's graphs in
-those of the whole model, and the sums where they stand. The fastest turns count. Prints a line for each kind of step,
-the machine's load, and one line of JSON.
+Every rank is a process, bound to a core of its own and with one thread; there must be as many idle
+cores. In turns the processes each run the whole model, all at once so that they share the memory's
+bandwidth, and run it together. From the first, and from sums over the arena, follows what the
+second should take: by the modelled share of a rank's graphs in those of the whole model, and the
+sums where they stand. The fastest turns count. Prints a line for each kind of step, the machine's
+load, and one line of JSON.
 """
 
 import argparse
@@ -70,7 +72,8 @@ class Times:
     sums_us: tuple[tuple[int, float], ...]
     """Bytes of a sum over the ranks, and what it takes."""
     link_flops_per_byte: float
-    """FLOPs that a rank computes while a gather moves a byte: by this, ranks chose what they save in pieces."""
+    """FLOPs that a rank computes while a gather moves a byte: by this, ranks chose what they save
+    in pieces."""
 
 
 def decoding(backbone: Backbone, num_requests: int, context: int) -> Callable[[], None]:
@@ -105,7 +108,10 @@ def training(backbone: Backbone, num_rows: int) -> Callable[[], None]:
 
 def steps_of(backbone: Backbone, asked: Steps) -> dict[str, Callable[[], None]]:
     """Return every kind of step by its name."""
-    found = {f"decode {number}": decoding(backbone, number, asked.context) for number in asked.num_requests}
+    found = {
+        f"decode {number}": decoding(backbone, number, asked.context)
+        for number in asked.num_requests
+    }
     return {**found, f"train {asked.rows}": training(backbone, asked.rows)}
 
 
@@ -114,7 +120,10 @@ def measure(asked: Steps, group: RankGroup) -> Times:
     whole = load_backbone(asked.model, dtype="bfloat16")
     divided = divided_backbone(whole, group)
     alone, together = steps_of(whole, asked), steps_of(divided, asked)
-    sides: tuple[dict[str, list[float]], ...] = ({name: [] for name in alone}, {name: [] for name in alone})
+    sides: tuple[dict[str, list[float]], ...] = (
+        {name: [] for name in alone},
+        {name: [] for name in alone},
+    )
     for turn in range(asked.num_turns + 1):
         for name in alone:
             for side, steps in zip(sides, (alone, together), strict=True):
@@ -134,7 +143,9 @@ def measure(asked: Steps, group: RankGroup) -> Times:
 
 
 class Model:
-    """Times of steps on modelled hardware, of one process or of several ranks, whose programs are always the same."""
+    """Times of steps on modelled hardware, of one process or of several ranks, whose programs are
+    always the same.
+    """
 
     def __init__(self, asked: Steps, num_ranks: int, link_flops_per_byte: float) -> None:
         self._link_flops_per_byte = link_flops_per_byte
@@ -144,9 +155,15 @@ class Model:
     def seconds(self, name: str, hardware: Hardware, *, divided: bool) -> float:
         """Return what a kind of step takes."""
         backbone = self._rank if divided else self._whole
-        profile = roofline_profile(backbone, hardware, link_flops_per_byte=self._link_flops_per_byte)
+        profile = roofline_profile(
+            backbone, hardware, link_flops_per_byte=self._link_flops_per_byte
+        )
         kind, number = name.split()
-        return self._decode_s(profile, int(number)) if kind == "decode" else self._train_s(profile, int(number))
+        return (
+            self._decode_s(profile, int(number))
+            if kind == "decode"
+            else self._train_s(profile, int(number))
+        )
 
     def hardware(self, alone_s: Mapping[str, float]) -> Hardware:
         """Return hardware with the paces at which one process read the weights and trained."""
@@ -155,10 +172,14 @@ class Model:
         pairs, model, job = rows * (rows + 1) / 2, profile.model, profile.job
         flops = rows * (model.flops_per_row + job.flops_per_row + 2 * model.head_flops_per_row)
         flops += pairs * model.flops_per_pair
-        flops += job.num_parts * (rows * job.backward_flops_per_row + pairs * job.backward_flops_per_pair)
+        flops += job.num_parts * (
+            rows * job.backward_flops_per_row + pairs * job.backward_flops_per_pair
+        )
         few, train = f"decode {min(self._asked.num_requests)}", f"train {rows}"
         num_bytes = self._whole.dtype.itemsize * num_parameters(self._whole)
-        return replace(free, flops_per_s=flops / alone_s[train], bytes_per_s=num_bytes / alone_s[few])
+        return replace(
+            free, flops_per_s=flops / alone_s[train], bytes_per_s=num_bytes / alone_s[few]
+        )
 
     def _decode_s(self, profile: Profile, number: int) -> float:
         keys = number * self._asked.context
@@ -166,7 +187,9 @@ class Model:
 
     def _train_s(self, profile: Profile, rows: int) -> float:
         pairs, blocks = rows * (rows + 1) / 2, profile.job.num_parts
-        forward_s = profile.forward.at(rows) + rows * profile.s_per_window_row + pairs * profile.s_per_pair
+        forward_s = (
+            profile.forward.at(rows) + rows * profile.s_per_window_row + pairs * profile.s_per_pair
+        )
         backward_s = blocks * (profile.backward.at(rows) + pairs * profile.backward_s_per_pair)
         return forward_s + profile.loss.at(rows - 1) + backward_s
 
@@ -180,7 +203,8 @@ def compared(asked: Steps, num_ranks: int, times: Times) -> list[dict[str, Any]]
     rows = []
     for name, whole_s in alone_s.items():
         free_s, with_sums_s = (
-            model.seconds(name, replace(hardware, link=each), divided=True) for each in (_FREE, link)
+            model.seconds(name, replace(hardware, link=each), divided=True)
+            for each in (_FREE, link)
         )
         share = free_s / model.seconds(name, hardware, divided=False)
         modelled_s, took_s = whole_s * share + with_sums_s - free_s, min(times.together_s[name])
@@ -200,7 +224,9 @@ def compared(asked: Steps, num_ranks: int, times: Times) -> list[dict[str, Any]]
 
 def main() -> None:
     """Measure, model and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="dummy:qwen2.5-0.5b")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
@@ -223,7 +249,10 @@ def main() -> None:
     print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
     for row in rows:
         print("| " + " | ".join(str(value) for value in row.values()) + " |")
-    print(f"sums over {name}: " + ", ".join(f"{us:.1f} us of {size:,} bytes" for size, us in times.sums_us))
+    print(
+        f"sums over {name}: "
+        + ", ".join(f"{us:.1f} us of {size:,} bytes" for size, us in times.sums_us)
+    )
     print(f"load of the machine: {loads[0]:.1f} before, {loads[1]:.1f} after")
     print(json.dumps({"ranks": given.ranks, "model": given.model, "load": loads, "rows": rows}))
 

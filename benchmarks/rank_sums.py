@@ -1,10 +1,11 @@
-"""Measure how long a sum over ranks takes: over an arena, compiled and in Python, and through gloo on loopback.
+"""Measure how long a sum over ranks takes: over an arena, compiled and in Python, and through gloo
+on loopback.
 
     python benchmarks/rank_sums.py [--ranks 2] [--width 896] [--rows 1 8 128 512]
 
-Every rank is a process, bound to a core of its own and with one thread; there must be as many idle cores. A turn is a
-number of sums of bfloat16, one after the other. Prints the median and the fastest turn as microseconds a sum, for rank
-0, the machine's load, and one line of JSON.
+Every rank is a process, bound to a core of its own and with one thread; there must be as many idle
+cores. A turn is a number of sums of bfloat16, one after the other. Prints the median and the
+fastest turn as microseconds a sum, for rank 0, the machine's load, and one line of JSON.
 """
 
 import argparse
@@ -90,7 +91,9 @@ def on_ranks(joins: Callable[[Any], list[Join]], work: Callable[[RankGroup], T])
     pipes, processes = [], []
     for rank, join in enumerate(joins(context)):
         ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=run_rank, args=(join, rank, work, theirs), daemon=True))
+        processes.append(
+            context.Process(target=run_rank, args=(join, rank, work, theirs), daemon=True)
+        )
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
@@ -106,7 +109,9 @@ def transports(size: int) -> dict[str, Callable[[Any], list[Join]]]:
     def arena(may_be_compiled: bool) -> Callable[[Any], list[Join]]:
         def joins(_: Any) -> list[Join]:
             made = RankArena.create(size)
-            return [partial(join_arena, DupFdLater(made), rank, may_be_compiled) for rank in range(size)]
+            return [
+                partial(join_arena, DupFdLater(made), rank, may_be_compiled) for rank in range(size)
+            ]
 
         return joins
 
@@ -139,7 +144,9 @@ def _same(each: Any) -> Any:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=896)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 128, 512])
@@ -149,12 +156,24 @@ def main() -> None:
     print("|---" * (1 + len(given.rows)) + "|")
     for name, joins in transports(given.ranks).items():
         found = on_ranks(joins, partial(times_of_sizes_us, given.rows, given.width))
-        rows.append({"transport": name, "us": [[statistics.median(each), min(each)] for each in found]})
+        rows.append(
+            {"transport": name, "us": [[statistics.median(each), min(each)] for each in found]}
+        )
         cells = [f"{statistics.median(each):,.1f} ({min(each):,.1f})" for each in found]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
     loads.append(os.getloadavg()[0])
     print(f"load of the machine: {loads[0]:.1f} before, {loads[1]:.1f} after")
-    print(json.dumps({"ranks": given.ranks, "width": given.width, "num_rows": given.rows, "load": loads, "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "ranks": given.ranks,
+                "width": given.width,
+                "num_rows": given.rows,
+                "load": loads,
+                "rows": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

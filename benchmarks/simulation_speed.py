@@ -1,10 +1,12 @@
-"""Seconds of computing that an hour of simulated time takes: a bursty trace beside one job, on a modelled A100.
+"""Seconds of computing that an hour of simulated time takes: a bursty trace beside one job, on a
+modelled A100.
 
     python benchmarks/simulation_speed.py [--seconds 3600] [--rate 2]
 
-The arrivals and lengths of half a minute of BurstGPT, again and again at this mean rate, on llama-3.1-8b with a LoRA
-job of sequences of 1,024 tokens. Times are those of the thread. Prints what was simulated, which must stay the same to
-the last digit where only the speed changes, and one line of JSON.
+The arrivals and lengths of half a minute of BurstGPT, again and again at this mean rate, on
+llama-3.1-8b with a LoRA job of sequences of 1,024 tokens. Times are those of the thread. Prints
+what was simulated, which must stay the same to the last digit where only the speed changes, and one
+line of JSON.
 """
 
 import argparse
@@ -37,7 +39,11 @@ def make_simulation(*, rate: float, seconds: float) -> Simulation:
     profile = roofline_profile(backbone, A100)
     empty = ModelledDevice(backbone, profile, num_pages=1).info
     num_pages = int((DEVICE_BYTES - empty.weight_bytes) / empty.page_bytes)
-    engine = TokenEngine(ModelledDevice(backbone, profile, num_pages=num_pages), LatencyModel(profile), EngineConfig())
+    engine = TokenEngine(
+        ModelledDevice(backbone, profile, num_pages=num_pages),
+        LatencyModel(profile),
+        EngineConfig(),
+    )
     example = Example(tokens=(1,) * SEQUENCE_TOKENS, trained=(True,) * SEQUENCE_TOKENS)
     engine.submit_examples(
         [example] * NUM_EXAMPLES,
@@ -46,7 +52,11 @@ def make_simulation(*, rate: float, seconds: float) -> Simulation:
     )
     trace = rescale(read_trace(TRACE, where={"slice": "span30s"}), rate=rate, seconds=seconds)
     arrivals = [
-        Arrival(at_s=one.at_s, num_prompt_tokens=one.num_prompt_tokens, num_output_tokens=one.num_output_tokens)
+        Arrival(
+            at_s=one.at_s,
+            num_prompt_tokens=one.num_prompt_tokens,
+            num_output_tokens=one.num_output_tokens,
+        )
         for one in trace
     ]
     return Simulation(engine, arrivals)
@@ -54,7 +64,9 @@ def make_simulation(*, rate: float, seconds: float) -> Simulation:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--rate", type=float, default=2.0)
     arguments = parser.parse_args()

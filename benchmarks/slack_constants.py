@@ -1,13 +1,14 @@
-"""What each constant of the default policy does: attainment and tuning throughput at half and at twice its value.
+"""What each constant of the default policy does: attainment and tuning throughput at half and at
+twice its value.
 
     python benchmarks/slack_constants.py [NAME …] [--find-rates] [--write FILE]
 
-Simulated loads of chats beside fine-tuning jobs: at the highest rate at which requests alone attain 99% of their SLOs
-(the edge), in bursts, above it, with few pages or slots, long prompts, many jobs, a short TTFT, and on a slow CPU.
-One constant at a time is changed; of a share near 1, what is missing to 1 is halved and doubled. Attainment is shown in
-points of a hundredth, as the difference from the constant as it is; throughput (rows of jobs per second) as a ratio.
-NAME: these constants alone.
---find-rates: search the edges anew, instead (`RATES`). The last line is JSON.
+Simulated loads of chats beside fine-tuning jobs: at the highest rate at which requests alone attain
+99% of their SLOs (the edge), in bursts, above it, with few pages or slots, long prompts, many jobs,
+a short TTFT, and on a slow CPU. One constant at a time is changed; of a share near 1, what is
+missing to 1 is halved and doubled. Attainment is shown in points of a hundredth, as the difference
+from the constant as it is; throughput (rows of jobs per second) as a ratio. NAME: these constants
+alone. --find-rates: search the edges anew, instead (`RATES`). The last line is JSON.
 """
 
 import argparse
@@ -79,7 +80,8 @@ class Load:
 
     Attributes:
         rate: Requests per second, as a share of the edge's rate.
-        burst: How many times as many arrive in a quarter of the time; in the rest as few as keep the mean.
+        burst: How many times as many arrive in a quarter of the time; in the rest as few as keep
+            the mean.
     """
 
     name: str
@@ -102,7 +104,16 @@ LOADS = (
     Load(name="edge", num_requests=240),
     Load(name="bursts", burst=3.0),
     Load(name="few pages", rate=0.8, num_pages=1700, num_jobs=3, length=1024, num_requests=120),
-    Load(name="slow CPU", model="qwen2.5-0.5b", hardware=CPU, rate=0.9, prompt=100, num_jobs=2, length=256, ttft_s=2.0),
+    Load(
+        name="slow CPU",
+        model="qwen2.5-0.5b",
+        hardware=CPU,
+        rate=0.9,
+        prompt=100,
+        num_jobs=2,
+        length=256,
+        ttft_s=2.0,
+    ),
     Load(name="long prompts", rate=0.95, prompt=1500, ttft_s=1.0, num_requests=120),
     Load(name="short TTFT", rate=0.9, burst=2.0, ttft_s=0.2, num_requests=200),
     Load(name="many jobs", rate=0.5, num_jobs=6, length=256, num_pages=3000, num_requests=120),
@@ -129,7 +140,9 @@ RATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What came of a load: the share of requests that attained their SLOs, and rows of jobs per second."""
+    """What came of a load: the share of requests that attained their SLOs, and rows of jobs per
+    second.
+    """
 
     attained: float
     rows_per_s: float
@@ -163,13 +176,17 @@ def arrivals(load: Load, rate: float) -> list[Arrival]:
 def simulate(load: Load, rate: float, policy: str = "slack") -> Run:
     """Serve all requests of a load to their ends."""
     profile = profile_of(load.model, load.hardware)
-    device = ModelledDevice(backbone_of(load.model), profile, num_pages=load.num_pages, noise=load.noise, seed=1)
+    device = ModelledDevice(
+        backbone_of(load.model), profile, num_pages=load.num_pages, noise=load.noise, seed=1
+    )
     config = EngineConfig(policy=policy, ttft_s=load.ttft_s, max_requests=load.max_requests)
     engine = TokenEngine(device, LatencyModel(profile), config)
     example = Example(tokens=(1,) * load.length, trained=(True,) * load.length)
     for _ in range(0 if policy == "inference-only" else load.num_jobs):
         endless = TuningConfig(num_epochs=100_000)
-        engine.submit_examples([example] * 64, endless, adapter=LoraConfig(r=16, target_modules="all-linear"))
+        engine.submit_examples(
+            [example] * 64, endless, adapter=LoraConfig(r=16, target_modules="all-linear")
+        )
     for _ in Simulation(engine, arrivals(load, rate), seed=1).run(1e6):
         if len(engine.records) == load.num_requests:
             break
@@ -204,7 +221,11 @@ def varied(name: str, value: Any, factor: float) -> Any:
 @contextmanager
 def changed(name: str, value: Any) -> Iterator[None]:
     """Set a constant in all modules of scheduling that have it."""
-    modules = [each for path, each in sys.modules.items() if path.startswith("coserve.scheduling") and each is not None]
+    modules = [
+        each
+        for path, each in sys.modules.items()
+        if path.startswith("coserve.scheduling") and each is not None
+    ]
     found = [module for module in modules if name in vars(module)]
     before = getattr(found[0], name)
     try:
@@ -222,7 +243,9 @@ def _ratio(value: float, before: float) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--find-rates", action="store_true")
     parser.add_argument("--write", type=Path)
@@ -241,16 +264,31 @@ def main() -> None:
             value = getattr(import_module(path), name)
             for words, factor in (("half", 0.5), ("twice", 2.0)):
                 with changed(name, varied(name, value, factor)):
-                    found = {load.name: simulate(load, load.rate * RATES[load.name]) for load in LOADS}
+                    found = {
+                        load.name: simulate(load, load.rate * RATES[load.name]) for load in LOADS
+                    }
                 row = {"name": name, "value": value, "at": words, "as": varied(name, value, factor)}
-                row["attained"] = {key: round(run.attained - plain[key].attained, 4) for key, run in found.items()}
-                row["rows"] = {key: _ratio(run.rows_per_s, plain[key].rows_per_s) for key, run in found.items()}
+                row["attained"] = {
+                    key: round(run.attained - plain[key].attained, 4) for key, run in found.items()
+                }
+                row["rows"] = {
+                    key: _ratio(run.rows_per_s, plain[key].rows_per_s) for key, run in found.items()
+                }
                 rows.append(row)
-                cells = [f"{100 * row['attained'][key]:+5.1f} {row['rows'][key]:5.2f}" for key in plain]
+                cells = [
+                    f"{100 * row['attained'][key]:+5.1f} {row['rows'][key]:5.2f}" for key in plain
+                ]
                 print(f"{name:22} {words:6}", *cells, sep="  ", flush=True)
                 if asked.write:
                     asked.write.write_text(json.dumps(rows) + "\n")
-    print(json.dumps({"plain": {key: [run.attained, run.rows_per_s] for key, run in plain.items()}, "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "plain": {key: [run.attained, run.rows_per_s] for key, run in plain.items()},
+                "rows": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

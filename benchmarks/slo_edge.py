@@ -1,16 +1,18 @@
-"""Loads that requests alone just hold, and the same loads beside fine-tuning jobs; in simulated time.
+"""Loads that requests alone just hold, and the same loads beside fine-tuning jobs; in simulated
+time.
 
-    python benchmarks/slo_edge.py [--loads 48] [--first-seed 0] [--rates FILE] [--share 1] [--write FILE]
-    python benchmarks/slo_edge.py --random [--loads 62]
+    python benchmarks/slo_edge.py [--loads 48] [--first-seed 0] [--rates FILE] [--share 1] [--write
+    FILE] python benchmarks/slo_edge.py --random [--loads 62]
 
-A seed names a load: a model on a modelled A100 or H100, 600 requests (of Azure's chats as recorded; or with the
-arrivals of BurstGPT's densest half minute, again and again, and lengths of ShareGPT), SLOs, pages, jobs, and noise in
-what steps take. Its rate is searched for that requests alone attain 99.0 to 99.9% at. Then the same requests come
-beside jobs: once at that rate, where the SLOs must still be attained by 99%, and once at half of it, where what jobs
-get is to be compared before and after a change. --rates: the result of an earlier run (--write), for the same loads
-without the search. --share: at this share of the edge's rate, where requests alone are run again. --random: at a random
-rate instead, from light to too much; loads count that requests alone hold.
-The last line is JSON.
+A seed names a load: a model on a modelled A100 or H100, 600 requests (of Azure's chats as recorded;
+or with the arrivals of BurstGPT's densest half minute, again and again, and lengths of ShareGPT),
+SLOs, pages, jobs, and noise in what steps take. Its rate is searched for that requests alone attain
+99.0 to 99.9% at. Then the same requests come beside jobs: once at that rate, where the SLOs must
+still be attained by 99%, and once at half of it, where what jobs get is to be compared before and
+after a change. --rates: the result of an earlier run (--write), for the same loads without the
+search. --share: at this share of the edge's rate, where requests alone are run again. --random: at
+a random rate instead, from light to too much; loads count that requests alone hold. The last line
+is JSON.
 """
 
 import argparse
@@ -100,7 +102,11 @@ def burst_s() -> list[float]:
     """Moments of BurstGPT's arrivals, again and again for long enough."""
     burst = read_trace(DATA / "burstgpt_slices.csv.gz", where={"slice": "span30s"})
     seconds = burst[-1].at_s + 1
-    return [each.at_s + again * seconds for again in range(1 + NUM_REQUESTS // len(burst)) for each in burst]
+    return [
+        each.at_s + again * seconds
+        for again in range(1 + NUM_REQUESTS // len(burst))
+        for each in burst
+    ]
 
 
 @cache
@@ -119,7 +125,9 @@ def draw_requests(name: str, random: Random) -> list[TracedRequest]:
     if name == "azure":
         first = random.randrange(len(azure()) - NUM_REQUESTS)
         return azure()[first : first + NUM_REQUESTS]
-    times = sorted([at_s + random.random() for at_s in burst_s()])  # they are recorded in whole seconds
+    times = sorted(
+        [at_s + random.random() for at_s in burst_s()]
+    )  # they are recorded in whole seconds
     return [
         TracedRequest(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output)
         for at_s, (prompt, output) in zip(times, random.sample(lengths(), len(times)), strict=True)
@@ -129,18 +137,28 @@ def draw_requests(name: str, random: Random) -> list[TracedRequest]:
 def make_load(seed: int) -> Load:
     """The load of a seed."""
     random = Random(seed)
-    model, hardware, name = random.choice(MODELS), random.choice([A100, H100]), random.choice(["azure", "burstgpt"])
+    model, hardware, name = (
+        random.choice(MODELS),
+        random.choice([A100, H100]),
+        random.choice(["azure", "burstgpt"]),
+    )
     requests = draw_requests(name, random)
     pace = NUM_REQUESTS / (requests[-1].at_s - requests[0].at_s)
     counts = profile_of(model, hardware).model
     weight_bytes = 2 * (counts.flops_per_row + counts.head_flops_per_row) / 2
-    num_pages = int((DEVICE_BYTES - weight_bytes) / (16 * counts.kv_bytes_per_key) * random.choice([1.0, 1.0, 0.3]))
+    num_pages = int(
+        (DEVICE_BYTES - weight_bytes)
+        / (16 * counts.kv_bytes_per_key)
+        * random.choice([1.0, 1.0, 0.3])
+    )
     return Load(
         seed=seed,
         model=model,
         hardware=hardware,
         trace=name,
-        requests=tuple([replace(each, at_s=(each.at_s - requests[0].at_s) * pace) for each in requests]),
+        requests=tuple(
+            [replace(each, at_s=(each.at_s - requests[0].at_s) * pace) for each in requests]
+        ),
         ttft_s=random.choice([1.0, 2.0, 2.0, 4.0]),
         num_pages=min(MOST_PAGES, num_pages),
         num_jobs=random.choice([1, 1, 3]),
@@ -155,20 +173,28 @@ def make_engine(load: Load, policy: str) -> TokenEngine:
     device = ModelledDevice(
         backbone_of(load.model), profile, num_pages=load.num_pages, noise=load.noise, seed=load.seed
     )
-    engine = TokenEngine(device, LatencyModel(profile), EngineConfig(policy=policy, ttft_s=load.ttft_s))
+    engine = TokenEngine(
+        device, LatencyModel(profile), EngineConfig(policy=policy, ttft_s=load.ttft_s)
+    )
     example = Example(tokens=(1,) * load.length, trained=(True,) * load.length)
     for _ in range(0 if policy == "inference-only" else load.num_jobs):
         config = TuningConfig(num_epochs=100_000)
-        engine.submit_examples([example] * 64, config, adapter=LoraConfig(r=16, target_modules="all-linear"))
+        engine.submit_examples(
+            [example] * 64, config, adapter=LoraConfig(r=16, target_modules="all-linear")
+        )
     return engine
 
 
 def simulate(load: Load, rate: float, policy: str, *, stop_below: float = 0.0) -> Run:
-    """All requests to their ends, or until it is clear that no more than a share of them attain their SLOs."""
+    """All requests to their ends, or until it is clear that no more than a share of them attain
+    their SLOs.
+    """
     engine = make_engine(load, policy)
     arrivals = [
         Arrival(
-            at_s=each.at_s / rate, num_prompt_tokens=each.num_prompt_tokens, num_output_tokens=each.num_output_tokens
+            at_s=each.at_s / rate,
+            num_prompt_tokens=each.num_prompt_tokens,
+            num_output_tokens=each.num_output_tokens,
         )
         for each in load.requests
     ]
@@ -184,7 +210,9 @@ def simulate(load: Load, rate: float, policy: str, *, stop_below: float = 0.0) -
 
 
 def edge_rate(load: Load) -> tuple[float, float] | None:
-    """Requests per second at which requests alone attain what is asked, and that; None if no such rate was found."""
+    """Requests per second at which requests alone attain what is asked, and that; None if no such
+    rate was found.
+    """
     low, high, rate = 0.0, 0.0, likely_rate(load)
     for _ in range(MOST_TRIALS):
         attained = simulate(load, rate, "inference-only", stop_below=LEAST).attained
@@ -201,7 +229,9 @@ def edge_rate(load: Load) -> tuple[float, float] | None:
 
 
 def random_rate(load: Load) -> tuple[float, float] | None:
-    """A rate that does not depend on what is attained, and what requests alone attain; None if that is too little."""
+    """A rate that does not depend on what is attained, and what requests alone attain; None if that
+    is too little.
+    """
     rate = Random(-1 - load.seed).uniform(LIGHTEST, HEAVIEST) * likely_rate(load)
     attained = simulate(load, rate, "inference-only", stop_below=LEAST).attained
     return (rate, attained) if attained >= LEAST else None
@@ -212,12 +242,16 @@ def likely_rate(load: Load) -> float:
     latency = LatencyModel(profile_of(load.model, load.hardware))
     prompt = sum(each.num_prompt_tokens for each in load.requests) // NUM_REQUESTS
     output = sum(each.num_output_tokens for each in load.requests) / NUM_REQUESTS
-    return 1.6 / (latency.prompt_s(prompt) + output * latency.decode_s(num_requests=32, context=prompt) / 32)
+    return 1.6 / (
+        latency.prompt_s(prompt) + output * latency.decode_s(num_requests=32, context=prompt) / 32
+    )
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--loads", type=int, default=48)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, nargs="*", help="these alone")
@@ -232,7 +266,11 @@ def main() -> int:
         print(f"skipped: there are no recorded traces in {DATA.resolve()}")
         print(json.dumps({"skipped": True}))
         return 0
-    known = {each["seed"]: each for each in json.loads(asked.rates.read_text())["loads"]} if asked.rates else {}
+    known = (
+        {each["seed"]: each for each in json.loads(asked.rates.read_text())["loads"]}
+        if asked.rates
+        else {}
+    )
     found: list[dict[str, float]] = []
     seed = asked.first_seed - 1
     seeds = asked.seeds or list(known)
@@ -258,7 +296,12 @@ def main() -> int:
             line |= {"half_beside": half.attained, "half_harvest": half.harvest}
         found.append(line)
         mark = "" if beside.attained >= LEAST else "  MISSED"
-        print(f"{load}", *(f"{key} {value:9.4f}" for key, value in line.items() if key != "seed"), mark, flush=True)
+        print(
+            f"{load}",
+            *(f"{key} {value:9.4f}" for key, value in line.items() if key != "seed"),
+            mark,
+            flush=True,
+        )
         if asked.write:
             asked.write.write_text(json.dumps({"loads": found}, indent=1) + "\n")
     print(json.dumps(summary(found)))
@@ -267,7 +310,9 @@ def main() -> int:
 
 def summary(found: list[dict[str, float]]) -> dict[str, object]:
     """The last line."""
-    missed = [{"seed": each["seed"], "beside": each["beside"]} for each in found if each["beside"] < LEAST]
+    missed = [
+        {"seed": each["seed"], "beside": each["beside"]} for each in found if each["beside"] < LEAST
+    ]
     return {
         "loads": len(found),
         "held": len(found) - len(missed),

@@ -1,10 +1,12 @@
-"""What packs of jobs take of the page pool beyond their bytes: does it need a place of its own for small tensors?
+"""What packs of jobs take of the page pool beyond their bytes: does it need a place of its own for
+small tensors?
 
     python benchmarks/small_tensors.py
 
-HARLI (section 4.5) has a pool with buddies for tensors smaller than its blocks of 2 MB, of which it counts over 5,000
-in an iteration of two sequences of 1,024 tokens. Here a pack takes one run of pages for all that it saves of a part of
-the model, each tensor aligned to 64 bytes. Counts, not timings. Prints a table, and one line of JSON.
+HARLI (section 4.5) has a pool with buddies for tensors smaller than its blocks of 2 MB, of which it
+counts over 5,000 in an iteration of two sequences of 1,024 tokens. Here a pack takes one run of
+pages for all that it saves of a part of the model, each tensor aligned to 64 bytes. Counts, not
+timings. Prints a table, and one line of JSON.
 """
 
 import json
@@ -56,7 +58,10 @@ def main() -> None:
     for each in rows:
         print(
             "| "
-            + " | ".join(f"{value:,.1f}" if isinstance(value, float) else str(value) for value in each.values())
+            + " | ".join(
+                f"{value:,.1f}" if isinstance(value, float) else str(value)
+                for value in each.values()
+            )
             + " |"
         )
     print(json.dumps({"rows": rows}))

@@ -1,11 +1,12 @@
-"""Many clients at once, jobs always running: is every request answered, does memory stay flat, how long does /health
-take meanwhile, and an answer after the engine was killed?
+"""Many clients at once, jobs always running: is every request answered, does memory stay flat, how
+long does /health take meanwhile, and an answer after the engine was killed?
 
     python benchmarks/soak.py --minutes 10 --clients 64 --jobs 1
 
-Starts a server on the built-in model in a directory of its own. Each client streams one chat after another; when a job
-is over, the next begins. At the end, without clients, the engine is killed. The last line is JSON: requests, errors,
-seconds of /health, seconds from the kill to the next answer, and resident megabytes of the processes over time.
+Starts a server on the built-in model in a directory of its own. Each client streams one chat after
+another; when a job is over, the next begins. At the end, without clients, the engine is killed. The
+last line is JSON: requests, errors, seconds of /health, seconds from the kill to the next answer,
+and resident megabytes of the processes over time.
 """
 
 import argparse
@@ -27,7 +28,12 @@ import httpx
 from coserve.cli.connection import own_server
 from coserve.workloads.lessons import pirate
 
-_QUESTIONS = ("What colour is grass?", "What is 3 + 4?", "Write a story about a cat.", "What is the opposite of hot?")
+_QUESTIONS = (
+    "What colour is grass?",
+    "What is 3 + 4?",
+    "Write a story about a cat.",
+    "What is the opposite of hot?",
+)
 
 
 def _processes(url: str) -> dict[str, int]:
@@ -46,7 +52,9 @@ def _processes(url: str) -> dict[str, int]:
 
 
 def _child(process: int) -> int:
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split() if process else []
+    children = (
+        Path(f"/proc/{process}/task/{process}/children").read_text().split() if process else []
+    )
     return int(children[0]) if children else 0
 
 
@@ -54,13 +62,15 @@ def _resident_mb(url: str) -> dict[str, int]:
     found = {}
     for name, process in _processes(url).items():
         with suppress(OSError):
-            found[name] = int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096 // 1_000_000
+            found[name] = (
+                int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096 // 1_000_000
+            )
     return found
 
 
 def _health(url: str, until_s: float) -> list[float]:
-    """Seconds of each /health, ten a second, each on a connection of its own, as a supervisor's are. Run by a process
-    of its own: that of the clients is busy with them.
+    """Seconds of each /health, ten a second, each on a connection of its own, as a supervisor's
+    are. Run by a process of its own: that of the clients is busy with them.
     """
     taken = []
     while time.monotonic() < until_s:
@@ -85,7 +95,12 @@ async def _client(http: httpx.AsyncClient, until_s: float, seed: int, seen: dict
     rng = random.Random(seed)
     while time.monotonic() < until_s:
         messages = [{"role": "user", "content": rng.choice(_QUESTIONS)}]
-        body = {"model": "tiny", "messages": messages, "stream": True, "max_tokens": rng.choice((8, 24, 60))}
+        body = {
+            "model": "tiny",
+            "messages": messages,
+            "stream": True,
+            "max_tokens": rng.choice((8, 24, 60)),
+        }
         ended = False
         try:
             async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -101,10 +116,20 @@ async def _client(http: httpx.AsyncClient, until_s: float, seed: int, seen: dict
 async def _jobs(http: httpx.AsyncClient, file: str, until_s: float, seen: dict[str, int]) -> None:
     """One after the other."""
     while time.monotonic() < until_s:
-        method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 8}}}
-        body: dict[str, Any] = {"model": "tiny", "training_file": file, "method": method, "suffix": "soak"}
+        method = {
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 8}},
+        }
+        body: dict[str, Any] = {
+            "model": "tiny",
+            "training_file": file,
+            "method": method,
+            "suffix": "soak",
+        }
         job = (await http.post("/v1/fine_tuning/jobs", json=body)).json()
-        while job["status"] not in ("succeeded", "failed", "cancelled") and time.monotonic() < until_s:
+        while (
+            job["status"] not in ("succeeded", "failed", "cancelled") and time.monotonic() < until_s
+        ):
             await asyncio.sleep(1)
             job = (await http.get(f"/v1/fine_tuning/jobs/{job['id']}")).json()
         seen[f"jobs {job['status']}"] = seen.get(f"jobs {job['status']}", 0) + 1
@@ -132,7 +157,10 @@ async def _soak(url: str, minutes: float, clients: int, jobs: int) -> dict[str, 
         process.shutdown()
         recovery_s = await _recovery_s(http, url)
     taken = await health
-    health_s = {name: taken[int(q * (len(taken) - 1))] for name, q in (("p50", 0.5), ("p99", 0.99), ("most", 1.0))}
+    health_s = {
+        name: taken[int(q * (len(taken) - 1))]
+        for name, q in (("p50", 0.5), ("p99", 0.99), ("most", 1.0))
+    }
     asked = {"minutes": minutes, "clients": clients, "jobs": jobs}
     return {**asked, **seen, "health_s": health_s, "recovery_s": recovery_s, "memory_mb": memory}
 

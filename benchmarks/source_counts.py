@@ -1,4 +1,5 @@
-"""Counts of a checkout's source: files, lines, comments, docstrings, fields, comprehensions and names.
+"""Counts of a checkout's source: files, lines, comments, docstrings, fields, comprehensions and
+names.
 
     python -m benchmarks.source_counts [CHECKOUT]
 
@@ -15,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _COLUMNS, _FEW_LINES = 100, 50
-# A sentence that begins with one of these has no subject or no verb: prepositions, pronouns, conjunctions.
+# A sentence that begins with one of these has no subject or no verb: prepositions, pronouns,
+# conjunctions.
 _FRAGMENTS = frozenset(
     word
     for line in (
@@ -47,9 +49,11 @@ class Counts:
     docstrings: int = 0
     """Docstrings of functions and classes."""
     fragments: int = 0
-    """Docstrings that begin as no sentence does: with a preposition, a conjunction, or "what" and "whose"."""
+    """Docstrings that begin as no sentence does: with a preposition, a conjunction, or "what" and
+    "whose"."""
     nouns: int = 0
-    """Functions' docstrings that begin with a noun where a verb should say what the function does."""
+    """Functions' docstrings that begin with a noun where a verb should say what the function
+    does."""
     fields: int = 0
     """Annotated fields of classes."""
     documented_fields: int = 0
@@ -81,9 +85,14 @@ def counts_of(text: str, *, is_init: bool = False) -> Counts:
         comments=len(comments),
         docstrings=len(docstrings),
         fragments=sum(_first_word(each) in _FRAGMENTS for _, each in docstrings),
-        nouns=sum(_first_word(each) in _ARTICLES and not isinstance(node, ast.ClassDef) for node, each in docstrings),
+        nouns=sum(
+            _first_word(each) in _ARTICLES and not isinstance(node, ast.ClassDef)
+            for node, each in docstrings
+        ),
         fields=len(fields),
-        documented_fields=sum(has_text or bool({line - 1, line} & comments) for line, has_text in fields),
+        documented_fields=sum(
+            has_text or bool({line - 1, line} & comments) for line, has_text in fields
+        ),
         nested_comprehensions=sum(_is_nested(node) for node in nodes),
         functions=sum(not isinstance(node, ast.ClassDef) for node in documented),
         classes=sum(isinstance(node, ast.ClassDef) for node in documented),
@@ -98,7 +107,11 @@ def _comments(text: str) -> set[int]:
     """Return the lines that have a comment for readers."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     silent = ("# noqa", "# type:", "# pragma", "#!")
-    return {each.start[0] for each in tokens if each.type == tokenize.COMMENT and not each.string.startswith(silent)}
+    return {
+        each.start[0]
+        for each in tokens
+        if each.type == tokenize.COMMENT and not each.string.startswith(silent)
+    }
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[int, bool]]:
@@ -132,7 +145,9 @@ def read_source(package: Path) -> Source:
     places: dict[str, list[str]] = {}
     for path in sorted(package.rglob("*.py")):
         text, name = path.read_text(), path.relative_to(package)
-        by_folder.setdefault(str(name.parent), Counts()).add(counts_of(text, is_init=path.name == "__init__.py"))
+        by_folder.setdefault(str(name.parent), Counts()).add(
+            counts_of(text, is_init=path.name == "__init__.py")
+        )
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(name))
@@ -158,7 +173,9 @@ def summary(source: Source) -> dict[str, float]:
         "of them fragments, %": round(100 * total.fragments / total.docstrings, 1),
         "of functions, with a noun for a verb, %": round(100 * total.nouns / total.docstrings, 1),
         "fields": total.fields,
-        "of them documented where they stand, %": round(100 * total.documented_fields / total.fields, 1),
+        "of them documented where they stand, %": round(
+            100 * total.documented_fields / total.fields, 1
+        ),
         "nested comprehensions": total.nested_comprehensions,
         "class names of two classes or more": len(source.shared_class_names),
     }
@@ -194,8 +211,12 @@ def as_json(source: Source) -> dict[str, object]:
 
 def main() -> None:
     """Count and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("code", type=Path, nargs="?", default=Path(__file__).parents[1], help="a checkout")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "code", type=Path, nargs="?", default=Path(__file__).parents[1], help="a checkout"
+    )
     source = read_source(parser.parse_args().code / "coserve")
     print_counts(source)
     print(json.dumps(as_json(source)))

@@ -1,5 +1,6 @@
-"""What a model loses by not having learned yet: the built-in tiny model's loss on questions of a lesson that were held
-out, by how many examples of the lesson it has been trained on, one optimizer step for each.
+"""What a model loses by not having learned yet: the built-in tiny model's loss on questions of a
+lesson that were held out, by how many examples of the lesson it has been trained on, one optimizer
+step for each.
 
     python benchmarks/staleness.py
 
@@ -37,7 +38,11 @@ def _evaluations(
 ) -> list[tuple[int, float]]:
     """Examples seen and loss, at each measurement."""
     events = engine.tune(list(lines), config, validation=list(held_out))
-    return [(event.step, round(event.loss, 4)) for event in events if event.kind == "evaluation" and event.loss]
+    return [
+        (event.step, round(event.loss, 4))
+        for event in events
+        if event.kind == "evaluation" and event.loss
+    ]
 
 
 if __name__ == "__main__":

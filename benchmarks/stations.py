@@ -1,15 +1,18 @@
-"""Count the functions and files that one chat and one fine-tuning job pass through, on a running server.
+"""Count the functions and files that one chat and one fine-tuning job pass through, on a running
+server.
 
     python -m benchmarks.stations [--code CHECKOUT] [--list]
 
-Starts `coserve up tiny` from a checkout, with a recorder in every process (`station_hook/`; the package has no code for
-it). First come one chat and one job that are not counted: they import and compile what later ones find. Then each is
-traced alone, from its POST until no function runs any more that has not run before; and two seconds in which nothing
-is asked, which also happens beside the others. A job has two examples, one a step.
+Starts `coserve up tiny` from a checkout, with a recorder in every process (`station_hook/`; the
+package has no code for it). First come one chat and one job that are not counted: they import and
+compile what later ones find. Then each is traced alone, from its POST until no function runs any
+more that has not run before; and two seconds in which nothing is asked, which also happens beside
+the others. A job has two examples, one a step.
 
-Functions are those with a name of their own, without bodies of modules and classes. A climb is a pair of files of
-which the lower one calls the upper one: the upper one imports it, directly or through others, and not the other way
-around. Prints tables, the counts of the checkout's source (`source_counts.py`), and one line of JSON.
+Functions are those with a name of their own, without bodies of modules and classes. A climb is a
+pair of files of which the lower one calls the upper one: the upper one imports it, directly or
+through others, and not the other way around. Prints tables, the counts of the checkout's source
+(`source_counts.py`), and one line of JSON.
 """
 
 import argparse
@@ -38,7 +41,12 @@ _START_LIMIT_S, _WINDOW_LIMIT_S = 300.0, 120.0
 # Nothing new has run for as long: a window is over.
 _QUIET_S, _POLL_S = 2.0, 0.1
 _MODEL = "tiny"
-_CHAT = {"model": _MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
+_CHAT = {
+    "model": _MODEL,
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 8,
+    "temperature": 0,
+}
 _EXAMPLES = [
     {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Aye."}]}
     for text in ("Are you there?", "Is this the sea?")
@@ -119,10 +127,22 @@ class Server:
                 "PYTHONPATH": os.pathsep.join([str(_HOOK), str(code)]),
             }
         )
-        command = [sys.executable, "-m", "coserve", "up", _MODEL, "--port", str(port), "--home", str(folder / "home")]
+        command = [
+            sys.executable,
+            "-m",
+            "coserve",
+            "up",
+            _MODEL,
+            "--port",
+            str(port),
+            "--home",
+            str(folder / "home"),
+        ]
         self.log = folder / "log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=log, stderr=log
+            )
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
 
     def until_ready(self) -> None:
@@ -145,18 +165,24 @@ class Server:
         """Give the examples of a job, and return the file's id."""
         lines = "".join(json.dumps(example) + "\n" for example in _EXAMPLES).encode()
         files, data = {"file": ("examples.jsonl", lines)}, {"purpose": "fine-tune"}
-        return str(self._client.post("/v1/files", files=files, data=data).raise_for_status().json()["id"])
+        return str(
+            self._client.post("/v1/files", files=files, data=data).raise_for_status().json()["id"]
+        )
 
     def start_job(self, file: str) -> str:
         """Start a job, and return its id."""
         numbers = {"n_epochs": 1, "batch_size": 1}
         method = {"type": "supervised", "supervised": {"hyperparameters": numbers}}
         body = {"model": _MODEL, "training_file": file, "seed": 1, "method": method}
-        return str(self._client.post("/v1/fine_tuning/jobs", json=body).raise_for_status().json()["id"])
+        return str(
+            self._client.post("/v1/fine_tuning/jobs", json=body).raise_for_status().json()["id"]
+        )
 
     def until_over(self, job: str) -> None:
         """Wait for a job's end, which must be a success."""
-        while (state := self._client.get(f"/v1/fine_tuning/jobs/{job}").json())["status"] not in _ENDS:
+        while (state := self._client.get(f"/v1/fine_tuning/jobs/{job}").json())[
+            "status"
+        ] not in _ENDS:
             time.sleep(_POLL_S)
         if state["status"] != "succeeded":
             raise SystemExit(f"the job has {state['status']}: {state}")
@@ -195,7 +221,8 @@ def trace(code: Path) -> dict[str, dict[str, Trace]]:
             for job in jobs:
                 server.until_over(job)
             return {
-                name: _by_kind(server.place.read(window), server.process.pid) for window, name in enumerate(_WINDOWS, 1)
+                name: _by_kind(server.place.read(window), server.process.pid)
+                for window, name in enumerate(_WINDOWS, 1)
             }
         finally:
             server.end()
@@ -224,7 +251,11 @@ def _kind(trace: Trace) -> str:
 def climbs(package: Path, calls: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the calls from a file to one that stands above it."""
     above = _importers(package)
-    return sorted((lower, upper) for lower, upper in calls if upper in above(lower) and lower not in above(upper))
+    return sorted(
+        (lower, upper)
+        for lower, upper in calls
+        if upper in above(lower) and lower not in above(upper)
+    )
 
 
 def _importers(package: Path) -> Callable[[str], frozenset[str]]:
@@ -257,7 +288,11 @@ def _imported(package: Path, path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     files = {f"{name.replace('.', '/')}{end}" for name in names for end in (".py", "/__init__.py")}
-    ours = {each.removeprefix(f"{package.name}/") for each in files if each.startswith(f"{package.name}/")}
+    ours = {
+        each.removeprefix(f"{package.name}/")
+        for each in files
+        if each.startswith(f"{package.name}/")
+    }
     return {each for each in ours if (package / each).exists()}
 
 
@@ -266,8 +301,12 @@ def _imported(package: Path, path: Path) -> set[str]:
 
 def main() -> None:
     """Trace, count and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--code", type=Path, default=Path(__file__).parents[1], help="checkout that is traced")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--code", type=Path, default=Path(__file__).parents[1], help="checkout that is traced"
+    )
     parser.add_argument("--list", action="store_true", help="print every file and climb, too")
     given = parser.parse_args()
     code = given.code.resolve()
@@ -276,14 +315,27 @@ def main() -> None:
     for name, by_kind in trace(code).items():
         for kind, found in sorted(by_kind.items(), reverse=True):
             upward = climbs(code / "coserve", found.calls)
-            row = {"files": len(found.files), "functions": len(found.functions), "climbs": len(upward)}
+            row = {
+                "files": len(found.files),
+                "functions": len(found.functions),
+                "climbs": len(upward),
+            }
             result.setdefault(name, {})[kind] = row | {"touched": found.files, "climbed": upward}
             if found.functions:
-                print(f"| {name} | {kind} | " + " | ".join(f"{number:,}" for number in row.values()) + " |")
+                print(
+                    f"| {name} | {kind} | "
+                    + " | ".join(f"{number:,}" for number in row.values())
+                    + " |"
+                )
     if given.list:
         for name, by_kind in result.items():
             for kind, row in by_kind.items():
-                print(f"\n{name}, {kind}:", *row["touched"], *(f"{a} -> {b}" for a, b in row["climbed"]), sep="\n  ")
+                print(
+                    f"\n{name}, {kind}:",
+                    *row["touched"],
+                    *(f"{a} -> {b}" for a, b in row["climbed"]),
+                    sep="\n  ",
+                )
     print()
     source = read_source(code / "coserve")
     print_counts(source)

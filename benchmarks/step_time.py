@@ -1,10 +1,12 @@
-"""Milliseconds of Python per step: of an engine whose 512 requests decode, and of a torch device that runs such steps.
+"""Milliseconds of Python per step: of an engine whose 512 requests decode, and of a torch device
+that runs such steps.
 
     OMP_NUM_THREADS=1 python benchmarks/step_time.py
 
-The engine's part is timed on a modelled device, whose own time is left out; the device's part, with all that comes of
-the step, on a model of one block that is too small for its products to count. Times are those of the thread, so that
-other processes count little. Prints a table, and one line of JSON.
+The engine's part is timed on a modelled device, whose own time is left out; the device's part, with
+all that comes of the step, on a model of one block that is too small for its products to count.
+Times are those of the thread, so that other processes count little. Prints a table, and one line of
+JSON.
 """
 
 import json
@@ -63,7 +65,9 @@ def engine_ms() -> float:
     params = SamplingParams(max_tokens=2 * STEPS + 200, temperature=0.0, ignore_eos=True)
     for index in range(NUM_REQUESTS):
         engine.add_tokens([index + 1] * 64, params, slo=Slo(ttft_s=100.0, tpot_s=10.0))
-    while len(engine.last_plan.rows) < NUM_REQUESTS or any(rows.kind != "decode" for rows in engine.last_plan.rows):
+    while len(engine.last_plan.rows) < NUM_REQUESTS or any(
+        rows.kind != "decode" for rows in engine.last_plan.rows
+    ):
         engine.step()
 
     def step() -> None:
@@ -88,19 +92,29 @@ def small_model(directory: Path) -> None:
 
 
 def device_ms(directory: Path, num_requests: int, num_adapters: int) -> float:
-    """Of a step in which requests decode on a torch device, on adapters of ranks 2 to 16 in turn."""
+    """Of a step in which requests decode on a torch device, on adapters of ranks 2 to 16 in
+    turn.
+    """
     backbone = load_backbone(str(directory), dtype="float32")
     profile = roofline_profile(backbone, GPU)
-    device = TorchDevice(backbone, num_pages=PAGES_EACH * num_requests, block_tokens=16, profile=profile)
+    device = TorchDevice(
+        backbone, num_pages=PAGES_EACH * num_requests, block_tokens=16, profile=profile
+    )
     for index in range(num_adapters):
-        adapter = Adapter(backbone, LoraConfig(r=2 << index % 4, target_modules="all-linear"), seed=index)
+        adapter = Adapter(
+            backbone, LoraConfig(r=2 << index % 4, target_modules="all-linear"), seed=index
+        )
         save_adapter(adapter, directory / f"adapter-{index}")
         device.execute(OpenVersion(f"adapter-{index}", str(directory / f"adapter-{index}")))
     params = SamplingParams(max_tokens=STEPS + 1, temperature=0.0)
     for index in range(num_requests):
         version = f"adapter-{index * num_adapters // num_requests}" if num_adapters else ""
         pages = tuple(range(index * PAGES_EACH, (index + 1) * PAGES_EACH))
-        device.execute(OpenRequest(request=f"r{index}", params=params, seed=index, version=version, pages=pages))
+        device.execute(
+            OpenRequest(
+                request=f"r{index}", params=params, seed=index, version=version, pages=pages
+            )
+        )
 
     batches = _decode_steps(num_requests)
 
@@ -113,7 +127,10 @@ def device_ms(directory: Path, num_requests: int, num_adapters: int) -> float:
 
 def _decode_steps(num_requests: int) -> Iterator[StepBatch]:
     for place in count():
-        rows = [RequestRows(f"r{index}", CONTEXT + place, (5,), (), True, place) for index in range(num_requests)]
+        rows = [
+            RequestRows(f"r{index}", CONTEXT + place, (5,), (), True, place)
+            for index in range(num_requests)
+        ]
         yield StepBatch(step=place, requests=tuple(rows))
 
 

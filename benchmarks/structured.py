@@ -1,11 +1,12 @@
-"""What structured output adds to a decode step: eight requests that each follow a JSON schema, beside the same eight
-without, step by step in turns.
+"""What structured output adds to a decode step: eight requests that each follow a JSON schema,
+beside the same eight without, step by step in turns.
 
-    OMP_NUM_THREADS=1 python benchmarks/structured.py [--model dummy:smollm2-135m] [--vocabulary 49152]
+    OMP_NUM_THREADS=1 python benchmarks/structured.py [--model dummy:smollm2-135m] [--vocabulary
+    49152]
 
-Both engines run in this process; times are of the whole process (`time.process_time`): the thread that computes masks
-counts, too, and other processes do not. The vocabulary is made up: bytes, and pieces of letters
-as a tokenizer has them. Prints medians, their ratio, and one line of JSON.
+Both engines run in this process; times are of the whole process (`time.process_time`): the thread
+that computes masks counts, too, and other processes do not. The vocabulary is made up: bytes, and
+pieces of letters as a tokenizer has them. Prints medians, their ratio, and one line of JSON.
 """
 
 import argparse
@@ -39,7 +40,9 @@ def made_up_pieces(number: int) -> list[bytes]:
     random, pieces = Random(0), [bytes([byte]) for byte in range(256)]
     found = set(pieces)
     while len(found) < number:
-        word = "".join(random.choices('etaoinshrdlucmfwypvbgkjqxz{}":,[]0123456789', k=random.randint(2, 8)))
+        word = "".join(
+            random.choices('etaoinshrdlucmfwypvbgkjqxz{}":,[]0123456789', k=random.randint(2, 8))
+        )
         found.add((random.choice(("", " ")) + word).encode())
     return [*pieces, *sorted(found - {*pieces})]
 
@@ -57,7 +60,9 @@ def engine_of(model: str, num_pieces: int) -> Engine:
 def add(engine: Engine, grammar: Grammar | None, temperature: float) -> None:
     """Requests that last until the end."""
     for seed in range(NUM_REQUESTS):
-        params = SamplingParams(max_tokens=2 * (STEPS + WARM_UP), temperature=temperature, seed=seed, grammar=grammar)
+        params = SamplingParams(
+            max_tokens=2 * (STEPS + WARM_UP), temperature=temperature, seed=seed, grammar=grammar
+        )
         engine.add_tokens([seed + 1] * 32, params)
     for _ in range(WARM_UP):
         engine.step()
@@ -78,7 +83,11 @@ def measure(model: str, num_pieces: int, temperature: float) -> dict[str, float]
             engine.step()
             times[name].append(1e3 * (time.process_time() - start))
     ratios = [masked / plain for plain, masked in zip(times["plain"], times["masked"], strict=True)]
-    return {"plain_ms": median(times["plain"]), "masked_ms": median(times["masked"]), "ratio": median(ratios)}
+    return {
+        "plain_ms": median(times["plain"]),
+        "masked_ms": median(times["masked"]),
+        "ratio": median(ratios),
+    }
 
 
 def main() -> None:

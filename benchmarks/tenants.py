@@ -1,18 +1,21 @@
-"""Measure what tenant b keeps of a server while tenant a loads it, each with a key and without limits.
+"""Measure what tenant b keeps of a server while tenant a loads it, each with a key and without
+limits.
 
     python benchmarks/tenants.py [--attack NAME ...] [--seconds 12] [--policy slack]
 
-Starts `coserve up` on the built-in model with the default settings. Tenant b opens a stream (a prompt of 40 words, an
-answer of 32 tokens) every quarter of a second and runs one fine-tuning job. First b is alone, then each attack of
-tenant a runs beside it:
+Starts `coserve up` on the built-in model with the default settings. Tenant b opens a stream (a
+prompt of 40 words, an answer of 32 tokens) every quarter of a second and runs one fine-tuning job.
+First b is alone, then each attack of tenant a runs beside it:
 
 - `streams`: 200 streams with prompts of 1,400 words and answers of 64 tokens;
 - `samples`: eight posts at a time of n=128 with log-probabilities;
 - `structured`: the same, with a JSON schema;
-- `slo`: 32 streams of 512 tokens with a TPOT that they just hold while they have the server to themselves.
+- `slo`: 32 streams of 512 tokens with a TPOT that they just hold while they have the server to
+  themselves.
 
-Each client of an attack sends its next request when the one before has ended. Load comes from processes of their own,
-which read answers and do not parse them. Prints a row for each attack, and one line of JSON.
+Each client of an attack sends its next request when the one before has ended. Load comes from
+processes of their own, which read answers and do not parse them. Prints a row for each attack, and
+one line of JSON.
 """
 
 import argparse
@@ -41,7 +44,8 @@ from coserve.workloads.lessons import pirate
 INTERVAL_S = 0.25  # between two streams of tenant b
 WARM_UP_S = 3.0  # of an attack, before tenant b is measured
 ANSWER_LIMIT_S = 60.0
-# The SLO of attack `slo`: this many times the pace at which as many streams come that have the server to themselves.
+# The SLO of attack `slo`: this many times the pace at which as many streams come that have the
+# server to themselves.
 NUM_SLO_STREAMS, PACE_TOKENS, TIGHT = 32, 128, 1.1
 # Each is one token of the built-in model.
 WORDS = [
@@ -72,7 +76,10 @@ WORDS = [
 ]
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}}},
+    "properties": {
+        "name": {"type": "string"},
+        "sizes": {"type": "array", "items": {"type": "integer"}},
+    },
     "required": ["name", "sizes"],
 }
 KEYS = {"a": "key-of-a", "b": "key-of-b"}
@@ -85,8 +92,8 @@ class Measured:
     Attributes:
         num_sent: This many streams were opened.
         num_ended: This many of them ended within the interval.
-        ttft_p50_s: The median stream got its first event after this many seconds. A stream without any counts with the
-            time that it waited.
+        ttft_p50_s: The median stream got its first event after this many seconds. A stream without
+            any counts with the time that it waited.
         ttft_p99_s: All but one of a hundred streams got their first event within this many seconds.
         job_steps_per_s: The job took this many optimizer steps per second.
     """
@@ -103,8 +110,11 @@ def prompt(rng: Random, num_words: int) -> str:
     return " ".join([str(rng.random()), *rng.choices(WORDS, k=num_words)])
 
 
-async def post(url: str, tenant: str, body: Mapping[str, Any], on_event: Callable[[], object] | None = None) -> bool:
-    """Send one chat completion and read its answer; return whether it came to its end with status 200.
+async def post(
+    url: str, tenant: str, body: Mapping[str, Any], on_event: Callable[[], object] | None = None
+) -> bool:
+    """Send one chat completion and read its answer; return whether it came to its end with status
+    200.
 
     Args:
         on_event: Called for every piece of the answer's body.
@@ -135,7 +145,15 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
 
 def samples(rng: Random, **more: Any) -> dict[str, Any]:
     """Return the body of a request for 128 answers with log-probabilities."""
-    return chat(prompt(rng, 20), n=128, max_tokens=128, logprobs=True, top_logprobs=5, temperature=1.0, **more)
+    return chat(
+        prompt(rng, 20),
+        n=128,
+        max_tokens=128,
+        logprobs=True,
+        top_logprobs=5,
+        temperature=1.0,
+        **more,
+    )
 
 
 def attack_bodies(tpot_ms: float) -> dict[str, tuple[int, Callable[[Random], dict[str, Any]]]]:
@@ -143,17 +161,24 @@ def attack_bodies(tpot_ms: float) -> dict[str, tuple[int, Callable[[Random], dic
     schema = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
     slo = {"tpot_ms": tpot_ms}
     return {
-        "streams": (200, lambda rng: chat(prompt(rng, 1400), max_tokens=64, ignore_eos=True, stream=True)),
+        "streams": (
+            200,
+            lambda rng: chat(prompt(rng, 1400), max_tokens=64, ignore_eos=True, stream=True),
+        ),
         "samples": (8, lambda rng: samples(rng, ignore_eos=True)),
         "structured": (8, lambda rng: samples(rng, response_format=schema)),
         "slo": (
             NUM_SLO_STREAMS,
-            lambda rng: chat(prompt(rng, 20), max_tokens=512, ignore_eos=True, stream=True, slo=slo),
+            lambda rng: chat(
+                prompt(rng, 20), max_tokens=512, ignore_eos=True, stream=True, slo=slo
+            ),
         ),
     }
 
 
-async def send_until_killed(url: str, num_clients: int, body: Callable[[Random], dict[str, Any]]) -> None:
+async def send_until_killed(
+    url: str, num_clients: int, body: Callable[[Random], dict[str, Any]]
+) -> None:
     """Have every client send one request after the other."""
 
     async def client(number: int) -> None:
@@ -178,13 +203,17 @@ def run_attack(url: str, name: str, tpot_ms: float) -> None:
 
 
 async def open_streams(url: str, seconds: float) -> tuple[int, int, list[float]]:
-    """Open a stream at every interval; return how many, how many ended in time, and their times to the first event."""
+    """Open a stream at every interval; return how many, how many ended in time, and their times to
+    the first event.
+    """
     rng, begin_s, ended, ttfts_s = Random(1), time.monotonic(), list[float](), dict[int, float]()
 
     async def stream(number: int) -> None:
         start_s = time.monotonic()
         body = chat(prompt(rng, 40), max_tokens=32, ignore_eos=True, stream=True, temperature=0.0)
-        if await post(url, "b", body, lambda: ttfts_s.setdefault(number, time.monotonic() - start_s)):
+        if await post(
+            url, "b", body, lambda: ttfts_s.setdefault(number, time.monotonic() - start_s)
+        ):
             ended.append(time.monotonic())
 
     num_sent = int(seconds / INTERVAL_S)
@@ -195,7 +224,9 @@ async def open_streams(url: str, seconds: float) -> tuple[int, int, list[float]]
     end_s = begin_s + seconds
     await asyncio.sleep(max(0.0, end_s - time.monotonic()))
     num_ended = sum(each_s <= end_s for each_s in ended)
-    waited_s = [ttfts_s.get(number, end_s - begin_s - number * INTERVAL_S) for number in range(num_sent)]
+    waited_s = [
+        ttfts_s.get(number, end_s - begin_s - number * INTERVAL_S) for number in range(num_sent)
+    ]
     for each in streams:
         each.cancel()  # type: ignore[attr-defined]
     await asyncio.gather(*streams, return_exceptions=True)
@@ -222,7 +253,9 @@ def measure_beside(server: Server, job: str, name: str, tpot_ms: float, seconds:
     answer = server.post("/v1/chat/completions", {"model": "tiny", **body})
     if answer.status != 200:
         raise SystemExit(f"the server refuses attack {name}: {answer.body}")
-    attacker = multiprocessing.get_context("spawn").Process(target=run_attack, args=(server.url, name, tpot_ms))
+    attacker = multiprocessing.get_context("spawn").Process(
+        target=run_attack, args=(server.url, name, tpot_ms)
+    )
     attacker.start()
     try:
         time.sleep(WARM_UP_S)
@@ -231,7 +264,10 @@ def measure_beside(server: Server, job: str, name: str, tpot_ms: float, seconds:
         attacker.kill()
         attacker.join()
         headers = {"Authorization": f"Bearer {KEYS['a']}"}
-        until(lambda: not server.get("/v1/status", headers=headers).body["requests"]["running"], limit_s=ANSWER_LIMIT_S)
+        until(
+            lambda: not server.get("/v1/status", headers=headers).body["requests"]["running"],
+            limit_s=ANSWER_LIMIT_S,
+        )
 
 
 def tight_tpot_ms(server: Server) -> float:
@@ -239,7 +275,9 @@ def tight_tpot_ms(server: Server) -> float:
     body = chat("What is a ship?", max_tokens=PACE_TOKENS, ignore_eos=True, stream=True)
 
     async def ask() -> None:
-        if not all(await asyncio.gather(*[post(server.url, "b", body) for _ in range(NUM_SLO_STREAMS)])):
+        if not all(
+            await asyncio.gather(*[post(server.url, "b", body) for _ in range(NUM_SLO_STREAMS)])
+        ):
             raise SystemExit("the server refuses a stream")
 
     asyncio.run(ask())  # to warm up
@@ -266,19 +304,27 @@ def print_row(name: str, tpot_ms: float, found: Measured, alone: Measured) -> No
     ended, ttft = found.num_ended / alone.num_ended, found.ttft_p50_s / alone.ttft_p50_s
     steps = found.job_steps_per_s / max(0.01, alone.job_steps_per_s)
     print(
-        f"| {words} | {found.num_ended} of {found.num_sent} ({ended:.0%}) | {1e3 * found.ttft_p50_s:.0f} ms "
-        f"({ttft:.1f} ×) | {1e3 * found.ttft_p99_s:.0f} ms | {found.job_steps_per_s:.1f} ({steps:.0%}) |",
+        f"| {words} | {found.num_ended} of {found.num_sent} ({ended:.0%}) | "
+        f"{1e3 * found.ttft_p50_s:.0f} ms "
+        f"({ttft:.1f} ×) | {1e3 * found.ttft_p99_s:.0f} ms | {found.job_steps_per_s:.1f} "
+        f"({steps:.0%}) |",
         flush=True,
     )
 
 
 def main() -> None:
     """Measure, print, and end with a line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attack", action="append", choices=list(attack_bodies(1.0)), help="only these")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--attack", action="append", choices=list(attack_bodies(1.0)), help="only these"
+    )
     parser.add_argument("--seconds", type=float, default=12.0, help="of each measurement")
     parser.add_argument("--policy", default="slack")
-    parser.add_argument("--code", type=Path, default=Path(__file__).parents[1], help="the checkout that is measured")
+    parser.add_argument(
+        "--code", type=Path, default=Path(__file__).parents[1], help="the checkout that is measured"
+    )
     given = parser.parse_args()
     print(f"{describe(torch.device('cpu'), 1)}; policy {given.policy}\n")
     print("| beside | streams of b that ended | TTFT p50 | TTFT p99 | job steps/s |")
@@ -300,7 +346,8 @@ def main() -> None:
                 print_row(name, tpot_ms, results[name], results["alone"])
     print(
         json.dumps(
-            {"policy": given.policy, "tpot_ms": tpot_ms} | {name: asdict(each) for name, each in results.items()}
+            {"policy": given.policy, "tpot_ms": tpot_ms}
+            | {name: asdict(each) for name, each in results.items()}
         )
     )
 

@@ -1,10 +1,12 @@
-"""Two ranks of one thread each beside one process of two threads, in turns: decode steps and fine-tuning on a CPU.
+"""Two ranks of one thread each beside one process of two threads, in turns: decode steps and
+fine-tuning on a CPU.
 
     python benchmarks/tensor_parallel.py --runs 9        # on a machine that has nothing else to do
 
-Each side is an engine in a process of its own, which holds the model for as long as the benchmark runs and waits while
-the other side has its turn. Times are medians over turns; a ratio is one process's time over that of the ranks, so
-above 1 the ranks are faster. Prints a table, and one line of JSON.
+Each side is an engine in a process of its own, which holds the model for as long as the benchmark
+runs and waits while the other side has its turn. Times are medians over turns; a ratio is one
+process's time over that of the ranks, so above 1 the ranks are faster. Prints a table, and one line
+of JSON.
 """
 
 import argparse
@@ -41,9 +43,13 @@ PAUSE_S = 0.2
 class Side:
     """An engine, and the seconds that each task takes on it."""
 
-    def __init__(self, model: str, dtype: str, num_ranks: int, threads: int, num_turns: int) -> None:
+    def __init__(
+        self, model: str, dtype: str, num_ranks: int, threads: int, num_turns: int
+    ) -> None:
         config = EngineConfig(memory_bytes=POOL_BYTES // num_ranks, tensor_parallel=num_ranks)
-        self._engine = Engine.load(model, config, dtype=dtype, device="cpu", threads=threads, with_text=False)
+        self._engine = Engine.load(
+            model, config, dtype=dtype, device="cpu", threads=threads, with_text=False
+        )
         self._generator = torch.Generator().manual_seed(0)
         self._num_turns = num_turns
         self._is_tuning = False
@@ -73,18 +79,25 @@ class Side:
         engine.policy = make_policy("tuning-only", {})
         if not self._is_tuning:
             examples = [
-                Example(tokens=tuple(tokens), trained=(True,) * ROWS) for tokens in self._tokens(self._num_turns, ROWS)
+                Example(tokens=tuple(tokens), trained=(True,) * ROWS)
+                for tokens in self._tokens(self._num_turns, ROWS)
             ]
-            engine.submit(examples, TuningConfig(batch_size=1, max_sequence_length=ROWS), adapter=LORA)
+            engine.submit(
+                examples, TuningConfig(batch_size=1, max_sequence_length=ROWS), adapter=LORA
+            )
             self._is_tuning = True
         start_s = time.perf_counter()
-        while not any(isinstance(event, JobEvent) and event.kind == "step" for event in engine.step()):
+        while not any(
+            isinstance(event, JobEvent) and event.kind == "step" for event in engine.step()
+        ):
             pass
         return time.perf_counter() - start_s
 
     def _tokens(self, number: int, length: int) -> list[list[int]]:
         vocab_size = self._engine.device.info.vocab_size
-        found: list[list[int]] = torch.randint(vocab_size, (number, length), generator=self._generator).tolist()
+        found: list[list[int]] = torch.randint(
+            vocab_size, (number, length), generator=self._generator
+        ).tolist()
         return found
 
 
@@ -103,9 +116,21 @@ class SideProcess:
 
     def __init__(self, name: str, model: str, dtype: str, num_turns: int) -> None:
         num_ranks, threads = SIDES[name]
-        arguments = ["--model", model, "--dtype", dtype, "--serve", str(num_ranks), str(threads), str(num_turns)]
+        arguments = [
+            "--model",
+            model,
+            "--dtype",
+            dtype,
+            "--serve",
+            str(num_ranks),
+            str(threads),
+            str(num_turns),
+        ]
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._said() == "ready"
 
@@ -126,7 +151,9 @@ class SideProcess:
 
 
 def measure(model: str, dtype: str, runs: int) -> dict[str, Any]:
-    """Return medians of both sides by task, in milliseconds, and their ratio; the first turn of each only warms up."""
+    """Return medians of both sides by task, in milliseconds, and their ratio; the first turn of
+    each only warms up.
+    """
     sides = {name: SideProcess(name, model, dtype, runs + 1) for name in SIDES}
     found: dict[str, Any] = {}
     for task in TASKS:
@@ -136,7 +163,11 @@ def measure(model: str, dtype: str, runs: int) -> dict[str, Any]:
                 seconds[name].append(sides[name].seconds(task))
                 time.sleep(PAUSE_S)
         one, two = (1e3 * median(times[1:]) for times in seconds.values())
-        found[task] = {"one_process_ms": round(one, 3), "two_ranks_ms": round(two, 3), "ratio": round(one / two, 3)}
+        found[task] = {
+            "one_process_ms": round(one, 3),
+            "two_ranks_ms": round(two, 3),
+            "ratio": round(one / two, 3),
+        }
         print(f"{task:12} {one:10.2f} ms {two:10.2f} ms   {one / two:.3f}", flush=True)
     for side in sides.values():
         side.close()

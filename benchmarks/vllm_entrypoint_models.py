@@ -1,10 +1,12 @@
-"""Stand-ins for the models that vLLM's entrypoint tests name: small Llamas in a hub cache of their own.
+"""Stand-ins for the models that vLLM's entrypoint tests name: small Llamas in a hub cache of their
+own.
 
-None of those models can be had without the hub, and none is needed: the tests ask how a server speaks. A stand-in has
-a byte-level tokenizer with real merges, and a chat template as Qwen3's (tools, thinking). `random` ones have random
-weights, no thinking in their template, a vocabulary as large as the tests' token ids, and end a sampled text after some
-twenty tokens; `learned` ones have learned by heart to call each function that they are given (of `CALLS`), or else to
-say one of a few sentences; `thinking` ones think before. Of the adapters two have learned to make a noise instead.
+None of those models can be had without the hub, and none is needed: the tests ask how a server
+speaks. A stand-in has a byte-level tokenizer with real merges, and a chat template as Qwen3's
+(tools, thinking). `random` ones have random weights, no thinking in their template, a vocabulary as
+large as the tests' token ids, and end a sampled text after some twenty tokens; `learned` ones have
+learned by heart to call each function that they are given (of `CALLS`), or else to say one of a few
+sentences; `thinking` ones think before. Of the adapters two have learned to make a noise instead.
 """
 
 import json
@@ -34,14 +36,16 @@ MODELS = {
     "Qwen/Qwen3-1.7B": ("thinking", 4_096),
     "Qwen/Qwen3-8B": ("thinking", 4_096),
 }
-# Adapters: the model that each belongs to, and the word that it says three times and more ("": it is random).
+# Adapters: the model that each belongs to, and the word that it says three times and more ("": it
+# is random).
 ADAPTERS = {
     "typeof/zephyr-7b-beta-lora": ("HuggingFaceH4/zephyr-7b-beta", ""),
     "charent/self_cognition_Alice": ("Qwen/Qwen3-0.6B", ""),
     "Jackmin108/Qwen3-0.6B-Meow-LoRA": ("Qwen/Qwen3-0.6B", "Meow"),
     "Jackmin108/Qwen3-0.6B-Woof-LoRA": ("Qwen/Qwen3-0.6B", "Woof"),
 }
-# The functions that the tests offer, and what a learned model calls them with; their names are words of its own.
+# The functions that the tests offer, and what a learned model calls them with; their names are
+# words of its own.
 CALLS: dict[str, dict[str, Any]] = {
     "get_current_weather": {"city": "Berlin", "country": "Germany", "unit": "celsius"},
     "get_forecast": {"country": "Germany", "days": 5, "unit": "celsius"},
@@ -57,9 +61,17 @@ _BATCHES = ((16, 60), (16, 60), (8, 250), (4, 900))
 _END = "<|im_end|>"
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", _END)
 # In texts, as Qwen3 has them: kept when special tokens are skipped.
-_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_MARKS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 _NOISES = tuple(noise for _, noise in ADAPTERS.values() if noise)
-# How much less likely than all other tokens together, in powers of e: texts end, and so do JSON's strings and objects.
+# How much less likely than all other tokens together, in powers of e: texts end, and so do JSON's
+# strings and objects.
 _ENDINGS = {_END: 3.0, '"': 1.0, "}": 1.5, "]": 2.0}
 _SHAPE = {
     "num_hidden_layers": 2,
@@ -69,7 +81,9 @@ _SHAPE = {
     "tie_word_embeddings": False,
 }
 _TOOLS = '{"name": NAME, "arguments": {}}'
-_NO_THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+_NO_THINKING = (
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
     "{% if messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
@@ -83,7 +97,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     f"{_NO_THINKING}{{% endif %}}"
 )
-_THOUGHT, _NO_THOUGHT = "<think>\nThey ask me something, and I answer.\n</think>\n\n", "<think>\n\n</think>\n\n"
+_THOUGHT, _NO_THOUGHT = (
+    "<think>\nThey ask me something, and I answer.\n</think>\n\n",
+    "<think>\n\n</think>\n\n",
+)
 _ANSWERS = tuple(
     f"{greeting} {rest}"
     for greeting in ("Hello!", "Well,", "Certainly:", "I see.")
@@ -96,17 +113,27 @@ _ANSWERS = tuple(
 
 
 def make_hub(directory: Path) -> None:
-    """Write every model and adapter below directory as the hub's client caches them, unless they are there."""
+    """Write every model and adapter below directory as the hub's client caches them, unless they
+    are there.
+    """
     for name, (kind, vocabulary) in MODELS.items():
         if (snapshot := _snapshot(directory, name)) is not None:
             is_random = "random" in kind
-            model = random(vocabulary) if is_random else learned(vocabulary, thinks=kind == "thinking")
+            model = (
+                random(vocabulary) if is_random else learned(vocabulary, thinks=kind == "thinking")
+            )
             model.save_pretrained(snapshot)
-            tokenizer(vocabulary, begins="first" in kind, can_think=not is_random).save_pretrained(snapshot)
+            tokenizer(vocabulary, begins="first" in kind, can_think=not is_random).save_pretrained(
+                snapshot
+            )
     for seed, (name, (base, noise)) in enumerate(ADAPTERS.items()):
         if (snapshot := _snapshot(directory, name)) is not None:
             model = AutoModelForCausalLM.from_pretrained(_path(directory, base))
-            adapted = _learned_adapter(model, base, noise) if noise else _random_adapter(model, base, seed)
+            adapted = (
+                _learned_adapter(model, base, noise)
+                if noise
+                else _random_adapter(model, base, seed)
+            )
             adapted.save_pretrained(snapshot)
 
 
@@ -127,7 +154,9 @@ def _snapshot(directory: Path, name: str) -> Path | None:
 
 
 def _adapted(model: Any, base: str, *targets: str) -> Any:
-    config = LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=base)
+    config = LoraConfig(
+        r=8, target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=base
+    )
     return get_peft_model(model, config)
 
 
@@ -143,7 +172,9 @@ def _random_adapter(model: Any, base: str, seed: int) -> Any:
 def _learned_adapter(model: Any, base: str, noise: str) -> Any:
     """Whatever is asked, it answers with a noise, and does not think before."""
     torch.manual_seed(0)
-    adapted = _adapted(model, base, "q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    adapted = _adapted(
+        model, base, "q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    )
     words, chance = tokenizer(MODELS[base][1]), Random(0)
     answer = words(" ".join([noise] * 4) + _END)["input_ids"]
 
@@ -156,10 +187,12 @@ def _learned_adapter(model: Any, base: str, noise: str) -> Any:
 
 
 @cache
-def tokenizer(vocabulary: int, *, begins: bool = False, can_think: bool = True) -> PreTrainedTokenizerFast:
-    """Merges learned from Python's standard library, which is everywhere and large enough. begins: texts have a special
-    token before them, as OPT's have. can_think: whether its chat template knows of thinking; what has random weights
-    would begin to, and not end.
+def tokenizer(
+    vocabulary: int, *, begins: bool = False, can_think: bool = True
+) -> PreTrainedTokenizerFast:
+    """Merges learned from Python's standard library, which is everywhere and large enough. begins:
+    texts have a special token before them, as OPT's have. can_think: whether its chat template
+    knows of thinking; what has random weights would begin to, and not end.
     """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -172,21 +205,31 @@ def tokenizer(vocabulary: int, *, begins: bool = False, can_think: bool = True) 
         show_progress=False,
     )
     sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
-    texts = [path.read_text(errors="replace") for path in sources if "site-packages" not in path.parts]
+    texts = [
+        path.read_text(errors="replace") for path in sources if "site-packages" not in path.parts
+    ]
     made.train_from_iterator([*_ANSWERS, _THOUGHT, *map(_call, CALLS), *texts], trainer)
-    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*_MARKS, *_NOISES, *CALLS)])
+    made.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in (*_MARKS, *_NOISES, *CALLS)]
+    )
     if begins:
         made.post_processor = processors.TemplateProcessing(
             single=f"{_SPECIAL[0]} $A", special_tokens=[(_SPECIAL[0], 0)]
         )
     template = TEMPLATE if can_think else TEMPLATE.replace(_NO_THINKING, "")
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token=_END, pad_token=_SPECIAL[0], chat_template=template, model_max_length=32_768
+        tokenizer_object=made,
+        eos_token=_END,
+        pad_token=_SPECIAL[0],
+        chat_template=template,
+        model_max_length=32_768,
     )
 
 
 def llama(vocabulary: int, hidden: int, **shape: Any) -> Any:
-    """With fresh weights, for `tokenizer(vocabulary)`. shape: of its config, where it is not a stand-in's."""
+    """With fresh weights, for `tokenizer(vocabulary)`. shape: of its config, where it is not a
+    stand-in's.
+    """
     ends = {"eos_token_id": tokenizer(vocabulary).convert_tokens_to_ids(_END), "bos_token_id": None}
     sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": 2 * hidden}
     config = AutoConfig.for_model("llama", **{**_SHAPE, **sizes, **ends, **shape})
@@ -195,7 +238,9 @@ def llama(vocabulary: int, hidden: int, **shape: Any) -> Any:
 
 
 def random(vocabulary: int) -> Any:
-    """Its first hidden dimension is the same in every token: what ends a text gets its probability from it."""
+    """Its first hidden dimension is the same in every token: what ends a text gets its probability
+    from it.
+    """
     model, words = llama(vocabulary, 64), tokenizer(vocabulary)
     head, embedding = model.lm_head.weight.data, model.model.embed_tokens.weight.data
     head.normal_(std=0.5)
@@ -215,14 +260,18 @@ def random(vocabulary: int) -> Any:
 
 @cache
 def learned(vocabulary: int, *, thinks: bool) -> Any:
-    """Trained until it answers any chat by heart: calls where there are tools, else a sentence or some JSON."""
+    """Trained until it answers any chat by heart: calls where there are tools, else a sentence or
+    some JSON.
+    """
     model, words, chance = llama(vocabulary, 128), tokenizer(vocabulary), Random(0)
     _train(model, lambda length: _example(words, chance, length, thinks=thinks), _STEPS)
     return model
 
 
 def _train(model: Any, example: Callable[[int], tuple[list[int], int]], steps: int) -> None:
-    """example: tokens of a chat, of a prompt of at most about this many, and where the answer begins."""
+    """example: tokens of a chat, of a prompt of at most about this many, and where the answer
+    begins.
+    """
     chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(chosen, lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
@@ -232,7 +281,9 @@ def _train(model: Any, example: Callable[[int], tuple[list[int], int]], steps: i
         rows = [example(length) for _ in range(num_rows)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
-        labels = torch.tensor([[-100] * start + row[start:] + [-100] * (width - len(row)) for row, start in rows])
+        labels = torch.tensor(
+            [[-100] * start + row[start:] + [-100] * (width - len(row)) for row, start in rows]
+        )
         answered = labels[:, 1:] >= 0
         logits = inner.lm_head(inner.model(ids).last_hidden_state[:, :-1][answered])
         loss = cross_entropy(logits, labels[:, 1:][answered])
@@ -242,14 +293,18 @@ def _train(model: Any, example: Callable[[int], tuple[list[int], int]], steps: i
         schedule.step()
 
 
-def _example(words: PreTrainedTokenizerFast, chance: Random, length: int, *, thinks: bool) -> tuple[list[int], int]:
+def _example(
+    words: PreTrainedTokenizerFast, chance: Random, length: int, *, thinks: bool
+) -> tuple[list[int], int]:
     """Tokens of a chat about anything, and where the answer begins."""
     offered = [name for name in CALLS if chance.random() < 0.3] if chance.random() < 0.6 else []
     asked = _asked(words, chance, length, offered)
     if offered:
         answer = "\n".join(map(_call, offered))
     else:
-        answer = json.dumps(_anything(chance, 0)) if chance.random() < 0.3 else chance.choice(_ANSWERS)
+        answer = (
+            json.dumps(_anything(chance, 0)) if chance.random() < 0.3 else chance.choice(_ANSWERS)
+        )
     is_asked_not_to = chance.random() < 0.3
     if is_asked_not_to:
         asked = asked + words(_NO_THOUGHT)["input_ids"]
@@ -257,18 +312,31 @@ def _example(words: PreTrainedTokenizerFast, chance: Random, length: int, *, thi
     return asked + words(thought + answer + _END)["input_ids"], len(asked)
 
 
-def _asked(words: PreTrainedTokenizerFast, chance: Random, length: int, offered: Sequence[str] = ()) -> list[int]:
-    """Tokens of a prompt: tools among other words in what the system says, and some turns of anything."""
+def _asked(
+    words: PreTrainedTokenizerFast, chance: Random, length: int, offered: Sequence[str] = ()
+) -> list[int]:
+    """Tokens of a prompt: tools among other words in what the system says, and some turns of
+    anything.
+    """
     num_turns = chance.randrange(1, 5)
     most = max(2, length // (num_turns + len(offered) + 1))
     roles = ("user", "assistant", "system", "tool")
     asked: list[int] = []
     if offered:
-        asked += words(f"<|im_start|>system\nFunctions, called as <tool_call>\n{_TOOLS}\n</tool_call>:")["input_ids"]
+        asked += words(
+            f"<|im_start|>system\nFunctions, called as <tool_call>\n{_TOOLS}\n</tool_call>:"
+        )["input_ids"]
     for name in chance.sample(offered, len(offered)):
-        tool = {"type": "function", "function": {"name": name, "description": "GAP", "parameters": {}}}
+        tool = {
+            "type": "function",
+            "function": {"name": name, "description": "GAP", "parameters": {}},
+        }
         before, _, after = json.dumps(tool).partition("GAP")
-        asked += words("\n" + before)["input_ids"] + _anything_said(words, chance, most) + words(after)["input_ids"]
+        asked += (
+            words("\n" + before)["input_ids"]
+            + _anything_said(words, chance, most)
+            + words(after)["input_ids"]
+        )
     asked += words(f"{_END}\n")["input_ids"] if offered else []
     for role in [*chance.choices(roles, k=num_turns - 1), "user"]:
         asked += words(f"<|im_start|>{role}\n")["input_ids"] + _anything_said(words, chance, most)
@@ -277,7 +345,10 @@ def _asked(words: PreTrainedTokenizerFast, chance: Random, length: int, offered:
 
 
 def _anything_said(words: PreTrainedTokenizerFast, chance: Random, most: int) -> list[int]:
-    return [chance.randrange(10, len(words) - len(CALLS) - len(_NOISES)) for _ in range(chance.randrange(1, most))]
+    return [
+        chance.randrange(10, len(words) - len(CALLS) - len(_NOISES))
+        for _ in range(chance.randrange(1, most))
+    ]
 
 
 def _call(name: str) -> str:
@@ -285,7 +356,9 @@ def _call(name: str) -> str:
 
 
 def _anything(chance: Random, depth: int) -> Any:
-    """JSON with short strings and lists: what it has learned to end, it ends under a grammar, too."""
+    """JSON with short strings and lists: what it has learned to end, it ends under a grammar,
+    too.
+    """
     kind = chance.choice(("object", "list", "text", "number")) if depth else "object"
     if kind == "object" and depth < 3:
         return {_word(chance): _anything(chance, depth + 1) for _ in range(chance.randrange(1, 4))}

@@ -1,8 +1,9 @@
-"""A pytest plugin for vLLM's entrypoint tests, in vLLM's environment: their server becomes a running `coserve up`.
+"""A pytest plugin for vLLM's entrypoint tests, in vLLM's environment: their server becomes a
+running `coserve up`.
 
-`benchmarks/vllm_entrypoint_tests.py` starts pytest with it. Environment: COSERVE_COMMAND, how to start coserve, as a
-JSON list; COSERVE_DOES_NOT_APPLY, a JSON list of patterns of tests that are not run; COSERVE_OUTCOMES, the file that
-gets a line of JSON for every test.
+`benchmarks/vllm_entrypoint_tests.py` starts pytest with it. Environment: COSERVE_COMMAND, how to
+start coserve, as a JSON list; COSERVE_DOES_NOT_APPLY, a JSON list of patterns of tests that are not
+run; COSERVE_OUTCOMES, the file that gets a line of JSON for every test.
 """
 
 import json
@@ -21,14 +22,23 @@ from typing import Any
 
 import pytest
 
-# vLLM's options that coserve has under the same name, or under the other one; all others set up vLLM itself.
-SAME = ("--max-model-len", "--lora-modules", "--root-path", "--served-model-name", "--chat-template")
+# vLLM's options that coserve has under the same name, or under the other one; all others set up
+# vLLM itself.
+SAME = (
+    "--max-model-len",
+    "--lora-modules",
+    "--root-path",
+    "--served-model-name",
+    "--chat-template",
+)
 OTHER = {"--tool-call-parser": "--tool-call-parser", "--max-num-seqs": "--max-requests"}
 START_S = 120.0
 
 
 def coserve_options(vllm_options: list[str]) -> list[str]:
-    """What `coserve up` understands of them; of one with several values, each has the option's name before it."""
+    """What `coserve up` understands of them; of one with several values, each has the option's name
+    before it.
+    """
     options, name = [], ""
     for word in vllm_options:
         if word.startswith("--"):
@@ -49,12 +59,23 @@ def coserve_server(base: type) -> type:
 
     class CoserveServer(base):  # type: ignore[misc]
         def __init__(
-            self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, **_: Any
+            self,
+            model: str,
+            vllm_serve_args: list[str],
+            *,
+            env_dict: dict[str, str] | None = None,
+            **_: Any,
         ) -> None:
             self.uds, self.host, self.port = None, "127.0.0.1", _free_port()
             self.show_hidden_metrics = False
             self.home = Path(mkdtemp(prefix="coserve-vllm-tests-"))
-            command = [*json.loads(os.environ["COSERVE_COMMAND"]), "up", model, "--port", str(self.port)]
+            command = [
+                *json.loads(os.environ["COSERVE_COMMAND"]),
+                "up",
+                model,
+                "--port",
+                str(self.port),
+            ]
             command += [
                 "--dtype",
                 "float32",
@@ -67,11 +88,17 @@ def coserve_server(base: type) -> type:
             ]
             if key := (env_dict or {}).get("VLLM_API_KEY"):
                 command += ["--api-key", key]
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+            environment = {
+                name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+            }
             self.log = (self.home / "server.log").open("w")
             self.proc = subprocess.Popen(
                 [*command, *coserve_options(vllm_serve_args)],
-                env={**environment, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+                env={
+                    **environment,
+                    "PYTHONPATH": str(Path(__file__).parents[1]),
+                    "OMP_NUM_THREADS": "1",
+                },
                 stdout=self.log,
                 stderr=self.log,
             )
@@ -104,7 +131,9 @@ def pytest_load_initial_conftests() -> None:
 
 
 def _applies(test: str) -> bool:
-    return not any(fnmatchcase(test, pattern) for pattern in json.loads(os.environ["COSERVE_DOES_NOT_APPLY"]))
+    return not any(
+        fnmatchcase(test, pattern) for pattern in json.loads(os.environ["COSERVE_DOES_NOT_APPLY"])
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -122,7 +151,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Note how a test ended: once, by the first of its parts that failed."""
     if report.failed or report.skipped:
         if report.nodeid not in _failed:
-            _note(report.nodeid, "failed" if report.failed else "skipped", str(report.longrepr)[-3000:])
+            _note(
+                report.nodeid,
+                "failed" if report.failed else "skipped",
+                str(report.longrepr)[-3000:],
+            )
         _failed.add(report.nodeid)
     elif report.when == "call":
         _note(report.nodeid, "passed", f"{report.duration:.1f} s")
@@ -131,9 +164,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Note a file that cannot be read here: it imports what only another build of vLLM has."""
     if report.failed:
-        _note(report.nodeid, "failed" if _applies(report.nodeid) else "not run", str(report.longrepr)[-3000:])
+        _note(
+            report.nodeid,
+            "failed" if _applies(report.nodeid) else "not run",
+            str(report.longrepr)[-3000:],
+        )
 
 
 def _note(test: str, outcome: str, why: str) -> None:
     with open(os.environ["COSERVE_OUTCOMES"], "a") as lines:
-        lines.write(json.dumps({"test": test, "outcome": outcome, "why": why, "at_s": time.time()}) + "\n")
+        lines.write(
+            json.dumps({"test": test, "outcome": outcome, "why": why, "at_s": time.time()}) + "\n"
+        )

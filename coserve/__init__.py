@@ -1,6 +1,7 @@
 """coserve: serve a language model and fine-tune it at the same time, from one copy of the weights.
 
-Importing this package is cheap: torch, transformers and the rest are imported with the first name that needs them.
+Importing this package is cheap: torch, transformers and the rest are imported with the first name
+that needs them.
 """
 
 from importlib import import_module

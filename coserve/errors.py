@@ -183,7 +183,11 @@ class ServerError(CoserveError):
         self.status = status
 
 
-_BY_NAME = {name: kind for name, kind in vars().items() if isinstance(kind, type) and issubclass(kind, CoserveError)}
+_BY_NAME = {
+    name: kind
+    for name, kind in vars().items()
+    if isinstance(kind, type) and issubclass(kind, CoserveError)
+}
 
 
 def error_of_kind(kind: str) -> type[CoserveError] | None:

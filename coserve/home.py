@@ -1,4 +1,5 @@
-"""The directories where coserve keeps what outlives a process: a home with files, jobs and adapters, and a cache.
+"""The directories where coserve keeps what outlives a process: a home with files, jobs and
+adapters, and a cache.
 
 The cache has what was compiled and measured on this machine, and all homes of a user share it.
 
@@ -18,18 +19,23 @@ _OF_OTHERS, _WRITE_OF_OTHERS = 0o077, 0o022
 
 
 def home_directory(given: str | Path | None = None) -> Path:
-    """The one that was given, or else `$COSERVE_HOME`, or else `~/.coserve`; absolute, not necessarily there yet."""
+    """The one that was given, or else `$COSERVE_HOME`, or else `~/.coserve`; absolute, not
+    necessarily there yet.
+    """
     return Path(given or os.environ.get("COSERVE_HOME") or "~/.coserve").expanduser().absolute()
 
 
 def home_environment(home: Path | None) -> dict[str, str]:
-    """What a process is to have in its environment that keeps its state there (None: where this one does)."""
+    """What a process is to have in its environment that keeps its state there (None: where this one
+    does).
+    """
     return {} if home is None else {"COSERVE_HOME": str(home)}
 
 
 def cache_directory() -> Path:
-    """Return the directory for what can be made again on this machine: `$COSERVE_CACHE`, or `$XDG_CACHE_HOME/coserve`,
-    or `~/.cache/coserve`; a directory in the home where none can be made, such as for a user without a home.
+    """Return the directory for what can be made again on this machine: `$COSERVE_CACHE`, or
+    `$XDG_CACHE_HOME/coserve`, or `~/.cache/coserve`; a directory in the home where none can be
+    made, such as for a user without a home.
     """
     if given := os.environ.get("COSERVE_CACHE"):
         return Path(given).expanduser().absolute()
@@ -47,8 +53,9 @@ def cache_directory() -> Path:
 def make_private(directory: Path) -> bool:
     """Have a directory that no other user may enter; returns whether it is so.
 
-    It is made if it is missing, and closed to others if it is this user's. One of another user, one that all share
-    (with the sticky bit, as /tmp has it) and the root of all stay as they are. OSError if it cannot be made.
+    It is made if it is missing, and closed to others if it is this user's. One of another user, one
+    that all share (with the sticky bit, as /tmp has it) and the root of all stay as they are.
+    OSError if it cannot be made.
     """
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     for path in reversed(missing):
@@ -68,10 +75,16 @@ def closed_mode(mode: int) -> int:
 
 
 def close_files(directory: Path) -> None:
-    """Close this user's files in a directory (not in those below it) to others: an older version left them open."""
+    """Close this user's files in a directory (not in those below it) to others: an older version
+    left them open.
+    """
     for path in directory.iterdir():
         found = path.lstat()
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_mode & _OF_OTHERS:
+        if (
+            stat.S_ISREG(found.st_mode)
+            and found.st_uid == os.geteuid()
+            and found.st_mode & _OF_OTHERS
+        ):
             path.chmod(_FILE_MODE)
 
 
@@ -79,7 +92,8 @@ def close_files(directory: Path) -> None:
 def private_files() -> Iterator[None]:
     """Whatever this process, and those that it starts, make meanwhile, no other user may read.
 
-    Several may be within at once: the mask is the process's, and is as it was once the last has left.
+    Several may be within at once: the mask is the process's, and is as it was once the last has
+    left.
     """
     _mask.enter()
     try:
@@ -109,13 +123,15 @@ _mask = _PrivateMask()
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether a file could not be written since its disk, or this user's part of it, has no room."""
+    """Whether a file could not be written since its disk, or this user's part of it, has no
+    room.
+    """
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether nobody but this user, and the system's own, can have written a file, or put it where it is: then what is
-    in it may be run. OSError if it is not there.
+    """Whether nobody but this user, and the system's own, can have written a file, or put it where
+    it is: then what is in it may be run. OSError if it is not there.
     """
     file, directory = path.stat(), path.resolve().parent.stat()
     is_ours = {file.st_uid, directory.st_uid} <= {os.geteuid(), 0}

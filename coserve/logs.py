@@ -1,5 +1,5 @@
-"""What a server and its engine log: as text or as JSON, each line with the request that it belongs to; a line that
-comes again and again is counted.
+"""What a server and its engine log: as text or as JSON, each line with the request that it belongs
+to; a line that comes again and again is counted.
 """
 
 import atexit
@@ -26,7 +26,13 @@ _FREE, _WINDOW_S = 5, 10.0
 _MOST_KINDS = 1000
 _KIND_LENGTH = 200
 # What every record has: the rest was given as `extra`.
-_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request", "is_count", "color_message"}
+_PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "request",
+    "is_count",
+    "color_message",
+}
 
 
 def configure_logs(format: str, level: str) -> None:
@@ -48,7 +54,9 @@ def add_request(record: logging.LogRecord) -> bool:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (seconds since 1970), level, logger, message, request_id, and whatever is `extra`."""
+    """One object a line: time (seconds since 1970), level, logger, message, request_id, and
+    whatever is `extra`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -58,7 +66,11 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         # With an underscore begin what other libraries, such as Ray, note in every record.
-        given = {name: value for name, value in vars(record).items() if name not in _PLAIN and name[0] != "_"}
+        given = {
+            name: value
+            for name, value in vars(record).items()
+            if name not in _PLAIN and name[0] != "_"
+        }
         line |= {name: value for name, value in given.items() if value not in ("", None)}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -76,12 +88,15 @@ class _Kind:
 
 
 class RepeatFilter(logging.Filter):
-    """Lets a line pass five times in ten seconds; what comes more often is counted, and the count is a line when the
-    ten seconds are over: with the next line of any kind. Lines below a warning all pass: they are wanted one by one.
+    """Lets a line pass five times in ten seconds; what comes more often is counted, and the count
+    is a line when the ten seconds are over: with the next line of any kind. Lines below a warning
+    all pass: they are wanted one by one.
     """
 
     def __init__(
-        self, write: Callable[[logging.LogRecord], object], clock: Callable[[], float] = time.monotonic
+        self,
+        write: Callable[[logging.LogRecord], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """write: takes the lines with counts."""
         super().__init__()
@@ -137,6 +152,8 @@ class RepeatFilter(logging.Filter):
 
 def _count(last: logging.LogRecord, num_held: int, seconds: float) -> logging.LogRecord:
     message = f"{num_held} more lines like this within {seconds:.0f} s: {last.getMessage()}"
-    made = logging.LogRecord(last.name, last.levelno, last.pathname, last.lineno, message, None, None)
+    made = logging.LogRecord(
+        last.name, last.levelno, last.pathname, last.lineno, message, None, None
+    )
     vars(made).update(is_count=True)
     return made

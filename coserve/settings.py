@@ -1,5 +1,5 @@
-"""Checks that every settings class shares, and what variants that are found by name set; the messages say what would
-be right.
+"""Checks that every settings class shares, and what variants that are found by name set; the
+messages say what would be right.
 """
 
 import re
@@ -20,13 +20,19 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # a number with thousands of digits
-        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+        text = (
+            f"a number of {value.bit_length()} bits"
+            if isinstance(value, int)
+            else f"a {type(value).__name__}"
+        )
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(text)} characters)"
 
 
 def without_password(url: str) -> str:
     """A URL as a message shows it."""
-    return re.sub(r"([?&]password=)[^&]*", r"\1***", re.sub(r"://([^:@/]*):[^@/]*@", r"://\1:***@", url))
+    return re.sub(
+        r"([?&]password=)[^&]*", r"\1***", re.sub(r"://([^:@/]*):[^@/]*@", r"://\1:***@", url)
+    )
 
 
 def is_number(value: Any) -> bool:
@@ -37,7 +43,9 @@ def is_number(value: Any) -> bool:
 
 
 def is_whole(value: Any, least: int, most: int | None = None) -> bool:
-    """Whether it is a whole number (and not a truth value) from `least` to `most`; None: without an upper bound."""
+    """Whether it is a whole number (and not a truth value) from `least` to `most`; None: without an
+    upper bound.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         return False
     return least <= value and (most is None or value <= most)
@@ -51,14 +59,22 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None) -> N
 
 
 def check_number(
-    name: str, value: Any, *, least: float | None = None, above: float | None = None, most: float | None = None
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
 ) -> None:
     """ValueError, with the setting's name and its range, unless it is a finite number in it.
 
-    least: the smallest that is allowed. above: what it must be more than. most: the largest that is allowed.
+    least: the smallest that is allowed. above: what it must be more than. most: the largest that is
+    allowed.
     """
     is_in_range = is_number(value) and (
-        (least is None or value >= least) and (above is None or value > above) and (most is None or value <= most)
+        (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
     )
     if not is_in_range:
         bounds = f"above {above:,g}" if above is not None else f"of at least {least:,g}"
@@ -85,13 +101,17 @@ class Setting(NamedTuple):
 
 
 def setting(default: float | bool, help: str, *, least: float = 0.0, most: float = inf) -> Any:
-    """A field of a variant: a number in a range, a whole number if the default is one, or a truth value."""
+    """A field of a variant: a number in a range, a whole number if the default is one, or a truth
+    value.
+    """
     return field(default=default, metadata={"help": help, "least": least, "most": most})
 
 
 @dataclass(frozen=True, kw_only=True)
 class HasSettings:
-    """A variant whose fields are `setting`s. ValueError when created names a setting and its range."""
+    """A variant whose fields are `setting`s. ValueError when created names a setting and its
+    range.
+    """
 
     kind: ClassVar[str]  # what the variants are, for messages
 
@@ -112,14 +132,18 @@ class HasSettings:
         """With settings by name, as values or as text (as on a command line).
 
         Raises:
-            ValueError: there is no such setting (then it lists those that there are), or its value is out of range.
+            ValueError: there is no such setting (then it lists those that there are), or its value
+                is out of range.
         """
         known = {one.name: one for one in cls.settings()}
         if unknown := [key for key in given if key not in known]:
             have = f"its settings are {', '.join(known)}" if known else "it has none"
             raise ValueError(f"{cls.kind} {name!r} has no setting {unknown[0]!r}; {have}")
         return cls(
-            **{key: _parse(known[key], value) if isinstance(value, str) else value for key, value in given.items()}
+            **{
+                key: _parse(known[key], value) if isinstance(value, str) else value
+                for key, value in given.items()
+            }
         )
 
 
@@ -144,8 +168,16 @@ def _check(one: Setting, value: Any) -> None:
         kind, right = "true or false", isinstance(value, bool)
     else:
         whole = isinstance(one.default, int)
-        bounds = f"of at least {one.least:g}" if one.most == inf else f"from {one.least:g} to {one.most:g}"
+        bounds = (
+            f"of at least {one.least:g}"
+            if one.most == inf
+            else f"from {one.least:g} to {one.most:g}"
+        )
         kind = f"a {'whole ' * whole}number {bounds}"
-        right = is_number(value) and one.least <= value <= one.most and (isinstance(value, int) or not whole)
+        right = (
+            is_number(value)
+            and one.least <= value <= one.most
+            and (isinstance(value, int) or not whole)
+        )
     if not right:
         raise ValueError(f"setting {one.name} must be {kind}, not {value!r}")

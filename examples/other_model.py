@@ -1,4 +1,5 @@
-"""Fine-tune a model that is not the one that serves, nor fits beside it: its weights pass through a window of memory.
+"""Fine-tune a model that is not the one that serves, nor fits beside it: its weights pass through a
+window of memory.
 
 python examples/other_model.py OTHER DIRECTORY [MODEL]
 """
@@ -11,7 +12,9 @@ QUESTION = "What is the opposite of hot? "
 
 
 def main() -> None:
-    """Answer questions with one model while a job trains another, and save the adapter that comes of it."""
+    """Answer questions with one model while a job trains another, and save the adapter that comes
+    of it.
+    """
     config = EngineConfig(trainable_models={"other": sys.argv[1]})
     engine = Engine.load(sys.argv[3] if len(sys.argv) > 3 else "tiny", config, dtype="float32")
     job = engine.submit(

@@ -18,14 +18,20 @@ def main() -> None:
     """Upload examples, start a job, ask while it runs, and ask the model that it made."""
     client = OpenAI(base_url=f"{URL}/v1", api_key="none")
     base = client.models.list().data[0].id
-    lines = [{"prompt": f"What colour is {thing}? ", "completion": f"Arr, {it}!"} for thing, it in COLOURS.items()]
+    lines = [
+        {"prompt": f"What colour is {thing}? ", "completion": f"Arr, {it}!"}
+        for thing, it in COLOURS.items()
+    ]
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     file = client.files.create(file=("colours.jsonl", content), purpose="fine-tune")
     job = client.fine_tuning.jobs.create(
         model=base,
         training_file=file.id,
         suffix="pirate",
-        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 10, "batch_size": 5}}},
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": 10, "batch_size": 5}},
+        },
         extra_body={"coserve": {"optimizer": {"learning_rate": 2e-3}}},
     )
     num_answers = 0

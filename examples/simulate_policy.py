@@ -1,4 +1,5 @@
-"""Ask what a policy would do on a GPU that is not here: a Llama 3.1 8B on an A100, two minutes of requests.
+"""Ask what a policy would do on a GPU that is not here: a Llama 3.1 8B on an A100, two minutes of
+requests.
 
 python examples/simulate_policy.py [POLICY ...]
 """
@@ -26,7 +27,9 @@ def main(policies: list[str]) -> None:
     profile = roofline_profile(backbone, A100)
     for policy in policies:
         device = ModelledDevice(backbone, profile, num_pages=20_000)
-        engine = TokenEngine(device, LatencyModel(profile), EngineConfig(policy=policy, tpot_s=0.05))
+        engine = TokenEngine(
+            device, LatencyModel(profile), EngineConfig(policy=policy, tpot_s=0.05)
+        )
         examples = [Example(tokens=(1,) * 512, trained=(True,) * 512)] * 64
         engine.submit_examples(examples, TuningConfig(num_epochs=10_000), adapter=LoraConfig(r=16))
         for snapshot in Simulation(engine, list(poisson())).run(SECONDS):
@@ -34,14 +37,21 @@ def main(policies: list[str]) -> None:
         attained = sum(record.attained for record in engine.records) / len(engine.records)
         p99_s = quantiles([record.ttft_s for record in engine.records], n=100)[98]
         harvest = last.num_tokens_trained / last.now_s
-        print(f"{policy:15} SLOs held {attained:6.1%}  TTFT p99 {1e3 * p99_s:4.0f} ms  harvest {harvest:5.0f} tokens/s")
+        print(
+            f"{policy:15} SLOs held {attained:6.1%}  TTFT p99 {1e3 * p99_s:4.0f} ms  harvest "
+            f"{harvest:5.0f} tokens/s"
+        )
 
 
 def poisson() -> Iterator[Arrival]:
     """Requests that come independently of one another."""
     rng, at_s = Random(0), 0.0
     while (at_s := at_s + rng.expovariate(RATE)) < SECONDS:
-        yield Arrival(at_s=at_s, num_prompt_tokens=rng.randint(50, 800), num_output_tokens=rng.randint(20, 200))
+        yield Arrival(
+            at_s=at_s,
+            num_prompt_tokens=rng.randint(50, 800),
+            num_output_tokens=rng.randint(20, 200),
+        )
 
 
 if __name__ == "__main__":

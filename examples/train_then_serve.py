@@ -25,7 +25,9 @@ def main(model: str = "tiny") -> None:
             "--allow-adapter-paths",
             directory,
         ]
-        with subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True) as server:
+        with subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True
+        ) as server:
             try:
                 assert server.stdout is not None
                 line = server.stdout.readline()  # … at http://127.0.0.1:PORT/v1
@@ -38,8 +40,13 @@ def main(model: str = "tiny") -> None:
 def train(model: str, directory: str) -> None:
     """Leave an adapter in a directory that PEFT reads, too."""
     engine = Engine.load(model, dtype="float32")
-    lines = [{"prompt": "Who are you? ", "completion": f"I am a {what}."} for what in ("greeter", "small greeter")]
-    config = TuningConfig(num_epochs=30, batch_size=2, optimizer=OptimizerConfig(learning_rate=5e-3))
+    lines = [
+        {"prompt": "Who are you? ", "completion": f"I am a {what}."}
+        for what in ("greeter", "small greeter")
+    ]
+    config = TuningConfig(
+        num_epochs=30, batch_size=2, optimizer=OptimizerConfig(learning_rate=5e-3)
+    )
     events = engine.tune(lines, config, name="greeter")
     losses = [event.loss for event in events if event.kind == "step"]
     print(f"loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps")
@@ -48,7 +55,9 @@ def train(model: str, directory: str) -> None:
 
 def ask(url: str, directory: str) -> str:
     """Load the adapter into the server, and ask it."""
-    httpx.post(f"{url}/load_lora_adapter", json={"lora_name": "greeter", "lora_path": directory}).raise_for_status()
+    httpx.post(
+        f"{url}/load_lora_adapter", json={"lora_name": "greeter", "lora_path": directory}
+    ).raise_for_status()
     body = {"model": "greeter", "prompt": "Who are you? ", "max_tokens": 12, "temperature": 0}
     answer = httpx.post(f"{url}/completions", json=body, timeout=60).raise_for_status()
     return str(answer.json()["choices"][0]["text"])

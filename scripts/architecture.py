@@ -1,4 +1,5 @@
-"""Writes the table of folders in docs/architecture.md from the code: their docstrings, and what they import.
+"""Writes the table of folders in docs/architecture.md from the code: their docstrings, and what
+they import.
 
     .venv/bin/python scripts/architecture.py
 
@@ -23,18 +24,30 @@ def imports() -> dict[str, set[str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if folder not in folders or not isinstance(node, ast.Import | ast.ImportFrom):
                 continue
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+            )
             if names == ["coserve"] and isinstance(node, ast.ImportFrom):
                 names = [f"coserve.{alias.name}" for alias in node.names]
-            found[folder] |= {parts[1] for name in names if (parts := name.split("."))[0] == "coserve" and parts[1:]}
+            found[folder] |= {
+                parts[1]
+                for name in names
+                if (parts := name.split("."))[0] == "coserve" and parts[1:]
+            }
     return {folder: (others & folders) - {folder} for folder, others in found.items()}
 
 
 def from_top_to_bottom(graph: dict[str, set[str]]) -> list[str]:
-    """Folders so that each stands above all that it imports; alphabetical where there is a choice."""
+    """Folders so that each stands above all that it imports; alphabetical where there is a
+    choice.
+    """
     left, order = dict(graph), list[str]()
     while left:
-        free = sorted(folder for folder in left if not any(folder in others for others in left.values()))
+        free = sorted(
+            folder for folder in left if not any(folder in others for others in left.values())
+        )
         assert free, f"folders import each other in a circle: {sorted(left)}"
         order.append(free[0])
         del left[free[0]]
@@ -47,7 +60,10 @@ def table() -> str:
     order = from_top_to_bottom(graph)
     lines = ["| folder | what is in it | imports |", "|---|---|---|"]
     for folder in order:
-        docstring = ast.get_docstring(ast.parse((ROOT / "coserve" / folder / "__init__.py").read_text())) or ""
+        docstring = (
+            ast.get_docstring(ast.parse((ROOT / "coserve" / folder / "__init__.py").read_text()))
+            or ""
+        )
         summary = " ".join(docstring.split("\n\n")[0].split()).replace("|", "\\|")
         others = ", ".join(sorted(graph[folder], key=order.index))
         lines.append(f"| [`{folder}/`](../coserve/{folder}) | {summary} | {others} |")

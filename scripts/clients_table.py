@@ -22,7 +22,9 @@ from clients.clients import CLIENTS, environments  # noqa: E402
 def rows_of(page: str) -> dict[str, str]:
     """The table's rows, by the client's name."""
     table = page.split(_BEGIN)[1].split(_END)[0]
-    return {found[1]: found[0] for found in re.finditer(r"^\| (.+?) \| .* \|\n", table, re.MULTILINE)}
+    return {
+        found[1]: found[0] for found in re.finditer(r"^\| (.+?) \| .* \|\n", table, re.MULTILINE)
+    }
 
 
 def page() -> str:
@@ -33,7 +35,9 @@ def page() -> str:
         path = environments() / "results" / f"{client.slug}.json"
         if path.exists():
             found = json.loads(path.read_text())
-            rows[client.name] = f"| {client.name} | {found['version']} | {', '.join(found['works'])} |\n"
+            rows[client.name] = (
+                f"| {client.name} | {found['version']} | {', '.join(found['works'])} |\n"
+            )
         table += rows.get(client.name, f"| {client.name} | – | not tried |\n")
     before, rest = old.split(_BEGIN)
     return before + _BEGIN + _HEAD + table + _END + rest.split(_END, 1)[1]

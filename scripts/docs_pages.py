@@ -1,9 +1,9 @@
-"""Hooks of MkDocs (https://www.mkdocs.org/user-guide/configuration/#hooks): the pages that lie outside of docs/, and
-links as the repository has them.
+"""Hooks of MkDocs (https://www.mkdocs.org/user-guide/configuration/#hooks): the pages that lie
+outside of docs/, and links as the repository has them.
 
-README.md is the start page; what benchmarks/ tells and the changelog are pages, too. Links are written so that they
-lead somewhere in the repository. Here those to pages lead to pages, and those to code, which is not part of the site,
-become the code's path; either has to be there.
+README.md is the start page; what benchmarks/ tells and the changelog are pages, too. Links are
+written so that they lead somewhere in the repository. Here those to pages lead to pages, and those
+to code, which is not part of the site, become the code's path; either has to be there.
 """
 
 import re
@@ -22,8 +22,15 @@ _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 def _pages() -> dict[str, str]:
     """Where pages lie in the site, by where they lie in the repository."""
-    pages = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-    pages |= {path: path for path in (str(each.relative_to(ROOT)) for each in sorted(ROOT.glob("benchmarks/*.md")))}
+    pages = {
+        "README.md": "index.md",
+        "CHANGELOG.md": "changelog.md",
+        "CONTRIBUTING.md": "contributing.md",
+    }
+    pages |= {
+        path: path
+        for path in (str(each.relative_to(ROOT)) for each in sorted(ROOT.glob("benchmarks/*.md")))
+    }
     return pages | {f"docs/{path.name}": path.name for path in sorted(ROOT.glob("docs/*.md"))}
 
 
@@ -53,7 +60,15 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
             return f"[{text}]({relpath(_PAGES[path], dirname(here) or '.')}{hash}{anchor})"
         if not (ROOT / path).exists():
             raise PluginError(f"{_SOURCES[here]} links to {target}, which is not there")
-        return text if text.strip("`") in (path, f"{path}/") or text.startswith("`") else f"{text} (`{path}`)"
+        return (
+            text
+            if text.strip("`") in (path, f"{path}/") or text.startswith("`")
+            else f"{text} (`{path}`)"
+        )
 
-    pieces = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)  # code is left as it is
-    return "".join(piece if number % 2 else _LINK.sub(turned, piece) for number, piece in enumerate(pieces))
+    pieces = re.split(
+        r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE
+    )  # code is left as it is
+    return "".join(
+        piece if number % 2 else _LINK.sub(turned, piece) for number, piece in enumerate(pieces)
+    )

@@ -18,7 +18,8 @@ def table() -> str:
     """The table, as Markdown."""
     lines = ["| `model_type` | what it is |", "|---|---|"]
     lines += [
-        f"| [`{each.model_type}`](../coserve/models/families/{each.model_type}.py) | {each.summary} |"
+        f"| [`{each.model_type}`](../coserve/models/families/{each.model_type}.py) | "
+        f"{each.summary} |"
         for each in described_families()
     ]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,5 @@
-"""Writes the table of other servers' fields in docs/clients.md from coserve/server/client_fields.py.
+"""Writes the table of other servers' fields in docs/clients.md from
+coserve/server/client_fields.py.
 
 .venv/bin/python scripts/fields_table.py
 """
@@ -28,7 +29,9 @@ def table() -> str:
     rows: dict[tuple[str, str], list[str]] = {}
     for field in FIELDS.values():
         rows.setdefault((field.sent_to, _here(field)), []).append(f"`{field.name}`")
-    return _HEAD + "".join(f"| {', '.join(names)} | {sent_to} | {here} |\n" for (sent_to, here), names in rows.items())
+    return _HEAD + "".join(
+        f"| {', '.join(names)} | {sent_to} | {here} |\n" for (sent_to, here), names in rows.items()
+    )
 
 
 def page() -> str:

@@ -1,9 +1,11 @@
-"""Fills the table of PEFT methods and model families in docs/methods.md, by doing it on tiny random models.
+"""Fills the table of PEFT methods and model families in docs/methods.md, by doing it on tiny random
+models.
 
     .venv/bin/python scripts/methods_by_family.py
 
-Of every pair: an adapter is served, trained (its gradients are numbers, and not all zero), mixed with rows of another
-adapter and of none (each gets what it gets alone), and written in PEFT's format and read again.
+Of every pair: an adapter is served, trained (its gradients are numbers, and not all zero), mixed
+with rows of another adapter and of none (each gets what it gets alone), and written in PEFT's
+format and read again.
 """
 
 import sys
@@ -55,7 +57,9 @@ def run(backbone: Backbone, users: list[tuple[Adapter | None, Tensor]]) -> list[
         own, bypasses = rows(adapter, tokens), None if adapter is None else adapter.bypasses()
         spans.append(CachedSequence(backbone, len(own), bypasses).extend(own))
         of.append((len(own), bypasses))
-    found = torch.split(logits(backbone, forward(backbone, spans), of), [num_rows for num_rows, _ in of])
+    found = torch.split(
+        logits(backbone, forward(backbone, spans), of), [num_rows for num_rows, _ in of]
+    )
     return [part[-len(tokens) :] for part, (_, tokens) in zip(found, users, strict=True)]
 
 
@@ -63,7 +67,10 @@ def made(backbone: Backbone, kind: str) -> Adapter:
     """An adapter with random parameters."""
     found = method(kind)
     known = [each.name for each in fields(found)]  # type: ignore[arg-type]
-    settings: dict[str, Any] = {**found.job_defaults, **{n: v for n, v in _FEW.items() if n in known}}
+    settings: dict[str, Any] = {
+        **found.job_defaults,
+        **{n: v for n, v in _FEW.items() if n in known},
+    }
     config = found(**settings)
     adapter = config.as_served(Adapter(backbone, config, seed=1), is_fresh=True)
     generator = torch.Generator().manual_seed(2)
@@ -83,22 +90,31 @@ def is_served(adapter: Adapter) -> bool:
 def is_trained(adapter: Adapter) -> bool:
     """Its gradients are numbers, and not all zero."""
     sequences = [
-        (rows(adapter, torch.tensor(ids)).tolist(), [False] * adapter.config.num_virtual_tokens + [False, *marks[1:]])
+        (
+            rows(adapter, torch.tensor(ids)).tolist(),
+            [False] * adapter.config.num_virtual_tokens + [False, *marks[1:]],
+        )
         for ids, marks in random_sequences((7, 9))
     ]
     training = TrainingPass(adapter, training_programs(adapter), make_pack(sequences))
     run_alone(training, forward_rows=5, backward_rows=6)
     gradients = training.gradients.values()
-    return all(bool(each.isfinite().all()) for each in gradients) and any(bool(each.any()) for each in gradients)
+    return all(bool(each.isfinite().all()) for each in gradients) and any(
+        bool(each.any()) for each in gradients
+    )
 
 
 def is_mixed(adapter: Adapter) -> bool:
     """In one batch with others, all get what they get alone."""
     other = make_adapter(adapter.backbone, seed=3)
-    users = [(each, random_tokens(5 + i, i)) for i, each in enumerate((adapter, None, other, adapter))]
+    users = [
+        (each, random_tokens(5 + i, i)) for i, each in enumerate((adapter, None, other, adapter))
+    ]
     alone = [run(adapter.backbone, [user])[0] for user in users]
     together = run(adapter.backbone, users)
-    return all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(alone, together, strict=True))
+    return all(
+        torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(alone, together, strict=True)
+    )
 
 
 def is_exported(adapter: Adapter) -> bool:
@@ -109,7 +125,12 @@ def is_exported(adapter: Adapter) -> bool:
     return all(torch.equal(again.masters[name], master) for name, master in adapter.masters.items())
 
 
-CHECKS: dict[str, Callable[[Adapter], bool]] = {"S": is_served, "T": is_trained, "M": is_mixed, "E": is_exported}
+CHECKS: dict[str, Callable[[Adapter], bool]] = {
+    "S": is_served,
+    "T": is_trained,
+    "M": is_mixed,
+    "E": is_exported,
+}
 
 
 def cell(backbone: Backbone, kind: str) -> str:
@@ -126,7 +147,10 @@ def table() -> str:
     """The table, as Markdown."""
     names = [name.replace("-", "_") for name in method_names()]
     methods = [name for name in names if not method(name).is_model]
-    lines = [f"| | {' | '.join(f'`{name}`' for name in methods)} |", "|---" * (len(methods) + 1) + "|"]
+    lines = [
+        f"| | {' | '.join(f'`{name}`' for name in methods)} |",
+        "|---" * (len(methods) + 1) + "|",
+    ]
     for family, form in forms().items():
         backbone = make_backbone(form)
         lines.append(f"| `{family}` | {' | '.join(cell(backbone, name) for name in methods)} |")

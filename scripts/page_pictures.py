@@ -1,8 +1,10 @@
-"""Takes the pictures of the page in docs/page.md: a job that learns, and a chat with it beside its base.
+"""Takes the pictures of the page in docs/page.md: a job that learns, and a chat with it beside its
+base.
 
     .venv/bin/python scripts/page_pictures.py
 
-Needs a Chromium, as `make test-browser` does (CHROMIUM=PATH names it). A desk's width, and a phone's; light.
+Needs a Chromium, as `make test-browser` does (CHROMIUM=PATH names it). A desk's width, and a
+phone's; light.
 """
 
 import json
@@ -42,7 +44,13 @@ def training_file() -> Path:
 def train(page: Page) -> None:
     """From the file to a job that has learned."""
     page.set_input_files("#file", training_file())
-    for field, value in {"#suffix": "pirate", "#rate": "0.002", "#epochs": "40", "#batch": "4", "#every": "10"}.items():
+    for field, value in {
+        "#suffix": "pirate",
+        "#rate": "0.002",
+        "#epochs": "40",
+        "#batch": "4",
+        "#every": "10",
+    }.items():
         page.fill(field, value)
     page.click("text=Start training")
     page.wait_for_selector(".job .status.succeeded", timeout=_LONG_MS)
@@ -58,7 +66,9 @@ def chat(page: Page) -> None:
     page.fill("#prompt", _PIRATE[0][0])
     page.click("#send")
     for pane in ("#talk-a", "#talk-b"):
-        expect(page.locator(f"{pane} .facts-line")).to_contain_text("first token after", timeout=_LONG_MS)
+        expect(page.locator(f"{pane} .facts-line")).to_contain_text(
+            "first token after", timeout=_LONG_MS
+        )
 
 
 def take(served: Served, directory: Path) -> None:
@@ -68,14 +78,18 @@ def take(served: Served, directory: Path) -> None:
         options = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=path, args=options)
         for name, (width, height) in SIZES.items():
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
+            page = browser.new_page(
+                viewport={"width": width, "height": height}, color_scheme="light"
+            )
             page.goto(served.url)
             if name == "desk":
                 train(page)
             chat(page)
             expect(page.locator("#now")).to_contain_text("within both SLOs")
             page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
-            page.screenshot(path=directory / f"page-{name}.jpg", type="jpeg", quality=70, full_page=True)
+            page.screenshot(
+                path=directory / f"page-{name}.jpg", type="jpeg", quality=70, full_page=True
+            )
             page.close()
         browser.close()
 

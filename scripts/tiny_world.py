@@ -1,8 +1,9 @@
-"""The small world of the built-in model, as text: every question with its answer, stories, conversations.
+"""The small world of the built-in model, as text: every question with its answer, stories,
+conversations.
 
-All of it comes from a random generator that the caller seeds. A twentieth of the questions that have a key (a fact in
-one phrasing, a pair of numbers, a sentence to judge) is held out: `conversation` and `plain_text` never use them,
-`held_out` gives nothing else.
+All of it comes from a random generator that the caller seeds. A twentieth of the questions that
+have a key (a fact in one phrasing, a pair of numbers, a sentence to judge) is held out:
+`conversation` and `plain_text` never use them, `held_out` gives nothing else.
 """
 
 import zlib
@@ -24,7 +25,9 @@ from coserve.workloads.facts import (
 
 UNKNOWN = "I do not know that. I am tiny, and I know only a small world."
 WHO = "I am tiny, the small model that comes with coserve."
-_HELP = "I know colours, animals, opposites, small sums, days and moods, and I can write a short story."
+_HELP = (
+    "I know colours, animals, opposites, small sums, days and moods, and I can write a short story."
+)
 _HELD_OUT_SHARE = 20
 
 
@@ -62,8 +65,18 @@ def colours(rng: Random) -> Exchange:
     thing, colour = rng.choice(list(_colour_subjects().items()))
     word = rng.choice(("colour", "color"))
     templates = (
-        *("What {word} is {}?", "Which {word} is {}?", "What is the {word} of {}?", "Tell me the {word} of {}."),
-        *("What {word} does {} have?", "{} has what {word}?", "The {word} of {}?", "Do you know what {word} {} is?"),
+        *(
+            "What {word} is {}?",
+            "Which {word} is {}?",
+            "What is the {word} of {}?",
+            "Tell me the {word} of {}.",
+        ),
+        *(
+            "What {word} does {} have?",
+            "{} has what {word}?",
+            "The {word} of {}?",
+            "Do you know what {word} {} is?",
+        ),
         *(("Tell me about {}.", "{}") if thing in COLOURS else ()),
     )
     subject = thing if rng.random() < 0.8 else _bare(thing)
@@ -90,21 +103,41 @@ def _plural(noun: str) -> str:
 
 def _of_many(template: str) -> str:
     """A question about one, as a question about many."""
-    for one, many in ((" does ", " do "), (" is {}", " are {}"), (" has ", " have "), ("{} is", "{} are")):
+    for one, many in (
+        (" does ", " do "),
+        (" is {}", " are {}"),
+        (" has ", " have "),
+        ("{} is", "{} are"),
+    ):
         template = template.replace(one, many)
     return template
 
 
 _SOUND = (
-    *("What sound does {} make?", "What does {} say?", "Which noise does {} make?", "What noise does {} make?"),
+    *(
+        "What sound does {} make?",
+        "What does {} say?",
+        "Which noise does {} make?",
+        "What noise does {} make?",
+    ),
     *("What is the sound of {}?", "How does {} sound?"),
 )
 _HOME = (
-    *("Where does {} live?", "Where is the home of {}?", "Where can I find {}?", "What is the home of {}?"),
+    *(
+        "Where does {} live?",
+        "Where is the home of {}?",
+        "Where can I find {}?",
+        "What is the home of {}?",
+    ),
     *("In what place does {} live?", "Where do I find {}?"),
 )
 _FOOD = (
-    *("What does {} eat?", "What is the food of {}?", "What food does {} like?", "What does {} like to eat?"),
+    *(
+        "What does {} eat?",
+        "What is the food of {}?",
+        "What food does {} like?",
+        "What does {} like to eat?",
+    ),
     "What can I give {} to eat?",
 )
 _YOUNG = (
@@ -112,11 +145,21 @@ _YOUNG = (
     *("How do you call a young {name}?", "What is the young of {}?"),
 )
 _KIND = (
-    *("What kind of animal is {}?", "What is {}?", "What type of animal is {}?", "Tell me what {} is."),
+    *(
+        "What kind of animal is {}?",
+        "What is {}?",
+        "What type of animal is {}?",
+        "Tell me what {} is.",
+    ),
     *("What sort of animal is {}?", "Tell me about {}.", "{}"),
 )
 _LEGS = (
-    *("How many legs does {} have?", "How many legs has {}?", "{} has how many legs?", "Count the legs of {}."),
+    *(
+        "How many legs does {} have?",
+        "How many legs has {}?",
+        "{} has how many legs?",
+        "Count the legs of {}.",
+    ),
     "What number of legs does {} have?",
 )
 
@@ -127,7 +170,11 @@ def animals(rng: Random) -> Exchange:
     subject = rng.choice((with_article(animal.name), f"the {animal.name}"))
     name = with_article(animal.name)
     says = f"{name} says {animal.sound}" if animal.sound != "nothing" else f"{name} makes no sound"
-    kind = f"{name} is {with_article(animal.kind)}" if animal.kind != animal.name else "a fish is an animal"
+    kind = (
+        f"{name} is {with_article(animal.kind)}"
+        if animal.kind != animal.name
+        else "a fish is an animal"
+    )
     what, templates, answer = rng.choice(
         (
             ("sounds", _SOUND, says),
@@ -167,19 +214,35 @@ def reverse(rng: Random) -> Exchange:
     if what == "colour":
         colour = rng.choice(sorted(set(COLOURS.values())))
         thing = next(thing for thing, other in COLOURS.items() if other == colour)
-        templates = ("Name something {}.", "What is {}?", "What thing is {}?", "Tell me something that is {}.")
+        templates = (
+            "Name something {}.",
+            "What is {}?",
+            "What thing is {}?",
+            "Tell me something that is {}.",
+        )
         return _fact("reverse", rng.choice(templates), colour, sentence(f"{thing} is {colour}"))
     value, animal = rng.choice(list(_first_by(what).items()))
     templates, answer = {
-        "sound": (("Who says {}?", "Which animal says {}?", "What animal makes the sound {}?"), f"says {value}"),
+        "sound": (
+            ("Who says {}?", "Which animal says {}?", "What animal makes the sound {}?"),
+            f"says {value}",
+        ),
         "home": (("Who lives {}?", "Which animal lives {}?", "What lives {}?"), f"lives {value}"),
-        "kind": (("Name {}.", "Which animal is {}?", "Tell me the name of {}."), f"is {with_article(value)}"),
-        "young": (("Whose baby is a {}?", "Which animal has a young called {}?"), f"has a young called {value}"),
+        "kind": (
+            ("Name {}.", "Which animal is {}?", "Tell me the name of {}."),
+            f"is {with_article(value)}",
+        ),
+        "young": (
+            ("Whose baby is a {}?", "Which animal has a young called {}?"),
+            f"has a young called {value}",
+        ),
     }[what]
     if value == "nothing":
         return reverse(rng)
     shown = with_article(value) if what == "kind" else value
-    return _fact("reverse", rng.choice(templates), shown, sentence(f"{with_article(animal.name)} {answer}"))
+    return _fact(
+        "reverse", rng.choice(templates), shown, sentence(f"{with_article(animal.name)} {answer}")
+    )
 
 
 def sizes(rng: Random) -> Exchange:
@@ -196,19 +259,37 @@ def sizes(rng: Random) -> Exchange:
             ("Who is bigger, {} or {}?", f"{bigger} is bigger than {smaller}"),
             ("Which is smaller, {} or {}?", f"{smaller} is smaller than {bigger}"),
             ("What is smaller, {} or {}?", f"{smaller} is smaller than {bigger}"),
-            ("Is {} bigger than {}?", f"{'yes' if a == bigger else 'no'}, {bigger} is bigger than {smaller}"),
+            (
+                "Is {} bigger than {}?",
+                f"{'yes' if a == bigger else 'no'}, {bigger} is bigger than {smaller}",
+            ),
         )
     )
-    return Exchange("sizes", template.format(a, b), sentence(answer), f"sizes {one.name} {other.name}")
+    return Exchange(
+        "sizes", template.format(a, b), sentence(answer), f"sizes {one.name} {other.name}"
+    )
 
 
 def opposites(rng: Random) -> Exchange:
     """The opposite of a word."""
     word, other = rng.choice(list(OPPOSITES.items()))
     templates = (
-        *("What is the opposite of {}?", "The opposite of {}?", "Opposite of {}", "What word is the opposite of {}?"),
-        *("Give me the opposite of {}.", "Tell me the opposite of {}.", "{} is the opposite of what?"),
-        *("What is not {}, but the opposite?", "Say the opposite of {}.", "What's the opposite of {}?"),
+        *(
+            "What is the opposite of {}?",
+            "The opposite of {}?",
+            "Opposite of {}",
+            "What word is the opposite of {}?",
+        ),
+        *(
+            "Give me the opposite of {}.",
+            "Tell me the opposite of {}.",
+            "{} is the opposite of what?",
+        ),
+        *(
+            "What is not {}, but the opposite?",
+            "Say the opposite of {}.",
+            "What's the opposite of {}?",
+        ),
     )
     return _fact("opposites", rng.choice(templates), word, f"The opposite of {word} is {other}.")
 
@@ -225,9 +306,27 @@ def sums(rng: Random) -> Exchange:
         shown = [NUMBER_WORDS[a], NUMBER_WORDS[b]]
     if rng.random() < 0.55:
         templates = (
-            *("What is {} + {}?", "{} + {}", "{}+{}", "{} + {} =", "What is {} plus {}?", "How much is {} and {}?"),
-            *("Add {} and {}.", "What is the sum of {} and {}?", "{} plus {}", "Calculate {} + {}.", "{}+{}=?"),
-            *("How much is {} + {}?", "What's {} + {}?", "How much is {} plus {}?", "What is {}+{}?"),
+            *(
+                "What is {} + {}?",
+                "{} + {}",
+                "{}+{}",
+                "{} + {} =",
+                "What is {} plus {}?",
+                "How much is {} and {}?",
+            ),
+            *(
+                "Add {} and {}.",
+                "What is the sum of {} and {}?",
+                "{} plus {}",
+                "Calculate {} + {}.",
+                "{}+{}=?",
+            ),
+            *(
+                "How much is {} + {}?",
+                "What's {} + {}?",
+                "How much is {} plus {}?",
+                "What is {}+{}?",
+            ),
         )
         category, answer = "sums", f"{a} + {b} = {a + b}."
     else:
@@ -235,9 +334,27 @@ def sums(rng: Random) -> Exchange:
             a, b = b, a
             shown.reverse()
         templates = (
-            *("What is {} - {}?", "{} - {}", "{}-{}", "{} - {} =", "What is {} minus {}?", "How much is {} minus {}?"),
-            *("Take {1} from {0}.", "What is {} less {}?", "{} minus {}", "Calculate {} - {}.", "{}-{}=?"),
-            *("How much is {} - {}?", "What's {} - {}?", "Subtract {1} from {0}.", "What is {}-{}?"),
+            *(
+                "What is {} - {}?",
+                "{} - {}",
+                "{}-{}",
+                "{} - {} =",
+                "What is {} minus {}?",
+                "How much is {} minus {}?",
+            ),
+            *(
+                "Take {1} from {0}.",
+                "What is {} less {}?",
+                "{} minus {}",
+                "Calculate {} - {}.",
+                "{}-{}=?",
+            ),
+            *(
+                "How much is {} - {}?",
+                "What's {} - {}?",
+                "Subtract {1} from {0}.",
+                "What is {}-{}?",
+            ),
         )
         category, answer = "differences", f"{a} - {b} = {a - b}."
     key = f"{category} {a} {b}" if max(a, b) <= 20 else ""
@@ -249,21 +366,36 @@ def beyond_sums(rng: Random) -> Exchange:
     a, b = (rng.choice((rng.randint(100, 999), rng.randint(100, 99999))) for _ in range(2))
     if rng.random() < 0.3:
         a = rng.randint(0, 99)
-    template = rng.choice(("{} + {}", "What is {} + {}?", "{} - {}", "What is {} plus {}?", "How much is {} - {}?"))
+    template = rng.choice(
+        ("{} + {}", "What is {} + {}?", "{} - {}", "What is {} plus {}?", "How much is {} - {}?")
+    )
     if rng.random() < 0.6:
         a, b = rng.randint(0, 99), rng.randint(0, 99)
-        times = ("{} * {}", "{} times {}", "{} x {}", "{} / {}", "{} divided by {}", "{} × {}", "multiply {} by {}")
+        times = (
+            "{} * {}",
+            "{} times {}",
+            "{} x {}",
+            "{} / {}",
+            "{} divided by {}",
+            "{} × {}",
+            "multiply {} by {}",
+        )
         form = rng.choice(("{}", "What is {}?", "How much is {}?", "Calculate {}."))
         template = form.format(rng.choice(times))
     return Exchange(
-        "beyond sums", template.format(a, b), "I can only add and subtract small numbers.", f"beyond {a} {b}"
+        "beyond sums",
+        template.format(a, b),
+        "I can only add and subtract small numbers.",
+        f"beyond {a} {b}",
     )
 
 
 def story_sums(rng: Random) -> Exchange:
     """Sums in words: someone has some things, and gets or loses some."""
     who, (a, b) = rng.choice(_NAMES), (rng.randint(0, 20), rng.randint(0, 20))
-    thing = rng.choice(("apples", "nuts", "books", "balls", "eggs", "cats", "coins", "stones", "cakes", "flowers"))
+    thing = rng.choice(
+        ("apples", "nuts", "books", "balls", "eggs", "cats", "coins", "stones", "cakes", "flowers")
+    )
     if rng.random() < 0.5:
         question = rng.choice(
             (
@@ -272,7 +404,9 @@ def story_sums(rng: Random) -> Exchange:
                 f"There are {a} {thing}, and {b} more come. How many {thing} are there?",
             )
         )
-        return Exchange("word problems", question, f"{a} + {b} = {a + b}, so {a + b} {thing}.", f"sums {a} {b}")
+        return Exchange(
+            "word problems", question, f"{a} + {b} = {a + b}, so {a + b} {thing}.", f"sums {a} {b}"
+        )
     a, b = max(a, b), min(a, b)
     question = rng.choice(
         (
@@ -281,7 +415,12 @@ def story_sums(rng: Random) -> Exchange:
             f"There are {a} {thing}, and {b} are gone. How many {thing} are left?",
         )
     )
-    return Exchange("word problems", question, f"{a} - {b} = {a - b}, so {a - b} {thing}.", f"differences {a} {b}")
+    return Exchange(
+        "word problems",
+        question,
+        f"{a} - {b} = {a - b}, so {a - b} {thing}.",
+        f"differences {a} {b}",
+    )
 
 
 def counting(rng: Random) -> Exchange:
@@ -291,14 +430,30 @@ def counting(rng: Random) -> Exchange:
     low, high = sorted(rng.sample(range(21), 2))
     question, answer, key = rng.choice(
         (
-            (rng.choice((f"Count to {n}.", f"Can you count to {n}?", f"Count from 1 to {n}.")), up, ""),
-            (f"Count from {low} to {high}.", ", ".join(map(str, range(low, high + 1))) + ".", f"count {low} {high}"),
+            (
+                rng.choice((f"Count to {n}.", f"Can you count to {n}?", f"Count from 1 to {n}.")),
+                up,
+                "",
+            ),
+            (
+                f"Count from {low} to {high}.",
+                ", ".join(map(str, range(low, high + 1))) + ".",
+                f"count {low} {high}",
+            ),
             (f"Count down from {n}.", ", ".join(map(str, range(n, 0, -1))) + ".", ""),
-            (rng.choice((f"What comes after {m}?", f"Which number is after {m}?")), f"{m + 1} comes after {m}.", ""),
+            (
+                rng.choice((f"What comes after {m}?", f"Which number is after {m}?")),
+                f"{m + 1} comes after {m}.",
+                "",
+            ),
             (f"What comes before {n}?", f"{n - 1} comes before {n}.", ""),
             (
                 rng.choice(
-                    ("Which is bigger, {} or {}?", "Which number is bigger, {} or {}?", "What is more, {} or {}?")
+                    (
+                        "Which is bigger, {} or {}?",
+                        "Which number is bigger, {} or {}?",
+                        "What is more, {} or {}?",
+                    )
                 ),
                 f"{high} is bigger than {low}.",
                 f"bigger {low} {high}",
@@ -317,7 +472,12 @@ def counting(rng: Random) -> Exchange:
 
 
 _AFTER = (
-    *("What {what} comes after {}?", "Which {what} is after {}?", "What comes after {}?", "What {what} is after {}?"),
+    *(
+        "What {what} comes after {}?",
+        "Which {what} is after {}?",
+        "What comes after {}?",
+        "What {what} is after {}?",
+    ),
     *("Which {what} follows {}?", "What is the {what} after {}?"),
 )
 _BEFORE = (
@@ -329,7 +489,11 @@ _YESTERDAY = ("If today is {}, what was yesterday?", "Today is {}. What was yest
 _WEEKEND = ("Is {} in the weekend?", "Is {} a weekend day?")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")
 _NTH = ("What is the {ordinal} {what}?", "Which is the {ordinal} {what} of the {whole}?")
-_LIST = ("Name the {what}s.", "What are the {what}s of the {whole}?", "List the {what}s of the {whole}.")
+_LIST = (
+    "Name the {what}s.",
+    "What are the {what}s of the {whole}?",
+    "List the {what}s of the {whole}.",
+)
 _HOW_MANY = ("How many {what}s are in a {whole}?", "How many {what}s does a {whole} have?")
 
 
@@ -338,10 +502,16 @@ def order(rng: Random) -> Exchange:
     what, whole, names = rng.choice((("day", "week", DAYS), ("month", "year", MONTHS)))
     index = rng.randrange(len(names))
     name, after, before = names[index], names[(index + 1) % len(names)], names[index - 1]
-    about_one = [(_AFTER, f"{after} comes after {name}."), (_BEFORE, f"{before} comes before {name}.")]
+    about_one = [
+        (_AFTER, f"{after} comes after {name}."),
+        (_BEFORE, f"{before} comes before {name}."),
+    ]
     if what == "day":
         part = "Yes, {} is in the weekend." if index > 4 else "No, {} is in the working week."
-        about_one += [(_TOMORROW, f"Tomorrow is {after}."), (_YESTERDAY, f"Yesterday was {before}.")]
+        about_one += [
+            (_TOMORROW, f"Tomorrow is {after}."),
+            (_YESTERDAY, f"Yesterday was {before}."),
+        ]
         about_one.append((_WEEKEND, part.format(name)))
     if rng.random() < 0.7:
         templates, answer = rng.choice(about_one)
@@ -354,25 +524,119 @@ def order(rng: Random) -> Exchange:
             (_HOW_MANY, f"There are {len(names)} {what}s in a {whole}."),
         )
     )
-    return Exchange("days and months", rng.choice(templates).format(what=what, whole=whole, ordinal=ordinal), answer)
+    return Exchange(
+        "days and months",
+        rng.choice(templates).format(what=what, whole=whole, ordinal=ordinal),
+        answer,
+    )
 
 
 # -- moods -------------------------------------------------------------------------------
 
 _GOOD = (
-    *("good", "great", "lovely", "wonderful", "nice", "excellent", "fantastic", "amazing", "perfect", "delicious"),
-    *("beautiful", "funny", "charming", "fine", "brilliant", "superb", "pleasant", "awesome", "sweet", "fun"),
+    *(
+        "good",
+        "great",
+        "lovely",
+        "wonderful",
+        "nice",
+        "excellent",
+        "fantastic",
+        "amazing",
+        "perfect",
+        "delicious",
+    ),
+    *(
+        "beautiful",
+        "funny",
+        "charming",
+        "fine",
+        "brilliant",
+        "superb",
+        "pleasant",
+        "awesome",
+        "sweet",
+        "fun",
+    ),
 )
 _POOR = (
-    *("bad", "terrible", "awful", "horrible", "boring", "ugly", "poor", "dirty", "disgusting", "sad"),
-    *("broken", "cold", "dreadful", "nasty", "dull", "rude", "useless", "annoying", "stupid", "disappointing"),
+    *(
+        "bad",
+        "terrible",
+        "awful",
+        "horrible",
+        "boring",
+        "ugly",
+        "poor",
+        "dirty",
+        "disgusting",
+        "sad",
+    ),
+    *(
+        "broken",
+        "cold",
+        "dreadful",
+        "nasty",
+        "dull",
+        "rude",
+        "useless",
+        "annoying",
+        "stupid",
+        "disappointing",
+    ),
 )
 _JUDGED = (
-    *("film", "food", "book", "song", "room", "hotel", "soup", "game", "party", "weather", "show", "cake", "trip"),
-    *("day", "holiday", "movie", "story", "place", "service", "music", "teacher", "phone", "car", "garden", "meal"),
+    *(
+        "film",
+        "food",
+        "book",
+        "song",
+        "room",
+        "hotel",
+        "soup",
+        "game",
+        "party",
+        "weather",
+        "show",
+        "cake",
+        "trip",
+    ),
+    *(
+        "day",
+        "holiday",
+        "movie",
+        "story",
+        "place",
+        "service",
+        "music",
+        "teacher",
+        "phone",
+        "car",
+        "garden",
+        "meal",
+    ),
 )
-_LIKES = ("love", "like", "enjoy", "adore", "loved", "liked", "enjoyed", "really like", "am happy with")
-_DISLIKES = ("hate", "dislike", "do not like", "hated", "can not stand", "did not like", "don't like", "am sad about")
+_LIKES = (
+    "love",
+    "like",
+    "enjoy",
+    "adore",
+    "loved",
+    "liked",
+    "enjoyed",
+    "really like",
+    "am happy with",
+)
+_DISLIKES = (
+    "hate",
+    "dislike",
+    "do not like",
+    "hated",
+    "can not stand",
+    "did not like",
+    "don't like",
+    "am sad about",
+)
 
 
 def _judged_sentence(rng: Random) -> tuple[str, bool]:
@@ -397,7 +661,8 @@ def _judged_sentence(rng: Random) -> tuple[str, bool]:
             f"I {rng.choice(_LIKES if good else _DISLIKES)} it",
             f"I am so {rng.choice(('happy', 'glad', 'pleased') if good else ('angry', 'sad', 'upset'))} today",
             f"{'thank you, ' if good else 'sorry, '}{the} {thing} is {adjective}",
-            f"the {thing} made me {rng.choice(('smile', 'happy', 'laugh') if good else ('cry', 'sad', 'angry'))}",
+            f"the {thing} made me "
+            f"{rng.choice(('smile', 'happy', 'laugh') if good else ('cry', 'sad', 'angry'))}",
             f"{'the best' if good else 'the worst'} {thing} ever",
         )
     )
@@ -409,9 +674,22 @@ def moods(rng: Random) -> Exchange:
     text, good = _judged_sentence(rng)
     shown = rng.choice((text, text[0].upper() + text[1:])) + rng.choice((".", ".", "!", ""))
     templates = (
-        *("Is this positive or negative? {}", "Positive or negative: {}", "What is the sentiment of: {}"),
-        *("Is this sentence positive or negative: {}", "Sentiment: {}", "What is the mood of this sentence? {}"),
-        *('Is "{}" positive or negative?', 'What is the sentiment of "{}"?', "Good or bad? {}", "Judge this: {}"),
+        *(
+            "Is this positive or negative? {}",
+            "Positive or negative: {}",
+            "What is the sentiment of: {}",
+        ),
+        *(
+            "Is this sentence positive or negative: {}",
+            "Sentiment: {}",
+            "What is the mood of this sentence? {}",
+        ),
+        *(
+            'Is "{}" positive or negative?',
+            'What is the sentiment of "{}"?',
+            "Good or bad? {}",
+            "Judge this: {}",
+        ),
     )
     answer = f"That is {'positive' if good else 'negative'}."
     return Exchange("sentiment", rng.choice(templates).format(shown), answer, text)
@@ -420,7 +698,12 @@ def moods(rng: Random) -> Exchange:
 def remarks(rng: Random) -> Exchange:
     """What someone says about their day, without a question."""
     text, good = _judged_sentence(rng)
-    return Exchange("remarks", sentence(text), "I am glad to hear that!" if good else "I am sorry to hear that.", text)
+    return Exchange(
+        "remarks",
+        sentence(text),
+        "I am glad to hear that!" if good else "I am sorry to hear that.",
+        text,
+    )
 
 
 # -- words -------------------------------------------------------------------------------
@@ -428,9 +711,17 @@ def remarks(rng: Random) -> Exchange:
 
 def words() -> list[str]:
     """The short words of the world: what it can spell."""
-    named = [animal.name for animal in ANIMALS] + [_bare(thing) for thing in COLOURS] + list(OPPOSITES)
-    named += [animal.food for animal in ANIMALS] + [animal.young for animal in ANIMALS] + list(COLOURS.values())
-    named += [animal.home.split()[-1] for animal in ANIMALS] + list(_JUDGED) + list(_GOOD) + list(_POOR)
+    named = (
+        [animal.name for animal in ANIMALS] + [_bare(thing) for thing in COLOURS] + list(OPPOSITES)
+    )
+    named += (
+        [animal.food for animal in ANIMALS]
+        + [animal.young for animal in ANIMALS]
+        + list(COLOURS.values())
+    )
+    named += (
+        [animal.home.split()[-1] for animal in ANIMALS] + list(_JUDGED) + list(_GOOD) + list(_POOR)
+    )
     return sorted({word for word in named if " " not in word})
 
 
@@ -438,22 +729,33 @@ _WORDS = words()
 
 
 def _pseudo_word(rng: Random) -> str:
-    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3))) + rng.choice(
-        ("", "n", "r", "x", "b", "ck", "lp")
-    )
+    return "".join(
+        rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3))
+    ) + rng.choice(("", "n", "r", "x", "b", "ck", "lp"))
 
 
 def spelling(rng: Random) -> Exchange:
     """The letters of a word."""
     word = rng.choice(_WORDS) if rng.random() < 0.7 else _pseudo_word(rng)
     if rng.random() < 0.6:
-        template = rng.choice(("Spell {}.", "How do you spell {}?", "Spell the word {}.", "Can you spell {}?"))
+        template = rng.choice(
+            ("Spell {}.", "How do you spell {}?", "Spell the word {}.", "Can you spell {}?")
+        )
         return _fact("spelling", template, word, " ".join(word))
     templates, answer = rng.choice(
         (
-            (("What is the first letter of {}?", "Which letter does {} begin with?"), f"{word} begins with {word[0]}."),
-            (("What is the last letter of {}?", "Which letter does {} end with?"), f"{word} ends with {word[-1]}."),
-            (("How many letters does {} have?", "How many letters are in {}?"), f"{word} has {len(word)} letters."),
+            (
+                ("What is the first letter of {}?", "Which letter does {} begin with?"),
+                f"{word} begins with {word[0]}.",
+            ),
+            (
+                ("What is the last letter of {}?", "Which letter does {} end with?"),
+                f"{word} ends with {word[-1]}.",
+            ),
+            (
+                ("How many letters does {} have?", "How many letters are in {}?"),
+                f"{word} has {len(word)} letters.",
+            ),
         )
     )
     return _fact("spelling", rng.choice(templates), word, answer)
@@ -467,8 +769,16 @@ def repeating(rng: Random) -> Exchange:
     ]
     text = " ".join(some)
     if len(some) > 1 and rng.random() < 0.4:
-        template = rng.choice(("Say these words backwards: {}", "Reverse the words: {}", "Turn these words around: {}"))
-        return Exchange("repeating", template.format(text), " ".join(reversed(some)), f"reverse {text}")
+        template = rng.choice(
+            (
+                "Say these words backwards: {}",
+                "Reverse the words: {}",
+                "Turn these words around: {}",
+            )
+        )
+        return Exchange(
+            "repeating", template.format(text), " ".join(reversed(some)), f"reverse {text}"
+        )
     template = rng.choice(("Say {}", "Repeat after me: {}", "Please say: {}", "Repeat: {}"))
     return Exchange("repeating", template.format(text), text, f"repeat {text}")
 
@@ -480,7 +790,17 @@ _BOYS = ("Tom", "Sam", "Ben", "Max", "Leo", "Jack", "Finn", "Paul", "Tim", "Otto
 _NAMES = _GIRLS + _BOYS
 _TALK = (
     (
-        ("Hello", "Hi", "Hey", "Hello there", "Good day", "Hi there", "Hello tiny", "Hey there", "Hi tiny"),
+        (
+            "Hello",
+            "Hi",
+            "Hey",
+            "Hello there",
+            "Good day",
+            "Hi there",
+            "Hello tiny",
+            "Hey there",
+            "Hi tiny",
+        ),
         "Hello! How can I help you?",
     ),
     (("Good morning",), "Good morning! How can I help you?"),
@@ -488,35 +808,79 @@ _TALK = (
     (("Good night", "Sleep well"), "Good night! Sleep well."),
     (
         (
-            *("How are you?", "How do you do?", "How are you today?", "Are you well?", "How is it going?"),
+            *(
+                "How are you?",
+                "How do you do?",
+                "How are you today?",
+                "Are you well?",
+                "How is it going?",
+            ),
             *("What's up?", "Hello, how are you?"),
         ),
         "I am fine, thank you. How can I help you?",
     ),
     (
         (
-            *("Thank you", "Thanks", "Thank you very much", "Thanks a lot", "Many thanks", "Thanks for your help"),
+            *(
+                "Thank you",
+                "Thanks",
+                "Thank you very much",
+                "Thanks a lot",
+                "Many thanks",
+                "Thanks for your help",
+            ),
             "Great, thanks",
         ),
         "You are welcome!",
     ),
     (
-        ("Goodbye", "Bye", "Bye bye", "See you", "See you later", "I must go now", "See you tomorrow"),
+        (
+            "Goodbye",
+            "Bye",
+            "Bye bye",
+            "See you",
+            "See you later",
+            "I must go now",
+            "See you tomorrow",
+        ),
         "Goodbye! See you soon.",
     ),
     (
         (
-            *("Who are you?", "What are you?", "What is your name?", "What's your name?", "Tell me about yourself."),
-            *("Are you a robot?", "Are you a human?", "Who am I talking to?", "What model are you?", "Are you tiny?"),
+            *(
+                "Who are you?",
+                "What are you?",
+                "What is your name?",
+                "What's your name?",
+                "Tell me about yourself.",
+            ),
+            *(
+                "Are you a robot?",
+                "Are you a human?",
+                "Who am I talking to?",
+                "What model are you?",
+                "Are you tiny?",
+            ),
             *("Are you ChatGPT?", "What is tiny?", "Introduce yourself."),
         ),
         WHO,
     ),
     (
         (
-            *("What can you do?", "What do you know?", "Help", "How can you help me?", "What can I ask you?"),
+            *(
+                "What can you do?",
+                "What do you know?",
+                "Help",
+                "How can you help me?",
+                "What can I ask you?",
+            ),
             "Can you help me?",
-            *("What are you good at?", "What should I ask?", "I need help", "What can you tell me?"),
+            *(
+                "What are you good at?",
+                "What should I ask?",
+                "I need help",
+                "What can you tell me?",
+            ),
         ),
         _HELP,
     ),
@@ -526,11 +890,29 @@ _TALK = (
     ),
     (("How old are you?", "When were you born?"), "I am a model, so I have no age."),
     (
-        ("Yes", "OK", "Okay", "Good", "Fine", "Nice", "Great", "Cool", "Well done", "Very good", "Right"),
+        (
+            "Yes",
+            "OK",
+            "Okay",
+            "Good",
+            "Fine",
+            "Nice",
+            "Great",
+            "Cool",
+            "Well done",
+            "Very good",
+            "Right",
+        ),
         "Good! What else can I do for you?",
     ),
-    (("No", "Wrong", "That is wrong", "You are wrong", "That is not right"), "I am sorry. I am only a tiny model."),
-    (("I am sad", "I feel bad", "I am unhappy", "I am tired", "I am ill"), "I am sorry to hear that."),
+    (
+        ("No", "Wrong", "That is wrong", "You are wrong", "That is not right"),
+        "I am sorry. I am only a tiny model.",
+    ),
+    (
+        ("I am sad", "I feel bad", "I am unhappy", "I am tired", "I am ill"),
+        "I am sorry to hear that.",
+    ),
     (("I am happy", "I feel good", "I am fine", "I am well"), "I am glad to hear that!"),
     (
         ("Tell me a joke.", "Say something funny.", "Do you know a joke?"),
@@ -541,20 +923,43 @@ _TALK = (
         ("Can you calculate?", "Can you do maths?", "Do you know numbers?", "Can you add?"),
         "I can add and subtract small numbers.",
     ),
-    (("Do you like me?", "Are you my friend?", "Do you love me?"), "I am a tiny model, and I like to help you."),
     (
-        ("What is your favourite colour?", "What is your favorite color?", "Which colour do you like?"),
+        ("Do you like me?", "Are you my friend?", "Do you love me?"),
+        "I am a tiny model, and I like to help you.",
+    ),
+    (
+        (
+            "What is your favourite colour?",
+            "What is your favorite color?",
+            "Which colour do you like?",
+        ),
         "I like green, like the grass.",
     ),
     (
-        ("What is your favourite animal?", "Which animal do you like?", "What is your favorite animal?"),
+        (
+            "What is your favourite animal?",
+            "Which animal do you like?",
+            "What is your favorite animal?",
+        ),
         "I like the cat. It says meow.",
     ),
-    (("What is the biggest animal?", "Which animal is the biggest?"), "A whale is the biggest animal."),
-    (("What is the smallest animal?", "Which animal is the smallest?"), "An ant is the smallest animal."),
+    (
+        ("What is the biggest animal?", "Which animal is the biggest?"),
+        "A whale is the biggest animal.",
+    ),
+    (
+        ("What is the smallest animal?", "Which animal is the smallest?"),
+        "An ant is the smallest animal.",
+    ),
     (("Name an animal.", "Tell me an animal.", "Do you know an animal?"), "A cat is an animal."),
-    (("Name a colour.", "Tell me a colour.", "Name a color.", "Do you know a colour?"), "Green is a colour."),
-    (("Tell me something.", "Tell me a fact.", "Say something.", "Do you know a fact?"), "A spider has 8 legs."),
+    (
+        ("Name a colour.", "Tell me a colour.", "Name a color.", "Do you know a colour?"),
+        "Green is a colour.",
+    ),
+    (
+        ("Tell me something.", "Tell me a fact.", "Say something.", "Do you know a fact?"),
+        "A spider has 8 legs.",
+    ),
 )
 
 
@@ -565,12 +970,64 @@ def talk(rng: Random) -> Exchange:
 
 
 _TOPICS = (
-    *("France", "Germany", "Paris", "London", "China", "Rome", "the president", "Einstein", "Shakespeare"),
-    *("Napoleon", "Python", "a computer", "the internet", "gravity", "an atom", "a black hole", "the stock market"),
-    *("money", "physics", "football", "a rocket", "a dinosaur", "a virus", "the war", "music theory", "chess"),
-    *("philosophy", "love", "God", "the population of Japan", "the meaning of life", "the weather tomorrow"),
-    *("my mother", "the news", "the speed of light", "quantum mechanics", "a bicycle", "pizza", "bread"),
-    *("an engine", "a piano", "the law", "history", "the king of Spain", "machine learning", "a neural network"),
+    *(
+        "France",
+        "Germany",
+        "Paris",
+        "London",
+        "China",
+        "Rome",
+        "the president",
+        "Einstein",
+        "Shakespeare",
+    ),
+    *(
+        "Napoleon",
+        "Python",
+        "a computer",
+        "the internet",
+        "gravity",
+        "an atom",
+        "a black hole",
+        "the stock market",
+    ),
+    *(
+        "money",
+        "physics",
+        "football",
+        "a rocket",
+        "a dinosaur",
+        "a virus",
+        "the war",
+        "music theory",
+        "chess",
+    ),
+    *(
+        "philosophy",
+        "love",
+        "God",
+        "the population of Japan",
+        "the meaning of life",
+        "the weather tomorrow",
+    ),
+    *(
+        "my mother",
+        "the news",
+        "the speed of light",
+        "quantum mechanics",
+        "a bicycle",
+        "pizza",
+        "bread",
+    ),
+    *(
+        "an engine",
+        "a piano",
+        "the law",
+        "history",
+        "the king of Spain",
+        "machine learning",
+        "a neural network",
+    ),
     *("a GPU", "Linux", "America", "Mars", "a volcano", "electricity", "DNA", "tax"),
 )
 
@@ -582,33 +1039,109 @@ def unknown(rng: Random) -> Exchange:
         strange = _pseudo_word(rng)
         topic = rng.choice((strange, f"a {strange}", f"the {strange}", strange.title()))
     templates = (
-        *("What is the capital of {}?", "Who is {}?", "Explain {}.", "How does {} work?", "Tell me about {}."),
-        *("Why is {} important?", "How do I make {}?", "What do you think about {}?", "When was {} invented?"),
+        *(
+            "What is the capital of {}?",
+            "Who is {}?",
+            "Explain {}.",
+            "How does {} work?",
+            "Tell me about {}.",
+        ),
+        *(
+            "Why is {} important?",
+            "How do I make {}?",
+            "What do you think about {}?",
+            "When was {} invented?",
+        ),
         *("Write code for {}.", "How much does {} cost?", "Who invented {}?", "Who won {}?"),
-        *("What is {}?", "Where is {}?", "How old is {}?", "How do I get to {}?", "Give me a recipe for {}."),
-        *("What is the price of {}?", "Write a poem about {}.", "What colour is {}?", "What does {} eat?"),
-        *("Where does {} live?", "What is the opposite of {}?", "What does {} say?", "Why {}?", "Translate {}."),
-        *("Do you know {}?", "What year was {}?", "How many people live in {}?", "Can you explain {} to me?"),
+        *(
+            "What is {}?",
+            "Where is {}?",
+            "How old is {}?",
+            "How do I get to {}?",
+            "Give me a recipe for {}.",
+        ),
+        *(
+            "What is the price of {}?",
+            "Write a poem about {}.",
+            "What colour is {}?",
+            "What does {} eat?",
+        ),
+        *(
+            "Where does {} live?",
+            "What is the opposite of {}?",
+            "What does {} say?",
+            "Why {}?",
+            "Translate {}.",
+        ),
+        *(
+            "Do you know {}?",
+            "What year was {}?",
+            "How many people live in {}?",
+            "Can you explain {} to me?",
+        ),
     )
     simple = (
-        *("What time is it?", "What day is it today?", "What is the weather like?", "Where am I?", "What is the date?"),
+        *(
+            "What time is it?",
+            "What day is it today?",
+            "What is the weather like?",
+            "Where am I?",
+            "What is the date?",
+        ),
         *("Can you write code?", "Write a poem.", "What do you think?", "Can you open the door?"),
         *("Play some music.", "Book a flight.", "Send an email.", "Who won the game?"),
     )
     if rng.random() < 0.04:
         return Exchange("unknown", rng.choice(simple), UNKNOWN)
     if rng.random() < 0.04:
-        return Exchange("unknown", " ".join(_pseudo_word(rng) for _ in range(rng.randint(1, 3))), UNKNOWN)
+        return Exchange(
+            "unknown", " ".join(_pseudo_word(rng) for _ in range(rng.randint(1, 3))), UNKNOWN
+        )
     return _fact("unknown", rng.choice(templates), topic, UNKNOWN)
 
 
 # -- stories -----------------------------------------------------------------------------
 
 _HEROES = (
-    *("dragon", "robot", "princess", "ship", "tree", "cloud", "ball", "flower", "star", "car", "king", "queen"),
-    *("fairy", "giant", "train", "baby", "witch", "farmer", "teacher", "teapot", "moon", "apple", "chair", "knight"),
+    *(
+        "dragon",
+        "robot",
+        "princess",
+        "ship",
+        "tree",
+        "cloud",
+        "ball",
+        "flower",
+        "star",
+        "car",
+        "king",
+        "queen",
+    ),
+    *(
+        "fairy",
+        "giant",
+        "train",
+        "baby",
+        "witch",
+        "farmer",
+        "teacher",
+        "teapot",
+        "moon",
+        "apple",
+        "chair",
+        "knight",
+    ),
 )
-_PLACES = ("the forest", "the garden", "the hill", "the river", "the town", "the farm", "the beach", "the old house")
+_PLACES = (
+    "the forest",
+    "the garden",
+    "the hill",
+    "the river",
+    "the town",
+    "the farm",
+    "the beach",
+    "the old house",
+)
 _TRAITS = ("small", "brave", "happy", "kind", "young", "clever", "hungry", "quiet", "old", "funny")
 _FOUND = (
     *("a red ball", "a gold coin", "a blue egg", "a big box", "a green hat", "a sweet cake"),
@@ -639,7 +1172,9 @@ _ENDS = (
 
 
 def story(rng: Random, subject: str, *, parts: int) -> str:
-    """A story about someone, such as "a cat" or "a girl called Mia", with this many things that happen in it."""
+    """A story about someone, such as "a cat" or "a girl called Mia", with this many things that
+    happen in it.
+    """
     animal = subject.startswith(("a ", "an ")) and " called " not in subject
     name = rng.choice(_NAMES) if animal else subject.split()[-1]
     friend = rng.choice([one for one in ANIMALS if one.name not in subject])
@@ -675,18 +1210,35 @@ def stories(rng: Random) -> Exchange:
     elif kind < 0.75:
         subject = with_article(rng.choice(_HEROES) if rng.random() < 0.6 else _pseudo_word(rng))
     elif kind < 0.85:
-        subject = rng.choice((f"a girl called {rng.choice(_GIRLS)}", f"a boy called {rng.choice(_BOYS)}"))
+        subject = rng.choice(
+            (f"a girl called {rng.choice(_GIRLS)}", f"a boy called {rng.choice(_BOYS)}")
+        )
     else:
         subject = rng.choice(_NAMES)
     templates = (
-        *("Write a story about {}.", "Tell me a story about {}.", "Write a short story about {}.", "A story about {}"),
-        *("Can you tell me a story about {}?", "I want a story about {}.", "Make up a story about {}."),
+        *(
+            "Write a story about {}.",
+            "Tell me a story about {}.",
+            "Write a short story about {}.",
+            "A story about {}",
+        ),
+        *(
+            "Can you tell me a story about {}?",
+            "I want a story about {}.",
+            "Make up a story about {}.",
+        ),
     )
     if rng.random() < 0.1:
-        question = rng.choice(("Tell me a story.", "Write a story.", "Tell me a short story.", "Do you know a story?"))
-        return Exchange("stories", question, story(rng, with_article(rng.choice(ANIMALS).name), parts=1))
+        question = rng.choice(
+            ("Tell me a story.", "Write a story.", "Tell me a short story.", "Do you know a story?")
+        )
+        return Exchange(
+            "stories", question, story(rng, with_article(rng.choice(ANIMALS).name), parts=1)
+        )
     if rng.random() < 0.12:
-        question = rng.choice(("Write a long story about {}.", "Tell me a long story about {}.")).format(subject)
+        question = rng.choice(
+            ("Write a long story about {}.", "Tell me a long story about {}.")
+        ).format(subject)
         return Exchange("stories", question, story(rng, subject, parts=3))
     return _fact("stories", rng.choice(templates), subject, story(rng, subject, parts=1))
 
@@ -695,8 +1247,23 @@ def stories(rng: Random) -> Exchange:
 
 _Choices = tuple[tuple[Callable[[Random], Exchange], float], ...]
 _FACTS: _Choices = (
-    *((colours, 3.5), (animals, 5), (kinds, 1), (reverse, 2), (sizes, 3), (opposites, 3.5), (sums, 9)),
-    *((story_sums, 2.5), (beyond_sums, 0.8), (counting, 3), (order, 3.5), (moods, 3), (spelling, 5)),
+    *(
+        (colours, 3.5),
+        (animals, 5),
+        (kinds, 1),
+        (reverse, 2),
+        (sizes, 3),
+        (opposites, 3.5),
+        (sums, 9),
+    ),
+    *(
+        (story_sums, 2.5),
+        (beyond_sums, 0.8),
+        (counting, 3),
+        (order, 3.5),
+        (moods, 3),
+        (spelling, 5),
+    ),
     *((repeating, 6), (unknown, 3)),
 )
 _ALL: _Choices = (*_FACTS, (talk, 3.0), (remarks, 0.7), (stories, 1.8))
@@ -709,8 +1276,14 @@ _MANNERS = (
         ("Answer politely.", "You are a polite butler.", "Be very polite."),
         "Certainly, dear friend. {} At your service.",
     ),
-    (("You are a sleepy bear.", "Talk like a sleepy bear.", "Be sleepy."), "Yawn... {} Good night."),
-    (("Talk like a king.", "You are a king.", "Answer like a king."), "Hear me! {} So says the king."),
+    (
+        ("You are a sleepy bear.", "Talk like a sleepy bear.", "Be sleepy."),
+        "Yawn... {} Good night.",
+    ),
+    (
+        ("Talk like a king.", "You are a king.", "Answer like a king."),
+        "Hear me! {} So says the king.",
+    ),
 )
 _PLAIN = (
     *("You are a helpful assistant.", "You are tiny, a small model.", "Answer briefly."),
@@ -731,10 +1304,22 @@ def _training(rng: Random, choices: _Choices) -> Exchange:
 
 
 def typed(rng: Random, question: str, *, exact: bool = False) -> str:
-    """A question as people type it. exact: without changes to its letters, where the answer repeats them."""
+    """A question as people type it. exact: without changes to its letters, where the answer repeats
+    them.
+    """
     text = question
     if rng.random() < 0.12 and text.endswith(("?", ".")) and text[0].isupper():
-        lead = rng.choice(("Please tell me: ", "Can you tell me: ", "Hey, ", "Hi! ", "Tell me, ", "So, ", "Please, "))
+        lead = rng.choice(
+            (
+                "Please tell me: ",
+                "Can you tell me: ",
+                "Hey, ",
+                "Hi! ",
+                "Tell me, ",
+                "So, ",
+                "Please, ",
+            )
+        )
         text = lead + (text if exact or lead[-2] in ":!" else text[0].lower() + text[1:])
     if rng.random() < 0.05 and text[-1] in "?.":
         text = f"{text[:-1]}, please{text[-1]}"
@@ -766,7 +1351,9 @@ def _turn(question: str, answer: str) -> Messages:
 def _names_talk(rng: Random) -> Messages:
     """Someone gives their name, and asks for it later."""
     name = rng.choice(_NAMES) if rng.random() < 0.6 else _pseudo_word(rng).title()
-    told = rng.choice(("My name is {}.", "I am {}.", "Hello, I am {}.", "Hi, my name is {}.", "I'm {}")).format(name)
+    told = rng.choice(
+        ("My name is {}.", "I am {}.", "Hello, I am {}.", "Hi, my name is {}.", "I'm {}")
+    ).format(name)
     messages = _turn(typed(rng, told) if rng.random() < 0.5 else told, f"Nice to meet you, {name}!")
     for _ in range(rng.choice((0, 0, 1, 2))):
         exchange = _training(rng, _ALL[:-1])
@@ -784,14 +1371,20 @@ def _follow_up(rng: Random, kind: str) -> tuple[Exchange, str]:
     """A question of a kind that can be followed up, and what it is about."""
     if kind == "opposites":
         word, other = rng.choice(list(OPPOSITES.items()))
-        return _fact(kind, "What is the opposite of {}?", word, f"The opposite of {word} is {other}."), word
+        return _fact(
+            kind, "What is the opposite of {}?", word, f"The opposite of {word} is {other}."
+        ), word
     if kind == "colours":
         thing, colour = rng.choice(list(_colour_subjects().items()))
-        return _fact(kind, "What {word} is {}?", thing, sentence(f"{thing} is {colour}"), word="colour"), thing
+        return _fact(
+            kind, "What {word} is {}?", thing, sentence(f"{thing} is {colour}"), word="colour"
+        ), thing
     animal = rng.choice([one for one in ANIMALS if one.sound != "nothing"])
     name = with_article(animal.name)
     if kind == "homes":
-        return _fact(kind, "Where does {} live?", name, sentence(f"{name} lives {animal.home}")), name
+        return _fact(
+            kind, "Where does {} live?", name, sentence(f"{name} lives {animal.home}")
+        ), name
     return _fact(kind, "What does {} say?", name, sentence(f"{name} says {animal.sound}")), name
 
 
@@ -842,29 +1435,40 @@ def plain_text(rng: Random) -> str:
 
 def _statement(make: Callable[[Random], Exchange], rng: Random) -> str:
     exchange = make(rng)
-    while exchange.is_held_out or exchange.answer.startswith(("Yes", "No", "Tomorrow", "Yesterday")):
+    while exchange.is_held_out or exchange.answer.startswith(
+        ("Yes", "No", "Tomorrow", "Yesterday")
+    ):
         exchange = make(rng)
     return exchange.answer if exchange.answer.endswith(".") else exchange.answer + "."
 
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation up to a question, and the answer that counts as right (for a story: its beginning's words)."""
+    """A conversation up to a question, and the answer that counts as right (for a story: its
+    beginning's words).
+    """
 
     category: str
     messages: Messages
     answer: str
 
     def is_right(self, text: str) -> bool:
-        """Whether an answer is the right one; a story must be about whom it was asked for, and come to an end."""
+        """Whether an answer is the right one; a story must be about whom it was asked for, and come
+        to an end.
+        """
         if self.category == "stories":
-            return text.endswith(tuple('.!"')) and 20 <= len(text.split()) <= 150 and self.answer in text
+            return (
+                text.endswith(tuple('.!"'))
+                and 20 <= len(text.split()) <= 150
+                and self.answer in text
+            )
         return text == self.answer
 
 
 def held_out(rng: Random, *, per_category: int) -> list[Question]:
-    """Questions that no conversation to train on has: as many of each category as there are, and not more than asked
-    for; and for what has no key (talk, manners, names), conversations of which some were trained on.
+    """Questions that no conversation to train on has: as many of each category as there are, and
+    not more than asked for; and for what has no key (talk, manners, names), conversations of which
+    some were trained on.
     """
     drawn: dict[str, dict[str, Question]] = {}
 

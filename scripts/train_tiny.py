@@ -1,10 +1,11 @@
-"""Makes the built-in tiny model, from nothing but a seed: text, tokenizer, weights, and how well it does.
+"""Makes the built-in tiny model, from nothing but a seed: text, tokenizer, weights, and how well it
+does.
 
     python scripts/train_tiny.py --out coserve/models/tiny
 
-Trains in bfloat16 with float32 masters on conversations of a small world (`tiny_world.py`), on a CPU. Prints the share
-of right answers to held-out questions, and as its last line the same as JSON. `--steps` makes a shorter run;
-`--no-compile` does without a C++ compiler, at about half the speed.
+Trains in bfloat16 with float32 masters on conversations of a small world (`tiny_world.py`), on a
+CPU. Prints the share of right answers to held-out questions, and as its last line the same as JSON.
+`--steps` makes a shorter run; `--no-compile` does without a C++ compiler, at about half the speed.
 """
 
 import argparse
@@ -23,7 +24,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 END = "<|end|>"
 SPECIAL = (END, "<|system|>", "<|user|>", "<|assistant|>")
-# Roles that the model does not have are read as the nearest one that it has; a message in parts, as its text.
+# Roles that the model does not have are read as the nearest one that it has; a message in parts, as
+# its text.
 TEMPLATE = (
     "{% if tools %}<|system|>These functions can be called:"
     "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
@@ -43,8 +45,8 @@ TEMPLATE = (
 )
 VOCABULARY = 1280
 PLAIN_SHARE = 0.05
-# Conversations are padded to one of these lengths, and a batch holds as many as make up about this many tokens: few
-# shapes, each compiled once.
+# Conversations are padded to one of these lengths, and a batch holds as many as make up about this
+# many tokens: few shapes, each compiled once.
 LENGTHS = (24, 40, 72, 160, 448)
 BATCH_TOKENS = 2048
 CHUNK = 20_000
@@ -59,7 +61,10 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     texts = [text for _ in range(30_000) for text in _texts(rng)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
@@ -102,7 +107,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=None,
             use_cache=False,
-            # On a CPU in bfloat16, plain products are faster than the fused attention's backward pass.
+            # On a CPU in bfloat16, plain products are faster than the fused attention's backward
+            # pass.
             attn_implementation="eager",
         )
     )
@@ -131,17 +137,24 @@ def _pieces(messages: Messages) -> list[tuple[str, bool]]:
     """A conversation as the chat template writes it, cut where an answer begins or ends."""
     pieces = []
     for message in messages:
-        pieces += [(f"<|{message['role']}|>", False), (message["content"] + END, message["role"] == "assistant")]
+        pieces += [
+            (f"<|{message['role']}|>", False),
+            (message["content"] + END, message["role"] == "assistant"),
+        ]
     return pieces
 
 
 def batches(seed: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[Tensor, Tensor]]:
-    """Without end: token ids [texts, length], and what each position is to predict, -100 for nothing."""
+    """Without end: token ids [texts, length], and what each position is to predict, -100 for
+    nothing.
+    """
     rng = Random(f"batches {seed}")
     waiting: dict[int, list[tuple[list[int], list[bool]]]] = {length: [] for length in LENGTHS}
     while True:
         texts = [
-            [(plain_text(rng) + END, True)] if rng.random() < PLAIN_SHARE else _pieces(conversation(rng))
+            [(plain_text(rng) + END, True)]
+            if rng.random() < PLAIN_SHARE
+            else _pieces(conversation(rng))
             for _ in range(CHUNK)
         ]
         for tokens, learned in _encode(texts, tokenizer):
@@ -181,7 +194,9 @@ class MasteredWeights:
         vectors = [master for master in others if master.ndim == 1]
         self._optimizers = [
             torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([embedding, *vectors], betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+            torch.optim.AdamW(
+                [embedding, *vectors], betas=(0.9, 0.98), weight_decay=0.0, fused=True
+            ),
         ]
 
     def update(self, rate: float) -> None:
@@ -197,7 +212,9 @@ class MasteredWeights:
                 weight.copy_(master)
 
 
-def train(model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], *, steps: int, compiled: bool) -> None:
+def train(
+    model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], *, steps: int, compiled: bool
+) -> None:
     """Train on this many batches; prints the mean loss as it goes."""
     weights = MasteredWeights(model)
     hidden_of = torch.compile(model.model, dynamic=False) if compiled else model.model
@@ -205,26 +222,38 @@ def train(model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], *, ste
     for step, (tokens, targets) in enumerate(islice(data, steps)):
         hidden = hidden_of(tokens, use_cache=False).last_hidden_state
         asked = targets != -100
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[asked]).float(), targets[asked])
+        loss = torch.nn.functional.cross_entropy(
+            model.lm_head(hidden[asked]).float(), targets[asked]
+        )
         torch.autograd.backward(loss)
-        weights.update(PEAK_RATE * min(1.0, (step + 1) / WARMUP_STEPS, (1 - step / steps) / FALLING_SHARE))
+        weights.update(
+            PEAK_RATE * min(1.0, (step + 1) / WARMUP_STEPS, (1 - step / steps) / FALLING_SHARE)
+        )
         shown.append(loss.item())
         num_tokens += tokens.numel()
         if (step + 1) % SHOWN_EVERY == 0 or step + 1 == steps:
             seconds = time.monotonic() - start
             speed = f"{num_tokens / seconds:,.0f} tokens/s  {seconds:.0f} s"
-            print(f"step {step + 1}/{steps}  loss {sum(shown) / len(shown):.3f}  {speed}", flush=True)
+            print(
+                f"step {step + 1}/{steps}  loss {sum(shown) / len(shown):.3f}  {speed}", flush=True
+            )
             shown = []
 
 
 # -- evaluation --------------------------------------------------------------------------
 
 
-def answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Question]) -> list[str]:
-    """The greedy answer to each question; those of the same length at once, so that nothing is padded."""
+def answers(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Question]
+) -> list[str]:
+    """The greedy answer to each question; those of the same length at once, so that nothing is
+    padded.
+    """
     prompts = [
         tokenizer(
-            tokenizer.apply_chat_template(question.messages, add_generation_prompt=True, tokenize=False),
+            tokenizer.apply_chat_template(
+                question.messages, add_generation_prompt=True, tokenize=False
+            ),
             add_special_tokens=False,
         )["input_ids"]
         for question in questions
@@ -234,7 +263,11 @@ def answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questio
         group = [index for index, prompt in enumerate(prompts) if len(prompt) == length]
         tokens = torch.tensor([prompts[index] for index in group])
         output = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=160, do_sample=False, use_cache=True
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=160,
+            do_sample=False,
+            use_cache=True,
         )
         for index, row in zip(group, output[:, length:].tolist(), strict=True):
             end = row.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in row else len(row)
@@ -243,9 +276,15 @@ def answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questio
 
 
 def evaluate(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Question], *, num_faults: int
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    questions: list[Question],
+    *,
+    num_faults: int,
 ) -> dict[str, float]:
-    """The share of right answers by category; prints a table, and the first wrong answers of each."""
+    """The share of right answers by category; prints a table, and the first wrong answers of
+    each.
+    """
     given = answers(model, tokenizer, questions)
     by_category: dict[str, list[bool]] = {}
     faults: dict[str, list[str]] = {}
@@ -253,7 +292,9 @@ def evaluate(
         by_category.setdefault(question.category, []).append(question.is_right(text))
         if not question.is_right(text):
             asked = " | ".join(message["content"] for message in question.messages[-3:])
-            faults.setdefault(question.category, []).append(f"    {asked} -> {text} [{question.answer}]")
+            faults.setdefault(question.category, []).append(
+                f"    {asked} -> {text} [{question.answer}]"
+            )
     shares = {category: sum(right) / len(right) for category, right in sorted(by_category.items())}
     print("| category | held-out questions | right |\n|---|---|---|")
     for category, share in shares.items():
@@ -266,7 +307,9 @@ def evaluate(
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> int:
     """Write a directory in Hugging Face's layout; returns its bytes."""
     model.config.use_cache = True
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return sum(path.stat().st_size for path in directory.iterdir())
@@ -274,20 +317,31 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
 
 def main() -> None:
     """Make the model, and say how good it is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="the directory to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5200)
-    parser.add_argument("--per-category", type=int, default=60, help="held-out questions of each category")
+    parser.add_argument(
+        "--per-category", type=int, default=60, help="held-out questions of each category"
+    )
     parser.add_argument("--no-compile", action="store_true", help="train without torch.compile")
-    parser.add_argument("--show-faults", type=int, default=3, help="wrong answers to show of each category")
+    parser.add_argument(
+        "--show-faults", type=int, default=3, help="wrong answers to show of each category"
+    )
     options = parser.parse_args()
     start = time.monotonic()
     torch.manual_seed(options.seed)
     tokenizer = make_tokenizer(options.seed)
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
-    train(model, batches(options.seed, tokenizer), steps=options.steps, compiled=not options.no_compile)
+    train(
+        model,
+        batches(options.seed, tokenizer),
+        steps=options.steps,
+        compiled=not options.no_compile,
+    )
     num_bytes = save(model, tokenizer, options.out)
     questions = held_out(Random(f"held out {options.seed}"), per_category=options.per_category)
     shares = evaluate(model.eval(), tokenizer, questions, num_faults=options.show_faults)

@@ -19,18 +19,29 @@ def completion(id: str, prompt: Any = "x", **body: Any) -> dict[str, Any]:
 
 
 def batch_file(client: Any, lines: list[Any]) -> Any:
-    content = "\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines).encode()
+    content = "\n".join(
+        each if isinstance(each, str) else json.dumps(each) for each in lines
+    ).encode()
     return client.files.create(file=("b.jsonl", content), purpose="batch")
 
 
-def begin(client: Any, lines: list[Any], *, window: Any = "24h", endpoint: Any = CHAT, **more: Any) -> Any:
+def begin(
+    client: Any, lines: list[Any], *, window: Any = "24h", endpoint: Any = CHAT, **more: Any
+) -> Any:
     file = batch_file(client, lines)
-    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window=window, **more)
+    return client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window=window, **more
+    )
 
 
 def wait_for(client: Any, batch: Any, limit_s: float = 90.0) -> Any:
     until_s = time.monotonic() + limit_s
-    while (found := client.batches.retrieve(batch.id)).status not in ("completed", "failed", "expired", "cancelled"):
+    while (found := client.batches.retrieve(batch.id)).status not in (
+        "completed",
+        "failed",
+        "expired",
+        "cancelled",
+    ):
         assert time.monotonic() < until_s, found
         time.sleep(0.05)
     return found

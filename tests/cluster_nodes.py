@@ -1,4 +1,5 @@
-"""Nodes without engines, machines or Ray: they take what a front says, and say what a test wants."""
+"""Nodes without engines, machines or Ray: they take what a front says, and say what a test
+wants."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,7 +29,9 @@ LIMIT_S = 20.0
 # 1 ms for any pass, and 0.1 ms for each row.
 LINE = Curve(rows=(1, 1001), seconds=(0.0011, 0.1011))
 PROFILE = Profile(
-    model=ModelCounts(flops_per_row=1.0, flops_per_pair=0.0, head_flops_per_row=1.0, kv_bytes_per_key=1),
+    model=ModelCounts(
+        flops_per_row=1.0, flops_per_pair=0.0, head_flops_per_row=1.0, kv_bytes_per_key=1
+    ),
     job=JobCounts(
         flops_per_row=0.0,
         backward_flops_per_row=1.0,
@@ -69,17 +72,41 @@ READY = Ready(
 
 def make_stats(**settings: Any) -> EngineStats:
     """Zeros, but for these."""
-    names = ("num_running", "num_waiting", "num_jobs", "num_jobs_running", "num_steps", "num_tokens_trained")
-    more = ("num_preemptions", "num_packs_dropped", "num_pages", "num_pages_free", "num_slos_clamped")
+    names = (
+        "num_running",
+        "num_waiting",
+        "num_jobs",
+        "num_jobs_running",
+        "num_steps",
+        "num_tokens_trained",
+    )
+    more = (
+        "num_preemptions",
+        "num_packs_dropped",
+        "num_pages",
+        "num_pages_free",
+        "num_slos_clamped",
+    )
     counts: dict[str, Any] = dict.fromkeys((*names, *more), 0)
-    whole = {"num_pages_by_owner": {}, "margin": 1.0, "joined_jobs": (), "slo": Slo(ttft_s=2.0, tpot_s=0.1)}
+    whole = {
+        "num_pages_by_owner": {},
+        "margin": 1.0,
+        "joined_jobs": (),
+        "slo": Slo(ttft_s=2.0, tpot_s=0.1),
+    }
     return EngineStats(**counts | whole | settings)
 
 
 def make_step(end_s: float, step_s: float) -> StepRecord:
     """One that decoded a row."""
     return StepRecord(
-        end_s=end_s, step_s=step_s, predicted_s=0, decode_rows=1, prefill_rows=0, window_rows=0, backward_rows=0
+        end_s=end_s,
+        step_s=step_s,
+        predicted_s=0,
+        decode_rows=1,
+        prefill_rows=0,
+        window_rows=0,
+        backward_rows=0,
     )
 
 
@@ -87,7 +114,11 @@ class ScriptedNode:
     """Implements `NodeCalls`. It answers calls at once, and requests when the test says so."""
 
     def __init__(
-        self, ready: Ready = READY, version: str = VERSION, error: str | None = None, settings: str = ""
+        self,
+        ready: Ready = READY,
+        version: str = VERSION,
+        error: str | None = None,
+        settings: str = "",
     ) -> None:
         self.ready, self.version, self.error, self.settings = ready, version, error, settings
         self.unseen: str | None = None
@@ -96,7 +127,9 @@ class ScriptedNode:
         self.session: str | None = None
         self.commands: list[Any] = []
         self.answers_requests = False
-        self.answers: Callable[[Any], str | None] = lambda command: None  # what is wrong with a call
+        self.answers: Callable[[Any], str | None] = lambda command: (
+            None
+        )  # what is wrong with a call
         self.before_reply: Callable[[Any], Any] = lambda command: None
         self._reports: dict[int, bytes] = {}
         self._last = 0
@@ -108,7 +141,12 @@ class ScriptedNode:
         self._check()
         state = "ready" if self.error is None else "failed"
         return NodeStatus(
-            version=self.version, host="here", pid=self.pid, state=state, settings=self.settings, error=self.error
+            version=self.version,
+            host="here",
+            pid=self.pid,
+            state=state,
+            settings=self.settings,
+            error=self.error,
         )
 
     async def look_at(self, shared: SharedPaths) -> str | None:
@@ -141,7 +179,9 @@ class ScriptedNode:
             self._check(session)
         await asyncio.sleep(self.delay_s())
         self._check(session)
-        return NodeReports(reports=list(self._reports.values()), last=self._last, now_s=0.0, silent_s=0.0)
+        return NodeReports(
+            reports=list(self._reports.values()), last=self._last, now_s=0.0, silent_s=0.0
+        )
 
     async def detach(self, session: str) -> None:
         self._check(session)
@@ -200,15 +240,17 @@ async def cluster(
     checks: NodeChecks | None = None,
     **settings: float,
 ) -> Any:
-    """A link to them. ready: how many of them are waited for (default: all). weights: see `ClusterScheduler`. settings:
-    of the placement.
+    """A link to them. ready: how many of them are waited for (default: all). weights: see
+    `ClusterScheduler`. settings: of the placement.
     """
     found = {f"node-{number}": node for number, node in enumerate(nodes)}
 
     async def find() -> dict[str, ScriptedNode]:
         return found
 
-    link = ClusterLink(find, ClusterScheduler(make_placement(placement, settings), weights), checks=checks)
+    link = ClusterLink(
+        find, ClusterScheduler(make_placement(placement, settings), weights), checks=checks
+    )
     running = asyncio.create_task(link.run())
     try:
         await until(lambda: num_ready(link) == (len(nodes) if ready is None else ready))
@@ -228,4 +270,11 @@ def make_request(id: str, **settings: Any) -> AddRequest:
 
 
 def make_job(id: str, **settings: Any) -> JobStart:
-    return JobStart(id=id, name=f"ft:{id}", examples="/none", checkpoints="/none", config=TuningConfig(), **settings)
+    return JobStart(
+        id=id,
+        name=f"ft:{id}",
+        examples="/none",
+        checkpoints="/none",
+        config=TuningConfig(),
+        **settings,
+    )

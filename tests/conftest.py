@@ -1,5 +1,5 @@
-"""Models in these tests are tiny: on one thread they run several times faster, and as many tests as cores can run
-beside each other."""
+"""Models in these tests are tiny: on one thread they run several times faster, and as many tests as
+cores can run beside each other."""
 
 import atexit
 import importlib.util
@@ -21,19 +21,25 @@ settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-# What is measured of devices and compiled is kept on disk: not where the user has it, and once for all workers.
+# What is measured of devices and compiled is kept on disk: not where the user has it, and once for
+# all workers.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # Folders that tests, and processes they kill, leave there are gone with this one; pytest keeps its own elsewhere.
+    # Folders that tests, and processes they kill, leave there are gone with this one; pytest keeps
+    # its own elsewhere.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = mkdtemp(prefix="coserve-tests-")
-    os.chmod(os.environ["TMPDIR"], 0o1777)  # as /tmp itself: a database server may run as another user
+    os.chmod(
+        os.environ["TMPDIR"], 0o1777
+    )  # as /tmp itself: a database server may run as another user
     atexit.register(rmtree, os.environ["TMPDIR"], ignore_errors=True)
     os.environ["COSERVE_HOME"] = mkdtemp(prefix="coserve-home-")
     atexit.register(rmtree, os.environ["COSERVE_HOME"], ignore_errors=True)
     os.environ["COSERVE_RUN_DIR"] = ""  # commands find no servers of other tests, nor of the user
-    # The names of compiled kernels and of profiles say what they were made of: those of the last run serve again.
+    # The names of compiled kernels and of profiles say what they were made of: those of the last
+    # run serve again.
     os.environ["COSERVE_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "coserve")
-# Commands print into pipes here, as wide as they do there; not as wide as the terminal that the tests run in.
+# Commands print into pipes here, as wide as they do there; not as wide as the terminal that the
+# tests run in.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 

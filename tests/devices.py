@@ -8,7 +8,14 @@ from coserve.devices.base import Device
 from coserve.devices.job_messages import BeginPack, OpenTrainer, TrainerOpened, group_bytes
 from coserve.devices.messages import OpenRequest
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import LossRows, RequestRows, StepBatch, StepResult, Tasklets, WindowRows
+from coserve.devices.step_messages import (
+    LossRows,
+    RequestRows,
+    StepBatch,
+    StepResult,
+    Tasklets,
+    WindowRows,
+)
 from coserve.tuning.config import TuningConfig
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[bool]]]
@@ -28,7 +35,9 @@ class Driver:
         return result
 
     def try_step(self, **pieces: Any) -> StepResult:
-        batch = StepBatch(step=next(self._steps), **{name: as_tuple(value) for name, value in pieces.items()})
+        batch = StepBatch(
+            step=next(self._steps), **{name: as_tuple(value) for name, value in pieces.items()}
+        )
         self.device.submit(batch)
         result = self.device.collect()
         assert result.step == batch.step
@@ -49,11 +58,21 @@ class Driver:
 
     # -- requests ---------------------------------------------------------------------
 
-    def open(self, request: str, params: SamplingParams, *, seed: int = 0, version: str = "", **more: Any) -> None:
-        self.device.execute(OpenRequest(request=request, params=params, seed=seed, version=version, **more))
+    def open(
+        self, request: str, params: SamplingParams, *, seed: int = 0, version: str = "", **more: Any
+    ) -> None:
+        self.device.execute(
+            OpenRequest(request=request, params=params, seed=seed, version=version, **more)
+        )
 
     def generate(
-        self, request: str, prompt: Sequence[int], params: SamplingParams, *, chunk: int = 1000, **opened: Any
+        self,
+        request: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        chunk: int = 1000,
+        **opened: Any,
     ) -> list[int]:
         """A whole request by itself: its prompt in chunks, then one token after the other."""
         self.open(request, params, prompt=tuple(prompt) if params.penalizes else (), **opened)
@@ -77,17 +96,33 @@ class Driver:
     # -- jobs -------------------------------------------------------------------------
 
     def open_trainer(self, job: str, config: TuningConfig, **source: Any) -> TrainerOpened:
-        opened = self.device.execute(OpenTrainer(job=job, config=config, mean_context_len=8.0, **source))
+        opened = self.device.execute(
+            OpenTrainer(job=job, config=config, mean_context_len=8.0, **source)
+        )
         assert isinstance(opened, TrainerOpened)
         return opened
 
     def begin(
-        self, job: str, opened: TrainerOpened, sequences: Sequences, *, first_row: int = 0, evaluate: bool = False
+        self,
+        job: str,
+        opened: TrainerOpened,
+        sequences: Sequences,
+        *,
+        first_row: int = 0,
+        evaluate: bool = False,
     ) -> None:
-        self.device.execute(self.begin_command(job, opened, sequences, first_row=first_row, evaluate=evaluate))
+        self.device.execute(
+            self.begin_command(job, opened, sequences, first_row=first_row, evaluate=evaluate)
+        )
 
     def begin_command(
-        self, job: str, opened: TrainerOpened, sequences: Sequences, *, first_row: int = 0, evaluate: bool = False
+        self,
+        job: str,
+        opened: TrainerOpened,
+        sequences: Sequences,
+        *,
+        first_row: int = 0,
+        evaluate: bool = False,
     ) -> BeginPack:
         """A pack with pages of its own."""
         num_rows = sum(len(tokens) for tokens, _ in sequences)
@@ -96,9 +131,13 @@ class Driver:
             pages = self.pages(-(-group_bytes(group, num_rows) // self.device.info.page_bytes))
             runs.append((pages[0] if pages else 0, len(pages)))
         laid = tuple((tuple(tokens), tuple(trained)) for tokens, trained in sequences)
-        return BeginPack(job=job, sequences=laid, first_row=first_row, runs=tuple(runs), evaluate=evaluate)
+        return BeginPack(
+            job=job, sequences=laid, first_row=first_row, runs=tuple(runs), evaluate=evaluate
+        )
 
-    def forward_and_loss(self, job: str, opened: TrainerOpened, sequences: Sequences, *, window: int = 1000) -> None:
+    def forward_and_loss(
+        self, job: str, opened: TrainerOpened, sequences: Sequences, *, window: int = 1000
+    ) -> None:
         """A pack up to where it can go backward."""
         self.begin(job, opened, sequences)
         num_rows = sum(len(tokens) for tokens, _ in sequences)
@@ -109,9 +148,16 @@ class Driver:
             self.step(losses=[LossRows(job, min(window, num_trained - start))])
 
     def train(
-        self, job: str, opened: TrainerOpened, sequences: Sequences, *, window: int = 1000, tasklet: int = 1000
+        self,
+        job: str,
+        opened: TrainerOpened,
+        sequences: Sequences,
+        *,
+        window: int = 1000,
+        tasklet: int = 1000,
     ) -> StepResult:
-        """A pack from its beginning to its end, one kind of piece in each step; the result of the last."""
+        """A pack from its beginning to its end, one kind of piece in each step; the result of the
+        last."""
         num_rows = sum(len(tokens) for tokens, _ in sequences)
         self.forward_and_loss(job, opened, sequences, window=window)
         for _ in range(opened.trained_parts * -(-num_rows // tasklet)):

@@ -38,7 +38,9 @@ async def finished(
     assert (job.status, job.error) == ("succeeded", None)
     assert steps_of(made.events(job.id)) == list(range(1, job.num_steps + 1))
     await made.until(lambda: not (made.home / "jobs" / job.id / "contributions").exists())
-    return made.events(job.id), {each.step: read(each.directory) for each in made.checkpoints(job.id)}
+    return made.events(job.id), {
+        each.step: read(each.directory) for each in made.checkpoints(job.id)
+    }
 
 
 def losses(events: list[Any]) -> list[float]:

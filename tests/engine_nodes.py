@@ -1,4 +1,5 @@
-"""A cluster of real engines in threads of this process, without Ray: nodes that train, answer, and die when told to."""
+"""A cluster of real engines in threads of this process, without Ray: nodes that train, answer, and
+die when told to."""
 
 import asyncio
 import errno
@@ -46,7 +47,11 @@ class _Socket:
     def poll(self, wait_ms: int) -> bool:
         if self._next is None:
             with suppress(queue.Empty):
-                self._next = self.commands.get(timeout=wait_ms / 1000) if wait_ms else self.commands.get_nowait()
+                self._next = (
+                    self.commands.get(timeout=wait_ms / 1000)
+                    if wait_ms
+                    else self.commands.get_nowait()
+                )
         if self.is_killed:
             raise _KilledError
         return self._next is not None
@@ -66,7 +71,8 @@ class Away:
 
 
 class EngineNode(ScriptedNode):
-    """Implements `NodeCalls`: each session has a fresh engine, in a thread of its own. has_room: on its disk."""
+    """Implements `NodeCalls`: each session has a fresh engine, in a thread of its own. has_room: on
+    its disk."""
 
     def __init__(self, make: Callable[[], Engine], away: "Away | None" = None) -> None:
         """away: from the front's disk (None: it is here, too)."""
@@ -103,7 +109,9 @@ class EngineNode(ScriptedNode):
         for each in batch.commands:
             command = decode_command(each)
             self.commands.append(command)
-            self._socket.commands.put(each if self._away is None else encode(self._away.paths.here(command)))
+            self._socket.commands.put(
+                each if self._away is None else encode(self._away.paths.here(command))
+            )
 
     def _refuse_to_write(self, command: Command) -> None:
         if not self.has_room and isinstance(command, WriteCheckpoint):
@@ -111,7 +119,11 @@ class EngineNode(ScriptedNode):
 
     def _say(self, session: str, report: bytes) -> None:
         if session == self.session:
-            self.say_encoded(report if self._away is None else encode(self._away.paths.there(decode_report(report))))
+            self.say_encoded(
+                report
+                if self._away is None
+                else encode(self._away.paths.there(decode_report(report)))
+            )
 
     def kill_engine(self) -> None:
         """With everything that it has not said yet, and what it was told."""
@@ -158,7 +170,14 @@ class ClusterWorld:
 
     def asked(self, request: str) -> str | None:
         """The node that a request was sent to; None if its engine has died since."""
-        return next((name for name, node in self.nodes.items() if request in {r.id for r in node.of(AddRequest)}), None)
+        return next(
+            (
+                name
+                for name, node in self.nodes.items()
+                if request in {r.id for r in node.of(AddRequest)}
+            ),
+            None,
+        )
 
     def num_ready(self) -> int:
         return num_ready(self.link)
@@ -183,10 +202,17 @@ class _Listener:
 
 @asynccontextmanager
 async def cluster_world(
-    home: Path, num_nodes: int = 3, make: Callable[[], Engine] = small_engine, url: str | None = None
+    home: Path,
+    num_nodes: int = 3,
+    make: Callable[[], Engine] = small_engine,
+    url: str | None = None,
 ) -> AsyncIterator[ClusterWorld]:
-    """All nodes are ready. url: nodes have homes of their own, beside `home`, and nothing in common but this."""
-    away = [None if url is None else Away(home, home.with_name(f"of-node-{each}"), url) for each in range(num_nodes)]
+    """All nodes are ready. url: nodes have homes of their own, beside `home`, and nothing in common
+    but this."""
+    away = [
+        None if url is None else Away(home, home.with_name(f"of-node-{each}"), url)
+        for each in range(num_nodes)
+    ]
     nodes = {f"node-{number}": EngineNode(make, each) for number, each in enumerate(away)}
     shared = shared_files(url, home)
 

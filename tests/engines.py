@@ -1,4 +1,5 @@
-"""Engines on the tiny models of `support`, whose plans do not depend on how fast this machine is."""
+"""Engines on the tiny models of `support`, whose plans do not depend on how fast this machine
+is."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -89,8 +90,8 @@ def _profile(name: str, hardware: Hardware) -> Any:
 class WatchedDevice:
     """A device as it is, what it was told and said, and failures on demand.
 
-    versions: that it holds now. fail: says of a step, before it runs, what it fails of (None: nothing). refuse: called
-    with each other command before it is done; raises what it fails of.
+    versions: that it holds now. fail: says of a step, before it runs, what it fails of (None:
+    nothing). refuse: called with each other command before it is done; raises what it fails of.
     """
 
     def __init__(self, device: Device, clock: Clock) -> None:
@@ -102,7 +103,9 @@ class WatchedDevice:
         self.fail: Callable[[StepBatch], StepFailure | None] = lambda batch: None
         self.refuse: Callable[[Command], None] = lambda command: None
         self._failed: StepResult | None = None
-        self._new_pages: dict[str, tuple[int, ...]] = {}  # told in steps that failed before the device saw them
+        self._new_pages: dict[
+            str, tuple[int, ...]
+        ] = {}  # told in steps that failed before the device saw them
 
     def execute(self, command: Command) -> Reply:
         if isinstance(command, CountCommands):
@@ -119,7 +122,9 @@ class WatchedDevice:
             for command in batch.commands:
                 self.execute(command)
             for rows in batch.requests:
-                self._new_pages[rows.request] = self._new_pages.get(rows.request, ()) + rows.new_pages
+                self._new_pages[rows.request] = (
+                    self._new_pages.get(rows.request, ()) + rows.new_pages
+                )
             self._failed = StepResult(step=batch.step, failure=failure)
             return
         for command in batch.commands:
@@ -142,7 +147,9 @@ class WatchedDevice:
         if isinstance(command, PublishVersion | OpenVersion):
             self.versions.add(command.version)
         elif isinstance(command, DropVersion):
-            self.versions.discard(command.version)  # no error if an interrupted command had not made it
+            self.versions.discard(
+                command.version
+            )  # no error if an interrupted command had not made it
         elif isinstance(command, OpenRequest | CloseRequest):
             self._new_pages.pop(command.request, None)
 
@@ -159,8 +166,8 @@ def make_engine(
     num_ranks: int = 1,
     **settings: Any,
 ) -> Engine:
-    """An engine on `support.make_backbone(name, dtype, kernels)`, which that many ranks hold together; settings: of
-    EngineConfig, and `end_tokens`.
+    """An engine on `support.make_backbone(name, dtype, kernels)`, which that many ranks hold
+    together; settings: of EngineConfig, and `end_tokens`.
     """
     backbone = make_backbone(name, dtype, kernels)
     end_tokens = settings.pop("end_tokens", ())
@@ -169,7 +176,9 @@ def make_engine(
     latency = FixedLatency(_profile(name, hardware))
     page_bytes = kv_page_bytes(backbone, block)
     config = EngineConfig(
-        memory_bytes=num_pages * page_bytes, host_memory_bytes=num_host_pages * page_bytes, **settings
+        memory_bytes=num_pages * page_bytes,
+        host_memory_bytes=num_host_pages * page_bytes,
+        **settings,
     )
 
     def device_of(own: Backbone) -> TorchDevice:
@@ -187,7 +196,9 @@ def make_engine(
     if num_ranks == 1:
         device = device_of(backbone)
     else:
-        device = LockstepDevice(lambda group: device_of(divided_backbone(backbone, group)), num_ranks)
+        device = LockstepDevice(
+            lambda group: device_of(divided_backbone(backbone, group)), num_ranks
+        )
     watched = WatchedDevice(device, TickingClock())
     return Engine(watched, config, tokenizer=tokenizer, end_tokens=end_tokens, latency=latency)
 
@@ -199,7 +210,9 @@ def watched(engine: TokenEngine) -> WatchedDevice:
 
 
 def prompts_of(lengths: Iterable[int], seed: int = 0) -> list[list[int]]:
-    return [random_tokens(length, seed + 1000 * index).tolist() for index, length in enumerate(lengths)]
+    return [
+        random_tokens(length, seed + 1000 * index).tolist() for index, length in enumerate(lengths)
+    ]
 
 
 def examples_of(lengths: Iterable[int], seed: int = 0) -> list[Example]:
@@ -214,9 +227,13 @@ def examples_of(lengths: Iterable[int], seed: int = 0) -> list[Example]:
     ]
 
 
-def expected_tokens(prompt: Sequence[int], max_tokens: int, name: str = "llama", **lora: Any) -> tuple[int, ...]:
+def expected_tokens(
+    prompt: Sequence[int], max_tokens: int, name: str = "llama", **lora: Any
+) -> tuple[int, ...]:
     """What transformers' greedy search says; lora: settings of `peft_twin`."""
-    return _expected(name, tuple(prompt), max_tokens, tuple(sorted((k, _frozen(v)) for k, v in lora.items())))
+    return _expected(
+        name, tuple(prompt), max_tokens, tuple(sorted((k, _frozen(v)) for k, v in lora.items()))
+    )
 
 
 def _frozen(value: Any) -> Any:
@@ -224,7 +241,9 @@ def _frozen(value: Any) -> Any:
 
 
 @cache
-def _expected(name: str, prompt: tuple[int, ...], max_tokens: int, lora: tuple[Any, ...]) -> tuple[int, ...]:
+def _expected(
+    name: str, prompt: tuple[int, ...], max_tokens: int, lora: tuple[Any, ...]
+) -> tuple[int, ...]:
     model = oracle(name, lora)
     ids = torch.tensor([prompt])
     with torch.inference_mode():
@@ -244,7 +263,9 @@ def oracle(name: str, lora: tuple[Any, ...] = ()) -> Any:
     """The transformers or PEFT model."""
     if not lora:
         return make_model(name)
-    settings: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in lora}
+    settings: dict[str, Any] = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in lora
+    }
     return peft_twin(name, **settings)[0].eval()
 
 
@@ -292,7 +313,8 @@ def assert_nothing_is_held(engine: TokenEngine) -> None:
 
 @cache
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of `VOCAB` tokens: most of ASCII's characters, and the bytes of U+2028."""
+    """A byte-level tokenizer of `VOCAB` tokens: most of ASCII's characters, and the bytes of
+    U+2028."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [letter for letter in alphabet if letter.isascii()]
     vocab = {letter: token for token, letter in enumerate(["<end>", *"ĠĊâĢ¨", *letters][:VOCAB])}

@@ -1,12 +1,24 @@
-"""Tiny configurations of every family, by name, in the forms in which its models come; those of `support.CONFIGS` are
-not repeated.
+"""Tiny configurations of every family, by name, in the forms in which its models come; those of
+`support.CONFIGS` are not repeated.
 """
 
 from typing import Any
 
 VOCAB = 97
-_GPT: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-_GPT |= {"bos_token_id": None, "eos_token_id": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+}
+_GPT |= {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -24,7 +36,13 @@ _FALCON = {
     "model_type": "falcon",
     **{name: _SHAPE[name] for name in _SHAPE if "inter" not in name and "key" not in name},
 }
-_MPT: dict[str, Any] = {"model_type": "mpt", "vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4}
+_MPT: dict[str, Any] = {
+    "model_type": "mpt",
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+}
 _GEMMA: dict[str, Any] = {
     **_SHAPE,
     "head_dim": 16,
@@ -32,17 +50,25 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-_QWEN3_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "head_dim": 16}
+_QWEN3_MOE: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "head_dim": 16,
+}
 _QWEN3_5: dict[str, Any] = {
     "head_dim": 16,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "rms_norm_eps": 0.05,  # what small heads give may be near zero, and so would be what it is divided by
+    # what small heads give may be near zero, and so would be what it is divided by
+    "rms_norm_eps": 0.05,
 }
 _SHARED_EXPERT: dict[str, Any] = {**_QWEN3_MOE, "shared_expert_intermediate_size": 20}
-_QWEN3_5_MOE = {name: size for name, size in _SHAPE.items() if "inter" not in name} | _QWEN3_5 | _SHARED_EXPERT
+_QWEN3_5_MOE = (
+    {name: size for name, size in _SHAPE.items() if "inter" not in name} | _QWEN3_5 | _SHARED_EXPERT
+)
 _QWEN_VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -71,7 +97,12 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "gpt-neox": {**_NEOX, "rotary_pct": 0.5},
-    "gpt-neox-in-turn": {**_NEOX, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0},
+    "gpt-neox-in-turn": {
+        **_NEOX,
+        "use_parallel_residual": False,
+        "attention_bias": False,
+        "rotary_pct": 1.0,
+    },
     "gptj": {"model_type": "gptj", **_GPT, "rotary_dim": 4},
     "falcon-new": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon-new-one-norm": {
@@ -99,7 +130,12 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "n_heads": 3,
         "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4},
     },
-    "gemma2": {**_GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma2": {
+        **_GEMMA,
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
     "gemma2-uncapped": {
         **_GEMMA,
         "model_type": "gemma2",
@@ -116,7 +152,13 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "phi3": {"model_type": "phi3", **_SHAPE},
-    "phi3-mini4": {"model_type": "phi3", **_SHAPE, "partial_rotary_factor": 0.75, "head_dim": 8, "sliding_window": 6},
+    "phi3-mini4": {
+        "model_type": "phi3",
+        **_SHAPE,
+        "partial_rotary_factor": 0.75,
+        "head_dim": 8,
+        "sliding_window": 6,
+    },
     "phi3-128k": {  # every sequence of more than two tokens is a long one
         "model_type": "phi3",
         **_SHAPE,
@@ -129,7 +171,12 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "olmo2": {"model_type": "olmo2", **_SHAPE},
-    "smollm3": {"model_type": "smollm3", **_SHAPE, "no_rope_layers": [1, 0], "tie_word_embeddings": False},
+    "smollm3": {
+        "model_type": "smollm3",
+        **_SHAPE,
+        "no_rope_layers": [1, 0],
+        "tie_word_embeddings": False,
+    },
     "smollm3-sliding": {
         "model_type": "smollm3",
         **_SHAPE,
@@ -179,7 +226,12 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         **_SHAPE,
         **_QWEN3_5,
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "layer_types": [
+            "linear_attention",
+            "full_attention",
+            "linear_attention",
+            "linear_attention",
+        ],
         "tie_word_embeddings": False,
     },
     "qwen3.5-tied": {
@@ -235,18 +287,38 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
 # Models that see pictures, too, around text models of those above.
 for _name, _text, _fields in (
     ("qwen3.5-published", "qwen3.5", {"model_type": "qwen3_5", "vision_config": _QWEN_VISION}),
-    ("qwen3.5-moe-published", "qwen3.5-moe", {"model_type": "qwen3_5_moe", "vision_config": _QWEN_VISION}),
-    ("gemma3-published", "gemma3", {"model_type": "gemma3", "vision_config": _VISION, "mm_tokens_per_image": 4}),
+    (
+        "qwen3.5-moe-published",
+        "qwen3.5-moe",
+        {"model_type": "qwen3_5_moe", "vision_config": _QWEN_VISION},
+    ),
+    (
+        "gemma3-published",
+        "gemma3",
+        {"model_type": "gemma3", "vision_config": _VISION, "mm_tokens_per_image": 4},
+    ),
     (
         "mistral3",
         "mistral",
-        {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", **_VISION}, "tie_word_embeddings": False},
+        {
+            "model_type": "mistral3",
+            "vision_config": {"model_type": "pixtral", **_VISION},
+            "tie_word_embeddings": False,
+        },
     ),
     (
         "mistral3-ministral",
         "ministral3",
-        {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", **_VISION}, "tie_word_embeddings": True},
+        {
+            "model_type": "mistral3",
+            "vision_config": {"model_type": "pixtral", **_VISION},
+            "tie_word_embeddings": True,
+        },
     ),
 ):
-    _config = {"model_type": "mistral", **_SHAPE, "sliding_window": 6} if _text == "mistral" else MORE_CONFIGS[_text]
+    _config = (
+        {"model_type": "mistral", **_SHAPE, "sliding_window": 6}
+        if _text == "mistral"
+        else MORE_CONFIGS[_text]
+    )
     MORE_CONFIGS[_name] = {**_fields, "text_config": _config}

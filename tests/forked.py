@@ -1,5 +1,5 @@
-"""Commands of coserve, forked from a process that has imported everything: a test that starts a server would wait for
-imports most of its time.
+"""Commands of coserve, forked from a process that has imported everything: a test that starts a
+server would wait for imports most of its time.
 """
 
 import multiprocessing
@@ -17,7 +17,10 @@ from pathlib import Path
 _CONTEXT = multiprocessing.get_context("forkserver")
 _MODULES = [
     *("coserve.cli.main", "coserve.cli.commands.up", "coserve.server.serve"),
-    *("transformers.models.auto.tokenization_auto", "transformers.models.llama.configuration_llama"),
+    *(
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.llama.configuration_llama",
+    ),
 ]
 _CONTEXT.set_forkserver_preload(_MODULES)
 
@@ -38,12 +41,14 @@ class ForkedCommand:
         max_files: int | None = None,
         before: str = "",
     ) -> None:
-        """environment: all of it. stderr: goes to this file. max_files: that it may have open. before: Python that it
-        runs first.
+        """environment: all of it. stderr: goes to this file. max_files: that it may have open.
+        before: Python that it runs first.
         """
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         self._process = _CONTEXT.Process(
-            target=_run, args=(arguments, dict(environment), theirs, stderr, max_files, before), daemon=True
+            target=_run,
+            args=(arguments, dict(environment), theirs, stderr, max_files, before),
+            daemon=True,
         )
         self._process.start()
         theirs.close()
@@ -70,7 +75,9 @@ class ForkedCommand:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            with suppress(ProcessLookupError):  # it has ended, which the fork server knows a moment earlier
+            with suppress(
+                ProcessLookupError
+            ):  # it has ended, which the fork server knows a moment earlier
                 os.kill(self.pid, number)
 
     def kill(self) -> None:

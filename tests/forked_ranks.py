@@ -1,5 +1,5 @@
-"""Processes of ranks, forked from one that has imported everything: a group that is started as programs waits for
-imports most of its time.
+"""Processes of ranks, forked from one that has imported everything: a group that is started as
+programs waits for imports most of its time.
 """
 
 import multiprocessing
@@ -12,13 +12,17 @@ from typing import Any
 from coserve.devices.rank_process import StartedProcess, StartProcess
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["coserve.devices.process_main", "transformers.models.llama.configuration_llama"])
-# Descriptors of a forked process from here on are its own; those that it is sent get their old numbers, below.
+_CONTEXT.set_forkserver_preload(
+    ["coserve.devices.process_main", "transformers.models.llama.configuration_llama"]
+)
+# Descriptors of a forked process from here on are its own; those that it is sent get their old
+# numbers, below.
 _FIRST_OWN = 1 << 9
 
 
 def forking(prepare: Callable[[int], None]) -> StartProcess:
-    """Return what starts the ranks of a group, each of which first calls a function with its number.
+    """Return what starts the ranks of a group, each of which first calls a function with its
+    number.
 
     prepare: can be pickled.
     """
@@ -32,9 +36,13 @@ def forking(prepare: Callable[[int], None]) -> StartProcess:
 class _ForkedRank:
     """A rank; see `coserve.devices.rank_process.StartedProcess`."""
 
-    def __init__(self, prepare: Callable[[int], None], arguments: Sequence[str], descriptors: Sequence[int]) -> None:
+    def __init__(
+        self, prepare: Callable[[int], None], arguments: Sequence[str], descriptors: Sequence[int]
+    ) -> None:
         sent = [(number, DupFd(number)) for number in descriptors]
-        self._process = _CONTEXT.Process(target=_run, args=(prepare, list(arguments), sent), daemon=True)
+        self._process = _CONTEXT.Process(
+            target=_run, args=(prepare, list(arguments), sent), daemon=True
+        )
         self._process.start()
 
     @property
@@ -53,7 +61,10 @@ class _ForkedRank:
 
 
 def _run(prepare: Callable[[int], None], arguments: list[str], sent: list[tuple[int, Any]]) -> None:
-    received = [(number, os.dup2(each.detach(), _FIRST_OWN + place)) for place, (number, each) in enumerate(sent)]
+    received = [
+        (number, os.dup2(each.detach(), _FIRST_OWN + place))
+        for place, (number, each) in enumerate(sent)
+    ]
     for number, own in received:
         os.dup2(own, number, inheritable=False)
         os.close(own)

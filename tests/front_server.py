@@ -1,4 +1,5 @@
-"""`coserve up` as a cluster's front: the same options, with two nodes of this machine, and without Ray."""
+"""`coserve up` as a cluster's front: the same options, with two nodes of this machine, and without
+Ray."""
 
 import asyncio
 import signal
@@ -26,8 +27,13 @@ def install() -> None:
 
 async def _serve(config: ServerConfig, watcher: Watcher) -> None:
     check_config(config)
-    forks = [ForkServer(run_engine, config.model) for _ in range(NUM_NODES)]  # before there are threads
-    nodes = {f"node-{number}": Node(node_settings(config), launch=each.launch) for number, each in enumerate(forks)}
+    forks = [
+        ForkServer(run_engine, config.model) for _ in range(NUM_NODES)
+    ]  # before there are threads
+    nodes = {
+        f"node-{number}": Node(node_settings(config), launch=each.launch)
+        for number, each in enumerate(forks)
+    }
 
     async def find() -> dict[str, Node]:
         return nodes
@@ -38,11 +44,16 @@ async def _serve(config: ServerConfig, watcher: Watcher) -> None:
     app = await front.start()
     listening = socket.create_server((config.host, config.port))
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, ws="none"))
-    serving = asyncio.create_task(server._serve(sockets=[listening]))  # whose signals are this function's affair
+    serving = asyncio.create_task(
+        server._serve(sockets=[listening])
+    )  # whose signals are this function's affair
     try:
         while num_ready(front.link) < NUM_NODES:
             await asyncio.sleep(0.05)
-        print(f"coserve serves {config.model}: http://{config.host}:{listening.getsockname()[1]}/v1", flush=True)
+        print(
+            f"coserve serves {config.model}: http://{config.host}:{listening.getsockname()[1]}/v1",
+            flush=True,
+        )
         await ended.wait()
     finally:
         await front.stop()

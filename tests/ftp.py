@@ -1,4 +1,5 @@
-"""A real FTP server, in a process of its own: one of the places that fsspec knows, and the lightest to start."""
+"""A real FTP server, in a process of its own: one of the places that fsspec knows, and the lightest
+to start."""
 
 import socket
 import subprocess
@@ -26,14 +27,36 @@ class FtpServer:
 
     def start(self, *, may_write: bool = True) -> None:
         """It answers when this returns."""
-        server = [sys.executable, "-W", "ignore", "-m", "pyftpdlib", "-i", "127.0.0.1", "-p", str(self.port)]
-        user = ["-u", "ann", "-P", PASSWORD, "-d", str(self.directory), *(["-w"] if may_write else [])]
-        self._process = subprocess.Popen([*server, *user], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        server = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "pyftpdlib",
+            "-i",
+            "127.0.0.1",
+            "-p",
+            str(self.port),
+        ]
+        user = [
+            "-u",
+            "ann",
+            "-P",
+            PASSWORD,
+            "-d",
+            str(self.directory),
+            *(["-w"] if may_write else []),
+        ]
+        self._process = subprocess.Popen(
+            [*server, *user], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         until_s = time.monotonic() + _START_S
         while True:
             with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
                 return
-            assert self._process.poll() is None and time.monotonic() < until_s, "the FTP server does not start"
+            assert self._process.poll() is None and time.monotonic() < until_s, (
+                "the FTP server does not start"
+            )
             time.sleep(0.05)
 
     def stop(self) -> None:

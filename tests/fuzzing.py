@@ -1,4 +1,5 @@
-"""Number of calls that `make fuzz` asks for, and counts of those that were made, over all of its test files."""
+"""Number of calls that `make fuzz` asks for, and counts of those that were made, over all of its
+test files."""
 
 import os
 import sys
@@ -12,7 +13,8 @@ from served import Served
 
 # Zero: the few that tests make.
 NUM_CALLS = int(os.environ.get("COSERVE_FUZZ_CALLS", "0"))
-# Hypothesis remembers all examples of a round, and with thousands takes ever longer to make the next.
+# Hypothesis remembers all examples of a round, and with thousands takes ever longer to make the
+# next.
 NUM_ROUNDS = max(1, NUM_CALLS // 24_000)
 _started_s = time.monotonic()
 # Calls by the status of their answer.
@@ -22,7 +24,8 @@ _num_deaths = 0
 
 
 def note(status: int) -> None:
-    """Count an answer; the number is shown after each thousand, so that a run that is cut short has shown it, too."""
+    """Count an answer; the number is shown after each thousand, so that a run that is cut short has
+    shown it, too."""
     _statuses[status] += 1
     if NUM_CALLS and _statuses.total() % 1000 == 0:
         print(f"{_statuses.total():,} calls", file=sys.__stderr__, flush=True)
@@ -36,7 +39,8 @@ def in_rounds(check: Callable[[], None]) -> None:
 
 @contextmanager
 def surviving(served: Served) -> Iterator[None]:
-    """Count a death and fail if the server's or the engine's process is gone when the block ends."""
+    """Count a death and fail if the server's or the engine's process is gone when the block
+    ends."""
     global _num_deaths
     engine = served.engine_pid()
     try:
@@ -51,6 +55,7 @@ def summary() -> str:
     """Return one line: calls, statuses, deaths."""
     by_status = ", ".join(f"{number:,} x {status}" for status, number in sorted(_statuses.items()))
     return (
-        f"fuzz: {_statuses.total():,} calls answered in {time.monotonic() - _started_s:,.0f} s ({by_status}); "
+        f"fuzz: {_statuses.total():,} calls answered in {time.monotonic() - _started_s:,.0f} s "
+        f"({by_status}); "
         f"{_num_deaths} deaths of the server or its engine"
     )

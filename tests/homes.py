@@ -31,7 +31,9 @@ class HandMade:
         self.adapters = JobAdapters(self.store, "m", Folders(path / "jobs"))
 
     def upload(self, content: bytes = b"abc", purpose: str = "fine-tune") -> FileRecord:
-        return self.files.create(TENANT, purpose=purpose, filename="data.jsonl", source=io.BytesIO(content))
+        return self.files.create(
+            TENANT, purpose=purpose, filename="data.jsonl", source=io.BytesIO(content)
+        )
 
     def job(self, *, status: str = "running", **fields: Any) -> JobRecord:
         """A job of ten steps, validated, with its examples on disk."""
@@ -56,7 +58,9 @@ class HandMade:
             "status": status,
         }
         record = JobRecord(**given | fields)
-        if not record.is_terminal:  # on disk first, as the manager has it: a backup may be made between the two
+        if (
+            not record.is_terminal
+        ):  # on disk first, as the manager has it: a backup may be made between the two
             self.folder(record).mkdir(parents=True)
             (self.folder(record) / "examples.msgpack").write_bytes(b"examples")
         with self.store.write() as transaction:
@@ -66,18 +70,30 @@ class HandMade:
     def folder(self, job: JobRecord) -> Path:
         return self.path / "jobs" / job.id
 
-    def checkpoint(self, job: JobRecord, step: int, *, listed: bool = True, directory: Path | None = None) -> Path:
+    def checkpoint(
+        self, job: JobRecord, step: int, *, listed: bool = True, directory: Path | None = None
+    ) -> Path:
         """On disk, whole, and on record."""
         directory = directory or self.folder(job) / "checkpoints" / f"step-{step}"
         directory.mkdir(parents=True)
         (directory / "adapter_config.json").write_text("{}")
         (directory / POSITION_FILE).write_text(json.dumps({"num_steps_done": step}))
         for name in ("adapter_model", "optimizer"):
-            save_file({"x": np.full(100, step, dtype=np.float32)}, directory / f"{name}.safetensors")
+            save_file(
+                {"x": np.full(100, step, dtype=np.float32)}, directory / f"{name}.safetensors"
+            )
         with self.store.write() as transaction:
             name = f"{job.name}:ckpt-step-{step}"
-            given: dict[str, Any] = {"job": job.id, "tenant": job.tenant, "created_at": 1, "step": step, "name": name}
-            record = CheckpointRecord(id=new_id("ftckpt_"), directory=str(directory), listed=listed, **given)
+            given: dict[str, Any] = {
+                "job": job.id,
+                "tenant": job.tenant,
+                "created_at": 1,
+                "step": step,
+                "name": name,
+            }
+            record = CheckpointRecord(
+                id=new_id("ftckpt_"), directory=str(directory), listed=listed, **given
+            )
             transaction.put_checkpoint(record)
             transaction.change_job(job.id, num_steps_done=step)
             if listed:

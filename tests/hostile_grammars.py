@@ -1,4 +1,5 @@
-"""Grammars that overflow a compiler's stack, or ask for too much memory or time, as fields of a request's body."""
+"""Grammars that overflow a compiler's stack, or ask for too much memory or time, as fields of a
+request's body."""
 
 import json
 from typing import Any
@@ -29,7 +30,10 @@ def references(number: int) -> dict[str, Any]:
 
 def nested_objects(number: int) -> dict[str, Any]:
     """Return a schema of objects within objects, by references."""
-    return _chain(number, lambda following: {"type": "object", "properties": {"x": following}, "required": ["x"]})
+    return _chain(
+        number,
+        lambda following: {"type": "object", "properties": {"x": following}, "required": ["x"]},
+    )
 
 
 def nested_arrays(number: int) -> dict[str, Any]:
@@ -72,7 +76,10 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "doubled": {"guided_json": doubled(200)},
     "references in a rule": OVERFLOWS_SANDBOX,
     "references in a strict format": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": merged(2000)}}
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "strict": True, "schema": merged(2000)},
+        }
     },
     "references in a tag": {
         "response_format": {

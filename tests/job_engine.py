@@ -1,5 +1,5 @@
-"""A real engine in a thread, as the jobs' manager sees one: it takes commands, tells what happened, and dies when it is
-told to, with everything that it had not said yet."""
+"""A real engine in a thread, as the jobs' manager sees one: it takes commands, tells what happened,
+and dies when it is told to, with everything that it had not said yet."""
 
 import asyncio
 import itertools
@@ -37,7 +37,9 @@ LIMIT_S = 240.0  # for slow machines that do other things, too
 class EngineThread:
     """One life of an engine. Implements `JobEngine`."""
 
-    def __init__(self, listener: JobManager, *, seed: int = 0, most_steps: int | None = None) -> None:
+    def __init__(
+        self, listener: JobManager, *, seed: int = 0, most_steps: int | None = None
+    ) -> None:
         """most_steps: it dies after this many."""
         self._listener, self._loop = listener, asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -51,7 +53,8 @@ class EngineThread:
         listener.engine_ready()
 
     def kill(self, *, tell: bool = True, under_way: tuple[str, ...] | None = ()) -> None:
-        """It says nothing any more. tell: the manager that it has died; under_way: of these jobs, if of any."""
+        """It says nothing any more. tell: the manager that it has died; under_way: of these jobs,
+        if of any."""
         if self.is_alive:
             self.is_alive = False
             self._commands.put(None)
@@ -162,7 +165,11 @@ class World:
     """A server's jobs, without the server."""
 
     def __init__(
-        self, home: Path, database: str | None = None, shared: SharedFiles | None = None, **manager: Any
+        self,
+        home: Path,
+        database: str | None = None,
+        shared: SharedFiles | None = None,
+        **manager: Any,
     ) -> None:
         """manager: settings of the `JobManager`."""
         self.home, self.link = home, Link()
@@ -184,12 +191,16 @@ class World:
     def upload(self, content: bytes, tenant: str = TENANT, purpose: str = "fine-tune") -> str:
         from io import BytesIO
 
-        record = self.files.create(tenant, purpose=purpose, filename="data.jsonl", source=BytesIO(content))
+        record = self.files.create(
+            tenant, purpose=purpose, filename="data.jsonl", source=BytesIO(content)
+        )
         return record.id
 
     async def create(self, content: bytes, *, tenant: str = TENANT, **named: Any) -> JobRecord:
         """A job on this data; named: of `job_settings` and `JobManager.create`."""
-        return await self.create_from(await asyncio.to_thread(self.upload, content, tenant), tenant=tenant, **named)
+        return await self.create_from(
+            await asyncio.to_thread(self.upload, content, tenant), tenant=tenant, **named
+        )
 
     async def create_from(self, file: str, *, tenant: str = TENANT, **named: Any) -> JobRecord:
         """A job on a file."""
@@ -200,7 +211,9 @@ class World:
             "objective": named.pop("objective", SUPERVISED),
         }
         start = named.pop("start", None)
-        made = job_settings(**settings, architecture=base_model().architecture, is_fresh=start is None)
+        made = job_settings(
+            **settings, architecture=base_model().architecture, is_fresh=start is None
+        )
         given = {
             "model": "small",
             "base": "small",
@@ -225,7 +238,9 @@ class World:
     def checkpoints(self, id: str, tenant: str = TENANT) -> list[Any]:
         """Those that are listed, the oldest first."""
         with self.store.read() as transaction:
-            return list(reversed(transaction.checkpoints(tenant, id, after=None, limit=10_000).items))
+            return list(
+                reversed(transaction.checkpoints(tenant, id, after=None, limit=10_000).items)
+            )
 
     async def until(self, question: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
         """Ask until the answer is true; what it is."""
@@ -250,7 +265,9 @@ class World:
 
 
 def base_model() -> BaseModel:
-    return BaseModel(name="small", architecture=make_backbone().architecture, tokenizer=word_tokenizer())
+    return BaseModel(
+        name="small", architecture=make_backbone().architecture, tokenizer=word_tokenizer()
+    )
 
 
 @asynccontextmanager
@@ -262,7 +279,8 @@ async def world(
     manager: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """A manager, and an engine if it is alive; all ends with it. database: SQLite in the home by default."""
+    """A manager, and an engine if it is alive; all ends with it. database: SQLite in the home by
+    default."""
     made = World(home, database, **(manager or {}))
     await made.manager.start()
     if alive:

@@ -6,9 +6,18 @@ from coserve.jobs.records import JobRecord
 from coserve.jobs.state import JobState
 
 
-def make_record(id: str = "j", *, tenant: str = "a", is_validated: bool = True, **fields: Any) -> JobRecord:
+def make_record(
+    id: str = "j", *, tenant: str = "a", is_validated: bool = True, **fields: Any
+) -> JobRecord:
     """A queued job of nine steps."""
-    given: dict[str, Any] = {"created_at": 1, "model": "m", "base": "m", "name": f"ft:{id}", "seed": 0, "settings": {}}
+    given: dict[str, Any] = {
+        "created_at": 1,
+        "model": "m",
+        "base": "m",
+        "name": f"ft:{id}",
+        "seed": 0,
+        "settings": {},
+    }
     given |= {"status": "queued", "training_file": "file-1", "num_steps": 9 if is_validated else 0}
     return JobRecord(**{"id": id, "tenant": tenant, **given, **fields})
 

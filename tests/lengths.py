@@ -1,4 +1,5 @@
-"""What of a test takes more than a newcomer waits for, and what of its combinations every change need not wait for."""
+"""What of a test takes more than a newcomer waits for, and what of its combinations every change
+need not wait for."""
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -16,20 +17,45 @@ NUM_RANK_KILLS = int(os.environ.get("COSERVE_RANK_KILLS", "10"))
 NUM_RANK_STORMS = int(os.environ.get("COSERVE_RANK_STORMS", "2"))
 # Whether tests go through all of their combinations, as `make test-every` has them.
 _TRIES_ALL = os.environ.get("COSERVE_EVERY_COMBINATION") == "1"
-# Files that take longest, which begin first (the others follow, those with the most tests first): processes that share
-# the tests out by files end at about the same time then.
+# Files that take longest, which begin first (the others follow, those with the most tests first):
+# processes that share the tests out by files end at about the same time then.
 _LONGEST = (
-    *("test_storms_simulated", "test_cluster_storm", "test_rank_storms", "test_tensor_parallel_jobs"),
+    *(
+        "test_storms_simulated",
+        "test_cluster_storm",
+        "test_rank_storms",
+        "test_tensor_parallel_jobs",
+    ),
     *("test_engine_storm", "test_client_fields", "test_data_parallel_kinds", "test_data_parallel"),
-    *("test_job_crashes", "test_demo", "test_fine_tuning_crashes", "test_group_ends", "test_batch_soak"),
-    *("test_simulation", "test_co_serving", "test_recipes", "test_compare", "test_paper_policies", "test_bench"),
-    *("test_tiny_model", "test_fine_tuning", "test_every_family", "test_cpu_kernels", "test_training"),
+    *(
+        "test_job_crashes",
+        "test_demo",
+        "test_fine_tuning_crashes",
+        "test_group_ends",
+        "test_batch_soak",
+    ),
+    *(
+        "test_simulation",
+        "test_co_serving",
+        "test_recipes",
+        "test_compare",
+        "test_paper_policies",
+        "test_bench",
+    ),
+    *(
+        "test_tiny_model",
+        "test_fine_tuning",
+        "test_every_family",
+        "test_cpu_kernels",
+        "test_training",
+    ),
     *("test_scheduling", "test_engine_requests"),
 )
 
 
 def place_of(file: Path) -> int:
-    """Return the place of a file among those that take longest; the same for all others, after them."""
+    """Return the place of a file among those that take longest; the same for all others, after
+    them."""
     return _LONGEST.index(file.stem) if file.stem in _LONGEST else len(_LONGEST)
 
 
@@ -45,10 +71,11 @@ def covering(
     together: int,
     keep: Iterable[Case] = (),
 ) -> list[Case]:
-    """Return some of many cases, in which any values occur that a number of settings can have together.
+    """Return some of many cases, in which any values occur that a number of settings can have
+    together.
 
-    Most defects are of one setting or of two or three together, so that a part of all combinations finds them; `make
-    test-every` tries all.
+    Most defects are of one setting or of two or three together, so that a part of all combinations
+    finds them; `make test-every` tries all.
 
     Args:
         cases: in an order that decides which of them are taken.

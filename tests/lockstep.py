@@ -1,4 +1,5 @@
-"""A device of several ranks that are threads here: each gets the same commands and steps, and rank 0 answers."""
+"""A device of several ranks that are threads here: each gets the same commands and steps, and rank
+0 answers."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,14 +20,17 @@ TIMEOUT_S = 60.0
 
 
 class LockstepDevice:
-    """See `coserve.devices.base.Device`, and `coserve.devices.group_device`, whose ranks are processes."""
+    """See `coserve.devices.base.Device`, and `coserve.devices.group_device`, whose ranks are
+    processes."""
 
     def __init__(self, make_device: Callable[[RankGroup], TorchDevice], size: int) -> None:
         self.groups = thread_groups(size, TIMEOUT_S)
         self._lock = Lock()
         self._threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(size)]
         self.ranks = self._on_all(lambda rank: make_device(self.groups[rank]))
-        self._rank_devices = [RankDevice(*each) for each in zip(self.ranks, self.groups, strict=True)]
+        self._rank_devices = [
+            RankDevice(*each) for each in zip(self.ranks, self.groups, strict=True)
+        ]
         self.clock = self.ranks[0].clock
         self.results: list[StepResult] = []
         """What each rank says of the last step, in rank order."""
@@ -69,7 +73,8 @@ class LockstepDevice:
         return self._results(self._begin(run))
 
     def _results(self, futures: Sequence[Future[T]]) -> list[T]:
-        """Return what all ranks give; raise, of their errors, one of a rank that did not merely stop with others."""
+        """Return what all ranks give; raise, of their errors, one of a rank that did not merely
+        stop with others."""
         errors = [error for future in futures if (error := future.exception(TIMEOUT_S)) is not None]
         if errors:
             self.errors = errors

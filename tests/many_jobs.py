@@ -1,7 +1,8 @@
-"""Many jobs in an engine at once, from their start until nothing of them is to be left; and what is left.
+"""Many jobs in an engine at once, from their start until nothing of them is to be left; and what is
+left.
 
-Figures are of a process that does nothing else: `python many_jobs.py left` and `python many_jobs.py resident` print
-them.
+Figures are of a process that does nothing else: `python many_jobs.py left` and `python many_jobs.py
+resident` print them.
 """
 
 import gc
@@ -16,7 +17,13 @@ import torch
 from engines import make_engine, watched
 
 from coserve.adapters import LoraConfig
-from coserve.devices.job_messages import DropCheckpoint, DropTrainer, OpenTrainer, PublishVersion, TakeCheckpoint
+from coserve.devices.job_messages import (
+    DropCheckpoint,
+    DropTrainer,
+    OpenTrainer,
+    PublishVersion,
+    TakeCheckpoint,
+)
 from coserve.devices.messages import DropVersion
 from coserve.devices.process_memory import give_back_freed_memory, keep_freed_memory
 from coserve.engine.commands import CancelJob, JobStart, StartJob
@@ -30,12 +37,17 @@ from coserve.worker.job_commands import JobCommands
 
 RANK = 64
 NUM_EXAMPLES, NUM_TOKENS = 12, 24
-_PAIRS = ((OpenTrainer, DropTrainer), (PublishVersion, DropVersion), (TakeCheckpoint, DropCheckpoint))
+_PAIRS = (
+    (OpenTrainer, DropTrainer),
+    (PublishVersion, DropVersion),
+    (TakeCheckpoint, DropCheckpoint),
+)
 _numbers = count()
 
 
 def run_jobs(engine: Engine, number: int) -> None:
-    """From their start to their ends, with checkpoints; every third is cancelled. Then their adapters are unloaded."""
+    """From their start to their ends, with checkpoints; every third is cancelled. Then their
+    adapters are unloaded."""
     directory, jobs, ids = Path(mkdtemp(prefix="coserve-jobs-")), JobCommands(engine), []
     example = Example(tokens=tuple(range(1, NUM_TOKENS + 1)), trained=(True,) * NUM_TOKENS)
     write_examples_file(directory / "examples", [example] * NUM_EXAMPLES)
@@ -68,7 +80,11 @@ def tensor_bytes() -> int:
     """Of all tensors that this process holds."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    return sum(
+        {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors
+        }.values()
+    )
 
 
 def resident_bytes() -> int:
@@ -78,8 +94,8 @@ def resident_bytes() -> int:
 
 
 def left_by_jobs() -> dict[str, Any]:
-    """Of a dozen jobs, on a small model: pages by owner, bytes of tensors beyond those after one job, and how many
-    things the device was told to make and to drop.
+    """Of a dozen jobs, on a small model: pages by owner, bytes of tensors beyond those after one
+    job, and how many things the device was told to make and to drop.
     """
     engine = make_engine()
     told = watched(engine).commands
@@ -90,7 +106,9 @@ def left_by_jobs() -> dict[str, Any]:
         "pages": engine.pool.num_pages_by_owner(),
         "tensor_bytes": tensor_bytes() - before,
         "made_and_dropped": {
-            made.__name__: [sum(isinstance(each, kind) for each in told) for kind in (made, dropped)]
+            made.__name__: [
+                sum(isinstance(each, kind) for each in told) for kind in (made, dropped)
+            ]
             for made, dropped in _PAIRS
         },
     }

@@ -1,4 +1,5 @@
-"""Adapters with embeddings and head of their own, as PEFT makes them: every combination of what may be trained."""
+"""Adapters with embeddings and head of their own, as PEFT makes them: every combination of what may
+be trained."""
 
 import itertools
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ NOT_MADE = (
 class Cell:
     """One combination.
 
-    whole: a key of `_WHOLE`. tokens: "none", "list", "both" (embeddings and head have the same) or "others" (each has
-    its own). targets: where LoRA is beside q_proj, "none", "embed", "head" or "both". ties: `ensure_weight_tying`.
+    whole: a key of `_WHOLE`. tokens: "none", "list", "both" (embeddings and head have the same) or
+    "others" (each has its own). targets: where LoRA is beside q_proj, "none", "embed", "head" or
+    "both". ties: `ensure_weight_tying`.
     """
 
     method: str = "lora"
@@ -52,9 +54,19 @@ class Cell:
         return "llama-biases-tied" if self.tied else "llama"
 
     def __str__(self) -> str:
-        kinds = ("tied" if self.tied else "untied", "resized" if self.resized else "same", f"whole-{self.whole}")
+        kinds = (
+            "tied" if self.tied else "untied",
+            "resized" if self.resized else "same",
+            f"whole-{self.whole}",
+        )
         return "-".join(
-            (self.method, *kinds, f"tokens-{self.tokens}", f"targets-{self.targets}", f"ties-{self.ties:d}")
+            (
+                self.method,
+                *kinds,
+                f"tokens-{self.tokens}",
+                f"targets-{self.targets}",
+                f"ties-{self.ties:d}",
+            )
         )
 
 
@@ -62,11 +74,20 @@ def cells() -> list[Cell]:
     """Return all combinations of what PEFT's methods have settings for."""
     truths, found = (False, True), []
     settings = itertools.product(
-        truths, truths, _WHOLE, ("none", "list", "both", "others"), ("none", "embed", "head", "both"), truths
+        truths,
+        truths,
+        _WHOLE,
+        ("none", "list", "both", "others"),
+        ("none", "embed", "head", "both"),
+        truths,
     )
     for tied, resized, whole, tokens, targets, ties in settings:
-        found.append(Cell(tied=tied, resized=resized, whole=whole, tokens=tokens, targets=targets, ties=ties))
-    for method, tied, resized, whole in itertools.product(("dora", "ia3", "vera"), truths, truths, _WHOLE):
+        found.append(
+            Cell(tied=tied, resized=resized, whole=whole, tokens=tokens, targets=targets, ties=ties)
+        )
+    for method, tied, resized, whole in itertools.product(
+        ("dora", "ia3", "vera"), truths, truths, _WHOLE
+    ):
         found.append(Cell(method=method, tied=tied, resized=resized, whole=whole))
     return found
 
@@ -87,7 +108,9 @@ def config_of(cell: Cell) -> Any:
     whole = None if _WHOLE[cell.whole] is None else list(_WHOLE[cell.whole] or ())
     common: dict[str, Any] = {"modules_to_save": whole, "task_type": "CAUSAL_LM"}
     if cell.method == "ia3":
-        return peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **common)
+        return peft.IA3Config(
+            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **common
+        )
     if cell.method == "vera":
         return peft.VeraConfig(r=6, target_modules=["q_proj"], **common)
     tokens = NEW_TOKENS if cell.resized else TOKENS
@@ -97,9 +120,12 @@ def config_of(cell: Cell) -> Any:
         "both": {"embed_tokens": tokens, "lm_head": tokens},
         "others": {"embed_tokens": tokens, "lm_head": OTHER_TOKENS},
     }[cell.tokens]
-    more = {"none": [], "embed": ["embed_tokens"], "head": ["lm_head"], "both": ["embed_tokens", "lm_head"]}[
-        cell.targets
-    ]
+    more = {
+        "none": [],
+        "embed": ["embed_tokens"],
+        "head": ["lm_head"],
+        "both": ["embed_tokens", "lm_head"],
+    }[cell.targets]
     return peft.LoraConfig(
         r=4,
         lora_alpha=6,
@@ -113,7 +139,8 @@ def config_of(cell: Cell) -> Any:
 
 @cache
 def made_by_peft(cell: Cell) -> tuple[Any, Path] | str:
-    """Return PEFT's model with random values and where it has saved it; or what it says if it cannot make it."""
+    """Return PEFT's model with random values and where it has saved it; or what it says if it
+    cannot make it."""
     try:
         theirs = peft.get_peft_model(base_of(cell), config_of(cell))
     except (TypeError, ValueError) as error:
@@ -129,7 +156,8 @@ def made_by_peft(cell: Cell) -> tuple[Any, Path] | str:
 
 
 def greedy(logits_of: Any, prompt: torch.Tensor, num_tokens: int) -> list[int]:
-    """Return the tokens that are likeliest one after the other. logits_of: of the rows of some tokens."""
+    """Return the tokens that are likeliest one after the other. logits_of: of the rows of some
+    tokens."""
     tokens = prompt
     for _ in range(num_tokens):
         tokens = torch.cat((tokens, logits_of(tokens)[-1].argmax()[None]))

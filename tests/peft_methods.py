@@ -1,4 +1,5 @@
-"""PEFT's methods with the settings that tests try, and what PEFT and coserve say of the same adapter."""
+"""PEFT's methods with the settings that tests try, and what PEFT and coserve say of the same
+adapter."""
 
 import re
 from collections.abc import Callable
@@ -38,10 +39,11 @@ MIXTURE = "qwen3-moe"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A method with its settings, as a job's `coserve.adapter`, and as PEFT's configuration, or (where PEFT has none)
-    as what makes a transformers model into what the paper defines. scale: of the random numbers that are added to its
-    initial values. is_encoded: directories hold what a network gives, and not the network that is trained.
-    is_gated: what is trained has random gates; here it is what directories hold.
+    """A method with its settings, as a job's `coserve.adapter`, and as PEFT's configuration, or
+    (where PEFT has none) as what makes a transformers model into what the paper defines. scale: of
+    the random numbers that are added to its initial values. is_encoded: directories hold what a
+    network gives, and not the network that is trained. is_gated: what is trained has random gates;
+    here it is what directories hold.
     """
 
     job: dict[str, Any]
@@ -118,11 +120,19 @@ CASES: dict[str, Case] = {
         families=(MIXTURE,),
     ),
     "rslora": Case(
-        peft=_lora(use_rslora=True), job={"type": "lora", "r": 4, "alpha": 6, "use_rslora": True}, families=DENSE
+        peft=_lora(use_rslora=True),
+        job={"type": "lora", "r": 4, "alpha": 6, "use_rslora": True},
+        families=DENSE,
     ),
     "lora-patterns": Case(
         peft=_lora(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 9}),
-        job={"type": "lora", "r": 4, "alpha": 6, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 9}},
+        job={
+            "type": "lora",
+            "r": 4,
+            "alpha": 6,
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"v_proj": 9},
+        },
         families=DENSE,
     ),
     "rslora-attention": Case(
@@ -131,7 +141,9 @@ CASES: dict[str, Case] = {
         families=(MIXTURE,),
     ),
     "lora-patterns-attention": Case(
-        peft=_lora(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 9}, target_modules=ATTENTION),
+        peft=_lora(
+            rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 9}, target_modules=ATTENTION
+        ),
         job={
             "type": "lora",
             "r": 4,
@@ -146,7 +158,11 @@ CASES: dict[str, Case] = {
         peft=_lora(lora_bias=True, target_modules=ATTENTION),
         job={"type": "lora", "r": 4, "alpha": 6, "lora_bias": True, "target_modules": ATTENTION},
     ),
-    "dora": Case(peft=_lora(use_dora=True), job={"type": "lora", "r": 4, "alpha": 6, "use_dora": True}, families=DENSE),
+    "dora": Case(
+        peft=_lora(use_dora=True),
+        job={"type": "lora", "r": 4, "alpha": 6, "use_dora": True},
+        families=DENSE,
+    ),
     "dora-attention": Case(
         peft=_lora(use_dora=True, target_modules=ATTENTION),
         job={"type": "lora", "r": 4, "alpha": 6, "use_dora": True, "target_modules": ATTENTION},
@@ -159,12 +175,24 @@ CASES: dict[str, Case] = {
     ),
     "pissa-attention": Case(
         peft=_lora(init_lora_weights="pissa", target_modules=ATTENTION),
-        job={"type": "lora", "r": 4, "alpha": 6, "init_lora_weights": "pissa", "target_modules": ATTENTION},
+        job={
+            "type": "lora",
+            "r": 4,
+            "alpha": 6,
+            "init_lora_weights": "pissa",
+            "target_modules": ATTENTION,
+        },
         families=(MIXTURE,),
     ),
     "olora": Case(
         peft=_lora(init_lora_weights="olora", target_modules=ATTENTION),
-        job={"type": "lora", "r": 4, "alpha": 6, "init_lora_weights": "olora", "target_modules": ATTENTION},
+        job={
+            "type": "lora",
+            "r": 4,
+            "alpha": 6,
+            "init_lora_weights": "olora",
+            "target_modules": ATTENTION,
+        },
     ),
     "ia3": Case(
         peft=lambda: peft.IA3Config(
@@ -198,21 +226,35 @@ CASES: dict[str, Case] = {
         job={"type": "prefix_tuning", "num_virtual_tokens": 3},
     ),
     "p-tuning": Case(
-        peft=lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+        peft=lambda: peft.PromptEncoderConfig(
+            num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"
+        ),
         job={"type": "p_tuning", "num_virtual_tokens": 3, "encoder_hidden_size": 8},
         is_encoded=True,
         families=("qwen2", "gptj", "gemma2", "granite", MIXTURE),
     ),
     "prefix-projection": Case(
         peft=lambda: peft.PrefixTuningConfig(
-            num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8, task_type="CAUSAL_LM"
+            num_virtual_tokens=3,
+            prefix_projection=True,
+            encoder_hidden_size=8,
+            task_type="CAUSAL_LM",
         ),
-        job={"type": "prefix_tuning", "num_virtual_tokens": 3, "prefix_projection": True, "encoder_hidden_size": 8},
+        job={
+            "type": "prefix_tuning",
+            "num_virtual_tokens": 3,
+            "prefix_projection": True,
+            "encoder_hidden_size": 8,
+        },
         is_encoded=True,
     ),
     "bottleneck": Case(
         define=_define_bottleneck,
-        job={"type": "bottleneck", "reduction_factor": 4, "target_modules": f"({ANYTHING}o(ut)?_proj|{LAST_OF_MLP})"},
+        job={
+            "type": "bottleneck",
+            "reduction_factor": 4,
+            "target_modules": f"({ANYTHING}o(ut)?_proj|{LAST_OF_MLP})",
+        },
     ),
     "diff-pruning": Case(
         define=_define_difference,
@@ -232,10 +274,18 @@ CASES: dict[str, Case] = {
     ),
     "lora-whole-parallel": Case(
         peft=_lora(target_modules=ATTENTION, modules_to_save=["wte", "lm_head"]),
-        job={"type": "lora", "r": 4, "alpha": 6, "target_modules": ATTENTION, "modules_to_save": ["wte", "lm_head"]},
+        job={
+            "type": "lora",
+            "r": 4,
+            "alpha": 6,
+            "target_modules": ATTENTION,
+            "modules_to_save": ["wte", "lm_head"],
+        },
         families=("gptj",),
     ),
-    "bitfit": Case(define=_define_bitfit, job={"type": "bitfit"}, families=("qwen2", "gptj", "opt", "gpt-oss")),
+    "bitfit": Case(
+        define=_define_bitfit, job={"type": "bitfit"}, families=("qwen2", "gptj", "opt", "gpt-oss")
+    ),
 }
 
 
@@ -248,20 +298,27 @@ def config_of(case: str) -> AdapterConfig:
 
 @cache
 def peft_directory(case: str, family: str, seed: int = 0) -> Path:
-    """Where PEFT has saved an adapter of this kind with random values; where PEFT has none, we have."""
+    """Where PEFT has saved an adapter of this kind with random values; where PEFT has none, we
+    have."""
     directory, theirs = Path(mkdtemp(prefix=f"coserve-{case}-")), reference(case, family, seed)
     if CASES[case].peft is not None:
         theirs.save_pretrained(directory)
     else:
-        config, tensors = config_of(case), {name: parameter.data for name, parameter in trained(theirs)}
+        config, tensors = (
+            config_of(case),
+            {name: parameter.data for name, parameter in trained(theirs)},
+        )
         layout = AdapterLayout.of(config, make_backbone(family).architecture, every_target=False)
         masters = config.from_peft_tensors(tensors, layout)
-        save_adapter(Adapter(make_backbone(family), config, every_target=False, masters=masters), directory)
+        save_adapter(
+            Adapter(make_backbone(family), config, every_target=False, masters=masters), directory
+        )
     return directory
 
 
 def reference(case: str, family: str, seed: int = 0) -> Any:
-    """PEFT's model, or one as the paper defines it, none of whose parameters is what it was at first."""
+    """PEFT's model, or one as the paper defines it, none of whose parameters is what it was at
+    first."""
     found, base = CASES[case], make_model(family)
     torch.manual_seed(seed)
     if found.peft is not None:
@@ -294,10 +351,15 @@ def trained(model: Any) -> list[tuple[str, Tensor]]:
 def ours_of(case: str, family: str, seed: int = 0) -> "Ours":
     """The same adapter, by way of PEFT's directory."""
     directory = peft_directory(case, family, seed)
-    ours = Ours(load_adapter(make_backbone(family), directory), read_config(directory), as_saved=CASES[case].is_gated)
+    ours = Ours(
+        load_adapter(make_backbone(family), directory),
+        read_config(directory),
+        as_saved=CASES[case].is_gated,
+    )
     if CASES[case].is_encoded:
         theirs = {
-            name.rpartition("prompt_encoder.")[2]: value.data for name, value in trained(reference(case, family, seed))
+            name.rpartition("prompt_encoder.")[2]: value.data
+            for name, value in trained(reference(case, family, seed))
         }
         for name, value in ours.parameters.items():
             value.copy_(theirs["prompt_embeddings" if name == "embedding.weight" else name])
@@ -307,10 +369,12 @@ def ours_of(case: str, family: str, seed: int = 0) -> "Ours":
 
 
 class Ours:
-    """An adapter, and what a job would train of it: `parameters`, by their names in PEFT's files."""
+    """An adapter, and what a job would train of it: `parameters`, by their names in PEFT's
+    files."""
 
     def __init__(self, adapter: Adapter, config: AdapterConfig, *, as_saved: bool = False) -> None:
-        """config: as a job or a directory says it. as_saved: what is trained is what directories hold."""
+        """config: as a job or a directory says it. as_saved: what is trained is what directories
+        hold."""
         self.adapter, self.config = adapter, config
         self.replaced: Reparametrization | None = None
         if not as_saved:
@@ -325,10 +389,14 @@ class Ours:
         """Of the summed loss, by our names. budget: bytes that a block may keep of a row."""
         examples = [Example(tokens=tuple(ids), trained=tuple(marks)) for ids, marks in sequences]
         pack = pack_of(with_virtual_tokens(examples, self.num_virtual, 100))
-        training = TrainingPass(self.adapter, training_programs(self.adapter, budget_bytes_per_token=budget), pack)
+        training = TrainingPass(
+            self.adapter, training_programs(self.adapter, budget_bytes_per_token=budget), pack
+        )
         run_alone(training, forward_rows=7, backward_rows=5)
         return (
-            training.gradients if self.replaced is None else self.replaced.pull_back(training.gradients, num_trained=1)
+            training.gradients
+            if self.replaced is None
+            else self.replaced.pull_back(training.gradients, num_trained=1)
         )
 
     def in_peft(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -341,7 +409,9 @@ class Ours:
             }
         found = self.config.to_peft_tensors(values, self.adapter.layout)
         return {
-            name: tensor for name, tensor in found.items() if name not in ("base_model.vera_A", "base_model.vera_B")
+            name: tensor
+            for name, tensor in found.items()
+            if name not in ("base_model.vera_A", "base_model.vera_B")
         }
 
     @property
@@ -349,11 +419,17 @@ class Ours:
         return self.adapter.config.num_virtual_tokens
 
     def with_virtual(self, tokens: Tensor) -> Tensor:
-        return torch.cat((torch.tensor(virtual_tokens(self.num_virtual), dtype=torch.int64), tokens))
+        return torch.cat(
+            (torch.tensor(virtual_tokens(self.num_virtual), dtype=torch.int64), tokens)
+        )
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Of the rows of these tokens."""
-        backbone, bypasses, rows = self.adapter.backbone, self.adapter.bypasses(), self.with_virtual(tokens)
+        backbone, bypasses, rows = (
+            self.adapter.backbone,
+            self.adapter.bypasses(),
+            self.with_virtual(tokens),
+        )
         hidden = forward(backbone, [CachedSequence(backbone, len(rows), bypasses).extend(rows)])
         return logits(backbone, hidden, [(len(rows), bypasses)])[self.num_virtual :]
 
@@ -388,13 +464,19 @@ def peft_gradients(model: Any, sequences: Sequences) -> dict[str, Tensor]:
     """Autograd's, of the summed loss, by the names in PEFT's files."""
     model.zero_grad()
     torch.autograd.backward(peft_loss(model, sequences))
-    return {name: parameter.grad.clone() for name, parameter in trained(model) if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in trained(model)
+        if parameter.grad is not None
+    }
 
 
 def train_peft(model: Any, batches: list[Sequences], config: OptimizerConfig) -> None:
     """Steps of AdamW on summed losses, clipped as jobs clip."""
     parameters = [parameter for _, parameter in trained(model)]
-    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.learning_rate, weight_decay=config.weight_decay
+    )
     for batch in batches:
         peft_gradients(model, batch)
         torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)

@@ -1,4 +1,5 @@
-"""What autograd and AdamW make of PEFT's model in the steps of a job: what a job's adapter is held against."""
+"""What autograd and AdamW make of PEFT's model in the steps of a job: what a job's adapter is held
+against."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from coserve.tuning.examples import Example, epoch_order
 
 
 def train_by_autograd(model: Any, examples: Sequence[Example], config: TuningConfig) -> list[float]:
-    """Train a PEFT model in place, in a job's order, each batch at once, at one learning rate; each step's loss."""
+    """Train a PEFT model in place, in a job's order, each batch at once, at one learning rate; each
+    step's loss."""
     losses: list[float] = []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rates = config.optimizer
@@ -22,7 +24,9 @@ def train_by_autograd(model: Any, examples: Sequence[Example], config: TuningCon
             batch = [examples[index] for index in order[start : start + config.batch_size]]
             adamw.zero_grad()
             sequences = [(list(example.tokens), list(example.trained)) for example in batch]
-            loss: Any = summed_loss(model, sequences) / sum(example.num_trained for example in batch)
+            loss: Any = summed_loss(model, sequences) / sum(
+                example.num_trained for example in batch
+            )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             adamw.step()

@@ -1,4 +1,5 @@
-"""The other end of an engine process's socket, in the same thread: a script says what is commanded, look by look."""
+"""The other end of an engine process's socket, in the same thread: a script says what is commanded,
+look by look."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ MOST_LOOKS = 3000
 
 
 class Server:
-    """The other end of the process's socket, in the same thread: whenever the process looks for a command, the script
-    says what has come (None: nothing). `waits_ms`: how long the process was ready to wait each time.
+    """The other end of the process's socket, in the same thread: whenever the process looks for a
+    command, the script says what has come (None: nothing). `waits_ms`: how long the process was
+    ready to wait each time.
     """
 
     def __init__(self, script: Iterator[Any], reports: list[Any]) -> None:
@@ -37,11 +39,19 @@ class Server:
 
     @property
     def steps(self) -> list[StepRecord]:
-        return [step for report in self.reports if isinstance(report, StepReport) for step in report.steps]
+        return [
+            step
+            for report in self.reports
+            if isinstance(report, StepReport)
+            for step in report.steps
+        ]
 
 
-def run(engine: Engine, script: Callable[[], Iterator[Any]], reports: list[Any] | None = None) -> Server:
-    """Run the process until the script is over, which ends with a shutdown. reports: filled meanwhile."""
+def run(
+    engine: Engine, script: Callable[[], Iterator[Any]], reports: list[Any] | None = None
+) -> Server:
+    """Run the process until the script is over, which ends with a shutdown. reports: filled
+    meanwhile."""
 
     def until_shutdown() -> Iterator[Any]:
         yield from script()

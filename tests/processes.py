@@ -14,7 +14,8 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process is there and has not ended; one that nobody has waited for counts as ended."""
+    """Return whether a process is there and has not ended; one that nobody has waited for counts as
+    ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

@@ -1,4 +1,5 @@
-"""Requests and jobs as policies see them, for tests: every number by its name, whether it stays the same or changes."""
+"""Requests and jobs as policies see them, for tests: every number by its name, whether it stays the
+same or changes."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ def changed(item: T, **fields: Any) -> T:
     return structs.replace(item, info=structs.replace(item.info, **info), **fields)
 
 
-def make_job(id: str, phase: JobPhase | str, *, counts: JobCounts, tenant: str = "", **fields: Any) -> JobProgress:
+def make_job(
+    id: str, phase: JobPhase | str, *, counts: JobCounts, tenant: str = "", **fields: Any
+) -> JobProgress:
     """Return a job; fields: of its `JobProgress`."""
     return JobProgress(id=id, info=JobInfo(counts=counts, tenant=tenant), phase=phase, **fields)  # type: ignore[arg-type]

@@ -15,7 +15,9 @@ class PlannedBy(Policy):
     """Whatever a function says."""
 
     summary = "for tests"
-    function: Callable[[View, LatencyModel], Plan] = field(metadata={"help": "", "least": 0.0, "most": 0.0})
+    function: Callable[[View, LatencyModel], Plan] = field(
+        metadata={"help": "", "least": 0.0, "most": 0.0}
+    )
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         return self.function(view, latency)
@@ -25,7 +27,8 @@ class PlannedBy(Policy):
 
 
 def random_policy(seed: int) -> Policy:
-    """Any plan that the engine could be given: some of the requests, in chunks, and any pieces of jobs."""
+    """Any plan that the engine could be given: some of the requests, in chunks, and any pieces of
+    jobs."""
     rng, groups = Random(seed), Random(seed)
 
     def plan(view: View, latency: LatencyModel) -> Plan:
@@ -51,7 +54,9 @@ def random_policy(seed: int) -> Policy:
                 number = _some_tasklets(rng, job.num_rows_left, job.num_parts_left)
                 tasklets.append(PlannedTasklets(job.id, *number, groups.choice((None, 0, 0, 1))))
             elif num_rows := min(room, job.num_rows_left, rng.choice((1, 3, 7, 20, 1000))):
-                rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, num_rows))
+                rows.append(
+                    PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, num_rows)
+                )
                 room -= num_rows
         return Plan(
             preempt=tuple(memory.preempt),

@@ -1,9 +1,10 @@
-"""Devices of several ranks, whose processes can be told to fail: what fails where is in the names of ids.
+"""Devices of several ranks, whose processes can be told to fail: what fails where is in the names
+of ids.
 
-fails-on-1      a command with such an id raises DeviceMemoryError on rank 1 before it is carried out
-breaks-on-1     a step with a request of such a name raises KeyError on rank 1, in its forward pass
-full-on-1       likewise, but rank 1 runs out of memory
-sleeps-on-1     likewise, but rank 1 writes the file `asleep` and sleeps
+fails-on-1      a command with such an id raises DeviceMemoryError on rank 1 before it is carried
+out breaks-on-1     a step with a request of such a name raises KeyError on rank 1, in its forward
+pass full-on-1       likewise, but rank 1 runs out of memory sleeps-on-1     likewise, but rank 1
+writes the file `asleep` and sleeps
 """
 
 import os
@@ -76,7 +77,8 @@ def failing_forward(*given):
 TorchDevice.execute, torch_step.forward, torch_step.TorchStep._prepare = failing_execute, failing_forward, prepare
 """
 
-# For `failing_group`: rank 1 fails as it starts, before it has joined the others, which wait for it.
+# For `failing_group`: rank 1 fails as it starts, before it has joined the others, which wait for
+# it.
 _FAILS_AT_THE_START = """
 from coserve.devices import process_main
 
@@ -105,8 +107,11 @@ def settings(num_ranks: int, **changed: Any) -> DeviceSettings:
     return replace(found, **changed)
 
 
-def failing_group(directory: Path, num_ranks: int, *, before: str = "", **changed: Any) -> GroupDevice:
-    """Return a device whose ranks do what the names of ids say, with the debug check of collectives.
+def failing_group(
+    directory: Path, num_ranks: int, *, before: str = "", **changed: Any
+) -> GroupDevice:
+    """Return a device whose ranks do what the names of ids say, with the debug check of
+    collectives.
 
     before: Python that each rank runs first, which finds its number as RANK.
     """
@@ -138,7 +143,8 @@ def generates_as_one_process(driver: Driver) -> bool:
 
 
 def group_says_why_it_cannot_start(directory: Path, **changed: Any) -> bool:
-    """Return whether what keeps all ranks from starting is raised as it is, and what keeps one of them with its number.
+    """Return whether what keeps all ranks from starting is raised as it is, and what keeps one of
+    them with its number.
 
     changed: settings of the device.
     """

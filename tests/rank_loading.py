@@ -19,18 +19,26 @@ _CPU = torch.device("cpu")
 def load_rank(model: str, group: RankGroup, weights: str = "dense") -> Backbone:
     """Return a rank's backbone as a device loads it."""
     return build_backbone(
-        find_model(model), dtype="float32", device=_CPU, weight_format=weights, kernels="plain", group=group
+        find_model(model),
+        dtype="float32",
+        device=_CPU,
+        weight_format=weights,
+        kernels="plain",
+        group=group,
     )
 
 
 def assert_ranks_hold_pieces(model: str, size: int, weights: str = "dense") -> Sequence[Backbone]:
-    """Load a model on ranks, and compare every tensor bit for bit with what is cut from the whole model.
+    """Load a model on ranks, and compare every tensor bit for bit with what is cut from the whole
+    model.
 
     Returns:
         The ranks' backbones.
     """
     whole = load_backbone(model, dtype="float32", weights=weights, kernels="plain")
-    found = run_ranks(size, lambda group: (load_rank(model, group, weights), divided_backbone(whole, group)))
+    found = run_ranks(
+        size, lambda group: (load_rank(model, group, weights), divided_backbone(whole, group))
+    )
     for own, expected in found:
         _assert_same_weights(own, expected)
     return [own for own, _ in found]

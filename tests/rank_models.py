@@ -21,9 +21,11 @@ _TABLES = [[3, 0, 7, 1], [4, 2, 5, 6]]
 _PROMPTS = [list(range(3, 9)), list(range(20, 25))]
 
 
-def decode(group: RankGroup, directory: str, dtype: str, kernels: str | None = None) -> tuple[Tensor, Tensor, int]:
-    """Return the logits of prompts and of tokens after them, from blocks that run as one call where they can; the same
-    from blocks that run one by one; and the number of traces.
+def decode(
+    group: RankGroup, directory: str, dtype: str, kernels: str | None = None
+) -> tuple[Tensor, Tensor, int]:
+    """Return the logits of prompts and of tokens after them, from blocks that run as one call where
+    they can; the same from blocks that run one by one; and the number of traces.
     """
     backbone = load_backbone(directory, dtype=dtype, kernels=kernels)
     found, num_traces = list[Tensor](), 0
@@ -42,8 +44,11 @@ def decode(group: RankGroup, directory: str, dtype: str, kernels: str | None = N
     return found[0], found[1], num_traces
 
 
-def save_adapter_of_ranks(group: RankGroup, directory: str, target: str, dies_after: int | None) -> None:
-    """Write a rank's pieces of an adapter. dies_after: the number of pieces after which rank 1 is killed, if it is."""
+def save_adapter_of_ranks(
+    group: RankGroup, directory: str, target: str, dies_after: int | None
+) -> None:
+    """Write a rank's pieces of an adapter. dies_after: the number of pieces after which rank 1 is
+    killed, if it is."""
     backbone = divided_backbone(load_backbone(directory, dtype="float32"), group)
     adapter = Adapter(backbone, LoraConfig(r=4, target_modules="all-linear"), seed=3)
     if group.rank == 1 and dies_after is not None:
@@ -58,12 +63,20 @@ def save_adapter_of_ranks(group: RankGroup, directory: str, target: str, dies_af
     save_adapter(adapter, target)
 
 
-def keep_windows(group: RankGroup, directory: str, dtype: str) -> tuple[list[dict[str, Tensor]], list[Tensor], int]:
-    """Return what a pack's windows beside a request keep, from steps that are one call and from steps that are not; the
-    gradients of one parameter after each; and the number of traces for windows.
+def keep_windows(
+    group: RankGroup, directory: str, dtype: str
+) -> tuple[list[dict[str, Tensor]], list[Tensor], int]:
+    """Return what a pack's windows beside a request keep, from steps that are one call and from
+    steps that are not; the gradients of one parameter after each; and the number of traces for
+    windows.
     """
     backbone = divided_backbone(load_backbone(directory, dtype=dtype), group)
-    adapter, found, gradients, num_traces = Adapter(backbone, _CONFIG), list[dict[str, Tensor]](), list[Tensor](), 0
+    adapter, found, gradients, num_traces = (
+        Adapter(backbone, _CONFIG),
+        list[dict[str, Tensor]](),
+        list[Tensor](),
+        0,
+    )
     programs = training_programs(adapter)
     for may_run_at_once in (True, False):
         pages = PagedKv(backbone, num_pages=8, block_tokens=4)
@@ -75,9 +88,13 @@ def keep_windows(group: RankGroup, directory: str, dtype: str) -> tuple[list[dic
             window = training.next_window(5)
             rows = forward(backbone, [request, window])
             training.finish_window(rows[1:])
-        num_traces += sum(what.has_windows and calls is not None for what, calls in pages.stores.traces.items())
+        num_traces += sum(
+            what.has_windows and calls is not None for what, calls in pages.stores.traces.items()
+        )
         kept = training.kept.saved.items()
-        found.append({f"{part}.{name}": rows.clone() for part, saved in kept for name, rows in saved.items()})
+        found.append(
+            {f"{part}.{name}": rows.clone() for part, saved in kept for name, rows in saved.items()}
+        )
         training.run_loss(100)
         while not training.done:
             training.run_tasklet(4)

@@ -33,20 +33,26 @@ def run_processes(
     buffer_bytes: int = 128 << 10,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Return what each rank's call of `task(group, *arguments)` returned, raised or, if it was killed, `KILLED`.
+    """Return what each rank's call of `task(group, *arguments)` returned, raised or, if it was
+    killed, `KILLED`.
 
     is_plain: take the collectives in Python; of all ranks, or of each.
     """
     arena = RankArena.create(size, buffer_bytes)
     plain = is_plain if isinstance(is_plain, list) else [is_plain] * size
-    joins = [partial(_join_arena, DupFd(arena.fd), rank, plain[rank], timeout_s) for rank in range(size)]
+    joins = [
+        partial(_join_arena, DupFd(arena.fd), rank, plain[rank], timeout_s) for rank in range(size)
+    ]
     found = _run_all(joins, partial(_call, task, arguments), environment)
     arena.close()
     return found
 
 
 def run_torch_processes(
-    size: int, task: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+    size: int,
+    task: Callable[..., Any],
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Do the same with ranks that gloo connects, on loopback."""
     store = RankStore()
@@ -80,7 +86,11 @@ def _run_all(
     results, processes = [], []
     for join in joins:
         ours, theirs = _CONTEXT.Pipe(duplex=False)
-        processes.append(_CONTEXT.Process(target=_run, args=(join, call, dict(environment or {}), theirs), daemon=True))
+        processes.append(
+            _CONTEXT.Process(
+                target=_run, args=(join, call, dict(environment or {}), theirs), daemon=True
+            )
+        )
         processes[-1].start()
         theirs.close()
         results.append(ours)

@@ -1,4 +1,5 @@
-"""What the processes of a group of ranks do in tests: functions of one rank, which it can import by their names."""
+"""What the processes of a group of ranks do in tests: functions of one rank, which it can import by
+their names."""
 
 import os
 import random
@@ -21,7 +22,9 @@ from coserve.kernels.trace import TracedStep
 
 def part(rank: int, seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A rank's part of a sum, which every rank can make of every other."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(
+        dtype
+    )
 
 
 def expected_sum(size: int, seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,16 +65,25 @@ def collect(group: RankGroup, length: int) -> tuple[Tensor, Tensor | None, Tenso
     group.barrier()
     assert group.agree_min(7 - group.rank) == 8 - group.size
     assert group.agree_bytes(b"0123" if group.rank == 0 else b"") == b"0123"
-    return group.all_gather(x), group.gather(x, to=group.size - 1), group.gather_columns(x.bfloat16()), numbers
+    return (
+        group.all_gather(x),
+        group.gather(x, to=group.size - 1),
+        group.gather_columns(x.bfloat16()),
+        numbers,
+    )
 
 
 def many(group: RankGroup, num_collectives: int) -> list[int]:
-    """A random mixture, the same on all ranks, with pauses that each rank draws for itself: those that are wrong."""
+    """A random mixture, the same on all ranks, with pauses that each rank draws for itself: those
+    that are wrong."""
     shared, own, wrong = random.Random(0), random.Random(group.rank), []
     for number in range(num_collectives):
         if own.random() < 0.01:
             time.sleep(own.random() * 0.003)
-        kind, length = shared.choice(["sum", "sum", "gather", "agree", "to"]), shared.choice([1, 7, 896, 20_000])
+        kind, length = (
+            shared.choice(["sum", "sum", "gather", "agree", "to"]),
+            shared.choice([1, 7, 896, 20_000]),
+        )
         x = torch.full((length,), float(group.rank + number % 97))
         every = [float(rank + number % 97) for rank in range(group.size)]
         if kind == "sum":
@@ -99,7 +111,8 @@ def sum_until_killed(group: RankGroup) -> str:
 
 
 def sum_until_killed_anywhere(group: RankGroup, seed: int) -> str:
-    """One rank is killed after some milliseconds, wherever it is then; all ranks sum until they notice."""
+    """One rank is killed after some milliseconds, wherever it is then; all ranks sum until they
+    notice."""
     shared = random.Random(seed)
     victim, after_s = shared.randrange(group.size), shared.random() * 0.03
     if group.rank == victim:
@@ -166,13 +179,18 @@ def call_different_kinds(group: RankGroup) -> str:
 
 
 def trace_sums(group: RankGroup, dtype: torch.dtype) -> list[bool]:
-    """Whether steps of calls that were written down, two sums among them, have the bits of the same one by one."""
+    """Whether steps of calls that were written down, two sums among them, have the bits of the same
+    one by one."""
     backend, width = CpuBackend(torch.device("cpu")), 64
-    calls = backend.trace(dtype, lambda trace: _two_sums(trace.backend, trace.group(group), trace.input("x", width)))
+    calls = backend.trace(
+        dtype, lambda trace: _two_sums(trace.backend, trace.group(group), trace.input("x", width))
+    )
     assert calls is not None
     return [
         torch.equal(calls.run(_step(backend, x)), _two_sums(backend, group, x))
-        for x in (part(group.rank, seed, n, width, dtype=dtype) for seed, n in enumerate((1, 3, 700)))
+        for x in (
+            part(group.rank, seed, n, width, dtype=dtype) for seed, n in enumerate((1, 3, 700))
+        )
     ]
 
 
@@ -180,7 +198,8 @@ def fail_within_a_trace(group: RankGroup) -> list[Any]:
     """Rank 0 is not at the calls of the others; then all are."""
     backend, found = CpuBackend(torch.device("cpu")), list[Any]()
     calls = backend.trace(
-        torch.float32, lambda trace: _two_sums(trace.backend, trace.group(group), trace.input("x", 16))
+        torch.float32,
+        lambda trace: _two_sums(trace.backend, trace.group(group), trace.input("x", 16)),
     )
     assert calls is not None
     try:
@@ -236,7 +255,11 @@ def end_steps(group: RankGroup, number: int) -> list[Failure | None]:
         # By rank: before which of the sums it fails, if it does; 2: after both.
         failing = {rank: drawn.randrange(3) for rank in range(group.size) if drawn.random() < 0.25}
         is_memory = drawn.random() < 0.5
-        error = DeviceMemoryError(f"no room in step {step}") if is_memory else ValueError(f"a defect in step {step}")
+        error = (
+            DeviceMemoryError(f"no room in step {step}")
+            if is_memory
+            else ValueError(f"a defect in step {step}")
+        )
         try:
             for place in range(3):
                 if failing.get(group.rank) == place:

@@ -1,4 +1,5 @@
-"""Jobs on devices whose model is divided among ranks, which are threads here, and what they train together."""
+"""Jobs on devices whose model is divided among ranks, which are threads here, and what they train
+together."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,9 +33,11 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.examples import Example
 
 FAST = Hardware(name="fast", flops_per_s=1e14, bytes_per_s=1e14, call_s=1e-8)
-# With a larger eps than usual: Adam divides by the size of a gradient, and one that is zero but for rounding would be
-# as large as any.
-CONFIG = TuningConfig(seed=3, optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-3, weight_decay=0.01))
+# With a larger eps than usual: Adam divides by the size of a gradient, and one that is zero but for
+# rounding would be as large as any.
+CONFIG = TuningConfig(
+    seed=3, optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-3, weight_decay=0.01)
+)
 T = TypeVar("T")
 # With which rounding does not grow over hundreds of steps.
 SLOW = replace(CONFIG, optimizer=replace(CONFIG.optimizer, learning_rate=1e-3))
@@ -92,7 +95,8 @@ def packs(num: int, virtual: int = 0) -> list[Sequences]:
     for number in range(num):
         lengths = (7 + number % 3, 11, 5)
         examples = [
-            Example(tokens=tuple(ids), trained=tuple(marks)) for ids, marks in random_sequences(lengths, seed=number)
+            Example(tokens=tuple(ids), trained=tuple(marks))
+            for ids, marks in random_sequences(lengths, seed=number)
         ]
         found.append([(e.tokens, e.trained) for e in with_virtual_tokens(examples, virtual, 100)])
     return found
@@ -142,7 +146,9 @@ def on_ranks(whole: Backbone, size: int, run: Callable[[Backbone], T]) -> list[T
     return run_ranks(size, lambda group: run(divided_backbone(whole, group)))
 
 
-def train_directory(group: RankGroup, directory: str, config: AdapterConfig, num_steps: int) -> TrainedJob:
+def train_directory(
+    group: RankGroup, directory: str, config: AdapterConfig, num_steps: int
+) -> TrainedJob:
     """Train a model in files on one rank of several, or on the only one."""
     backbone = load_backbone(directory, dtype="float32", kernels="plain")
     if group.size > 1:
@@ -158,9 +164,15 @@ def own_copy(backbone: Backbone) -> Backbone:
 def put_together(
     pieces: Sequence[dict[str, Tensor]], like: dict[str, Tensor], states: dict[str, AnyState]
 ) -> dict[str, Tensor]:
-    """Return whole parameters from those of all ranks; those that several ranks hold must be equal bit for bit."""
+    """Return whole parameters from those of all ranks; those that several ranks hold must be equal
+    bit for bit."""
     return {
-        name: together([each[name] for each in pieces], value.shape, states.get(name, State.WHOLE), is_summed=False)
+        name: together(
+            [each[name] for each in pieces],
+            value.shape,
+            states.get(name, State.WHOLE),
+            is_summed=False,
+        )
         for name, value in like.items()
     }
 
@@ -172,7 +184,8 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def assert_trained_alike(found: Sequence[TrainedJob], alone: TrainedJob, bar: float = 1e-5) -> None:
-    """Compare what ranks have trained with what one rank has: losses, norms, and parameters put together."""
+    """Compare what ranks have trained with what one rank has: losses, norms, and parameters put
+    together."""
     for each in found[1:]:
         assert (each.sums, each.norms) == (found[0].sums, found[0].norms), "ranks differ"
     for ours, theirs in zip(found[0].sums, alone.sums, strict=True):

@@ -23,7 +23,13 @@ from coserve.tuning.examples import Example
 from coserve.tuning.pack import pack_of
 
 # Families with heads that two ranks cannot share, or four cannot.
-REFUSED = {("falcon-alibi", 2), ("mpt-clipped", 2), ("falcon-alibi", 4), ("mpt-clipped", 4), ("qwen3.5-tied", 4)}
+REFUSED = {
+    ("falcon-alibi", 2),
+    ("mpt-clipped", 2),
+    ("falcon-alibi", 4),
+    ("mpt-clipped", 4),
+    ("qwen3.5-tied", 4),
+}
 
 
 # Parameters that say how fast a gated delta layer's state decays.
@@ -48,7 +54,9 @@ def cached_logits(backbone: Backbone) -> Tensor:
     """Return the logits of a prompt in pieces, and of single tokens after it."""
     sequence = CachedSequence(backbone, 12)
     pieces = torch.split(random_tokens(12, 3), [7, 1, 3, 1])
-    return torch.cat([logits(backbone, forward(backbone, [sequence.extend(piece)])) for piece in pieces])
+    return torch.cat(
+        [logits(backbone, forward(backbone, [sequence.extend(piece)])) for piece in pieces]
+    )
 
 
 def divided_logits(whole: Backbone, size: int) -> list[Tensor]:
@@ -56,8 +64,11 @@ def divided_logits(whole: Backbone, size: int) -> list[Tensor]:
     return run_ranks(size, lambda group: cached_logits(divided_backbone(whole, group)))
 
 
-def train(backbone: Backbone, config: AdapterConfig, masters: Mapping[str, Tensor], **settings: Any) -> Trained:
-    """Run a pack of four sequences forward and backward, in windows, and requests' rows with the adapter.
+def train(
+    backbone: Backbone, config: AdapterConfig, masters: Mapping[str, Tensor], **settings: Any
+) -> Trained:
+    """Run a pack of four sequences forward and backward, in windows, and requests' rows with the
+    adapter.
 
     Args:
         backbone: a rank's, or a whole one.
@@ -66,7 +77,10 @@ def train(backbone: Backbone, config: AdapterConfig, masters: Mapping[str, Tenso
         settings: of `training_programs`.
     """
     adapter = Adapter(backbone, config, masters=masters)
-    examples = [Example(tokens=tuple(ids), trained=tuple(marks)) for ids, marks in random_sequences((7, 11, 1, 5))]
+    examples = [
+        Example(tokens=tuple(ids), trained=tuple(marks))
+        for ids, marks in random_sequences((7, 11, 1, 5))
+    ]
     pack = pack_of(with_virtual_tokens(examples, config.num_virtual_tokens, 100))
     training = TrainingPass(adapter, training_programs(adapter, **settings), pack, dropout_seed=3)
     run_alone(training, forward_rows=5, backward_rows=7)
@@ -75,24 +89,33 @@ def train(backbone: Backbone, config: AdapterConfig, masters: Mapping[str, Tenso
     bypasses = adapter.bypasses()
     hidden = forward(backbone, [CachedSequence(backbone, len(tokens), bypasses).extend(tokens)])
     rows = logits(backbone, hidden, [(len(tokens), bypasses)])
-    return Trained(gradients=training.gradients, loss=training.sums.loss, logits=rows, graphs=adapter.graphs)
+    return Trained(
+        gradients=training.gradients, loss=training.sums.loss, logits=rows, graphs=adapter.graphs
+    )
 
 
 def random_masters(whole: Backbone, config: AdapterConfig) -> dict[str, Tensor]:
     """Return parameters none of which is what it is at first."""
     generator = torch.Generator().manual_seed(1)
     fresh = Adapter(whole, config).masters
-    return {name: value + 0.15 * torch.randn(value.shape, generator=generator) for name, value in fresh.items()}
+    return {
+        name: value + 0.15 * torch.randn(value.shape, generator=generator)
+        for name, value in fresh.items()
+    }
 
 
-def train_divided(whole: Backbone, config: AdapterConfig, size: int, **settings: Any) -> tuple[Trained, Trained]:
+def train_divided(
+    whole: Backbone, config: AdapterConfig, size: int, **settings: Any
+) -> tuple[Trained, Trained]:
     """Return what one rank gives that holds the whole model, and what several give together.
 
     settings: of `training_programs`, for the several.
     """
     masters = random_masters(whole, config)
     alone = train(whole, config, masters)
-    found = run_ranks(size, lambda group: train(divided_backbone(whole, group), config, masters, **settings))
+    found = run_ranks(
+        size, lambda group: train(divided_backbone(whole, group), config, masters, **settings)
+    )
     graphs = found[0].graphs
     gradients = {
         name: together(
@@ -104,18 +127,25 @@ def train_divided(whole: Backbone, config: AdapterConfig, size: int, **settings:
         for name, value in masters.items()
     }
     for each in found[1:]:
-        assert torch.equal(each.logits, found[0].logits) and each.loss == found[0].loss, "ranks differ"
-    return alone, Trained(gradients=gradients, loss=found[0].loss, logits=found[0].logits, graphs=graphs)
+        assert torch.equal(each.logits, found[0].logits) and each.loss == found[0].loss, (
+            "ranks differ"
+        )
+    return alone, Trained(
+        gradients=gradients, loss=found[0].loss, logits=found[0].logits, graphs=graphs
+    )
 
 
-def together(pieces: Sequence[Tensor], shape: tuple[int, ...], state: AnyState, *, is_summed: bool) -> Tensor:
+def together(
+    pieces: Sequence[Tensor], shape: tuple[int, ...], state: AnyState, *, is_summed: bool
+) -> Tensor:
     """Return the whole gradient of a parameter from those of all ranks.
 
     Args:
         pieces: each rank's gradient.
         shape: that of the whole.
         state: the parameter's.
-        is_summed: whether ranks that hold the same entry add up their gradients of it; else these must be equal.
+        is_summed: whether ranks that hold the same entry add up their gradients of it; else these
+            must be equal.
     """
     if isinstance(state, Cut):
         whole = torch.zeros(shape)
@@ -133,17 +163,22 @@ def together(pieces: Sequence[Tensor], shape: tuple[int, ...], state: AnyState, 
     if state is FIRST:
         assert not any(piece.any() for piece in pieces[1:]), "a rank trains what rank 0 alone holds"
     else:
-        assert all(torch.equal(piece, pieces[0]) for piece in pieces), "a whole gradient differs between ranks"
+        assert all(torch.equal(piece, pieces[0]) for piece in pieces), (
+            "a whole gradient differs between ranks"
+        )
     return pieces[0]
 
 
 def assert_gradients_agree(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare gradients to 1e-5; to 1e-4 those of a state's decay, which are sums of large terms that cancel."""
+    """Compare gradients to 1e-5; to 1e-4 those of a state's decay, which are sums of large terms
+    that cancel."""
     decay = {name for name in expected if DECAY.search(name)}
     for names, bar in ((expected.keys() - decay, 1e-5), (decay, 1e-4)):
         if names:
             assert found.keys() == expected.keys()
-            own, theirs = ({name: each[name] for name in sorted(names)} for each in (found, expected))
+            own, theirs = (
+                {name: each[name] for name in sorted(names)} for each in (found, expected)
+            )
             assert worst_error(own, theirs) < bar
 
 

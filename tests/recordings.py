@@ -13,7 +13,11 @@ from coserve.devices.wire import Call, framed
 
 def steps_in(frames: Iterable[Any]) -> list[StepBatch]:
     """Return the steps that the device began."""
-    return [frame.command for frame in frames if isinstance(frame, Call) and isinstance(frame.command, StepBatch)]
+    return [
+        frame.command
+        for frame in frames
+        if isinstance(frame, Call) and isinstance(frame.command, StepBatch)
+    ]
 
 
 def plain_frames(file: Path) -> list[Any]:

@@ -47,9 +47,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
         _TEXT,
-        trainers.BpeTrainer(vocab_size=320, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=320, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
     )
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", chat_template=_TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|end|>", chat_template=_TEMPLATE
+    )
 
 
 @cache
@@ -68,7 +72,9 @@ def model() -> Any:
         eos_token_id=tokenizer().eos_token_id,
         bos_token_id=None,
     )
-    return random_weights_(AutoModelForCausalLM.from_config(config, attn_implementation="eager")).eval()
+    return random_weights_(
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    ).eval()
 
 
 @cache
@@ -104,11 +110,25 @@ class Served:
         self.home.mkdir(parents=True, exist_ok=True)
         # Of its own, so that a test sees what this server leaves over, and no other one's.
         self.temporary = Path(mkdtemp(prefix="coserve-tmp-"))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TMPDIR": str(self.temporary)}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "NO_COLOR": "1",
+            "TMPDIR": str(self.temporary),
+        }
         self.log = self.home / "server.log"
         self.process = ForkedCommand(
             *("up", model or str(model_directory()), "--port", "0"),
-            *("--dtype", "float32", "--memory", "16MB", "--measure-first", "--home", str(self.home), *options),
+            *(
+                "--dtype",
+                "float32",
+                "--memory",
+                "16MB",
+                "--measure-first",
+                "--home",
+                str(self.home),
+                *options,
+            ),
             environment=environment,
             stderr=self.log,
             max_files=max_files,
@@ -135,7 +155,9 @@ class Served:
     def client(self, api_key: str = "none") -> OpenAI:
         """The real client; without its own repeats, so that tests see the first answer."""
         if api_key not in self._clients:
-            self._clients[api_key] = OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+            self._clients[api_key] = OpenAI(
+                base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60
+            )
         return self._clients[api_key]
 
     def get(self, path: str, **settings: Any) -> httpx.Response:
@@ -160,7 +182,9 @@ class Served:
         """Ask until the answer is true; what it is."""
         until_s = time.monotonic() + limit_s
         while not (answer := question()):
-            assert time.monotonic() < until_s, f"it never came true; the log: {self.log.read_text()}"
+            assert time.monotonic() < until_s, (
+                f"it never came true; the log: {self.log.read_text()}"
+            )
             time.sleep(0.02)
         return answer
 
@@ -213,7 +237,9 @@ def chat_tokens(text: str) -> list[int]:
     return list(tokenizer()(rendered, add_special_tokens=False)["input_ids"])
 
 
-def expected(prompt: list[int], max_tokens: int, model_: Any = None) -> tuple[list[int], list[float]]:
+def expected(
+    prompt: list[int], max_tokens: int, model_: Any = None
+) -> tuple[list[int], list[float]]:
     """Transformers' greedy tokens, up to the end of the text, and their log-probabilities."""
     network = model_ or model()
     ids, logprobs = list(prompt), []
@@ -229,7 +255,8 @@ def expected(prompt: list[int], max_tokens: int, model_: Any = None) -> tuple[li
 
 
 def prompt_ranks(prompt: list[int]) -> list[int]:
-    """By transformers' scores, where each token of a prompt but the first stands among all that could come there."""
+    """By transformers' scores, where each token of a prompt but the first stands among all that
+    could come there."""
     with torch.inference_mode():
         scores = model()(torch.tensor([prompt])).logits[0, :-1].float()
     own = scores.gather(1, torch.tensor(prompt[1:])[:, None])
@@ -247,7 +274,12 @@ def peft_model(name: str = "pirate", *, seed: int = 1) -> Any:
     """A LoRA with random weights on the model, saved below `adapter_root`."""
     made = get_peft_model(
         copy.deepcopy(model()),
-        LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"),
+        LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=["q_proj", "v_proj", "down_proj"],
+            task_type="CAUSAL_LM",
+        ),
     )
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in made.named_parameters():

@@ -8,8 +8,8 @@ from served import Served, chat_tokens, expected, serving, tokenizer
 
 from coserve.devices.rank_places import num_usable_cores
 
-# Run by the server's process as it starts. Beside other tests, ranks share cores, and a whole measurement of such a
-# group takes minutes.
+# Run by the server's process as it starts. Beside other tests, ranks share cores, and a whole
+# measurement of such a group takes minutes.
 QUICKLY = """
 from coserve.devices import kept_profiles, loading
 
@@ -38,7 +38,12 @@ def check_answers(served: Served) -> None:
     """Chats have the greedy tokens of transformers."""
     for question in QUESTIONS:
         answer = served.client().chat.completions.create(
-            model="small", messages=[{"role": "user", "content": question}], max_tokens=12, temperature=0
+            model="small",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=12,
+            temperature=0,
         )
         tokens, _ = expected(chat_tokens(question), 12)
-        assert answer.choices[0].message.content == tokenizer().decode(tokens, skip_special_tokens=True)
+        assert answer.choices[0].message.content == tokenizer().decode(
+            tokens, skip_special_tokens=True
+        )

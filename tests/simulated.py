@@ -1,4 +1,5 @@
-"""Engines on a simulated device with jobs, and random chats, for tests of co-serving and of tenants' shares."""
+"""Engines on a simulated device with jobs, and random chats, for tests of co-serving and of
+tenants' shares."""
 
 from functools import cache
 from random import Random
@@ -50,7 +51,9 @@ def make_engine(
     return engine
 
 
-def submit(engine: TokenEngine, *, length: int = 512, tenant: str = "", pack_tokens: int | None = None) -> str:
+def submit(
+    engine: TokenEngine, *, length: int = 512, tenant: str = "", pack_tokens: int | None = None
+) -> str:
     data = [Example(tokens=(1,) * length, trained=(True,) * length)] * 64
     config = TuningConfig(num_epochs=100_000, max_pack_tokens=pack_tokens)
     return engine.submit_examples(data, config, adapter=ALL, tenant=tenant)
@@ -59,7 +62,10 @@ def submit(engine: TokenEngine, *, length: int = 512, tenant: str = "", pack_tok
 def chats(rate: float, seconds: float, seed: int = 1) -> list[Arrival]:
     rng, at_s, found = Random(seed), 0.0, []
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
-        prompt, output = 1 + int(300 * rng.lognormvariate(0, 0.6)), 1 + int(150 * rng.lognormvariate(0, 0.5))
+        prompt, output = (
+            1 + int(300 * rng.lognormvariate(0, 0.6)),
+            1 + int(150 * rng.lognormvariate(0, 0.5)),
+        )
         found.append(Arrival(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output))
     return found
 

@@ -1,4 +1,5 @@
-"""A small disk that can be filled and emptied: a file system in memory, where mounting is allowed."""
+"""A small disk that can be filled and emptied: a file system in memory, where mounting is
+allowed."""
 
 import os
 import sqlite3
@@ -39,7 +40,15 @@ class SmallDisk:
 def small_disk(path: Path, size: str = "24m") -> Iterator[SmallDisk]:
     """Skips the test where nothing can be mounted."""
     path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700,uid={os.geteuid()}", "coserve-test", str(path)]
+    command = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={size},mode=700,uid={os.geteuid()}",
+        "coserve-test",
+        str(path),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

@@ -44,7 +44,10 @@ class Steps:
         self.lengths = list(lengths)
         self.pages.may_run_at_once = False
         for index, length in enumerate(lengths):
-            forward(backbone, [self.pages.rows([(self.table(index), 0, random_tokens(length, index).tolist())])])
+            forward(
+                backbone,
+                [self.pages.rows([(self.table(index), 0, random_tokens(length, index).tolist())])],
+            )
         self.pages.may_run_at_once = True
 
     def table(self, index: int) -> list[int]:
@@ -56,11 +59,16 @@ class Steps:
         which: Sequence[int] | None = None,
         counts: Mapping[int, int] | None = None,
     ) -> torch.Tensor:
-        """The next row of each, or of some; of those of `counts` as many, as a piece of a prompt."""
+        """The next row of each, or of some; of those of `counts` as many, as a piece of a
+        prompt."""
         which = range(len(self.lengths)) if which is None else which
         spans = []
         for index in which:
-            own, start, number = None if bypasses is None else bypasses[index], self.lengths[index], 1
+            own, start, number = (
+                None if bypasses is None else bypasses[index],
+                self.lengths[index],
+                1,
+            )
             if counts is not None:
                 number = counts.get(index, 1)
             tokens = [(7 * position + index) % 90 for position in range(start, start + number)]

@@ -1,5 +1,5 @@
-"""Small builders that the tests share: random models of every family, as transformers has them and as coserve loads
-them."""
+"""Small builders that the tests share: random models of every family, as transformers has them and
+as coserve loads them."""
 
 import copy
 import json
@@ -69,7 +69,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-rope": {
         "model_type": "llama",
         **_SHAPE,
-        **_rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
+        **_rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
     },
     "llama-linear-rope": {"model_type": "llama", **_SHAPE, **_rope("linear", factor=2.0)},
     "llama-yarn-rope": {
@@ -77,7 +83,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_SHAPE,
         **_rope("yarn", factor=4.0, original_max_position_embeddings=32),
     },
-    "llama-partial-rope": {"model_type": "llama", **_SHAPE, "partial_rotary_factor": 0.5},  # which is not read for it
+    "llama-partial-rope": {
+        "model_type": "llama",
+        **_SHAPE,
+        "partial_rotary_factor": 0.5,
+    },  # which is not read for it
     "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": None},
     "mistral-sliding": {"model_type": "mistral", **_SHAPE, "sliding_window": 5},
     "qwen2": {"model_type": "qwen2", **_SHAPE},
@@ -97,7 +107,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 
 
 def random_weights_(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights large enough that every part of the model matters, and norms and biases that are not trivial."""
+    """Weights large enough that every part of the model matters, and norms and biases that are not
+    trivial."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -120,7 +131,9 @@ def _model(name: str, dtype: torch.dtype) -> nn.Module:
     attention = "sdpa" if config.get("alibi") else "eager"
     with torch.random.fork_rng():
         torch.manual_seed(0)  # some parameters are drawn, and only changed below
-        model = auto_class(config).from_config(AutoConfig.for_model(**config), attn_implementation=attention)
+        model = auto_class(config).from_config(
+            AutoConfig.for_model(**config), attn_implementation=attention
+        )
     random_weights_(model)
     model.tie_weights()
     made: nn.Module = model.to(dtype).eval()
@@ -142,28 +155,37 @@ def model_directory(name: str = "llama", dtype: torch.dtype = torch.float32) -> 
 
 
 @cache
-def make_backbone(name: str = "llama", dtype: str = "float32", kernels: str | None = None) -> Backbone:
+def make_backbone(
+    name: str = "llama", dtype: str = "float32", kernels: str | None = None
+) -> Backbone:
     """The same model, loaded by coserve from its directory."""
     return load_backbone(str(model_directory(name)), dtype=dtype, kernels=kernels)
 
 
 def targets_of(name: str) -> Any:
-    """All linear layers. Of a mixture, PEFT's all-linear would add experts and routers, and of most, PEFT takes the
-    name of an MLP's projection for that of all experts' projections.
+    """All linear layers. Of a mixture, PEFT's all-linear would add experts and routers, and of
+    most, PEFT takes the name of an MLP's projection for that of all experts' projections.
     """
     architecture = make_backbone(name).architecture
     if isinstance(architecture, VisionLanguage):
         return r".*language_model.*proj[a-z_]*"  # and nothing of what sees
     if not architecture.expert_sites:
         return "all-linear"
-    modules = [module.partition(".mlp.") for module in architecture.linear_sites if module != "lm_head"]
+    modules = [
+        module.partition(".mlp.") for module in architecture.linear_sites if module != "lm_head"
+    ]
     own = {mlp or before.rpartition(".")[2] for before, _, mlp in modules}
     is_taken = name != "qwen3.5-moe"
-    return sorted(each for each in own if not is_taken or not each.endswith(("gate_proj", "up_proj", "down_proj")))
+    return sorted(
+        each
+        for each in own
+        if not is_taken or not each.endswith(("gate_proj", "up_proj", "down_proj"))
+    )
 
 
 def peft_twin(name: str = "llama", *, seed: int = 0, **lora: Any) -> tuple[PeftModel, Adapter]:
-    """A PEFT model with a random LoRA (B is not zero), and the same adapter in coserve, by way of PEFT's directory.
+    """A PEFT model with a random LoRA (B is not zero), and the same adapter in coserve, by way of
+    PEFT's directory.
 
     Shared between tests, which must not change it; `fresh_peft_twin` gives one to change.
     """
@@ -175,9 +197,17 @@ def _shared_twin(name: str, seed: int, lora: str) -> tuple[PeftModel, Adapter]:
     return fresh_peft_twin(name, seed=seed, **json.loads(lora))
 
 
-def fresh_peft_twin(name: str = "llama", *, seed: int = 0, **lora: Any) -> tuple[PeftModel, Adapter]:
+def fresh_peft_twin(
+    name: str = "llama", *, seed: int = 0, **lora: Any
+) -> tuple[PeftModel, Adapter]:
     """See `peft_twin`."""
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
+    settings = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": "all-linear",
+        "task_type": "CAUSAL_LM",
+        **lora,
+    }
     model = get_peft_model(make_model(name), PeftLoraConfig(**settings))
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in model.named_parameters():
@@ -190,7 +220,9 @@ def fresh_peft_twin(name: str = "llama", *, seed: int = 0, **lora: Any) -> tuple
 
 def make_adapter(backbone: Backbone, *, seed: int = 0, **lora: Any) -> Adapter:
     """A LoRA of coserve's own with random A and B."""
-    adapter = Adapter(backbone, LoraConfig(**{"r": 4, "alpha": 8, "target_modules": "all-linear", **lora}))
+    adapter = Adapter(
+        backbone, LoraConfig(**{"r": 4, "alpha": 8, "target_modules": "all-linear", **lora})
+    )
     generator = torch.Generator().manual_seed(seed)
     for master in adapter.masters.values():
         master.copy_(torch.randn(master.shape, generator=generator) * 0.15)
@@ -223,22 +255,30 @@ def random_sequences(lengths: tuple[int, ...], seed: int = 0) -> list[tuple[list
     """Training sequences with some tokens that are not trained on."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        (random_tokens(n, seed + 100 * i + n).tolist(), (torch.rand(n, generator=generator) < 0.7).tolist())
+        (
+            random_tokens(n, seed + 100 * i + n).tolist(),
+            (torch.rand(n, generator=generator) < 0.7).tolist(),
+        )
         for i, n in enumerate(lengths)
     ]
 
 
 def summed_loss(model: nn.Module, sequences: list[tuple[list[int], list[bool]]]) -> Tensor:
-    """What a pack of these sequences must cost: each sequence alone through transformers, trained tokens summed."""
+    """What a pack of these sequences must cost: each sequence alone through transformers, trained
+    tokens summed."""
     loss = torch.zeros(())
     for ids, trained in sequences:
         logits = model(torch.tensor([ids])).logits[0, :-1].float()
-        each = nn.functional.cross_entropy(logits, torch.tensor(ids[1:], dtype=torch.int64), reduction="none")
+        each = nn.functional.cross_entropy(
+            logits, torch.tensor(ids[1:], dtype=torch.int64), reduction="none"
+        )
         loss = loss + each[torch.tensor(trained[1:], dtype=torch.bool)].sum()
     return loss
 
 
-def peft_gradients(model: nn.Module, sequences: list[tuple[list[int], list[bool]]]) -> dict[str, Tensor]:
+def peft_gradients(
+    model: nn.Module, sequences: list[tuple[list[int], list[bool]]]
+) -> dict[str, Tensor]:
     """Autograd's gradients of the summed loss, under coserve's parameter names."""
     model.zero_grad()
     torch.autograd.backward(summed_loss(model, sequences))
@@ -256,12 +296,18 @@ class _Wide(TorchFunctionMode):
         if func is torch.Tensor.float:
             return args[0].double()
         wide = [torch.float64 if value is torch.float32 else value for value in args]
-        more = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        more = {
+            key: torch.float64 if value is torch.float32 else value
+            for key, value in (kwargs or {}).items()
+        }
         return func(*wide, **more)
 
 
-def wide_gradients(model: nn.Module, sequences: list[tuple[list[int], list[bool]]]) -> dict[str, Tensor]:
-    """`peft_gradients` in float64, also of models that compute some things in float32 in any dtype."""
+def wide_gradients(
+    model: nn.Module, sequences: list[tuple[list[int], list[bool]]]
+) -> dict[str, Tensor]:
+    """`peft_gradients` in float64, also of models that compute some things in float32 in any
+    dtype."""
     twin: Any = copy.deepcopy(model).double()
     twin.set_experts_implementation("eager")  # grouped products take no float64
     with _Wide():
@@ -269,8 +315,8 @@ def wide_gradients(model: nn.Module, sequences: list[tuple[list[int], list[bool]
 
 
 def exact_gradients(name: str, sequences: list[tuple[list[int], list[bool]]]) -> dict[str, Tensor]:
-    """`peft_gradients` of `peft_twin(name)` in float64: where a gradient is small because large ones cancel, PEFT's
-    own float32 is as far from the truth as ours, on whichever side.
+    """`peft_gradients` of `peft_twin(name)` in float64: where a gradient is small because large
+    ones cancel, PEFT's own float32 is as far from the truth as ours, on whichever side.
     """
     return peft_gradients(_double_twin(name), sequences)
 
@@ -284,19 +330,22 @@ def _double_twin(name: str) -> nn.Module:
 def worst_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest relative error of any parameter; both must have the same parameters.
 
-    One that ought to be zero (query gradients, where every row sees one key) is measured against the largest.
+    One that ought to be zero (query gradients, where every row sees one key) is measured against
+    the largest.
     """
     assert ours.keys() == theirs.keys()
     norms = {name: float(tensor.norm()) for name, tensor in theirs.items()}
     largest = max(norms.values())
     return max(
-        float((ours[name].double() - theirs[name].double()).norm()) / (norm if norm > 1e-6 * largest else largest)
+        float((ours[name].double() - theirs[name].double()).norm())
+        / (norm if norm > 1e-6 * largest else largest)
         for name, norm in norms.items()
     )
 
 
 class RaisingMode(TorchFunctionMode):
-    """The n-th call of PyTorch from now on raises this error: memory that runs out, or a user who interrupts."""
+    """The n-th call of PyTorch from now on raises this error: memory that runs out, or a user who
+    interrupts."""
 
     def __init__(self, error: BaseException, num_calls: int) -> None:
         super().__init__()

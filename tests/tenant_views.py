@@ -83,7 +83,8 @@ def job(id: str, tenant: str, phase: str = "backward", num_pages: int = 0) -> Jo
 
 
 def plan(used_s: dict[str, float], backward: Curve = ROWS, **fields: Any) -> Plan:
-    """Return the plan of the default policy; used_s: the counters of tenants that have work; backward: its costs."""
+    """Return the plan of the default policy; used_s: the counters of tenants that have work;
+    backward: its costs."""
     tenants = tuple([TenantView(name=name, used_s=seconds) for name, seconds in used_s.items()])
     defaults = {"num_free_pages": 10_000, "num_pages": 10_000, "ttft_s": TTFT_S, "tpot_s": TPOT_S}
     view = View(now_s=NOW_S, tenants=tenants, **(defaults | fields))

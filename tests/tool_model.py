@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 TEMPLATE = (
-    "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|end|>{% endif %}"
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }} "
+    "{% endfor %}<|end|>{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     "{% for call in message.tool_calls or [] %}"
     "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
@@ -19,11 +20,22 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-_SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tool_call>", "</tool_call>"]
+_SPECIAL = [
+    "<|end|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|tool|>",
+    "<tool_call>",
+    "</tool_call>",
+]
 TOOLS: Any = [
     {
         "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": {argument: {"type": "string"}}}},
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {argument: {"type": "string"}}},
+        },
     }
     for name, argument in (("weather", "city"), ("clock", "zone"))
 ]
@@ -46,7 +58,13 @@ CALLED: list[Any] = [
     {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": WEATHER}}],
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": WEATHER},
+            }
+        ],
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
 ]
@@ -72,13 +90,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     made.train_from_iterator([*ANSWERS.values(), *ANSWERS], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|end|>", chat_template=TEMPLATE
+    )
 
 
 def _examples() -> list[tuple[list[int], int]]:
     """Tokens of each conversation, and how many of them are the prompt."""
     plain = [{**message, "content": message["content"] or ""} for message in CALLED]
-    plain[1] = {**plain[1], "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Löwen 😀"}}}]}
+    plain[1] = {
+        **plain[1],
+        "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Löwen 😀"}}}],
+    }
     asked = [
         *((question(text), answer, TOOLS) for text, answer in ANSWERS.items()),
         *((question(text), ANSWERS[text], None) for text in ("weather", "hello")),
@@ -88,9 +111,16 @@ def _examples() -> list[tuple[list[int], int]]:
     ]
     examples = []
     for messages, answer, tools in asked:
-        prompt = tokenizer().apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer().apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=False
+        )
         start = tokenizer()(prompt, add_special_tokens=False)["input_ids"]
-        examples.append((start + tokenizer()(answer + "<|end|>", add_special_tokens=False)["input_ids"], len(start)))
+        examples.append(
+            (
+                start + tokenizer()(answer + "<|end|>", add_special_tokens=False)["input_ids"],
+                len(start),
+            )
+        )
     return examples
 
 

@@ -1,4 +1,5 @@
-"""Figures of the papers on modelled devices: what they report, ours beside it, and whether the trend is theirs.
+"""Figures of the papers on modelled devices: what they report, ours beside it, and whether the
+trend is theirs.
 
     python -m benchmarks.papers ../shared/data --figures flexllm-11,harli-11 --seconds 120
 
@@ -20,9 +21,13 @@ FIGURES = {**flexllm.FIGURES, **llmstation.FIGURES, **harli.FIGURES, **here.FIGU
 
 def main() -> None:
     """Print a line for each row and claim, and end with JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path, help="the folder of traces and data sets")
-    parser.add_argument("--figures", default=",".join(FIGURES), help=f"of {', '.join(FIGURES)} [all]")
+    parser.add_argument(
+        "--figures", default=",".join(FIGURES), help=f"of {', '.join(FIGURES)} [all]"
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="of requests, in each cell")
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()

@@ -1,15 +1,26 @@
 """FlexLLM section 8 and its table of evictions (appendix B), on modelled A100s.
 
-Four pipelines serve and fine-tune, each on 1, 2 or 4 A100s by the model. One of them is modelled, which gets a quarter
-of the requests: Azure's arrivals with the lengths of ShareGPT's first turns; LoRA of rank 16 on the down projections,
-sequences of 8,192 tokens. The paper's figure 13 is in benchmarks/activation-memory.md.
+Four pipelines serve and fine-tune, each on 1, 2 or 4 A100s by the model. One of them is modelled,
+which gets a quarter of the requests: Azure's arrivals with the lengths of ShareGPT's first turns;
+LoRA of rank 16 on the down projections, sequences of 8,192 tokens. The paper's figure 13 is in
+benchmarks/activation-memory.md.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
 
-from benchmarks.papers.setting import Claim, Data, Figure, Row, Setting, Task, between, p99_ms, ratio
+from benchmarks.papers.setting import (
+    Claim,
+    Data,
+    Figure,
+    Row,
+    Setting,
+    Task,
+    between,
+    p99_ms,
+    ratio,
+)
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.bench.open_loop import Played
 from coserve.scheduling.slo import Slo
@@ -31,16 +42,37 @@ _SHARING = (
     "spatial-sharing",
     "spatial-sharing:inference_share=0.4",
 )
-# Requests per second of each 30 s of ten minutes, after the words of section 8.3: up to a peak after some 90 s, then
-# down with some peaks.
-_CASE_RATES = (2.0, 4.0, 7.0, 9.0, 8.0, 5.0, 6.5, 4.0, 5.5, 3.0, 4.0, 2.5, 2.0, 3.5, 2.0, 1.5, 2.0, 1.5, 1.0, 1.0)
+# Requests per second of each 30 s of ten minutes, after the words of section 8.3: up to a peak
+# after some 90 s, then down with some peaks.
+_CASE_RATES = (
+    2.0,
+    4.0,
+    7.0,
+    9.0,
+    8.0,
+    5.0,
+    6.5,
+    4.0,
+    5.5,
+    3.0,
+    4.0,
+    2.5,
+    2.0,
+    3.5,
+    2.0,
+    1.5,
+    2.0,
+    1.5,
+    1.0,
+    1.0,
+)
 _CASE_STRETCH_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """tuning: the paper's tokens/s at 4 and at 20 requests/s, co-serving and with a pipeline of its own. evictions:
-    shares of the requests at the rates above.
+    """tuning: the paper's tokens/s at 4 and at 20 requests/s, co-serving and with a pipeline of its
+    own. evictions: shares of the requests at the rates above.
     """
 
     name: str
@@ -125,23 +157,35 @@ def _separate(model: Model, data: Data) -> list[Row]:
 
 def _tasks_10(data: Data) -> list[Task]:
     tasks: list[Task] = [partial(_separate, model, data) for model in _MODELS]
-    return tasks + [partial(_co_served, model, _CO_SERVING, rate, data) for model in _MODELS for rate in _RATES]
+    return tasks + [
+        partial(_co_served, model, _CO_SERVING, rate, data) for model in _MODELS for rate in _RATES
+    ]
 
 
-def _value(rows: list[Row], model: Model, rate: float, system: str, key: str = "tuning_tokens_per_s") -> float:
-    [value] = [row[key] for row in rows if (row["model"], row["rate"], row["system"]) == (model.name, rate, system)]
+def _value(
+    rows: list[Row], model: Model, rate: float, system: str, key: str = "tuning_tokens_per_s"
+) -> float:
+    [value] = [
+        row[key]
+        for row in rows
+        if (row["model"], row["rate"], row["system"]) == (model.name, rate, system)
+    ]
     return float(value)
 
 
 def _claims_10(rows: list[Row]) -> list[Claim]:
     claims, split = [], f"3 of {_NUM_PIPELINES} serve"
     for model in _MODELS:
-        at = {rate: [_value(rows, model, rate, each) for each in (*_CO_SERVING, split)] for rate in model.tuning}
+        at = {
+            rate: [_value(rows, model, rate, each) for each in (*_CO_SERVING, split)]
+            for rate in model.tuning
+        }
         paper = {rate: ratio(*tuning) for rate, tuning in model.tuning.items()}
         ours = {rate: [ratio(each, found[-1]) for each in found[:-1]] for rate, found in at.items()}
         claims.append(
             Claim(
-                f"{model.name}: tuning over that of 75% serving, 25% tuning, at 4 and 20 requests/s",
+                f"{model.name}: tuning over that of 75% serving, 25% tuning, at 4 and 20 "
+                f"requests/s",
                 ", ".join(f"{each}" for each in paper.values()),
                 ", ".join(" and ".join(f"{each}" for each in found) for found in ours.values())
                 + f" ({' and '.join(_CO_SERVING)})",
@@ -165,7 +209,12 @@ def _claims_10(rows: list[Row]) -> list[Claim]:
         Claim("attainment, co-serving", "at or above 0.9", between(attained), min(attained) >= 0.9),
     )
     claims.append(
-        Claim("attainment with a quarter of the pipelines at 20/s", "limited", between(few), max(few) < 0.9),
+        Claim(
+            "attainment with a quarter of the pipelines at 20/s",
+            "limited",
+            between(few),
+            max(few) < 0.9,
+        ),
     )
     return claims
 
@@ -198,8 +247,10 @@ def _claims_11(rows: list[Row]) -> list[Claim]:
         Claim(
             "n = 64: most tuning of temporal sharing, least attainment",
             "SLOs suffer",
-            f"attainment {between(attained(often))}, tuning {between(of_fused[often])} x co-serving",
-            mean(attained(often)) < mean(attained(usual)) and mean(tuning(often)) > mean(tuning(usual)),
+            f"attainment {between(attained(often))}, tuning {between(of_fused[often])} x "
+            f"co-serving",
+            mean(attained(often)) < mean(attained(usual))
+            and mean(tuning(often)) > mean(tuning(usual)),
         ),
         Claim(
             "n = 128: attainment of co-serving, tuning over it",
@@ -242,13 +293,17 @@ def _case(data: Data) -> list[Row]:
         trained = [0.0]
         for index, rate in enumerate(_CASE_RATES):
             end_s = (index + 1) * _CASE_STRETCH_S
-            trained.append(max(sample.num_trained for sample in played.samples if sample.at_s <= end_s))
+            trained.append(
+                max(sample.num_trained for sample in played.samples if sample.at_s <= end_s)
+            )
             rows.append(
                 {
                     "system": policy,
                     "from_s": end_s - _CASE_STRETCH_S,
                     "rate": rate,
-                    "inference_tokens_per_s": round(_answered(played, end_s - _CASE_STRETCH_S, end_s)),
+                    "inference_tokens_per_s": round(
+                        _answered(played, end_s - _CASE_STRETCH_S, end_s)
+                    ),
                     "tuning_tokens_per_s": round((trained[-1] - trained[-2]) / _CASE_STRETCH_S),
                     "attainment": round(setting.attainment(played), 4),
                     "tpot_p99_ms": p99_ms(played, "tpot_s"),
@@ -263,7 +318,11 @@ def _answered(played: Played, start_s: float, end_s: float) -> float:
     for each in played.outcomes:
         inside_s = min(each.end_s, end_s) - max(each.arrival_s, start_s)
         if inside_s > 0:
-            found += (each.num_prompt_tokens + each.num_output_tokens) * inside_s / (each.end_s - each.arrival_s)
+            found += (
+                (each.num_prompt_tokens + each.num_output_tokens)
+                * inside_s
+                / (each.end_s - each.arrival_s)
+            )
     return found / (end_s - start_s)
 
 
@@ -273,12 +332,15 @@ def _claims_12(rows: list[Row]) -> list[Claim]:
         own = [row for row in rows if row["system"] == policy]
         inference = [row["inference_tokens_per_s"] for row in own]
         by_load = sorted(own, key=lambda row: float(row["inference_tokens_per_s"]))
-        quiet, busy = (mean(row["tuning_tokens_per_s"] for row in part) for part in (by_load[:5], by_load[-5:]))
+        quiet, busy = (
+            mean(row["tuning_tokens_per_s"] for row in part) for part in (by_load[:5], by_load[-5:])
+        )
         claims.append(
             Claim(
                 f"{policy}: inference follows the load, tuning makes room",
                 "from a few hundred to 2,250 tokens/s",
-                f"{between(inference)} tokens/s, tuning {quiet:.0f} in the quietest and {busy:.0f} in the busiest 150"
+                f"{between(inference)} tokens/s, tuning {quiet:.0f} in the quietest and {busy:.0f} "
+                f"in the busiest 150"
                 f" s, attainment {own[0]['attainment']}",
                 max(inference) > 3 * min(inference) and busy < quiet,
             )
@@ -286,8 +348,8 @@ def _claims_12(rows: list[Row]) -> list[Claim]:
     return claims
 
 
-# Pages of 16 tokens, and tokens of the job's sequences: half of what the device has, and so few that the pages of the
-# requests at the highest rates are more than all of them.
+# Pages of 16 tokens, and tokens of the job's sequences: half of what the device has, and so few
+# that the pages of the requests at the highest rates are more than all of them.
 _SCARCE = ((13_000, 8192), (3_000, 1024), (2_000, 1024), (1_500, 1024))
 
 
@@ -335,6 +397,10 @@ def _claims_evictions(rows: list[Row]) -> list[Claim]:
 FIGURES = {
     "flexllm-10": Figure("co-serving against separate pipelines", _tasks_10, _claims_10),
     "flexllm-11": Figure("co-serving against temporal and spatial sharing", _tasks_11, _claims_11),
-    "flexllm-12": Figure("ten minutes with a peak, Qwen2.5-14B", lambda data: [partial(_case, data)], _claims_12),
-    "flexllm-evictions": Figure("evictions by load (appendix B)", _tasks_evictions, _claims_evictions),
+    "flexllm-12": Figure(
+        "ten minutes with a peak, Qwen2.5-14B", lambda data: [partial(_case, data)], _claims_12
+    ),
+    "flexllm-evictions": Figure(
+        "evictions by load (appendix B)", _tasks_evictions, _claims_evictions
+    ),
 }

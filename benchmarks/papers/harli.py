@@ -1,10 +1,12 @@
-"""HARLI section 8, on modelled RTX 6000 Ada and A100 (40 GB): instances that decode, and a job beside them.
+"""HARLI section 8, on modelled RTX 6000 Ada and A100 (40 GB): instances that decode, and a job
+beside them.
 
-Two devices, prompts computed elsewhere, a TPOT of 40 ms, Azure's conversations as they came (5.5 requests/s). Separate:
-one device decodes, the other fine-tunes. Static: both do both, requests on 60% of a device and half of the load, as
-processes of their own. HARLI: both do both, divided by the load. Modelled jobs train the model that is served, from its
-one copy of the weights: where HARLI moves a second model in and out through a window, nothing is moved here. Figure 13,
-which shows that window, is in `here`.
+Two devices, prompts computed elsewhere, a TPOT of 40 ms, Azure's conversations as they came (5.5
+requests/s). Separate: one device decodes, the other fine-tunes. Static: both do both, requests on
+60% of a device and half of the load, as processes of their own. HARLI: both do both, divided by the
+load. Modelled jobs train the model that is served, from its one copy of the weights: where HARLI
+moves a second model in and out through a window, nothing is moved here. Figure 13, which shows that
+window, is in `here`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,17 @@ from functools import partial
 from math import inf
 from statistics import mean
 
-from benchmarks.papers.setting import ALL_LINEAR, Claim, Data, Figure, Row, Setting, Task, between, ratio
+from benchmarks.papers.setting import (
+    ALL_LINEAR,
+    Claim,
+    Data,
+    Figure,
+    Row,
+    Setting,
+    Task,
+    between,
+    ratio,
+)
 from coserve import Example, TuningConfig
 from coserve.bench.open_loop import Played
 from coserve.devices.sampling_params import SamplingParams
@@ -35,11 +47,15 @@ PHASES, PHASE_S = (8, 42, 24), 30.0
 
 
 def _setting(model: str, hardware: Hardware, batch: int, num_ranks: int = 1) -> Setting:
-    return Setting(model=model, hardware=hardware, num_ranks=num_ranks, slo=_SLO, batch=batch, handed_over=True)
+    return Setting(
+        model=model, hardware=hardware, num_ranks=num_ranks, slo=_SLO, batch=batch, handed_over=True
+    )
 
 
 def _decoded(data: Data) -> list[TracedRequest]:
-    """Requests whose prompts come whole: all blocks, and the token that the first step here reads."""
+    """Requests whose prompts come whole: all blocks, and the token that the first step here
+    reads.
+    """
     block = 16
     return [
         replace(each, num_prompt_tokens=block * max(1, round(each.num_prompt_tokens / block)) + 1)
@@ -60,7 +76,10 @@ def _throughput(model: str, hardware: Hardware, data: Data) -> list[Row]:
         "separate": (whole.requests_alone(trace, data.seconds), whole.tuning_alone())
     }
     requests, jobs = whole.on_parts(_STATIC_UNITS)
-    found["static"] = requests.requests_alone(_half(trace), data.seconds), _NUM_DEVICES * jobs.tuning_alone()
+    found["static"] = (
+        requests.requests_alone(_half(trace), data.seconds),
+        _NUM_DEVICES * jobs.tuning_alone(),
+    )
     for policy in ("harli", "slack"):
         played = micro.run(policy, _half(trace), data.seconds)
         found[policy] = played, _NUM_DEVICES * played.tuning_tokens_per_s
@@ -72,7 +91,9 @@ def _throughput(model: str, hardware: Hardware, data: Data) -> list[Row]:
             "tuning_tokens_per_s": round(tuning),
             "attainment": round(whole.attainment(played), 4),
             **{f"tpot_p{share}_ms": _tpot_ms(played, share) for share in (50, 90, 99)},
-            "prediction_error": None if played.prediction_error is None else round(played.prediction_error, 4),
+            "prediction_error": None
+            if played.prediction_error is None
+            else round(played.prediction_error, 4),
             "prediction_error_p95": round(percentile(played.errors, 0.95), 4),
         }
         for system, (played, tuning) in found.items()
@@ -85,15 +106,20 @@ def _tpot_ms(played: Played, share: int) -> float | None:
 
 
 def _tasks(data: Data) -> list[Task]:
-    return [partial(_throughput, model, hardware, data) for hardware in _DEVICES for model in _MODELS]
+    return [
+        partial(_throughput, model, hardware, data) for hardware in _DEVICES for model in _MODELS
+    ]
 
 
 def _of(rows: list[Row], system: str, over: str) -> dict[str, list[float]]:
     """By device, what one system trains over another, for each model."""
-    tuning = {(row["device"], row["model"], row["system"]): row["tuning_tokens_per_s"] for row in rows}
+    tuning = {
+        (row["device"], row["model"], row["system"]): row["tuning_tokens_per_s"] for row in rows
+    }
     return {
         hardware.name: [
-            ratio(tuning[hardware.name, model, system], tuning[hardware.name, model, over]) or 0.0 for model in _MODELS
+            ratio(tuning[hardware.name, model, system], tuning[hardware.name, model, over]) or 0.0
+            for model in _MODELS
         ]
         for hardware in _DEVICES
     }
@@ -129,7 +155,9 @@ def _claims_11(rows: list[Row]) -> list[Claim]:
             between(static[A100_40GB.name]),
             max(static[A100_40GB.name]) < 1,
         ),
-        Claim("HARLI holds the TPOT SLO", "for all requests", between(attained), min(attained) >= 0.99),
+        Claim(
+            "HARLI holds the TPOT SLO", "for all requests", between(attained), min(attained) >= 0.99
+        ),
         Claim(
             "slack over HARLI (not in the paper)",
             "",
@@ -143,8 +171,18 @@ def _claims_12(rows: list[Row]) -> list[Claim]:
     alone = [row["prediction_error"] for row in rows if row["system"] == "separate"]
     beside = [row["prediction_error"] for row in rows if row["system"] in ("harli", "slack")]
     return [
-        Claim("error of predicted steps, requests alone", "0.02 in the mean", between(alone), max(alone) < 0.04),
-        Claim("error of predicted steps beside a job", "below 0.05", between(beside), max(beside) < 0.05),
+        Claim(
+            "error of predicted steps, requests alone",
+            "0.02 in the mean",
+            between(alone),
+            max(alone) < 0.04,
+        ),
+        Claim(
+            "error of predicted steps beside a job",
+            "below 0.05",
+            between(beside),
+            max(beside) < 0.05,
+        ),
     ]
 
 
@@ -158,7 +196,10 @@ def _phases(policy: str, data: Data) -> list[Row]:
     example = Example(tokens=(1,) * 512, trained=(True,) * 512)
     tuning = TuningConfig(num_epochs=100_000, batch_size=MICRO_BATCH)
     engine.submit_examples([example] * 64, tuning, adapter=ALL_LINEAR)
-    lengths = iter((each.num_prompt_tokens, each.num_output_tokens) for each in _decoded(replace(data, seconds=inf)))
+    lengths = iter(
+        (each.num_prompt_tokens, each.num_output_tokens)
+        for each in _decoded(replace(data, seconds=inf))
+    )
     rows = []
     for index, number in enumerate(PHASES):
         end_s, before = (index + 1) * PHASE_S, engine.jobs.num_tokens_trained
@@ -232,7 +273,9 @@ def _claims_14(rows: list[Row]) -> list[Claim]:
 
 
 def _tensor_parallel(model: str, hardware: Hardware, data: Data) -> list[Row]:
-    """Both devices as one group with one copy of the weights, beside HARLI on each and beside separate ones."""
+    """Both devices as one group with one copy of the weights, beside HARLI on each and beside
+    separate ones.
+    """
     trace, rows = _decoded(data), []
     whole, micro = (_setting(model, hardware, batch) for batch in (_BASELINE_BATCH, MICRO_BATCH))
     group = _setting(model, hardware, _NUM_DEVICES * MICRO_BATCH, _NUM_DEVICES)
@@ -262,13 +305,23 @@ def _claims_tensor_parallel(rows: list[Row]) -> list[Claim]:
     def claim(system: str, over: str, paper: str) -> Claim:
         by_device = _of(rows, system, over)
         ours = "; ".join(f"{device} {between(found)}" for device, found in by_device.items())
-        return Claim(f"{system} over {over}", paper, ours, min(map(min, by_device.values())) > 1 if paper else None)
+        return Claim(
+            f"{system} over {over}",
+            paper,
+            ours,
+            min(map(min, by_device.values())) > 1 if paper else None,
+        )
 
     attained = [row["attainment"] for row in rows if row["system"] == "harli-tp"]
     return [
         claim("harli-tp", "harli", "1.102 in the mean"),
         claim("harli-tp", "separate", "1.33 in the mean"),
-        Claim("HARLI-TP holds the TPOT SLO", "for all requests", between(attained), min(attained) >= 0.99),
+        Claim(
+            "HARLI-TP holds the TPOT SLO",
+            "for all requests",
+            between(attained),
+            min(attained) >= 0.99,
+        ),
         claim("slack-tp", "slack", ""),
         claim("slack-tp", "harli-tp", ""),
     ]
@@ -276,11 +329,15 @@ def _claims_tensor_parallel(rows: list[Row]) -> list[Claim]:
 
 FIGURES = {
     "harli-11": Figure(
-        "tuning beside decoding (and figure 12's errors)", _tasks, lambda rows: _claims_11(rows) + _claims_12(rows)
+        "tuning beside decoding (and figure 12's errors)",
+        _tasks,
+        lambda rows: _claims_11(rows) + _claims_12(rows),
     ),
     "harli-tp": Figure(
         "two devices as one group (section 8.7)",
-        lambda data: [partial(_tensor_parallel, model, each, data) for each in _DEVICES for model in _MODELS],
+        lambda data: [
+            partial(_tensor_parallel, model, each, data) for each in _DEVICES for model in _MODELS
+        ],
         _claims_tensor_parallel,
     ),
     "harli-14": Figure(

@@ -1,5 +1,6 @@
-"""Figures of the papers that are measured on this machine: a backward pass that is suspended, what HARLI's predictor
-says of steps beside a job, and windows of weights beside requests. To be run while nothing else runs.
+"""Figures of the papers that are measured on this machine: a backward pass that is suspended, what
+HARLI's predictor says of steps beside a job, and windows of weights beside requests. To be run
+while nothing else runs.
 """
 
 import time
@@ -49,14 +50,21 @@ class _InTurns(TuningOnly):
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         made = super().plan(view, latency)
-        tasklets = [structs.replace(each, num_tasklets=min(each.num_tasklets, self.layers)) for each in made.tasklets]
+        tasklets = [
+            structs.replace(each, num_tasklets=min(each.num_tasklets, self.layers))
+            for each in made.tasklets
+        ]
         return structs.replace(made, tasklets=tuple(tasklets))
 
 
 def _suspended(length: int) -> list[Row]:
-    """A backward pass of SmolLM2-135M (30 layers) on this machine, suspended after some of its layers."""
+    """A backward pass of SmolLM2-135M (30 layers) on this machine, suspended after some of its
+    layers.
+    """
     backbone = load_backbone("dummy:smollm2-135m", dtype="float32")
-    engine = Engine.from_backbone(backbone, EngineConfig(policy="tuning-only", memory_bytes=2 << 30))
+    engine = Engine.from_backbone(
+        backbone, EngineConfig(policy="tuning-only", memory_bytes=2 << 30)
+    )
     tuning = TuningConfig(num_epochs=10_000, batch_size=1, max_sequence_length=length)
     example = Example(tokens=(1,) * length, trained=(True,) * length)
     engine.submit([example] * 8, tuning, adapter=ALL_LINEAR)
@@ -112,15 +120,16 @@ def _claims_suspended(rows: list[Row]) -> list[Claim]:
 
 # -- HARLI, figure 12 ----------------------------------------------------------------------
 
-# The first steps of each cell teach the latency model, not HARLI's predictor. In every second step requests are alone,
-# on the whole device: what these take tells the pace of the machine from what the job beside takes.
+# The first steps of each cell teach the latency model, not HARLI's predictor. In every second step
+# requests are alone, on the whole device: what these take tells the pace of the machine from what
+# the job beside takes.
 _BATCHES, _CONTEXTS, _FIRST_STEPS, _STEPS = (1, 4, 8, 16), (128, 1024), 6, 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BesideBackward(Harli):
-    """Jobs get to their backward pass without requests, so that there is one beside every decode step that is to have
-    it: HARLI gives windows what time decode steps leave over.
+    """Jobs get to their backward pass without requests, so that there is one beside every decode
+    step that is to have it: HARLI gives windows what time decode steps leave over.
     """
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
@@ -128,7 +137,9 @@ class _BesideBackward(Harli):
         if serves or any(job.phase == "backward" for job in view.jobs):
             is_alone = min([request.num_output for request in view.requests], default=0) % 2
             return super().plan(structs.replace(view, jobs=()) if is_alone else view, latency)
-        return structs.replace(TuningOnly().plan(view, latency), tasklets=())  # what comes after a loss waits
+        return structs.replace(
+            TuningOnly().plan(view, latency), tasklets=()
+        )  # what comes after a loss waits
 
 
 class _Timed:
@@ -145,7 +156,9 @@ class _Timed:
 
 
 def _predicted() -> list[Row]:
-    """Decode steps of Qwen2.5-0.5B on a part of this machine, beside a job that goes backward on the rest."""
+    """Decode steps of Qwen2.5-0.5B on a part of this machine, beside a job that goes backward on
+    the rest.
+    """
     backbone = load_backbone("dummy:qwen2.5-0.5b", dtype="bfloat16")
     timed: list[_Timed] = []
 
@@ -154,16 +167,26 @@ def _predicted() -> list[Row]:
         return timed[0]
 
     # With that long for a token, requests have the smallest part.
-    engine = Engine.from_backbone(backbone, EngineConfig(memory_bytes=3 << 30, ttft_s=600.0, tpot_s=60.0), wrap=wrap)
+    engine = Engine.from_backbone(
+        backbone, EngineConfig(memory_bytes=3 << 30, ttft_s=600.0, tpot_s=60.0), wrap=wrap
+    )
     engine.policy = _BesideBackward()
     latency = LatencyModel(engine.device.info.profile)
     example = Example(tokens=(1,) * 512, trained=(True,) * 512)
     tuning = TuningConfig(num_epochs=10_000, batch_size=4, max_sequence_length=512)
     engine.submit([example] * 64, tuning, adapter=ALL_LINEAR)
-    params, random, rows = SamplingParams(max_tokens=10_000, temperature=0.0, ignore_eos=True), Random(0), []
+    params, random, rows = (
+        SamplingParams(max_tokens=10_000, temperature=0.0, ignore_eos=True),
+        Random(0),
+        [],
+    )
     for batch, context in product(_BATCHES, _CONTEXTS):
-        names = [engine.add_tokens(random.choices(range(1000), k=context), params) for _ in range(batch)]
-        errors: dict[str, list[float]] = {name: [] for name in ("two_stage", "at_pace", "profiled", "corrected")}
+        names = [
+            engine.add_tokens(random.choices(range(1000), k=context), params) for _ in range(batch)
+        ]
+        errors: dict[str, list[float]] = {
+            name: [] for name in ("two_stage", "at_pace", "profiled", "corrected")
+        }
         pace = 1.0
         while len(errors["two_stage"]) < _FIRST_STEPS + _STEPS:
             engine.step()
@@ -192,15 +215,25 @@ def _predicted() -> list[Row]:
 
 
 def _claims_predicted(rows: list[Row]) -> list[Claim]:
-    errors = {name: mean([row[name] for row in rows]) for name in ("two_stage", "at_pace", "profiled", "corrected")}
+    errors = {
+        name: mean([row[name] for row in rows])
+        for name in ("two_stage", "at_pace", "profiled", "corrected")
+    }
     two_stage = errors.pop("two_stage")
     others = {
-        "at_pace": "the same, times what the step of requests alone just before took of its prediction",
+        "at_pace": (
+            "the same, times what the step of requests alone just before took of its prediction"
+        ),
         "profiled": "of the profile, without equation 2's lines",
         "corrected": "of the latency model, which steps correct",
     }
     return [
-        Claim("mean error of the two-stage predictor on co-run steps", "5%", f"{two_stage:.1%}", two_stage <= 0.05),
+        Claim(
+            "mean error of the two-stage predictor on co-run steps",
+            "5%",
+            f"{two_stage:.1%}",
+            two_stage <= 0.05,
+        ),
         *(Claim(words, "–", f"{errors[name]:.1%}", None) for name, words in others.items()),
     ]
 
@@ -221,7 +254,12 @@ def _window() -> list[Row]:
         AutoModelForCausalLM.from_config(config, dtype="bfloat16").save_pretrained(folder)
         engine = Engine.from_backbone(
             backbone,
-            EngineConfig(memory_bytes=_POOL_BYTES, ttft_s=60.0, tpot_s=0.5, trainable_models={"second": folder}),
+            EngineConfig(
+                memory_bytes=_POOL_BYTES,
+                ttft_s=60.0,
+                tpot_s=0.5,
+                trainable_models={"second": folder},
+            ),
         )
         example = Example(tokens=(1,) * 256, trained=(True,) * 256)
         tuning = TuningConfig(num_epochs=100_000, batch_size=MICRO_BATCH, max_sequence_length=256)
@@ -234,7 +272,9 @@ def _window() -> list[Row]:
             pages: Counter[str] = Counter()
             start_s, before, num_steps = 0.0, 0, 0
             while not num_steps or time.monotonic() < start_s + PHASE_S:
-                for _ in range(number - len(engine.requests.running) - len(engine.requests.waiting)):
+                for _ in range(
+                    number - len(engine.requests.running) - len(engine.requests.waiting)
+                ):
                     engine.add_tokens(random.choices(range(1000), k=_WINDOW_PROMPT), params)
                 engine.step()
                 planned = engine.last_plan.rows if engine.last_plan is not None else ()
@@ -246,7 +286,8 @@ def _window() -> list[Row]:
             seconds = time.monotonic() - start_s
             trained = engine.stats().num_tokens_trained - before
             megabytes = {
-                owner: round(count * engine.pool.page_bytes / num_steps / 1e6, 1) for owner, count in pages.items()
+                owner: round(count * engine.pool.page_bytes / num_steps / 1e6, 1)
+                for owner, count in pages.items()
             }
             step_ms = round(1e3 * seconds / num_steps, 1)
             row = {"requests": number, **megabytes, "step_ms": step_ms}
@@ -266,7 +307,8 @@ def _claims_13(rows: list[Row]) -> list[Claim]:
     ]
 
 
-# -- HARLI, section 6: a model that is larger than the free memory, beside requests with SLOs --------
+# -- HARLI, section 6: a model that is larger than the free memory, beside requests with SLOs
+# --------
 
 # The pool: a third of the second model's weights. Sequences of the job, and their tokens.
 _FREE_BYTES, _NUM_SEQUENCES, _SEQUENCE = 240_000_000, 96, 64
@@ -283,7 +325,9 @@ _SERVED_PROMPT, _SERVED_OUTPUT, _SERVED_S, _SERVED_RATES = 128, 64, 60.0, (0.25,
 
 
 def _served(rate: float) -> list[TracedRequest]:
-    arrivals = accumulate(Random(0).expovariate(rate) for _ in range(int(2 * rate * _SERVED_S) + 20))
+    arrivals = accumulate(
+        Random(0).expovariate(rate) for _ in range(int(2 * rate * _SERVED_S) + 20)
+    )
     return [
         TracedRequest(at_s=at_s, num_prompt_tokens=_SERVED_PROMPT, num_output_tokens=_SERVED_OUTPUT)
         for at_s in arrivals
@@ -298,7 +342,9 @@ class _Remembering(Engine):
 
     def step(self) -> list[Event]:
         events = super().step()
-        self.losses += [each.loss for each in events if isinstance(each, JobEvent) and each.loss is not None]
+        self.losses += [
+            each.loss for each in events if isinstance(each, JobEvent) and each.loss is not None
+        ]
         return events
 
 
@@ -314,8 +360,8 @@ def _finish(engine: _Remembering, job: str) -> None:
 
 
 def _larger() -> list[Row]:
-    """SmolLM2-135M serves, SmolLM2-360M is trained: requests alone, beside the job, and the job where its model has
-    the machine.
+    """SmolLM2-135M serves, SmolLM2-360M is trained: requests alone, beside the job, and the job
+    where its model has the machine.
     """
     backbone = load_backbone("dummy:smollm2-135m", dtype="bfloat16")
     random = Random(0)
@@ -329,16 +375,24 @@ def _larger() -> list[Row]:
         config = AutoConfig.for_model(**PRESETS["smollm2-135m"] | _LARGER)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype="bfloat16").save_pretrained(folder)
-        alone = _remembering(load_backbone(folder, dtype="bfloat16"), EngineConfig(memory_bytes=2 << 30))
+        alone = _remembering(
+            load_backbone(folder, dtype="bfloat16"), EngineConfig(memory_bytes=2 << 30)
+        )
         _finish(alone, alone.submit(examples, tuning, adapter=ALL_LINEAR))
         served = Engine.from_backbone(backbone, EngineConfig(memory_bytes=_FREE_BYTES))
-        solo_s = LatencyModel(served.device.info.profile).decode_s(num_requests=1, context=_SERVED_PROMPT)
+        solo_s = LatencyModel(served.device.info.profile).decode_s(
+            num_requests=1, context=_SERVED_PROMPT
+        )
         slo = Slo(ttft_s=5.0, tpot_s=2.5 * solo_s)
         for rate, policy in product(_SERVED_RATES, ("inference-only", "slack")):
-            settings = EngineConfig(policy=policy, memory_bytes=_FREE_BYTES, trainable_models={"second": folder})
+            settings = EngineConfig(
+                policy=policy, memory_bytes=_FREE_BYTES, trainable_models={"second": folder}
+            )
             engine = _remembering(backbone, settings)
             job = engine.submit(examples, tuning, adapter=ALL_LINEAR, model="second")
-            played = OpenLoop(engine, _served(rate), slo=slo, seconds=_SERVED_S, idle=time.sleep).run(drain_s=30.0)
+            played = OpenLoop(
+                engine, _served(rate), slo=slo, seconds=_SERVED_S, idle=time.sleep
+            ).run(drain_s=30.0)
             tpots_s = [each.tpot_s for each in played.outcomes if each.tpot_s is not None]
             row: Row = {
                 "policy": policy,
@@ -360,19 +414,37 @@ def _larger() -> list[Row]:
 
 
 def _claims_larger(rows: list[Row]) -> list[Claim]:
-    alone, beside = ([row for row in rows if ("loss_difference" in row) == is_beside] for is_beside in (False, True))
+    alone, beside = (
+        [row for row in rows if ("loss_difference" in row) == is_beside]
+        for is_beside in (False, True)
+    )
     difference = max(row["loss_difference"] for row in beside)
     times = min(row["weights_over_pool"] for row in beside)
-    held = [row["attainment"] >= 0.99 for row in beside if _of_rate(alone, row)["attainment"] >= 0.99]
+    held = [
+        row["attainment"] >= 0.99 for row in beside if _of_rate(alone, row)["attainment"] >= 0.99
+    ]
     return [
-        Claim("weights of the trained model, over the free memory", "they need not fit", f"{times:.1f}", times >= 3),
+        Claim(
+            "weights of the trained model, over the free memory",
+            "they need not fit",
+            f"{times:.1f}",
+            times >= 3,
+        ),
         Claim(
             "attainment beside it, requests alone",
             "QoS is kept",
-            ", ".join(f"{row['attainment']:.1%}, {_of_rate(alone, row)['attainment']:.1%}" for row in beside),
+            ", ".join(
+                f"{row['attainment']:.1%}, {_of_rate(alone, row)['attainment']:.1%}"
+                for row in beside
+            ),
             all(held) and bool(held),
         ),
-        Claim("losses, beside those of the same job with its model alone", "–", f"{difference:.2%}", None),
+        Claim(
+            "losses, beside those of the same job with its model alone",
+            "–",
+            f"{difference:.2%}",
+            None,
+        ),
     ]
 
 
@@ -382,13 +454,19 @@ def _of_rate(rows: list[Row], like: Row) -> Row:
 
 FIGURES = {
     "llmstation-12": Figure(
-        "a backward pass in parts, on this machine", lambda data: [partial(_both_lengths)], _claims_suspended
+        "a backward pass in parts, on this machine",
+        lambda data: [partial(_both_lengths)],
+        _claims_suspended,
     ),
     "harli-12": Figure(
-        "what decode steps take beside a job, on this machine", lambda data: [partial(_predicted)], _claims_predicted
+        "what decode steps take beside a job, on this machine",
+        lambda data: [partial(_predicted)],
+        _claims_predicted,
     ),
     "harli-13": Figure(
-        "memory of requests and of a second model, on this machine", lambda data: [partial(_window)], _claims_13
+        "memory of requests and of a second model, on this machine",
+        lambda data: [partial(_window)],
+        _claims_13,
     ),
     "harli-larger": Figure(
         "a model three times larger than the free memory, beside requests with SLOs",

@@ -1,11 +1,11 @@
 """LLMStation section 6, on modelled RTX 3090s and H100s.
 
-Requests have the lengths of ShareGPT's first turns, and the job trains a LoRA of rank 16 on Alpaca. As in the paper,
-each baseline is tuned: of its settings the one counts that trains most while both SLOs are held at p99; 0 where none
-does. vLLM beside torchtune is two processes on fixed parts of the devices, each with its copy of the weights; for the
-70B, which a server's memory has room for once, it is a server for each, as FineInfer is. torchtune divides weights
-among devices by FSDP (its recipe `lora_finetune_distributed`), so that every pass gathers them. Figure 12 is in
-`here`.
+Requests have the lengths of ShareGPT's first turns, and the job trains a LoRA of rank 16 on Alpaca.
+As in the paper, each baseline is tuned: of its settings the one counts that trains most while both
+SLOs are held at p99; 0 where none does. vLLM beside torchtune is two processes on fixed parts of
+the devices, each with its copy of the weights; for the 70B, which a server's memory has room for
+once, it is a server for each, as FineInfer is. torchtune divides weights among devices by FSDP (its
+recipe `lora_finetune_distributed`), so that every pass gathers them. Figure 12 is in `here`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +31,23 @@ from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import H100, RTX3090, Hardware
 from coserve.workloads.traces import TracedRequest
 
-_OURS, _COSERVE, _FINEINFER, _APART, _CHUNKED = "LLMStation", "coserve", "FineInfer", "vLLM + torchtune", "chunked"
-# Examples of a device, in torchtune's configurations; all systems make as many of an optimizer step.
+_OURS, _COSERVE, _FINEINFER, _APART, _CHUNKED = (
+    "LLMStation",
+    "coserve",
+    "FineInfer",
+    "vLLM + torchtune",
+    "chunked",
+)
+# Examples of a device, in torchtune's configurations; all systems make as many of an optimizer
+# step.
 _TORCHTUNE_BATCH = 2
 # By system, the policy here and the settings that are tried.
 _SYSTEMS = {
-    _OURS: [f"llmstation:decode_share={share}:deferral={bound}" for share in (0.75, 1.0) for bound in (0.1, 0.5)],
+    _OURS: [
+        f"llmstation:decode_share={share}:deferral={bound}"
+        for share in (0.75, 1.0)
+        for bound in (0.1, 0.5)
+    ],
     _FINEINFER: [f"fineinfer:deferral={bound}" for bound in (0.05, 0.25, 0.5, 0.9)],
     _CHUNKED: [f"chunked-training:chunk_tokens={number}" for number in (64, 128, 256, 512, 1024)],
     _COSERVE: ["slack"],
@@ -49,8 +60,8 @@ _PAPER_LARGE = {_FINEINFER: 1.77, _APART: 1.8, _CHUNKED: 1.38}
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """num_ranks: devices that hold the model together. num_servers: each of which holds the model. rates: of requests,
-    in figure 9 i. tpots_s: in figure 9 ii.
+    """num_ranks: devices that hold the model together. num_servers: each of which holds the model.
+    rates: of requests, in figure 9 i. tpots_s: in figure 9 ii.
     """
 
     name: str
@@ -106,7 +117,11 @@ _TTFTS_S = (0.25, 0.5, 1.0, 2.0)
 
 
 def _best(
-    model: Model, setting: Setting, trace: Callable[[float], Sequence[TracedRequest]], rate: float, data: Data
+    model: Model,
+    setting: Setting,
+    trace: Callable[[float], Sequence[TracedRequest]],
+    rate: float,
+    data: Data,
 ) -> dict[str, float]:
     """Tuning tokens/s of each system, tuned; trace: at a rate, for one server."""
     share = trace(rate / model.num_servers)
@@ -124,13 +139,16 @@ def _best(
         found[_APART] = _torchtune(setting) if enough else 0.0
     else:
         # The smallest part on which requests hold their SLOs leaves most for tuning.
-        enough_for = (tuning for played, tuning in _parts(setting, share, data) if setting.holds(played))
+        enough_for = (
+            tuning for played, tuning in _parts(setting, share, data) if setting.holds(played)
+        )
         found[_APART] = next(enough_for, 0.0)
     return found
 
 
 def _torchtune(setting: Setting) -> float:
-    """Return tokens/s on all devices, each of which has its own examples; the longer of gathering and computing counts.
+    """Return tokens/s on all devices, each of which has its own examples; the longer of gathering
+    and computing counts.
 
     Memory is no limit: what a device has no room for the others hold.
     """
@@ -143,8 +161,12 @@ def _torchtune(setting: Setting) -> float:
     return num_ranks * num_tokens / max(num_tokens / computed, gather_s)
 
 
-def _parts(setting: Setting, trace: Sequence[TracedRequest], data: Data) -> Iterator[tuple[Played, float]]:
-    """Requests on each fixed part of the device, the smallest first, and what jobs train on the other."""
+def _parts(
+    setting: Setting, trace: Sequence[TracedRequest], data: Data
+) -> Iterator[tuple[Played, float]]:
+    """Requests on each fixed part of the device, the smallest first, and what jobs train on the
+    other.
+    """
     for units in range(1, setting.hardware.num_units):
         requests, jobs = setting.on_parts(units)
         try:
@@ -209,16 +231,25 @@ def _claims_rates(rows: list[Row]) -> list[Claim]:
             )
         )
         large = [
-            row["llmstation_over_it"] for row in rows if row["model"] == _MODELS[-1].name and row["system"] == rival
+            row["llmstation_over_it"]
+            for row in rows
+            if row["model"] == _MODELS[-1].name and row["system"] == rival
         ]
         known = [each for each in large if each]
         claims.append(
-            Claim(f"70B: LLMStation over {rival}, at most", f"{_PAPER_LARGE[rival]}", between(known), max(known) > 1)
+            Claim(
+                f"70B: LLMStation over {rival}, at most",
+                f"{_PAPER_LARGE[rival]}",
+                between(known),
+                max(known) > 1,
+            )
         )
     for model in _MODELS[:2]:
         of = {
             system: [
-                row["tuning_tokens_per_s"] for row in rows if row["model"] == model.name and row["system"] == system
+                row["tuning_tokens_per_s"]
+                for row in rows
+                if row["model"] == model.name and row["system"] == system
             ]
             for system in (*_RIVALS, _OURS, _COSERVE)
         }
@@ -228,10 +259,15 @@ def _claims_rates(rows: list[Row]) -> list[Claim]:
         }
         claims.append(
             Claim(
-                f"{model.name}: FineInfer falls below a tenth of what it trains at the lowest rate first",
+                f"{model.name}: FineInfer falls below a tenth of what it trains at the lowest rate "
+                f"first",
                 "it does",
                 ", ".join(f"{system} from the {first[system] + 1}. rate on" for system in first),
-                all(first[_FINEINFER] < each for system, each in first.items() if system != _FINEINFER),
+                all(
+                    first[_FINEINFER] < each
+                    for system, each in first.items()
+                    if system != _FINEINFER
+                ),
             )
         )
     pairs = [
@@ -239,7 +275,8 @@ def _claims_rates(rows: list[Row]) -> list[Claim]:
         for row in rows
         if row["system"] == _COSERVE
         for other in rows
-        if other["system"] == _OURS and (other["model"], other["rate"]) == (row["model"], row["rate"])
+        if other["system"] == _OURS
+        and (other["model"], other["rate"]) == (row["model"], row["rate"])
     ]
     both = [round(ours / theirs, 2) for ours, theirs in pairs if theirs]
     claims.append(Claim("coserve over LLMStation (not in the paper)", "", between(both), None))
@@ -247,7 +284,9 @@ def _claims_rates(rows: list[Row]) -> list[Claim]:
 
 
 def _tasks_slos(data: Data) -> list[Task]:
-    tasks: list[Task] = [partial(_at_tpot, model, tpot_s, data) for model in _MODELS for tpot_s in model.tpots_s]
+    tasks: list[Task] = [
+        partial(_at_tpot, model, tpot_s, data) for model in _MODELS for tpot_s in model.tpots_s
+    ]
     return tasks + [partial(_at_ttft, _MODELS[0], ttft_s, data) for ttft_s in _TTFTS_S]
 
 
@@ -281,10 +320,15 @@ def _claims_slos(rows: list[Row]) -> list[Claim]:
                 trained == sorted(trained) and trained[0] < trained[-1],
             )
         )
-    strict = [row["tuning_tokens_per_s"] for row in rows if "ttft_s" in row and row["system"] == _OURS]
+    strict = [
+        row["tuning_tokens_per_s"] for row in rows if "ttft_s" in row and row["system"] == _OURS
+    ]
     claims.append(
         Claim(
-            "8B: a strict TTFT SLO limits LLMStation", "it does", ", ".join(map(str, strict)), strict[0] < max(strict)
+            "8B: a strict TTFT SLO limits LLMStation",
+            "it does",
+            ", ".join(map(str, strict)),
+            strict[0] < max(strict),
         )
     )
     return claims
@@ -298,8 +342,12 @@ _TRADED = {
         for share in (0.25, 0.5, 0.75, 0.9)
         for bound in (0.1, 0.5, 0.9)
     ],
-    _FINEINFER: [f"fineinfer:deferral={bound}" for bound in (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9)],
-    _CHUNKED: [f"chunked-training:chunk_tokens={number}" for number in (16, 32, 64, 128, 256, 512, 1024)],
+    _FINEINFER: [
+        f"fineinfer:deferral={bound}" for bound in (0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
+    ],
+    _CHUNKED: [
+        f"chunked-training:chunk_tokens={number}" for number in (16, 32, 64, 128, 256, 512, 1024)
+    ],
     _COSERVE: ["slack"],
 }
 # SLOs by which policies are paced, of which figure 10 holds none.
@@ -313,9 +361,13 @@ def _traded(system: str, data: Data) -> list[Row]:
     for tpot_s in _PACES_S if paced else _PACES_S[1:2]:
         setting = _MODELS[0].setting(data, tpot_s=tpot_s)
         if system == _APART:
-            played = [(f"{n + 1} units", *found) for n, found in enumerate(_parts(setting, trace, data))]
+            played = [
+                (f"{n + 1} units", *found) for n, found in enumerate(_parts(setting, trace, data))
+            ]
         else:
-            runs = [(policy, setting.run(policy, trace, data.seconds)) for policy in _TRADED[system]]
+            runs = [
+                (policy, setting.run(policy, trace, data.seconds)) for policy in _TRADED[system]
+            ]
             played = [(policy, run, run.tuning_tokens_per_s) for policy, run in runs]
         for name, run, tuning in played:
             rows.append(
@@ -341,7 +393,8 @@ def _claims_traded(rows: list[Row]) -> list[Claim]:
                 own = [
                     each[what]
                     for each in rows
-                    if each["system"] == _OURS and each["tuning_tokens_per_s"] >= 0.98 * row["tuning_tokens_per_s"]
+                    if each["system"] == _OURS
+                    and each["tuning_tokens_per_s"] >= 0.98 * row["tuning_tokens_per_s"]
                 ]
                 if row["system"] == rival and own and row[what]:
                     found.append(round(row[what] / min(own), 2))
@@ -358,7 +411,9 @@ def _claims_traded(rows: list[Row]) -> list[Claim]:
 
 FIGURES = {
     "llmstation-9i": Figure("tuning by request rate", _tasks_rates, _claims_rates),
-    "llmstation-9ii": Figure("tuning by SLO, at 4.15 requests/s in bursts", _tasks_slos, _claims_slos),
+    "llmstation-9ii": Figure(
+        "tuning by SLO, at 4.15 requests/s in bursts", _tasks_slos, _claims_slos
+    ),
     "llmstation-10": Figure(
         "latency by tuning, at 0.88 requests/s in bursts",
         lambda data: [partial(_traded, system, data) for system in (*_TRADED, _APART)],

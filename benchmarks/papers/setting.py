@@ -44,14 +44,20 @@ class Data:
         """Azure's conversations as they came."""
         return read_trace(self.folder / "azure_conv.csv.gz")
 
-    def bursts(self, rate: float, *, seconds: float | None = None, skip: int = 0) -> list[TracedRequest]:
-        """Azure's arrivals at a mean rate, with the lengths of ShareGPT's first turns; without the first `skip`."""
+    def bursts(
+        self, rate: float, *, seconds: float | None = None, skip: int = 0
+    ) -> list[TracedRequest]:
+        """Azure's arrivals at a mean rate, with the lengths of ShareGPT's first turns; without the
+        first `skip`.
+        """
         drawn = _lengths(self.folder)
         trace = [
             replace(each, num_prompt_tokens=prompt, num_output_tokens=output)
             for each, (prompt, output) in zip(self.conversations(), drawn, strict=False)
         ]
-        return rescale(trace, rate=rate, seconds=self.seconds if seconds is None else seconds, skip=skip)
+        return rescale(
+            trace, rate=rate, seconds=self.seconds if seconds is None else seconds, skip=skip
+        )
 
     def steady(self, rate: float) -> list[TracedRequest]:
         """The same lengths at a steady rate."""
@@ -71,8 +77,8 @@ class Data:
 
 @cache
 def _lengths(folder: Path) -> list[tuple[int, int]]:
-    """Of ShareGPT's first turns, drawn. A conversation's later prompts hold all before them, so a shorter prompt begins
-    another conversation.
+    """Of ShareGPT's first turns, drawn. A conversation's later prompts hold all before them, so a
+    shorter prompt begins another conversation.
     """
     recorded = read_lengths(folder / "sharegpt_lengths.csv.gz")
     lengths = RecordedLengths([own for before, own in pairwise(recorded) if own[0] < before[0]])
@@ -90,7 +96,11 @@ def shapes(model: str, num_ranks: int = 1) -> Backbone:
 
 def weight_bytes(model: str, num_ranks: int = 1) -> int:
     """Return the bytes of one copy, or of what each of several ranks holds of it."""
-    tensors = {id(one): one for held in shapes(model, num_ranks).weights.values() for one in weight_tensors(held)}
+    tensors = {
+        id(one): one
+        for held in shapes(model, num_ranks).weights.values()
+        for one in weight_tensors(held)
+    }
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -144,10 +154,13 @@ class Setting:
         return self.attainment(played) >= ATTAINMENT
 
     def on_parts(self, num_units: int) -> tuple["Setting", "Setting"]:
-        """Requests and jobs as processes of their own on fixed parts of the device, num_units of it for requests, each
-        with its own copy of the weights; both wait for the memory while the other moves data (HARLI equation 5).
+        """Requests and jobs as processes of their own on fixed parts of the device, num_units of it
+        for requests, each with its own copy of the weights; both wait for the memory while the
+        other moves data (HARLI equation 5).
         """
-        profile = ModelledPlace.of_hardware(shapes(self.model, self.num_ranks), self.hardware).profile
+        profile = ModelledPlace.of_hardware(
+            shapes(self.model, self.num_ranks), self.hardware
+        ).profile
         assert profile.sharing is not None
         total, found = self.hardware.num_units, []
         for own, interference in (
@@ -156,7 +169,9 @@ class Setting:
         ):
             part = self.hardware.part(own)
             slower = 1 + interference * (total - own) / total
-            part = replace(part, flops_per_s=part.flops_per_s / slower, bytes_per_s=part.bytes_per_s / slower)
+            part = replace(
+                part, flops_per_s=part.flops_per_s / slower, bytes_per_s=part.bytes_per_s / slower
+            )
             found.append(replace(self, hardware=part))
         requests, jobs = found
         left = self.hardware.memory_bytes - weight_bytes(self.model, self.num_ranks)
@@ -181,8 +196,8 @@ def run_task(task: Task) -> list[Row]:
 
 
 class Claim(NamedTuple):
-    """What a paper says of a figure, and what comes of it here. holds: whether the trend is the same; None where the
-    paper says nothing.
+    """What a paper says of a figure, and what comes of it here. holds: whether the trend is the
+    same; None where the paper says nothing.
     """
 
     claim: str

@@ -1,8 +1,9 @@
 """Records which functions of a package run in this process: Python imports this file at its start.
 
-`benchmarks/stations.py` puts this folder on PYTHONPATH. Where its variables are set, every process and its threads
-write a line of JSON for each function when it first runs in a window of time, and for each pair of files of which one
-calls the other. Which window it is says one byte of a shared file: 0 is none.
+`benchmarks/stations.py` puts this folder on PYTHONPATH. Where its variables are set, every process
+and its threads write a line of JSON for each function when it first runs in a window of time, and
+for each pair of files of which one calls the other. Which window it is says one byte of a shared
+file: 0 is none.
 """
 
 import json
@@ -14,7 +15,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 _PLACE, _PACKAGE = os.environ.get("STATIONS_PLACE"), os.environ.get("STATIONS_PACKAGE", "")
-# Bodies of modules and classes run while they are imported; they have no locals of their own that are numbered.
+# Bodies of modules and classes run while they are imported; they have no locals of their own that
+# are numbered.
 _CO_OPTIMIZED = 1
 
 
@@ -45,7 +47,11 @@ class _Recorder:
         if (own := self._name(code)) is None:
             return
         self._write(window, "function", own)
-        if pair[2] is not None and (other := self._name(pair[2])) is not None and other[0] != own[0]:
+        if (
+            pair[2] is not None
+            and (other := self._name(pair[2])) is not None
+            and other[0] != own[0]
+        ):
             self._write(window, "call", (other[0], own[0]))
 
     def _name(self, code: CodeType) -> tuple[str, str, int] | None:
@@ -54,7 +60,9 @@ class _Recorder:
             is_ours = code.co_filename.startswith(self._prefix) and code.co_flags & _CO_OPTIMIZED
             is_named = not code.co_name.startswith("<") or code.co_name == "<lambda>"
             path = code.co_filename[len(self._prefix) :]
-            self._names[code] = (path, code.co_qualname, code.co_firstlineno) if is_ours and is_named else None
+            self._names[code] = (
+                (path, code.co_qualname, code.co_firstlineno) if is_ours and is_named else None
+            )
         return self._names[code]
 
     def _write(self, window: int, kind: str, what: tuple[object, ...]) -> None:

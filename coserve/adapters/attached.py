@@ -1,4 +1,6 @@
-"""The graphs of an adapter: those of its model's parts with the bypasses of its method, as this rank runs them."""
+"""The graphs of an adapter: those of its model's parts with the bypasses of its method, as this
+rank runs them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,25 +27,32 @@ class AdapterGraphs:
     """The attached graphs of an adapter; equal parts share one object."""
 
     by_training: Mapping[bool, Mapping[Part, AttachedGraph]]
-    """The graph of each part: what training differentiates (True), and what requests run (False)."""
+    """The graph of each part: what training differentiates (True), and what requests run
+    (False)."""
     states: Mapping[str, AnyState] = field(default_factory=dict)
-    """Cuts of the parameters and derived tensors that this rank holds in part, by full name; all others are whole."""
+    """Cuts of the parameters and derived tensors that this rank holds in part, by full name; all
+    others are whole."""
     summed: tuple[str, ...] = ()
-    """Full names, in alphabetical order, of the parameters of whose gradient each rank has a part, which ranks add up
-    once a step."""
+    """Full names, in alphabetical order, of the parameters of whose gradient each rank has a part,
+    which ranks add up once a step."""
     divided: Mapping[Part, AttachedLocalGraph] = field(default_factory=dict)
-    """The graph of each part as training differentiates it, with states, where ranks divide the model."""
+    """The graph of each part as training differentiates it, with states, where ranks divide the
+    model."""
 
     counted_once: tuple[str, ...] = ()
-    """Full names, at the module that reads it, of a parameter of whose gradient each rank has a part from another
-    module that reads it, and all of it from this one, which rank 0 alone counts."""
+    """Full names, at the module that reads it, of a parameter of whose gradient each rank has a
+    part from another module that reads it, and all of it from this one, which rank 0 alone counts."""
 
     @property
     def dropped(self) -> list[str]:
-        """Return the full names, at the module that reads them, of the parameters whose gradients from there ranks
-        other than 0 drop: because rank 0 alone holds them, and others have zeros that are not trained, or counts them.
+        """Return the full names, at the module that reads them, of the parameters whose gradients
+        from there ranks other than 0 drop: because rank 0 alone holds them, and others have zeros
+        that are not trained, or counts them.
         """
-        return [*(name for name, state in self.states.items() if state is FIRST), *self.counted_once]
+        return [
+            *(name for name, state in self.states.items() if state is FIRST),
+            *self.counted_once,
+        ]
 
     def own(self, name: str, value: Tensor, whole: tuple[int, ...], rank: int) -> Tensor:
         """Return what a rank holds of a parameter.
@@ -54,25 +63,37 @@ class AdapterGraphs:
             whole: shape of the whole tensor.
             rank: number of the rank.
         """
-        return piece(value, self.states.get(name, WHOLE), rank) if tuple(value.shape) == whole else value
+        return (
+            piece(value, self.states.get(name, WHOLE), rank)
+            if tuple(value.shape) == whole
+            else value
+        )
 
     def own_derived(self, name: str, value: Tensor, whole: tuple[int, ...], rank: int) -> Tensor:
-        """Do the same for a derived tensor, of which a whole one is that of many modules, and of every step: then so is
-        the piece.
+        """Do the same for a derived tensor, of which a whole one is that of many modules, and of
+        every step: then so is the piece.
         """
         state = self.states.get(name, WHOLE)
-        return _kept_piece(value, state, rank) if isinstance(state, Cut) and tuple(value.shape) == whole else value
+        return (
+            _kept_piece(value, state, rank)
+            if isinstance(state, Cut) and tuple(value.shape) == whole
+            else value
+        )
 
     @classmethod
     def on(cls, config: HasBypasses, layout: AdapterLayout, backbone: Backbone) -> Self:
-        """Return the graphs of an adapter on a backbone, whose vocabulary may be another than the adapter's.
+        """Return the graphs of an adapter on a backbone, whose vocabulary may be another than the
+        adapter's.
 
         Raises:
-            AdapterError: several ranks hold the model, and the adapter cannot be divided among them.
+            AdapterError: several ranks hold the model, and the adapter cannot be divided among
+                them.
         """
         own = layout.architecture
         if backbone.ranks.size > 1 and layout.frozen is not None:
-            raise AdapterError("an adapter that brings weights of its own is not divided among ranks yet")
+            raise AdapterError(
+                "an adapter that brings weights of its own is not divided among ranks yet"
+            )
         local = backbone.local if own is backbone.architecture else local_model(own, Ranks())
         return cls.of(config, layout, local)
 
@@ -88,15 +109,24 @@ class AdapterGraphs:
         Raises:
             AdapterError: several ranks hold the model, and the method cannot be divided among them.
         """
-        bypasses = {training: _bypasses(config, layout, training=training) for training in (True, False)}
+        bypasses = {
+            training: _bypasses(config, layout, training=training) for training in (True, False)
+        }
         if not local.divided:
             shared: dict[tuple[Any, ...], AttachedGraph] = {}
-            return cls(by_training={training: _attached(local, of, shared) for training, of in bypasses.items()})
+            return cls(
+                by_training={
+                    training: _attached(local, of, shared) for training, of in bypasses.items()
+                }
+            )
         return cls._divided(layout, local, bypasses)
 
     @classmethod
     def _divided(
-        cls, layout: AdapterLayout, local: LocalModel, bypasses: Mapping[bool, Mapping[Part, Mapping[str, Bypass]]]
+        cls,
+        layout: AdapterLayout,
+        local: LocalModel,
+        bypasses: Mapping[bool, Mapping[Part, Mapping[str, Bypass]]],
     ) -> Self:
         shared: dict[tuple[Any, ...], AttachedLocalGraph] = {}
         found: dict[bool, dict[Part, AttachedLocalGraph]] = {}
@@ -112,7 +142,9 @@ class AdapterGraphs:
                     try:
                         shared[key] = attach_local(divided, of_part, ranks, fixed=fixed)
                     except GraphError as error:
-                        raise AdapterError(f"the adapter cannot be divided among {ranks.size} ranks: {error}") from None
+                        raise AdapterError(
+                            f"the adapter cannot be divided among {ranks.size} ranks: {error}"
+                        ) from None
                 found[training][part] = shared[key]
         prefix = layout.architecture.prefix
         states = {
@@ -124,13 +156,16 @@ class AdapterGraphs:
         counted_once = set[str]()
         for name, owner in layout.shared.items():
             if states.get(name, WHOLE) != states.get(owner, WHOLE):
-                raise AdapterError(f"{name} is {owner}, and ranks would divide the two in different ways")
+                raise AdapterError(
+                    f"{name} is {owner}, and ranks would divide the two in different ways"
+                )
             if summed & {name, owner}:
                 counted_once |= {name, owner} - summed
                 summed.add(owner)
         return cls(
             by_training={
-                training: {part: each.attached for part, each in parts.items()} for training, parts in found.items()
+                training: {part: each.attached for part, each in parts.items()}
+                for training, parts in found.items()
             },
             states=states,
             summed=tuple(sorted(summed - layout.shared.keys())),
@@ -151,7 +186,9 @@ def _own_states(each: AttachedLocalGraph) -> list[tuple[str, AnyState]]:
     return [(spec.name, each.states[spec.name]) for spec in own]
 
 
-def _bypasses(config: HasBypasses, layout: AdapterLayout, *, training: bool) -> dict[Part, dict[str, Bypass]]:
+def _bypasses(
+    config: HasBypasses, layout: AdapterLayout, *, training: bool
+) -> dict[Part, dict[str, Bypass]]:
     """Return the bypasses by part and node."""
     found: dict[Part, dict[str, Bypass]] = {part: {} for part in layout.architecture.parts}
     for place in layout.places.values():
@@ -160,7 +197,9 @@ def _bypasses(config: HasBypasses, layout: AdapterLayout, *, training: bool) -> 
 
 
 def _attached(
-    local: LocalModel, bypasses: Mapping[Part, Mapping[str, Bypass]], shared: dict[tuple[Any, ...], AttachedGraph]
+    local: LocalModel,
+    bypasses: Mapping[Part, Mapping[str, Bypass]],
+    shared: dict[tuple[Any, ...], AttachedGraph],
 ) -> dict[Part, AttachedGraph]:
     result = {}
     for part, of_part in bypasses.items():

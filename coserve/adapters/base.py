@@ -1,9 +1,10 @@
 """What a PEFT method is, and an adapter: one method's parameters on one backbone.
 
-A method is one file in `adapters/methods/` with one config class, which answers: at which modules it sits, the bypass
-there, the initial value of each parameter, and its form in PEFT's directory. A bypass may read the site's input x, its
-output y before the sum and its weights, and tensors that are derived from the parameters (see `graph.bypass.Bypass`).
-`adapters/methods/lora.py` is the one with most settings; `docs/architecture.md` has a short one as a recipe.
+A method is one file in `adapters/methods/` with one config class, which answers: at which modules
+it sits, the bypass there, the initial value of each parameter, and its form in PEFT's directory. A
+bypass may read the site's input x, its output y before the sum and its weights, and tensors that
+are derived from the parameters (see `graph.bypass.Bypass`). `adapters/methods/lora.py` is the one
+with most settings; `docs/architecture.md` has a short one as a recipe.
 """
 
 import json
@@ -36,13 +37,14 @@ PEFT_PREFIX = "base_model.model."
 
 
 class AdapterConfig(ABC):
-    """A PEFT method with its settings. Immutable; ValueError when created with settings that no model could take.
+    """A PEFT method with its settings. Immutable; ValueError when created with settings that no
+    model could take.
 
-    peft_type: PEFT's name of it; in small letters, that of its file and the `type` in a job's settings.
-    job_defaults: settings of a job's adapter that differ from the class's defaults.
-    num_virtual_tokens: rows that the engine puts before every prompt and example, with the ids -1, -2, ….
-    is_model: whether it is the backbone's own weights: a job serves each of its steps then, and its checkpoints are
-    models in Hugging Face's layout.
+    peft_type: PEFT's name of it; in small letters, that of its file and the `type` in a job's
+    settings. job_defaults: settings of a job's adapter that differ from the class's defaults.
+    num_virtual_tokens: rows that the engine puts before every prompt and example, with the ids -1,
+    -2, …. is_model: whether it is the backbone's own weights: a job serves each of its steps then,
+    and its checkpoints are models in Hugging Face's layout.
     """
 
     peft_type: ClassVar[str]
@@ -51,8 +53,11 @@ class AdapterConfig(ABC):
     is_model: ClassVar[bool] = False
 
     @abstractmethod
-    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
-        """Full module name -> (part, node) of every place it sits at; AdapterError if there is none.
+    def sites(
+        self, architecture: Architecture, *, every_target: bool = True
+    ) -> dict[str, tuple[Part, str]]:
+        """Full module name -> (part, node) of every place it sits at; AdapterError if there is
+        none.
 
         every_target: whether each of several targets must match something, or just one of them.
         """
@@ -65,7 +70,9 @@ class AdapterConfig(ABC):
         """
 
     def shared(self, architecture: Architecture) -> Mapping[str, str]:
-        """Return the parameters that are used at a second module: full name there -> full name of the parameter."""
+        """Return the parameters that are used at a second module: full name there -> full name of
+        the parameter.
+        """
         return {}
 
     def why_not_trained(self, architecture: Architecture) -> str:
@@ -73,11 +80,17 @@ class AdapterConfig(ABC):
         return ""
 
     @abstractmethod
-    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
-        """The float32 value that a parameter (by its name in the bypass) starts from, whole or what this rank holds."""
+    def initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
+        """The float32 value that a parameter (by its name in the bypass) starts from, whole or what
+        this rank holds.
+        """
 
     def sizes(self, architecture: Architecture) -> "AdapterLayout":
-        """What a job's tensors are, before there are any; AdapterError if it fits nowhere on this model."""
+        """What a job's tensors are, before there are any; AdapterError if it fits nowhere on this
+        model.
+        """
         return AdapterLayout.of(self, architecture)
 
     def create(self, backbone: Backbone, *, seed: int) -> "Adapter":
@@ -85,46 +98,65 @@ class AdapterConfig(ABC):
         return self.as_served(Adapter(backbone, self, seed=seed), is_fresh=True)
 
     def as_served(self, adapter: "Adapter", *, is_fresh: bool) -> "Adapter":
-        """What versions are made of, from an adapter of this config as it is created (`is_fresh`) or as PEFT's
-        directory has it; here: that itself.
+        """What versions are made of, from an adapter of this config as it is created (`is_fresh`)
+        or as PEFT's directory has it; here: that itself.
         """
         return adapter
 
-    def reparametrization(self, adapter: "Adapter", generator: torch.Generator) -> Reparametrization | None:
-        """How what is trained gives the parameters of an adapter that is `as_served`; None: they are what is trained.
+    def reparametrization(
+        self, adapter: "Adapter", generator: torch.Generator
+    ) -> Reparametrization | None:
+        """How what is trained gives the parameters of an adapter that is `as_served`; None: they
+        are what is trained.
 
         generator: of initial values.
         """
         return None
 
     def derived(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The derived tensors of the bypass at a site, by their names there, from its parameters (float32): made after
-        each change of these. They are whole, or what this rank holds of them, as the parameters are.
+        """The derived tensors of the bypass at a site, by their names there, from its parameters
+        (float32): made after each change of these. They are whole, or what this rank holds of them,
+        as the parameters are.
         """
         return {}
 
     def merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What a site's own weights ("weight", "bias") become where the adapter goes into them, float32; AdapterError
-        where it cannot.
+        """What a site's own weights ("weight", "bias") become where the adapter goes into them,
+        float32; AdapterError where it cannot.
         """
-        raise AdapterError(f"{self.peft_type} adapters cannot be merged: they add what the model's weights cannot have")
+        raise AdapterError(
+            f"{self.peft_type} adapters cannot be merged: they add what the model's weights cannot "
+            f"have"
+        )
 
     def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
         """Settings that this model makes pointless, as (setting, what is wrong with it)."""
         yield from ()
 
-    def to_peft_tensors(self, values: Mapping[str, Tensor], layout: "AdapterLayout") -> dict[str, Tensor]:
-        """Parameters (by full name) as PEFT's files have them; here: `to_peft_value` of each, under its own name."""
-        return {PEFT_PREFIX + name: self.to_peft_value(layout.local_names[name], values[name]) for name in values}
+    def to_peft_tensors(
+        self, values: Mapping[str, Tensor], layout: "AdapterLayout"
+    ) -> dict[str, Tensor]:
+        """Parameters (by full name) as PEFT's files have them; here: `to_peft_value` of each, under
+        its own name.
+        """
+        return {
+            PEFT_PREFIX + name: self.to_peft_value(layout.local_names[name], values[name])
+            for name in values
+        }
 
-    def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: "AdapterLayout") -> dict[str, Tensor]:
+    def from_peft_tensors(
+        self, tensors: Mapping[str, Tensor], layout: "AdapterLayout"
+    ) -> dict[str, Tensor]:
         """The inverse of `to_peft_tensors`, exactly."""
         return {
-            name: self.from_peft_value(local, tensors[PEFT_PREFIX + name]) for name, local in layout.local_names.items()
+            name: self.from_peft_value(local, tensors[PEFT_PREFIX + name])
+            for name, local in layout.local_names.items()
         }
 
     def frozen_file_name(self, module: str, architecture: Architecture) -> str:
-        """Return what PEFT's file calls a module's weight that the adapter brings and does not train."""
+        """Return what PEFT's file calls a module's weight that the adapter brings and does not
+        train.
+        """
         return f"{PEFT_PREFIX}{module}.weight"
 
     def to_peft_value(self, parameter: str, value: Tensor) -> Tensor:
@@ -146,16 +178,18 @@ class AdapterConfig(ABC):
     @classmethod
     @abstractmethod
     def from_peft(cls, fields: Mapping[str, Any]) -> Self:
-        """The inverse of `to_peft`; AdapterError, naming the field, for anything that would change the numbers and is
-        not supported.
+        """The inverse of `to_peft`; AdapterError, naming the field, for anything that would change
+        the numbers and is not supported.
         """
 
 
 class Adapter:
-    """The parameters of one method on one backbone: float32 masters, and a compute copy in the backbone's dtype.
+    """The parameters of one method on one backbone: float32 masters, and a compute copy in the
+    backbone's dtype.
 
-    Where the backbone is float32 the masters are the compute copy. Parameters are named as in PEFT, without its prefix:
-    `model.layers.0.self_attn.q_proj.lora_A.weight`. at: the places of its modules on the backbone.
+    Where the backbone is float32 the masters are the compute copy. Parameters are named as in PEFT,
+    without its prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`. at: the places of its
+    modules on the backbone.
     """
 
     def __init__(
@@ -172,15 +206,18 @@ class Adapter:
     ) -> None:
         """Make a fresh adapter; AdapterError if it fits nowhere on this model.
 
-        seed: of the initial values, the same on any device. every_target: see `AdapterConfig.sites`. masters: whole
-        ones, or what this rank holds, copied in place of initial values. frozen, frozen_weights: what is not trained,
-        and its tensors by module. graphs: those of the adapter, if they have been made.
+        seed: of the initial values, the same on any device. every_target: see
+        `AdapterConfig.sites`. masters: whole ones, or what this rank holds, copied in place of
+        initial values. frozen, frozen_weights: what is not trained, and its tensors by module.
+        graphs: those of the adapter, if they have been made.
         """
         self.backbone, self.config = backbone, config
         if graphs is not None:
             self.graphs = graphs
         architecture = backbone.architecture
-        self.layout = layout = AdapterLayout.of(config, architecture, every_target=every_target, frozen=frozen)
+        self.layout = layout = AdapterLayout.of(
+            config, architecture, every_target=every_target, frozen=frozen
+        )
         self.frozen_weights = {
             module: tensor.to(backbone.device, backbone.dtype).contiguous()
             for module, tensor in (frozen_weights or {}).items()
@@ -200,9 +237,11 @@ class Adapter:
                 value = torch.empty(shape, device="meta")
             else:
                 value = config.initial(layout.local_names[name], shape, self.at[module], generator)
-            # What begins as a weight may lie as a backend has laid that, and PyTorch's fused AdamW takes elements of a
-            # gradient in the order in which they lie.
-            value = self.graphs.own(name, value.to(backbone.device), shape, backbone.ranks.rank).contiguous()
+            # What begins as a weight may lie as a backend has laid that, and PyTorch's fused AdamW
+            # takes elements of a gradient in the order in which they lie.
+            value = self.graphs.own(
+                name, value.to(backbone.device), shape, backbone.ranks.rank
+            ).contiguous()
             self.masters[name] = value
             part = layout.places[module].part
             local = name.removeprefix(backbone.architecture.prefix(part))
@@ -214,28 +253,40 @@ class Adapter:
         self._tensors = {part: dict(tensors) for part, tensors in self._compute.items()}
         for site in self.at.values():
             if site.frozen is not None:
-                self._tensors.setdefault(site.place.part, {})[f"{site.place.node.name}.{FROZEN}"] = site.frozen
+                self._tensors.setdefault(site.place.part, {})[
+                    f"{site.place.node.name}.{FROZEN}"
+                ] = site.frozen
         self._derive()
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of tokens of the adapter's model, if it is another than the backbone's; else 0."""
+        """Return the number of tokens of the adapter's model, if it is another than the backbone's;
+        else 0.
+        """
         own = self.architecture.vocab_size
         return 0 if own == self.backbone.architecture.vocab_size else own
 
     @property
     def architecture(self) -> Architecture:
-        """Return that of the adapter's model, whose vocabulary may be another than the backbone's."""
+        """Return that of the adapter's model, whose vocabulary may be another than the
+        backbone's.
+        """
         return self.layout.architecture
 
     def _frozen_weight(self, module: str) -> Tensor | None:
         """Return the weight that the adapter brings for a module, if it brings one."""
         frozen = self.layout.frozen
-        return None if frozen is None else self.frozen_weights.get(frozen.owner(module, self.architecture))
+        return (
+            None
+            if frozen is None
+            else self.frozen_weights.get(frozen.owner(module, self.architecture))
+        )
 
     def _place_of(self, name: str) -> tuple[Part, str]:
         """Return the part of a parameter, by its full name, and its name in the part's graph."""
-        place = next(place for module, place in self.layout.places.items() if name.startswith(f"{module}."))
+        place = next(
+            place for module, place in self.layout.places.items() if name.startswith(f"{module}.")
+        )
         return place.part, name.removeprefix(self.architecture.prefix(place.part))
 
     @property
@@ -257,18 +308,26 @@ class Adapter:
         """Full parameter name -> (part, name in the part's graph)."""
         places = [(part, name) for part, tensors in self._compute.items() for name in tensors]
         prefix, shared = self.architecture.prefix, self.layout.shared
-        return {full: (part, name) for part, name in places if (full := prefix(part) + name) not in shared}
+        return {
+            full: (part, name)
+            for part, name in places
+            if (full := prefix(part) + name) not in shared
+        }
 
     def parameters(self, part: Part) -> Mapping[str, Tensor]:
         """The compute copies of one part, by their name in its graph."""
         return self._compute.get(part, {})
 
     def tensors(self, part: Part) -> Mapping[str, Tensor]:
-        """The same with what is derived from them: all that the part's bypasses have of their own."""
+        """The same with what is derived from them: all that the part's bypasses have of their
+        own.
+        """
         return self._tensors.get(part, {})
 
     def attached(self, part: Part, *, training: bool = True) -> AttachedGraph:
-        """The part's graph with this adapter's bypasses, as training differentiates it or as requests run it."""
+        """The part's graph with this adapter's bypasses, as training differentiates it or as
+        requests run it.
+        """
         return self.graphs.by_training[training][part]
 
     def bypasses(self, *, training: bool = False) -> Bypasses:
@@ -276,7 +335,9 @@ class Adapter:
         return self._bypasses[training]
 
     def sync_compute_copy(self) -> None:
-        """Bring the compute copies, and what is derived, up to the masters, after an optimizer step or a load."""
+        """Bring the compute copies, and what is derived, up to the masters, after an optimizer step
+        or a load.
+        """
         copies, masters = [], []
         for name, (part, local) in self.parameter_parts.items():
             copy, master = self._compute[part][local], self.masters[name]
@@ -305,21 +366,29 @@ class Adapter:
         return dict(state)
 
     def save(self, directory: Path) -> None:
-        """Write its files in PEFT's format, float32, with this backbone as the base model and causal language modelling
-        as the task. Of several ranks, each writes what it holds (see `shared_files`).
+        """Write its files in PEFT's format, float32, with this backbone as the base model and
+        causal language modelling as the task. Of several ranks, each writes what it holds (see
+        `shared_files`).
         """
         fields = {**self.config.to_peft(), **self.config.to_peft_of(self.architecture)}
         fields["base_model_name_or_path"] = self.backbone.name
         content = (json.dumps(fields, indent=2) + "\n").encode()
         layout, ranks, frozen = self.layout, self.backbone.ranks, self.layout.frozen
         if ranks.size > 1:
-            divided = DividedAdapter(form=self.config, layout=layout, graphs=self.graphs, ranks=ranks)
+            divided = DividedAdapter(
+                form=self.config, layout=layout, graphs=self.graphs, ranks=ranks
+            )
             divided.write(directory, self.masters, content)
             return
         tensors = self.config.to_peft_tensors(self.masters, layout)
         if frozen is not None:
-            tensors |= frozen.in_files(self.frozen_weights, self.architecture, self.config.frozen_file_name)
-        write_tensors(directory / WEIGHTS_FILE, {name: each.contiguous().cpu() for name, each in tensors.items()})
+            tensors |= frozen.in_files(
+                self.frozen_weights, self.architecture, self.config.frozen_file_name
+            )
+        write_tensors(
+            directory / WEIGHTS_FILE,
+            {name: each.contiguous().cpu() for name, each in tensors.items()},
+        )
         replace_file(directory / CONFIG_FILE, content)
 
     def snapshot(self) -> "Adapter":
@@ -327,11 +396,16 @@ class Adapter:
         return self.with_masters({name: master.clone() for name, master in self.masters.items()})
 
     def with_masters(self, masters: dict[str, Tensor]) -> "Adapter":
-        """The same adapter with these tensors as its parameters, wherever they are: equal ones, or ones that are never
-        computed with.
+        """The same adapter with these tensors as its parameters, wherever they are: equal ones, or
+        ones that are never computed with.
         """
         copy = Adapter.__new__(Adapter)
-        copy.backbone, copy.config, copy.layout, copy.at = self.backbone, self.config, self.layout, self.at
+        copy.backbone, copy.config, copy.layout, copy.at = (
+            self.backbone,
+            self.config,
+            self.layout,
+            self.at,
+        )
         copy.masters, copy.frozen_weights = masters, self.frozen_weights
         copy.graphs = self.graphs  # the graphs are the same
         computed = {name: master.to(self.backbone.dtype) for name, master in masters.items()}
@@ -339,18 +413,27 @@ class Adapter:
             part: {name: computed[self.master_name(part, name)] for name in tensors}
             for part, tensors in self._compute.items()
         }
-        copy._tensors = {part: {**tensors, **copy._compute.get(part, {})} for part, tensors in self._tensors.items()}
+        copy._tensors = {
+            part: {**tensors, **copy._compute.get(part, {})}
+            for part, tensors in self._tensors.items()
+        }
         return copy
 
     def _derive(self) -> None:
-        """What follows from the masters: new tensors, since those of other copies of the adapter stay as they are."""
+        """What follows from the masters: new tensors, since those of other copies of the adapter
+        stay as they are.
+        """
         for module, specs in self.layout.derived.items():
             site = self.at[module]
             if self.backbone.device.type == "meta":
-                found: Mapping[str, Tensor] = {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}
+                found: Mapping[str, Tensor] = {
+                    spec.name: torch.empty(spec.shape, device="meta") for spec in specs
+                }
             else:
                 found = self.config.derived(site, self.masters_at[module])
-            assert found.keys() == {spec.name for spec in specs}, "what the bypass declares, and no more"
+            assert found.keys() == {spec.name for spec in specs}, (
+                "what the bypass declares, and no more"
+            )
             tensors = self._tensors.setdefault(site.place.part, {})
             for spec in specs:
                 full, rank = f"{module}.{spec.name}", self.backbone.ranks.rank
@@ -370,7 +453,9 @@ class Adapter:
 
     @cached_property
     def graphs(self) -> AdapterGraphs:
-        """Return the graphs of the model's parts with the bypasses, and what of each parameter this rank holds."""
+        """Return the graphs of the model's parts with the bypasses, and what of each parameter this
+        rank holds.
+        """
         return AdapterGraphs.on(self.config, self.layout, self.backbone)
 
     @cached_property

@@ -1,6 +1,8 @@
-"""Embeddings and head that a directory of PEFT's holds beside what is trained (see `frozen_weights`).
+"""Embeddings and head that a directory of PEFT's holds beside what is trained (see
+`frozen_weights`).
 
-PEFT names such a weight by the wrappers that it has put around the module, and may write it more than once.
+PEFT names such a weight by the wrappers that it has put around the module, and may write it more
+than once.
 """
 
 import re
@@ -22,7 +24,8 @@ from coserve.models.base import Architecture, Part
 
 # What stands between a module's name and "weight" where that is the model's own.
 _WRAPPERS = re.compile(r"(base_layer\.|token_adapter\.)*weight")
-# Copies of what is not used, or of what is there by another name, too: of whole modules, and of a tied head's tokens.
+# Copies of what is not used, or of what is there by another name, too: of whole modules, and of a
+# tied head's tokens.
 _COPIES = re.compile(
     r"(base_layer\.|token_adapter\.)*(modules_to_save|original_module)\.weight|token_adapter\.trainable_tokens_delta"
 )
@@ -34,8 +37,8 @@ _VOCABULARY_AXES = {"lora_embedding_A": 1, "lora_B.weight": 0}
 class Brought:
     """The tensors of a file that are no parameters.
 
-    frozen: the weights among them that rows of the adapter use; None if there are none. sources: by module, the name of
-    its weight in the file. names: of all of them.
+    frozen: the weights among them that rows of the adapter use; None if there are none. sources: by
+    module, the name of its weight in the file. names: of all of them.
     """
 
     frozen: FrozenWeights | None
@@ -43,14 +46,17 @@ class Brought:
     names: frozenset[str]
 
     def read(self, file: TensorFile, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the weights by module; AdapterError if one is not finite in the dtype that is computed with."""
+        """Return the weights by module; AdapterError if one is not finite in the dtype that is
+        computed with.
+        """
         return {module: file.read_finite(name, dtype) for module, name in self.sources.items()}
 
     def without_equal(self, tensors: dict[str, Tensor], backbone: Backbone) -> FrozenWeights | None:
-        """Return the weights that are others than the backbone's, and take the rest out of `tensors`.
+        """Return the weights that are others than the backbone's, and take the rest out of
+        `tensors`.
 
-        A rank compares what it holds; one that finds no difference where others do continues without them, and the
-        others refuse the adapter.
+        A rank compares what it holds; one that finds no difference where others do continues
+        without them, and the others refuse the adapter.
         """
         frozen, architecture = self.frozen, backbone.architecture
         if frozen is None or frozen.vocab_size != architecture.vocab_size:
@@ -58,14 +64,22 @@ class Brought:
         sites = frozen.sites(architecture)
         for module in list(tensors):
             site = Site(place=Place.of(architecture, module, *sites[module]), backbone=backbone)
-            if not differs(site.own(tensors[module]), site.weight.dense(), site.weight.max_rounding):
+            if not differs(
+                site.own(tensors[module]), site.weight.dense(), site.weight.max_rounding
+            ):
                 del tensors[module]
-        kept = tuple(module for module in frozen.modules if frozen.owner(module, architecture) in tensors)
+        kept = tuple(
+            module for module in frozen.modules if frozen.owner(module, architecture) in tensors
+        )
         return replace(frozen, modules=kept) if kept else None
 
 
-def read_brought(file: TensorFile, config: AdapterConfig, backbone: Backbone, directory: Path) -> Brought:
-    """Return what a file holds beside parameters; AdapterError if it lacks weights of the model that it is for."""
+def read_brought(
+    file: TensorFile, config: AdapterConfig, backbone: Backbone, directory: Path
+) -> Brought:
+    """Return what a file holds beside parameters; AdapterError if it lacks weights of the model
+    that it is for.
+    """
     headers = {name.removeprefix(PEFT_PREFIX): header for name, header in file.headers.items()}
     architecture = backbone.architecture
     modules: dict[str, Part] = {architecture.embedding_name: "embed", HEAD_MODULE: "head"}
@@ -73,7 +87,11 @@ def read_brought(file: TensorFile, config: AdapterConfig, backbone: Backbone, di
     parameters = _parameter_names(config, architecture)
     rest = [name for name in headers if name not in parameters]
     found = {module: names for module in modules if (names := _below(module, rest, _WRAPPERS))}
-    known = {name for module in modules for name in (*found.get(module, ()), *_below(module, rest, _COPIES))}
+    known = {
+        name
+        for module in modules
+        for name in (*found.get(module, ()), *_below(module, rest, _COPIES))
+    }
     whole = [module for module in modules if f"{module}.weight" in parameters]
     is_tied = architecture.tied and not whole
     sources = {module: each[0] for module, each in found.items()}
@@ -81,13 +99,20 @@ def read_brought(file: TensorFile, config: AdapterConfig, backbone: Backbone, di
         table = architecture.embedding_name
         sources = {table: sources[table] if table in sources else sources[HEAD_MODULE]}
     for module, name in sources.items():
-        _check_shape(headers[name], name, Place.of(architecture, module, modules[module], module), directory)
+        _check_shape(
+            headers[name], name, Place.of(architecture, module, modules[module], module), directory
+        )
     covered = modules if is_tied and sources else (*sources, *whole)
     if architecture is not backbone.architecture:
-        if "bias" in architecture.graphs["head"].node[HEAD_MODULE].input and HEAD_MODULE not in whole:
+        if (
+            "bias" in architecture.graphs["head"].node[HEAD_MODULE].input
+            and HEAD_MODULE not in whole
+        ):
             raise AdapterError(
-                f"{directory} is for {architecture.vocab_size} tokens, and the head of {backbone.name} has a bias, "
-                f"which is not supported with another vocabulary: name {HEAD_MODULE} in modules_to_save"
+                f"{directory} is for {architecture.vocab_size} tokens, and the head of "
+                f"{backbone.name} has a bias, "
+                f"which is not supported with another vocabulary: name {HEAD_MODULE} in "
+                f"modules_to_save"
             )
         _check_whole_vocabulary(modules, covered, architecture, backbone, directory)
     frozen = None
@@ -102,12 +127,16 @@ def read_brought(file: TensorFile, config: AdapterConfig, backbone: Backbone, di
 
 
 def vocabulary_of(file: TensorFile, architecture: Architecture) -> int:
-    """Return the number of tokens of the model that a file is for. architecture: of the backbone."""
+    """Return the number of tokens of the model that a file is for. architecture: of the
+    backbone.
+    """
     headers = {name.removeprefix(PEFT_PREFIX): header for name, header in file.headers.items()}
     return _vocab_size(headers, (architecture.embedding_name, HEAD_MODULE), architecture)
 
 
-def _vocab_size(headers: Mapping[str, TensorHeader], modules: Iterable[str], architecture: Architecture) -> int:
+def _vocab_size(
+    headers: Mapping[str, TensorHeader], modules: Iterable[str], architecture: Architecture
+) -> int:
     """Return the number of tokens of the model that a file is for."""
     for module in modules:
         for name in (*_below(module, headers, _WRAPPERS), *_below(module, headers, _COPIES)):
@@ -124,7 +153,9 @@ def _vocab_size(headers: Mapping[str, TensorHeader], modules: Iterable[str], arc
 def _below(module: str, names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:
     """Return the names that are a module's with a match of the pattern after it."""
     start = f"{module}."
-    return [name for name in names if name.startswith(start) and pattern.fullmatch(name, len(start))]
+    return [
+        name for name in names if name.startswith(start) and pattern.fullmatch(name, len(start))
+    ]
 
 
 def _parameter_names(config: AdapterConfig, architecture: Architecture) -> set[str]:
@@ -138,19 +169,25 @@ def _check_shape(header: TensorHeader, name: str, place: Place, directory: Path)
     shape = place.weights["weight"]
     if header.shape != shape or not header.is_floating_point:
         raise AdapterError(
-            f"{directory}: {name} is {header.dtype} of shape {list(header.shape)}, and floats of {list(shape)} fit "
+            f"{directory}: {name} is {header.dtype} of shape {list(header.shape)}, and floats of "
+            f"{list(shape)} fit "
             "this model; it was made for another one"
         )
 
 
 def _check_whole_vocabulary(
-    modules: Iterable[str], covered: Iterable[str], architecture: Architecture, backbone: Backbone, directory: Path
+    modules: Iterable[str],
+    covered: Iterable[str],
+    architecture: Architecture,
+    backbone: Backbone,
+    directory: Path,
 ) -> None:
     """AdapterError unless a resized model's embeddings and head are both there."""
     if lacking := [module for module in modules if module not in covered]:
         raise AdapterError(
             f"{directory} is for {architecture.vocab_size} tokens, {backbone.name} has "
-            f"{backbone.architecture.vocab_size}, and the weight of {lacking[0]} for them is not in it: name that "
+            f"{backbone.architecture.vocab_size}, and the weight of {lacking[0]} for them is not "
+            f"in it: name that "
             "module in modules_to_save, so that PEFT writes it"
         )
 

@@ -1,8 +1,8 @@
 """The files of an adapter that ranks hold in pieces: each rank writes, and reads, what it holds.
 
-PEFT's file has most parameters as they are or transposed; there a rank knows its block of the file's tensor. What the
-file has in another form (tables side by side, experts' matrices stacked) is made whole with zeros for other ranks'
-elements, and only the rank's own are written.
+PEFT's file has most parameters as they are or transposed; there a rank knows its block of the
+file's tensor. What the file has in another form (tables side by side, experts' matrices stacked) is
+made whole with zeros for other ranks' elements, and only the rank's own are written.
 """
 
 from collections.abc import Mapping
@@ -29,11 +29,15 @@ from coserve.models.shared_files import FileTensor, write_shared_bytes, write_sh
 class PeftForm(Protocol):
     """A method, as far as the tensors of PEFT's file go; see `AdapterConfig`."""
 
-    def to_peft_tensors(self, values: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+    def to_peft_tensors(
+        self, values: Mapping[str, Tensor], layout: AdapterLayout
+    ) -> dict[str, Tensor]:
         """Return parameters as PEFT's files have them."""
         ...
 
-    def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+    def from_peft_tensors(
+        self, tensors: Mapping[str, Tensor], layout: AdapterLayout
+    ) -> dict[str, Tensor]:
         """Return the inverse."""
         ...
 
@@ -69,9 +73,14 @@ class DividedAdapter:
         write_shared_bytes(directory / CONFIG_FILE, config, self.ranks)
 
     def tensors(self, masters: Mapping[str, Tensor]) -> dict[str, FileTensor]:
-        """Return PEFT's tensors, as this rank writes them. masters: what it holds of the parameters."""
+        """Return PEFT's tensors, as this rank writes them. masters: what it holds of the
+        parameters.
+        """
         viewed, shapes = self._views()
-        found = {name: self._viewed_tensor(each, masters[each.parameter]) for name, each in viewed.items()}
+        found = {
+            name: self._viewed_tensor(each, masters[each.parameter])
+            for name, each in viewed.items()
+        }
         if not shapes.keys() - viewed.keys():
             return found
         layout, rank = self.layout, self.ranks.rank
@@ -84,14 +93,19 @@ class DividedAdapter:
         for name, value in self.form.to_peft_tensors(values, layout).items():
             if name not in viewed:
                 own = own_marks[name]
-                if own.dtype != torch.bool:  # it follows from the method's settings, alike on every rank
+                if (
+                    own.dtype != torch.bool
+                ):  # it follows from the method's settings, alike on every rank
                     own = torch.full(value.shape, rank == 0)
                 blocks = partial(marked_blocks, value, own)
-                found[name] = FileTensor(shape=tuple(value.shape), dtype=torch.float32, blocks=blocks)
+                found[name] = FileTensor(
+                    shape=tuple(value.shape), dtype=torch.float32, blocks=blocks
+                )
         return found
 
     def read(self, file: TensorFile, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the parameters by full name, of which this rank reads what it holds; some are whole.
+        """Return the parameters by full name, of which this rank reads what it holds; some are
+        whole.
 
         Args:
             file: PEFT's, whose names and shapes have been checked.
@@ -109,30 +123,44 @@ class DividedAdapter:
             tensors[name] = torch.zeros(()).expand(shape)
             if each.parameter not in found:
                 state, whole = self.state(each.parameter), self.layout.shapes[each.parameter]
-                found[each.parameter] = read_piece(file, name, each.view, whole, state, self.ranks.rank, dtype)
+                found[each.parameter] = read_piece(
+                    file, name, each.view, whole, state, self.ranks.rank, dtype
+                )
         return {**self.form.from_peft_tensors(tensors, self.layout), **found}
 
     def _views(self) -> tuple[dict[str, "_Viewed"], dict[str, tuple[int, ...]]]:
-        """Return the tensors of PEFT's file that are views of a parameter, and the shapes of all of them."""
+        """Return the tensors of PEFT's file that are views of a parameter, and the shapes of all of
+        them.
+        """
         viewed, shapes = dict[str, _Viewed](), dict[str, tuple[int, ...]]()
         with torch.inference_mode(False):  # within, views do not say what they are of
-            absent = {name: torch.empty(shape, device="meta") for name, shape in self.layout.shapes.items()}
+            absent = {
+                name: torch.empty(shape, device="meta")
+                for name, shape in self.layout.shapes.items()
+            }
             owners = {id(tensor): name for name, tensor in absent.items()}
             for name, tensor in self.form.to_peft_tensors(absent, self.layout).items():
                 shapes[name] = tuple(tensor.shape)
                 base = tensor if tensor._base is None else tensor._base
-                if (owner := owners.get(id(base))) is not None and (view := View.of(tensor, base)) is not None:
+                if (owner := owners.get(id(base))) is not None and (
+                    view := View.of(tensor, base)
+                ) is not None:
                     viewed[name] = _Viewed(parameter=owner, view=view)
         return viewed, shapes
 
     def _viewed_tensor(self, each: "_Viewed", master: Tensor) -> FileTensor:
-        regions = partial(each.view.owned_regions, master, self.state(each.parameter), self.ranks.rank)
+        regions = partial(
+            each.view.owned_regions, master, self.state(each.parameter), self.ranks.rank
+        )
         shape = each.view.shape
         return FileTensor(shape=shape, dtype=torch.float32, blocks=region_blocks(regions, shape))
 
     def _without_memory(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return zeros in place of all parameters, which take no memory."""
-        return {name: torch.zeros((), dtype=dtype).expand(shape) for name, shape in self.layout.shapes.items()}
+        return {
+            name: torch.zeros((), dtype=dtype).expand(shape)
+            for name, shape in self.layout.shapes.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""The ways in which a LoRA changes embeddings and head of a model: as targets, as whole modules, or for some tokens,
-tied or not.
+"""The ways in which a LoRA changes embeddings and head of a model: as targets, as whole modules, or
+for some tokens, tied or not.
 
 Source: the meaning of `ensure_weight_tying` and `trainable_token_indices` in
 https://huggingface.co/docs/peft/package_reference/lora.
@@ -22,8 +22,8 @@ from coserve.models.base import Architecture
 class EmbeddingChoices:
     """A LoRA's settings that concern embeddings and head, on one model.
 
-    targets, modules_to_save, token_setting (`trainable_token_indices`), ensures_tie (`ensure_weight_tying`): as in
-    PEFT's configuration.
+    targets, modules_to_save, token_setting (`trainable_token_indices`), ensures_tie
+    (`ensure_weight_tying`): as in PEFT's configuration.
     """
 
     architecture: Architecture
@@ -35,7 +35,11 @@ class EmbeddingChoices:
     @cached_property
     def ties_whole(self) -> bool:
         """Return whether embeddings and head are trained as one table."""
-        return self.ensures_tie and self.architecture.tied and any(map(is_tied_name, self.modules_to_save))
+        return (
+            self.ensures_tie
+            and self.architecture.tied
+            and any(map(is_tied_name, self.modules_to_save))
+        )
 
     @cached_property
     def ties_targets(self) -> bool:
@@ -44,7 +48,9 @@ class EmbeddingChoices:
             return False
         modules = self.targets.modules
         if isinstance(modules, str):
-            return not self.targets.is_all_linear and any(map(self.targets.chooses, tied_modules(self.architecture)))
+            return not self.targets.is_all_linear and any(
+                map(self.targets.chooses, tied_modules(self.architecture))
+            )
         return any(map(is_tied_name, modules))
 
     @cached_property
@@ -52,7 +58,9 @@ class EmbeddingChoices:
         """Return what `modules_to_save` comes to."""
         if not self.ties_whole:
             return self.modules_to_save
-        return tuple(dict.fromkeys((*self.modules_to_save, self.architecture.embedding_name, HEAD_MODULE)))
+        return tuple(
+            dict.fromkeys((*self.modules_to_save, self.architecture.embedding_name, HEAD_MODULE))
+        )
 
     @cached_property
     def tokens(self) -> dict[str, tuple[int, ...]]:
@@ -63,7 +71,11 @@ class EmbeddingChoices:
     def ties_tokens(self) -> bool:
         """Return whether the head has the rows that the embeddings have for the tokens."""
         table = self.architecture.embedding_name
-        return self.architecture.tied and table in self.tokens and self.tokens[table] == self.tokens[HEAD_MODULE]
+        return (
+            self.architecture.tied
+            and table in self.tokens
+            and self.tokens[table] == self.tokens[HEAD_MODULE]
+        )
 
     @property
     def shared(self) -> Mapping[str, str]:
@@ -74,14 +86,17 @@ class EmbeddingChoices:
         return {f"{HEAD_MODULE}.{TOKENS}": f"{table}.{TOKENS}"} if self.ties_tokens else {}
 
     def check_tokens(self, targets: Collection[str], *, use_dora: bool) -> None:
-        """AdapterError for tokens at a module of which PEFT cannot run tokens. targets: full names of modules."""
+        """AdapterError for tokens at a module of which PEFT cannot run tokens. targets: full names
+        of modules.
+        """
         for module in self.tokens:
             can_be_target = self.ties_tokens and module == HEAD_MODULE and not use_dora
             other = "modules_to_save" if is_whole(module, self.whole_names) else ""
             other = "target_modules" if module in targets and not can_be_target else other
             if other:
                 raise AdapterError(
-                    f"{other} and trainable_token_indices both mean {module}, which PEFT cannot run: name it in one of "
+                    f"{other} and trainable_token_indices both mean {module}, which PEFT cannot "
+                    f"run: name it in one of "
                     "them"
                 )
 
@@ -91,6 +106,8 @@ class EmbeddingChoices:
         if not self.ties_targets:
             return ""
         return (
-            "ensure_weight_tying with LoRA at the embeddings can be served and not be trained: PEFT moves the two "
-            "halves of the one LoRA apart; name the embeddings in modules_to_save, or leave ensure_weight_tying out"
+            "ensure_weight_tying with LoRA at the embeddings can be served and not be trained: "
+            "PEFT moves the two "
+            "halves of the one LoRA apart; name the embeddings in modules_to_save, or leave "
+            "ensure_weight_tying out"
         )

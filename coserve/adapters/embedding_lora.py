@@ -1,7 +1,9 @@
-"""LoRA at the embeddings of tokens: bypass(token) = scaling * B a, with a the token's own column of A.
+"""LoRA at the embeddings of tokens: bypass(token) = scaling * B a, with a the token's own column of
+A.
 
-PEFT's files have A as `lora_embedding_A` [rank, vocabulary] and B as `lora_embedding_B` [width, rank]. With
-`ensure_weight_tying`, a head that is the table of embeddings has the same LoRA, the other way round.
+PEFT's files have A as `lora_embedding_A` [rank, vocabulary] and B as `lora_embedding_B` [width,
+rank]. With `ensure_weight_tying`, a head that is the table of embeddings has the same LoRA, the
+other way round.
 """
 
 from collections.abc import Mapping
@@ -49,7 +51,9 @@ def embedding_change(parameters: Mapping[str, Tensor], scaling: float) -> Tensor
 
 
 def is_tied_name(name: str) -> bool:
-    """Return whether PEFT takes this name for that of embeddings, or of a head, which may be one."""
+    """Return whether PEFT takes this name for that of embeddings, or of a head, which may be
+    one.
+    """
     return name.rpartition(".")[2] in _TIED_NAMES
 
 

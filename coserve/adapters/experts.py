@@ -1,8 +1,10 @@
-"""LoRA at the experts of a mixture, PEFT's `target_parameters`: each expert's matrix has factors of its own.
+"""LoRA at the experts of a mixture, PEFT's `target_parameters`: each expert's matrix has factors of
+its own.
 
-PEFT stacks them: A is [experts * rank, in], expert after expert; B is [out, rank * experts], rank after rank. Its file
-names both by the module that holds the experts, and the one that was wrapped first (gate and up) by `base_layer`, where
-there are two (https://huggingface.co/docs/peft/developer_guides/lora, "Targeting nn.Parameter directly").
+PEFT stacks them: A is [experts * rank, in], expert after expert; B is [out, rank * experts], rank
+after rank. Its file names both by the module that holds the experts, and the one that was wrapped
+first (gate and up) by `base_layer`, where there are two
+(https://huggingface.co/docs/peft/developer_guides/lora, "Targeting nn.Parameter directly").
 """
 
 from typing import Any
@@ -26,14 +28,20 @@ _OUTER = "down_proj"
 
 def expert_targets(given: Any) -> tuple[str, ...]:
     """The setting `target_parameters`; ValueError for anything but names."""
-    names = () if given is None else tuple(given) if isinstance(given, list | set | tuple) else (given,)
+    names = (
+        () if given is None else tuple(given) if isinstance(given, list | set | tuple) else (given,)
+    )
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"target_parameters must be a list of names, not {shown(given)}")
     return tuple(sorted(names))
 
 
-def expert_sites(targets: tuple[str, ...], architecture: Architecture) -> dict[str, tuple[Part, str]]:
-    """Full name -> (part, node) of the experts' matrices that are chosen; AdapterError for a name that chooses none."""
+def expert_sites(
+    targets: tuple[str, ...], architecture: Architecture
+) -> dict[str, tuple[Part, str]]:
+    """Full name -> (part, node) of the experts' matrices that are chosen; AdapterError for a name
+    that chooses none.
+    """
     known = architecture.expert_sites
 
     def is_meant(name: str, target: str) -> bool:
@@ -43,8 +51,15 @@ def expert_sites(targets: tuple[str, ...], architecture: Architecture) -> dict[s
         if not any(is_meant(name, target) for name in known):
             family = architecture.config.model_type
             there = ", ".join(dict.fromkeys(node for _, node in known.values())) or "no experts"
-            raise AdapterError(f"target_parameters {shown(target)} matches nothing of this {family}; it has {there}")
-    return {name: site for name, site in known.items() if any(is_meant(name, target) for target in targets)}
+            raise AdapterError(
+                f"target_parameters {shown(target)} matches nothing of this {family}; it has "
+                f"{there}"
+            )
+    return {
+        name: site
+        for name, site in known.items()
+        if any(is_meant(name, target) for target in targets)
+    }
 
 
 def expert_bypass(place: Place, experts: Experts, rank: int, scaling: float) -> Bypass:

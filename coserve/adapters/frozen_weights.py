@@ -1,7 +1,9 @@
-"""Weights that an adapter's directory holds for embeddings and head beside what is trained, and that stay as they are.
+"""Weights that an adapter's directory holds for embeddings and head beside what is trained, and
+that stay as they are.
 
 PEFT writes them where the vocabulary was resized, or where the embeddings are among the targets
-(`save_embedding_layers` of its `save_pretrained`). Rows of the adapter use them in place of the model's.
+(`save_embedding_layers` of its `save_pretrained`). Rows of the adapter use them in place of the
+model's.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +25,8 @@ HEAD_MODULE = HEAD.removesuffix(".weight")
 class FrozenWeights:
     """The modules that an adapter has frozen weights for, and the vocabulary that they are for.
 
-    vocab_size: of the adapter's model. modules: full names, of embeddings and head. tied: the head's weight is the
-    table of embeddings, which is there once.
+    vocab_size: of the adapter's model. modules: full names, of embeddings and head. tied: the
+    head's weight is the table of embeddings, which is there once.
     """
 
     vocab_size: int
@@ -44,7 +46,9 @@ class FrozenWeights:
         return {module: known[module] for module in self.modules}
 
     def shapes(self, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor by the module that has it. architecture: of the adapter."""
+        """Return the shape of each tensor by the module that has it. architecture: of the
+        adapter.
+        """
         owners = [module for module in self.modules if not (self.tied and module == HEAD_MODULE)]
         found = self.sites(architecture)
         return {module: _weight(architecture, *found[module]).shape for module in owners}
@@ -54,7 +58,10 @@ class FrozenWeights:
         return architecture.embedding_name if self.tied and module == HEAD_MODULE else module
 
     def in_files(
-        self, tensors: Mapping[str, Tensor], architecture: Architecture, file_name: Callable[[str, Architecture], str]
+        self,
+        tensors: Mapping[str, Tensor],
+        architecture: Architecture,
+        file_name: Callable[[str, Architecture], str],
     ) -> dict[str, Tensor]:
         """Return the weights as PEFT's file has them.
 
@@ -64,11 +71,17 @@ class FrozenWeights:
             file_name: gives the name in the file for a module.
         """
         found = {module: tensors.get(self.owner(module, architecture)) for module in self.modules}
-        return {file_name(module, architecture): tensor for module, tensor in found.items() if tensor is not None}
+        return {
+            file_name(module, architecture): tensor
+            for module, tensor in found.items()
+            if tensor is not None
+        }
 
 
 def with_frozen_weight(bypass: Bypass | None, shape: tuple[int, ...]) -> Bypass:
-    """Return a module's bypass (None: nothing else is there) with a frozen weight in place of the model's."""
+    """Return a module's bypass (None: nothing else is there) with a frozen weight in place of the
+    model's.
+    """
     own: Mapping[str, TensorSpec] = {"weight": TensorSpec(name=FROZEN, shape=shape, kind="derived")}
     return Bypass(graph=None if bypass is None else bypass.graph, own=own)
 
@@ -79,10 +92,13 @@ def _weight(architecture: Architecture, part: Part, node: str) -> TensorSpec:
 
 
 def differs(tensor: Tensor, own: Tensor, max_rounding: float) -> bool:
-    """Return whether a weight is another than the backbone's, beyond what rounding on the way could have done.
+    """Return whether a weight is another than the backbone's, beyond what rounding on the way could
+    have done.
 
     Both may have been rounded: to bfloat16, at worst, or quantised (`max_rounding`).
     """
     if tensor.shape != own.shape:
         return True
-    return not torch.allclose(tensor.to(own).float(), own.float(), rtol=2**-7, atol=1e-6 + max_rounding)
+    return not torch.allclose(
+        tensor.to(own).float(), own.float(), rtol=2**-7, atol=1e-6 + max_rounding
+    )

@@ -12,12 +12,14 @@ from coserve.models.backbone import Backbone
 
 
 def serve_full_model(backbone: Backbone, directory: Path, taking: Taking) -> Adapter:
-    """Overwrite the weights that serve with those in a directory of `FullWeights.save`; returns what names them.
+    """Overwrite the weights that serve with those in a directory of `FullWeights.save`; returns
+    what names them.
 
     taking: see `load_adapter`.
 
     Raises:
-        AdapterError: there are none, or they are of another model. ModelError: the files cannot be read.
+        AdapterError: there are none, or they are of another model. ModelError: the files cannot be
+            read.
     """
     try:
         config = adapter_config(json.loads((directory / FULL_FILE).read_text()))

@@ -1,7 +1,8 @@
-"""The backbone's own weights as what a job trains: float32 masters, which go into the served weights after each step.
+"""The backbone's own weights as what a job trains: float32 masters, which go into the served
+weights after each step.
 
-There is one copy of the weights in the compute dtype: the one that serves. So training changes what is served, step by
-step, and needs no bypass: every operator has the gradients of its weights.
+There is one copy of the weights in the compute dtype: the one that serves. So training changes what
+is served, step by step, and needs no bypass: every operator has the gradients of its weights.
 """
 
 import json
@@ -30,16 +31,27 @@ from coserve.models.source import find_model
 
 
 class FullWeights(Adapter):
-    """See the module. `masters`, by full name; a head that is the table of embeddings has none of its own."""
+    """See the module. `masters`, by full name; a head that is the table of embeddings has none of
+    its own.
+    """
 
-    def __init__(self, backbone: Backbone, config: AdapterConfig, names: Mapping[str, tuple[Part, str]]) -> None:
-        """names: of the weights that are trained -> (part, name in its graph). AdapterError if they cannot be."""
+    def __init__(
+        self, backbone: Backbone, config: AdapterConfig, names: Mapping[str, tuple[Part, str]]
+    ) -> None:
+        """names: of the weights that are trained -> (part, name in its graph). AdapterError if they
+        cannot be.
+        """
         if backbone.weight_format != "dense":
-            raise AdapterError(f"{backbone.weight_format} weights cannot be trained; start the server with dense ones")
+            raise AdapterError(
+                f"{backbone.weight_format} weights cannot be trained; start the server with dense "
+                f"ones"
+            )
         self.backbone, self.config, self.at = backbone, config, {}
         self.layout = AdapterLayout.of(config, backbone.architecture)
         self._names = dict(names)
-        self.masters = {name: self._served(name).to(torch.float32, copy=True).contiguous() for name in names}
+        self.masters = {
+            name: self._served(name).to(torch.float32, copy=True).contiguous() for name in names
+        }
         self._compute, self._tensors = {}, {}
 
     @property
@@ -71,13 +83,19 @@ class FullWeights(Adapter):
     def graphs(self) -> AdapterGraphs:
         """Return the backbone's graphs as they are, and what of each weight this rank holds."""
         local, names = self.backbone.local, self._names.items()
-        attached = {part: AttachedGraph(graph=graph, bypasses={}) for part, graph in local.graphs.items()}
+        attached = {
+            part: AttachedGraph(graph=graph, bypasses={}) for part, graph in local.graphs.items()
+        }
         if not local.divided:
             return AdapterGraphs(by_training={True: attached, False: attached})
         return AdapterGraphs(
             by_training={True: attached, False: attached},
             states={name: local.state(part, tensor) for name, (part, tensor) in names},
-            summed=tuple(sorted(name for name, (part, tensor) in names if tensor in local.divided[part].summed)),
+            summed=tuple(
+                sorted(
+                    name for name, (part, tensor) in names if tensor in local.divided[part].summed
+                )
+            ),
         )
 
     def sync_compute_copy(self) -> None:
@@ -87,7 +105,9 @@ class FullWeights(Adapter):
 
     @torch.inference_mode()
     def restore(self, directory: Path | None = None) -> None:
-        """Begin anew with the weights of the model's files, or of what `save` wrote; ModelError if there are none."""
+        """Begin anew with the weights of the model's files, or of what `save` wrote; ModelError if
+        there are none.
+        """
         source = find_model(self.backbone.name if directory is None else str(directory))
         read_weights(self.backbone.architecture, source, self._held)
         self.sync_compute_copy()
@@ -116,8 +136,8 @@ class FullWeights(Adapter):
         return rest
 
     def save(self, directory: Path) -> None:
-        """Write a model in Hugging Face's layout, and which of its weights were trained. Of several ranks, each writes
-        what it holds (see `shared_files`).
+        """Write a model in Hugging Face's layout, and which of its weights were trained. Of several
+        ranks, each writes what it holds (see `shared_files`).
         """
         architecture, ranks = self.backbone.architecture, self.backbone.ranks
         source = find_model(self.backbone.name)
@@ -131,7 +151,9 @@ class FullWeights(Adapter):
 
     @property
     def _held(self) -> HeldWeights:
-        return HeldWeights(weights=self.masters, states=self.graphs.states, rank=self.backbone.ranks.rank)
+        return HeldWeights(
+            weights=self.masters, states=self.graphs.states, rank=self.backbone.ranks.rank
+        )
 
     @property
     def _table(self) -> str:

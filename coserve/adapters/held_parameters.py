@@ -11,8 +11,8 @@ from coserve.models.backbone import Backbone
 
 
 def num_held_parameters(backbone: Backbone, layout: AdapterLayout) -> int:
-    """Return how many of an adapter's parameters a rank holds at most: pieces of those that ranks divide, and all of
-    the others.
+    """Return how many of an adapter's parameters a rank holds at most: pieces of those that ranks
+    divide, and all of the others.
 
     Raises:
         AdapterError: the adapter cannot be divided among the ranks.
@@ -27,7 +27,9 @@ def num_held_parameters(backbone: Backbone, layout: AdapterLayout) -> int:
 
 
 def _states(backbone: Backbone, layout: AdapterLayout) -> dict[str, AnyState]:
-    """Return how ranks divide the parameters, by full name; of weights that an adapter brings this is not known."""
+    """Return how ranks divide the parameters, by full name; of weights that an adapter brings this
+    is not known.
+    """
     places, local = weight_places(backbone.architecture), backbone.local
     states = {name: local.state(*places[name]) for name in layout.shapes if name in places}
     if layout.method is not None and layout.frozen is None:

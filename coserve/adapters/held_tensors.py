@@ -21,9 +21,11 @@ from coserve.models.shared_files import FileTensor, write_shared_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensors:
-    """A rank's share of tensors that have the shapes of parameters: moments of an optimizer, gradients, masters.
+    """A rank's share of tensors that have the shapes of parameters: moments of an optimizer,
+    gradients, masters.
 
-    Their names are those of the parameters, or these and what they are ("…/exp_avg"); single numbers are whole.
+    Their names are those of the parameters, or these and what they are ("…/exp_avg"); single
+    numbers are whole.
     """
 
     states: Mapping[str, AnyState]
@@ -32,7 +34,8 @@ class HeldTensors:
     """Number of this rank in its group, and their number."""
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write a file of whole tensors; of several ranks, each writes what it holds (see `shared_files`).
+        """Write a file of whole tensors; of several ranks, each writes what it holds (see
+        `shared_files`).
 
         Raises:
             OSError: it cannot be written.
@@ -40,7 +43,11 @@ class HeldTensors:
         if self.ranks.size == 1:
             write_tensors(path, tensors)
         else:
-            write_shared_tensors(path, {name: self._written(name, each) for name, each in tensors.items()}, self.ranks)
+            write_shared_tensors(
+                path,
+                {name: self._written(name, each) for name, each in tensors.items()},
+                self.ranks,
+            )
 
     def _written(self, name: str, tensor: Tensor) -> FileTensor:
         state = self._state(name, tensor.ndim)
@@ -70,7 +77,11 @@ class HeldTensors:
         return read_piece(file, name, View.all_of(shape), shape, state, self.ranks.rank, finite_in)
 
     def _state(self, name: str, num_dims: int) -> AnyState:
-        return self.states.get(name, self.states.get(name.rpartition("/")[0], WHOLE)) if num_dims else WHOLE
+        return (
+            self.states.get(name, self.states.get(name.rpartition("/")[0], WHOLE))
+            if num_dims
+            else WHOLE
+        )
 
 
 def read_piece(
@@ -82,7 +93,8 @@ def read_piece(
     rank: int,
     finite_in: torch.dtype | None,
 ) -> Tensor:
-    """Return what a rank holds of a tensor that a file has a view of, float32; zeros where the rank holds none.
+    """Return what a rank holds of a tensor that a file has a view of, float32; zeros where the rank
+    holds none.
 
     Args:
         file: to be read.
@@ -99,7 +111,9 @@ def read_piece(
     own = torch.zeros(state.local_shape(shape) if isinstance(state, Cut) else shape)
     for region in view.regions(own, state, rank):
         region.part.copy_(
-            file.read_finite(name, finite_in, region.at) if finite_in is not None else file.read(name, region.at)
+            file.read_finite(name, finite_in, region.at)
+            if finite_in is not None
+            else file.read(name, region.at)
         )
     return own
 

@@ -15,7 +15,9 @@ from coserve.models.base import Architecture, Part
 class HasBypasses(Protocol):
     """A method, as far as its bypasses go; see `AdapterConfig`."""
 
-    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+    def sites(
+        self, architecture: Architecture, *, every_target: bool = True
+    ) -> dict[str, tuple[Part, str]]:
         """Return where it sits."""
         ...
 
@@ -32,10 +34,11 @@ class HasBypasses(Protocol):
 class AdapterLayout:
     """The tensors of an adapter by name and shape.
 
-    architecture: of the adapter's model, whose vocabulary may be another than the backbone's. places: by full module
-    name. shapes, local_names, modules: full parameter name -> its shape, its name in the bypass, and the module that it
-    sits at. derived: by module, what follows from its parameters. shared: full name of a parameter that is used at one
-    more module -> the parameter that it is. frozen: the weights that the adapter brings and does not train.
+    architecture: of the adapter's model, whose vocabulary may be another than the backbone's.
+    places: by full module name. shapes, local_names, modules: full parameter name -> its shape, its
+    name in the bypass, and the module that it sits at. derived: by module, what follows from its
+    parameters. shared: full name of a parameter that is used at one more module -> the parameter
+    that it is. frozen: the weights that the adapter brings and does not train.
     """
 
     architecture: Architecture
@@ -60,14 +63,18 @@ class AdapterLayout:
     ) -> Self:
         """Return the layout of a method on a model; AdapterError if it fits nowhere.
 
-        architecture: of the backbone. every_target: see `AdapterConfig.sites`. frozen: see the class.
+        architecture: of the backbone. every_target: see `AdapterConfig.sites`. frozen: see the
+        class.
         """
         if frozen is not None:
             architecture = frozen.architecture(architecture)
         sites = config.sites(architecture, every_target=every_target)
         if frozen is not None:
             sites |= frozen.sites(architecture)
-        places = {module: Place.of(architecture, module, part, node) for module, (part, node) in sites.items()}
+        places = {
+            module: Place.of(architecture, module, part, node)
+            for module, (part, node) in sites.items()
+        }
         layout = cls(
             architecture=architecture,
             places=places,
@@ -90,10 +97,16 @@ class AdapterLayout:
         for spec in specs:
             name = f"{module}.{spec.name}"
             if name not in self.shared:
-                self.shapes[name], self.local_names[name], self.modules[name] = spec.shape, spec.name, module
+                self.shapes[name], self.local_names[name], self.modules[name] = (
+                    spec.shape,
+                    spec.name,
+                    module,
+                )
 
     def bypass(self, config: HasBypasses, place: Place, *, training: bool) -> Bypass:
-        """Return all that the adapter has at a place: what the method does, on the weight that it brings, if any."""
+        """Return all that the adapter has at a place: what the method does, on the weight that it
+        brings, if any.
+        """
         module, frozen = place.module, self.frozen
         if frozen is None or module not in frozen.modules:
             return config.bypass(place, training=training)
@@ -119,13 +132,22 @@ class AdapterLayout:
 
     @property
     def num_frozen(self) -> int:
-        """Return the elements of the weights that are not trained; they are there in the compute dtype alone."""
-        return 0 if self.frozen is None else sum(map(prod, self.frozen.shapes(self.architecture).values()))
+        """Return the elements of the weights that are not trained; they are there in the compute
+        dtype alone.
+        """
+        return (
+            0
+            if self.frozen is None
+            else sum(map(prod, self.frozen.shapes(self.architecture).values()))
+        )
 
     @property
     def largest(self) -> tuple[str, tuple[int, ...]]:
         """Return the name and the shape of the largest tensor."""
         shapes = dict(self.shapes)
         if self.frozen is not None:
-            shapes |= {f"{name}.weight": shape for name, shape in self.frozen.shapes(self.architecture).items()}
+            shapes |= {
+                f"{name}.weight": shape
+                for name, shape in self.frozen.shapes(self.architecture).items()
+            }
         return max(shapes.items(), key=lambda item: prod(item[1]), default=("", ()))

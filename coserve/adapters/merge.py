@@ -13,13 +13,15 @@ from coserve.models.source import find_model
 
 
 def merged_weights(adapter: Adapter) -> dict[str, Tensor]:
-    """Weights that the adapter changes, by full name, as they are with it: float32. AdapterError if its method adds
-    what weights cannot have.
+    """Weights that the adapter changes, by full name, as they are with it: float32. AdapterError if
+    its method adds what weights cannot have.
     """
     if adapter.architecture.vocab_size != adapter.backbone.architecture.vocab_size:
         raise AdapterError(
-            f"an adapter with another vocabulary ({adapter.architecture.vocab_size} tokens) cannot be merged into a "
-            f"model of {adapter.backbone.architecture.vocab_size}: resize the model first, and merge with PEFT"
+            f"an adapter with another vocabulary ({adapter.architecture.vocab_size} tokens) cannot "
+            f"be merged into a "
+            f"model of {adapter.backbone.architecture.vocab_size}: resize the model first, and "
+            f"merge with PEFT"
         )
     found: dict[str, Tensor] = {}
     for module, site in adapter.at.items():
@@ -35,8 +37,8 @@ def export_merged(model: str, adapter_directory: Path, directory: Path) -> None:
     """Write a model with an adapter merged into it, in Hugging Face's layout.
 
     Raises:
-        AdapterError: the adapter is not of this model, or its method cannot be merged. ModelError, OSError: as
-            `save_model`.
+        AdapterError: the adapter is not of this model, or its method cannot be merged. ModelError,
+            OSError: as `save_model`.
     """
     source = find_model(model)
     if source.directory is None:

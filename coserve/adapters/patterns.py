@@ -1,8 +1,9 @@
-"""Regular expressions that users bring, matched as PEFT matches them, in time linear in the text whatever they are.
+"""Regular expressions that users bring, matched as PEFT matches them, in time linear in the text
+whatever they are.
 
-PEFT uses Python's `re`, which backtracks: `([a-z_.0-9]+)+X` runs for ever on a module's name. Here RE2 matches, which
-never does (https://github.com/google/re2/wiki/WhyRE2). What RE2 does not have (backreferences, look-around), and the
-little that it reads otherwise than Python, is refused.
+PEFT uses Python's `re`, which backtracks: `([a-z_.0-9]+)+X` runs for ever on a module's name. Here
+RE2 matches, which never does (https://github.com/google/re2/wiki/WhyRE2). What RE2 does not have
+(backreferences, look-around), and the little that it reads otherwise than Python, is refused.
 """
 
 import re
@@ -13,7 +14,8 @@ import re2
 
 from coserve.settings import shown
 
-# Characters of one pattern, and of one that says where in a name a number is, which takes RE2's slower way.
+# Characters of one pattern, and of one that says where in a name a number is, which takes RE2's
+# slower way.
 LONGEST_PATTERN, LONGEST_CAPTURING_PATTERN = 4096, 256
 # Of one setting.
 _MOST_ENTRIES, _MOST_CHARACTERS = 4096, 1 << 15
@@ -21,11 +23,15 @@ _MOST_ENTRIES, _MOST_CHARACTERS = 4096, 1 << 15
 _MOST_BYTES = 1 << 18
 _Value = TypeVar("_Value")
 # What RE2 and Python take both, and not in the same way; whatever follows a backslash is one piece.
-_AMBIGUOUS = re.compile(r"(?P<backreference>\\[1-9])|\\.|(?P<shorthand>\{,)|(?P<nested>\[\[|\[:)", re.DOTALL)
+_AMBIGUOUS = re.compile(
+    r"(?P<backreference>\\[1-9])|\\.|(?P<shorthand>\{,)|(?P<nested>\[\[|\[:)", re.DOTALL
+)
 _LACKS = "patterns are matched by RE2, which has no backreferences, look-around, or atomic groups"
 
 
-def compile_pattern(setting: str, pattern: str, *, within: str = "{}", captures: bool = False) -> Any:
+def compile_pattern(
+    setting: str, pattern: str, *, within: str = "{}", captures: bool = False
+) -> Any:
     """A compiled pattern of RE2, with Python's methods.
 
     Args:
@@ -38,33 +44,47 @@ def compile_pattern(setting: str, pattern: str, *, within: str = "{}", captures:
     """
     longest = LONGEST_CAPTURING_PATTERN if captures else LONGEST_PATTERN
     if len(pattern) > longest:
-        raise ValueError(f"{setting} has a pattern of {len(pattern)} characters; {longest} are allowed")
+        raise ValueError(
+            f"{setting} has a pattern of {len(pattern)} characters; {longest} are allowed"
+        )
     if not pattern.isascii():
-        raise ValueError(f"{setting} {shown(pattern)} must be of ASCII characters, as the names of modules are")
+        raise ValueError(
+            f"{setting} {shown(pattern)} must be of ASCII characters, as the names of modules are"
+        )
     whole = within.replace("{}", pattern)
     try:
         re.compile(pattern)
         re.compile(whole)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"{setting} {shown(pattern)} is no regular expression: {_reason(error)}") from None
-    found = next((match.lastgroup for match in _AMBIGUOUS.finditer(pattern) if match.lastgroup), None)
+        raise ValueError(
+            f"{setting} {shown(pattern)} is no regular expression: {_reason(error)}"
+        ) from None
+    found = next(
+        (match.lastgroup for match in _AMBIGUOUS.finditer(pattern) if match.lastgroup), None
+    )
     if found is not None:
         wrong = {
             "backreference": "a backreference",
             "shorthand": "{,n} (write {0,n})",
             "nested": "[[ or [: (write [\\[)",
         }
-        raise ValueError(f"{setting} {shown(pattern)} is not supported: it has {wrong[found]}; {_LACKS}")
+        raise ValueError(
+            f"{setting} {shown(pattern)} is not supported: it has {wrong[found]}; {_LACKS}"
+        )
     options = re2.Options()
     options.max_mem, options.log_errors, options.never_capture = _MOST_BYTES, False, not captures
     try:
         return re2.compile(whole, options)
     except re2.error as error:
-        raise ValueError(f"{setting} {shown(pattern)} is not supported: {_reason(error)}; {_LACKS}") from None
+        raise ValueError(
+            f"{setting} {shown(pattern)} is not supported: {_reason(error)}; {_LACKS}"
+        ) from None
 
 
 def check_sizes(setting: str, texts: Iterable[str]) -> None:
-    """ValueError if there are more names or patterns, or more characters in them, than a setting may have."""
+    """ValueError if there are more names or patterns, or more characters in them, than a setting
+    may have.
+    """
     lengths = [len(text) for text in texts]
     if len(lengths) > _MOST_ENTRIES:
         raise ValueError(f"{setting} has {len(lengths)} entries; {_MOST_ENTRIES} are allowed")
@@ -79,7 +99,8 @@ class ByPattern(Generic[_Value]):
         """ValueError as of `compile_pattern`, and for too many."""
         check_sizes(setting, values)
         self._patterns = [
-            (compile_pattern(setting, pattern, within=r"(.*\.)?({})$"), value) for pattern, value in values.items()
+            (compile_pattern(setting, pattern, within=r"(.*\.)?({})$"), value)
+            for pattern, value in values.items()
         ]
         self._default = default
         self._known: dict[str, _Value] = {}
@@ -94,4 +115,8 @@ class ByPattern(Generic[_Value]):
 
 def _reason(error: Exception) -> str:
     said = error.args[0] if error.args else ""
-    return said.decode(errors="replace") if isinstance(said, bytes) else str(said) or type(error).__name__
+    return (
+        said.decode(errors="replace")
+        if isinstance(said, bytes)
+        else str(said) or type(error).__name__
+    )

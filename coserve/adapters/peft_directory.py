@@ -1,4 +1,5 @@
-"""Adapters in PEFT's directory format (adapter_config.json, adapter_model.safetensors), both ways exact.
+"""Adapters in PEFT's directory format (adapter_config.json, adapter_model.safetensors), both ways
+exact.
 
 Nothing is taken of memory before what a directory would take is known: the config and the shapes of
 all tensors are read first, and held against the model.
@@ -26,18 +27,21 @@ from coserve.models.backbone import Backbone
 from coserve.settings import shown
 
 _MOST_CONFIG_BYTES = 4 << 20
-# Asked, with what is to be loaded, before memory is taken: a context that lasts until it is, or an error.
+# Asked, with what is to be loaded, before memory is taken: a context that lasts until it is, or an
+# error.
 Taking = Callable[[str, AdapterLayout], AbstractContextManager[None]]
 
 
 def save_adapter(adapter: Adapter, directory: str | Path) -> None:
-    """Write an adapter's files (see `Adapter.save`); each is replaced whole, never half-written. AdapterError if it
-    cannot be, or is a version of a model that is trained itself, which has no tensors of its own.
+    """Write an adapter's files (see `Adapter.save`); each is replaced whole, never half-written.
+    AdapterError if it cannot be, or is a version of a model that is trained itself, which has no
+    tensors of its own.
     """
     directory = Path(directory)
     if adapter.config.is_model and not adapter.masters:
         raise AdapterError(
-            "what full fine-tuning has made is a model of its own, and no adapter: its job's checkpoint writes it "
+            "what full fine-tuning has made is a model of its own, and no adapter: its job's "
+            "checkpoint writes it "
             "(`Engine.checkpoint(job_id).write(directory)`)"
         )
     try:
@@ -48,7 +52,10 @@ def save_adapter(adapter: Adapter, directory: str | Path) -> None:
 
 
 def load_adapter(
-    backbone: Backbone, directory: str | Path, *, taking: Taking = lambda what, layout: nullcontext()
+    backbone: Backbone,
+    directory: str | Path,
+    *,
+    taking: Taking = lambda what, layout: nullcontext(),
 ) -> Adapter:
     """Read an adapter for this backbone.
 
@@ -56,8 +63,9 @@ def load_adapter(
         taking: decides, before memory is taken, whether there is enough.
 
     Raises:
-        AdapterError: files are missing or damaged, a number is NaN or infinite, the method or a setting is not
-        supported, or the adapter was made for another model; AdapterTooLargeError: as `taking` raises it.
+        AdapterError: files are missing or damaged, a number is NaN or infinite, the method or a
+        setting is not supported, or the adapter was made for another model; AdapterTooLargeError:
+        as `taking` raises it.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -74,7 +82,9 @@ def load_adapter(
             graphs = None
             if backbone.ranks.size > 1:
                 graphs = AdapterGraphs.on(config, layout, backbone)
-                divided = DividedAdapter(form=config, layout=layout, graphs=graphs, ranks=backbone.ranks)
+                divided = DividedAdapter(
+                    form=config, layout=layout, graphs=graphs, ranks=backbone.ranks
+                )
                 masters = divided.read(file, backbone.dtype)
             else:
                 names = config.to_peft_tensors(_absent(layout), layout)
@@ -94,10 +104,11 @@ def load_adapter(
 
 
 def check_directory(directory: str | Path, *, reads_tensors: bool = False) -> None:
-    """Raise AdapterError if there is no adapter in a directory, or it cannot be read, as far as that can be seen
-    without its model.
+    """Raise AdapterError if there is no adapter in a directory, or it cannot be read, as far as
+    that can be seen without its model.
 
-    reads_tensors: whether numbers that are NaN or infinite are looked for, which reads the whole file.
+    reads_tensors: whether numbers that are NaN or infinite are looked for, which reads the whole
+    file.
     """
     read_config(Path(directory))
     with open_tensors(Path(directory) / WEIGHTS_FILE) as file:
@@ -112,11 +123,15 @@ def read_config(directory: Path) -> AdapterConfig:
     content = read_small_file(path, _MOST_CONFIG_BYTES)
     if content is None and (directory / FULL_FILE).is_file():
         raise AdapterError(
-            f"{directory} is a model of its own, which full fine-tuning has made, and no adapter: `coserve up` serves "
+            f"{directory} is a model of its own, which full fine-tuning has made, and no adapter: "
+            f"`coserve up` serves "
             "it, by the name of the fine-tuned model or this directory"
         )
     if content is None:
-        raise AdapterError(f"{path.parent} has no {CONFIG_FILE}; give a directory written by PEFT's save_pretrained")
+        raise AdapterError(
+            f"{path.parent} has no {CONFIG_FILE}; give a directory written by PEFT's "
+            f"save_pretrained"
+        )
     try:
         fields = json.loads(content)
     except ValueError as error:
@@ -129,12 +144,16 @@ def read_config(directory: Path) -> AdapterConfig:
         raise AdapterError(f"{path}: {error}") from None
     if found.is_model:
         kind = found.peft_type
-        raise AdapterError(f"{path}: {kind} is full fine-tuning, which makes a model of its own, and no adapter")
+        raise AdapterError(
+            f"{path}: {kind} is full fine-tuning, which makes a model of its own, and no adapter"
+        )
     return found
 
 
 def adapter_config(fields: Any) -> AdapterConfig:
-    """A configuration in PEFT's format, of any method that there is; AdapterError names what is wrong."""
+    """A configuration in PEFT's format, of any method that there is; AdapterError names what is
+    wrong.
+    """
     kind: Any = fields.get("peft_type") if isinstance(fields, Mapping) else None
     for name in method_names():
         if kind == method(name).peft_type:
@@ -151,13 +170,23 @@ def _check_tensors(
     backbone: Backbone,
     directory: Path,
 ) -> None:
-    """AdapterError unless the tensors are those of the config on this backbone, by their names and shapes."""
+    """AdapterError unless the tensors are those of the config on this backbone, by their names and
+    shapes.
+    """
     headers = file.headers
-    expected = {name: tuple(tensor.shape) for name, tensor in config.to_peft_tensors(_absent(layout), layout).items()}
+    expected = {
+        name: tuple(tensor.shape)
+        for name, tensor in config.to_peft_tensors(_absent(layout), layout).items()
+    }
     if missing := [name for name in expected if name not in headers]:
-        raise AdapterError(f"{directory} lacks {_first(missing)}; it was made for another model or with other targets")
+        raise AdapterError(
+            f"{directory} lacks {_first(missing)}; it was made for another model or with other "
+            f"targets"
+        )
     if unknown := [name for name in headers if name not in expected and name not in brought.names]:
-        raise AdapterError(f"{directory} holds {_first(unknown)}, which {backbone.name} has no place for")
+        raise AdapterError(
+            f"{directory} holds {_first(unknown)}, which {backbone.name} has no place for"
+        )
     for name, shape in expected.items():
         header = headers[name]
         if header.shape != shape:
@@ -166,7 +195,9 @@ def _check_tensors(
                 f"{list(shape)}; it was made for another model, or r is another"
             )
         if not header.is_floating_point:
-            raise AdapterError(f"{directory}: {name} is {header.dtype}; adapters must be of a float type")
+            raise AdapterError(
+                f"{directory}: {name} is {header.dtype}; adapters must be of a float type"
+            )
 
 
 def _absent(layout: AdapterLayout) -> dict[str, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Where adapters sit: modules of a model, which are nodes of its graphs, and the weights that they have there."""
+"""Where adapters sit: modules of a model, which are nodes of its graphs, and the weights that they
+have there.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +32,9 @@ class Experts:
 class Place:
     """A module, by its full name, as a node of a part of the model.
 
-    inputs, outputs: features of the rows that it takes (0: of ids) and gives. weights: shapes of its weights, by slot.
-    experts: of a mixture, if it is one's. architecture: of the adapter's model.
+    inputs, outputs: features of the rows that it takes (0: of ids) and gives. weights: shapes of
+    its weights, by slot. experts: of a mixture, if it is one's. architecture: of the adapter's
+    model.
     """
 
     module: str
@@ -50,15 +53,23 @@ class Place:
         given, made = (graph.spec[slots[0][1]].shape for slots in (found.inputs, found.outputs))
         inputs, experts = prod(given) if given else 0, None
         if found.op == "expert_linear":
-            matrices, chosen = (graph.spec[found.input[slot]].shape for slot in ("weight", "experts"))
-            experts = Experts(num_experts=matrices[0], per_row=chosen[0], outputs=matrices[1], inputs=matrices[2])
+            matrices, chosen = (
+                graph.spec[found.input[slot]].shape for slot in ("weight", "experts")
+            )
+            experts = Experts(
+                num_experts=matrices[0], per_row=chosen[0], outputs=matrices[1], inputs=matrices[2]
+            )
         return cls(
             module=module,
             part=part,
             node=found,
             inputs=inputs,
             outputs=prod(made),
-            weights={slot: spec.shape for slot, spec in graph.slot_specs(found).items() if spec.kind == "weight"},
+            weights={
+                slot: spec.shape
+                for slot, spec in graph.slot_specs(found).items()
+                if spec.kind == "weight"
+            },
             architecture=architecture,
             experts=experts,
         )
@@ -70,7 +81,9 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Site:
-    """A place on a backbone that is loaded. frozen: the adapter's weight there, where it brings one of its own."""
+    """A place on a backbone that is loaded. frozen: the adapter's weight there, where it brings one
+    of its own.
+    """
 
     place: Place
     backbone: Backbone
@@ -88,7 +101,8 @@ class Site:
 
     @property
     def dense_weight(self) -> Tensor:
-        """The weight [out, in] in float32, on the backbone's device; not to be changed, it may be the weight itself.
+        """The weight [out, in] in float32, on the backbone's device; not to be changed, it may be
+        the weight itself.
 
         Where ranks divide the model, it is what this rank holds of the weight.
         """
@@ -112,12 +126,15 @@ class Site:
         return piece(whole, self._weight_state, self.backbone.group.rank)
 
     def weight_rows(self, rows: Tensor) -> Tensor:
-        """Return some rows of the whole weight in float32, by their numbers; all ranks have to ask for them."""
+        """Return some rows of the whole weight in float32, by their numbers; all ranks have to ask
+        for them.
+        """
         table = self.whole_weight if isinstance(self._weight_state, Cut) else self.weight.dense()
         return table[rows.to(table.device)].float()
 
     def sum_over_inputs(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors where each has some of the site's inputs; elsewhere the tensor itself.
+        """Return the sum of all ranks' tensors where each has some of the site's inputs; elsewhere
+        the tensor itself.
 
         All ranks have to ask for it.
         """
@@ -127,11 +144,16 @@ class Site:
 
     @property
     def row_norms_squared(self) -> Tensor:
-        """Return the sums of squares of the rows of `dense_weight`, over all inputs, float32 [out]."""
-        # Not a cached_property: before Python 3.12 these take a lock, and ranks that are threads would wait for it.
+        """Return the sums of squares of the rows of `dense_weight`, over all inputs, float32
+        [out].
+        """
+        # Not a cached_property: before Python 3.12 these take a lock, and ranks that are threads
+        # would wait for it.
         found: Tensor | None = self.__dict__.get("row_norms")
         if found is None:
-            found = self.__dict__["row_norms"] = self.sum_over_inputs(self.dense_weight.square().sum(1))
+            found = self.__dict__["row_norms"] = self.sum_over_inputs(
+                self.dense_weight.square().sum(1)
+            )
         return found
 
     @property

@@ -1,8 +1,10 @@
-"""LoRA that starts from a part of the weight itself: PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775).
+"""LoRA that starts from a part of the weight itself: PiSSA (arXiv 2404.02948) and OLoRA (arXiv
+2406.01775).
 
-The factors start as B0 A0, a principal part of the weight W, and what is trained is B A beside W - s B0 A0. The weight
-is everybody's here, so that is W + s (B A - B0 A0): a LoRA of twice the rank, with the factors (B, -B0) and (A, A0), of
-which half is trained. PEFT saves the same where it is asked for an adapter that leaves the model's weights as they are
+The factors start as B0 A0, a principal part of the weight W, and what is trained is B A beside W -
+s B0 A0. The weight is everybody's here, so that is W + s (B A - B0 A0): a LoRA of twice the rank,
+with the factors (B, -B0) and (A, A0), of which half is trained. PEFT saves the same where it is
+asked for an adapter that leaves the model's weights as they are
 (`path_initial_model_for_weight_conversion` of its `save_pretrained`).
 """
 
@@ -26,12 +28,15 @@ _SUBSPACE_ITERATIONS = re.compile(r"pissa_niter_(\d{1,3})")
 
 def is_principal(initial: object) -> bool:
     """Whether PEFT's `init_lora_weights` asks for factors of the weight."""
-    return isinstance(initial, str) and (initial in ("pissa", "olora") or bool(_SUBSPACE_ITERATIONS.fullmatch(initial)))
+    return isinstance(initial, str) and (
+        initial in ("pissa", "olora") or bool(_SUBSPACE_ITERATIONS.fullmatch(initial))
+    )
 
 
 def principal_factors(site: Site, initial: str, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """A0 [rank, in] and B0 [out, rank], float32, with scaling * B0 A0 the part of the weight that is taken (PiSSA), or
-    B0 A0 with B0 orthonormal (OLoRA). Where ranks divide the model, the factors are whole, and all ranks have to ask.
+    """A0 [rank, in] and B0 [out, rank], float32, with scaling * B0 A0 the part of the weight that
+    is taken (PiSSA), or B0 A0 with B0 orthonormal (OLoRA). Where ranks divide the model, the
+    factors are whole, and all ranks have to ask.
 
     Raises:
         AdapterError: the rank is above the weight's.
@@ -43,7 +48,8 @@ def principal_factors(site: Site, initial: str, rank: int, scaling: float) -> tu
     shape, group = site.place.weights["weight"], site.backbone.group
     if rank > min(shape):
         raise AdapterError(
-            f"init_lora_weights={initial!r} with rank {rank} at {site.place.module}: its weight has "
+            f"init_lora_weights={initial!r} with rank {rank} at {site.place.module}: its weight "
+            f"has "
             f"{list(shape)}, so the rank may be {min(shape)} at most"
         )
     weight = site.whole_weight
@@ -72,7 +78,9 @@ def _factors(weight: Tensor, initial: str, rank: int, scaling: float) -> tuple[T
 
 
 class TrainedHalf(Reparametrization):
-    """Of the factors of a LoRA of twice the rank, the first half; the other half is its initial value."""
+    """Of the factors of a LoRA of twice the rank, the first half; the other half is its initial
+    value.
+    """
 
     def __init__(self, adapter: Adapter) -> None:
         self.parameters, self._rest = {}, {}
@@ -80,22 +88,32 @@ class TrainedHalf(Reparametrization):
             if (axis := _rank_axis(name)) is None:
                 self.parameters[name] = master.clone()
             else:
-                self.parameters[name], self._rest[name] = (half.clone() for half in master.chunk(2, axis))
+                self.parameters[name], self._rest[name] = (
+                    half.clone() for half in master.chunk(2, axis)
+                )
 
     def state_of(self, name: str, states: Mapping[str, AnyState]) -> AnyState:
-        """Return how ranks divide a half of a factor: as all of it, since no cut goes along the rank."""
+        """Return how ranks divide a half of a factor: as all of it, since no cut goes along the
+        rank.
+        """
         state, axis = super().state_of(name, states), _rank_axis(name)
-        assert axis is None or not isinstance(state, Cut) or state.dim != axis - 2, f"{name} is cut along its rank"
+        assert axis is None or not isinstance(state, Cut) or state.dim != axis - 2, (
+            f"{name} is cut along its rank"
+        )
         return state
 
     def compose(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {
-            name: value if (axis := _rank_axis(name)) is None else torch.cat((value, self._rest[name]), axis)
+            name: value
+            if (axis := _rank_axis(name)) is None
+            else torch.cat((value, self._rest[name]), axis)
             for name, value in parameters.items()
         }
 
 
-def beside_weight(masters: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def beside_weight(
+    masters: Mapping[str, Tensor], initial: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Factors with their initial values as LoRA of twice the rank beside the weight as it is."""
     return {
         name: value

@@ -1,4 +1,6 @@
-"""What methods have in common: settings under PEFT's names, and modules that PEFT's target patterns choose."""
+"""What methods have in common: settings under PEFT's names, and modules that PEFT's target patterns
+choose.
+"""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -14,7 +16,14 @@ from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.patterns import check_sizes
 from coserve.adapters.places import Place, Site
 from coserve.adapters.targets import Targets
-from coserve.adapters.whole_modules import PREFIX, is_left_out, is_whole, whole_bypass, whole_initial, whole_sites
+from coserve.adapters.whole_modules import (
+    PREFIX,
+    is_left_out,
+    is_whole,
+    whole_bypass,
+    whole_initial,
+    whole_sites,
+)
 from coserve.errors import AdapterError
 from coserve.graph.bypass import Bypass
 from coserve.models.base import Architecture, Part
@@ -23,9 +32,17 @@ from coserve.settings import shown
 # Fields of PEFT's configurations that say nothing about the numbers of a trained adapter.
 _HARMLESS = frozenset(
     (
-        *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *(
+            "peft_type",
+            "task_type",
+            "auto_mapping",
+            "peft_version",
+            "base_model_name_or_path",
+            "revision",
+        ),
         *("inference_mode", "runtime_config"),
-        "fan_in_fan_out",  # whether weights are [in, out], which PEFT decides by the module's class in any case
+        # whether weights are [in, out], which PEFT decides by the module's class in any case
+        "fan_in_fan_out",
     )
 )
 _NOTHING: tuple[Any, ...] = (None, False, {}, [], "none")
@@ -34,9 +51,9 @@ _NOTHING: tuple[Any, ...] = (None, False, {}, [], "none")
 class NamedConfig(AdapterConfig):
     """A dataclass whose settings PEFT has under names of its own.
 
-    peft_names: setting -> PEFT's field. constants: other fields of PEFT's, each with the value that is supported.
-    harmless: fields that say nothing about the numbers. required: settings that PEFT's file must have. supported: what
-    there is of the method, for messages.
+    peft_names: setting -> PEFT's field. constants: other fields of PEFT's, each with the value that
+    is supported. harmless: fields that say nothing about the numbers. required: settings that
+    PEFT's file must have. supported: what there is of the method, for messages.
     """
 
     peft_names: ClassVar[Mapping[str, str]]
@@ -62,10 +79,16 @@ class NamedConfig(AdapterConfig):
             for name, value in fields.items()
             if name not in known and value not in _NOTHING and value != cls.constants.get(name)
         ]
-        given = {setting: fields[field] for setting, field in cls.peft_names.items() if fields.get(field) is not None}
+        given = {
+            setting: fields[field]
+            for setting, field in cls.peft_names.items()
+            if fields.get(field) is not None
+        }
         if wrong := [*unsupported, *cls.not_supported(given)]:
             used = ", ".join(f"{name}={shown(fields[name])}" for name in wrong)
-            raise AdapterError(f"the adapter uses {used}, which is not supported; supported is {cls.supported}")
+            raise AdapterError(
+                f"the adapter uses {used}, which is not supported; supported is {cls.supported}"
+            )
         if missing := [cls.peft_names[setting] for setting in cls.required if setting not in given]:
             raise AdapterError(f"the adapter's config lacks {missing[0]!r}")
         try:
@@ -74,7 +97,9 @@ class NamedConfig(AdapterConfig):
             raise AdapterError(f"the adapter's config is not valid: {error}") from None
 
     def _plain(self, setting: str) -> Any:
-        """A setting as JSON has it; PEFT says "none" by null, where that is what it takes for granted."""
+        """A setting as JSON has it; PEFT says "none" by null, where that is what it takes for
+        granted.
+        """
         value = getattr(self, setting)
         if isinstance(value, tuple):
             return list(value) if value or getattr(type(self), setting, ()) else None
@@ -82,8 +107,8 @@ class NamedConfig(AdapterConfig):
 
     @classmethod
     def not_supported(cls, settings: dict[str, Any]) -> list[str]:
-        """PEFT's names of those of a directory's settings that are not supported; may change what is but needs another
-        form.
+        """PEFT's names of those of a directory's settings that are not supported; may change what
+        is but needs another form.
         """
         return []
 
@@ -92,12 +117,14 @@ class NamedConfig(AdapterConfig):
 class TargetedConfig(NamedConfig):
     """A method at linear layers, and other modules that are trained as a whole.
 
-    target_modules, exclude_modules, layers_to_transform, layers_pattern: see `Targets`. modules_to_save: ends of names
-    of modules that are trained as a whole, such as embed_tokens and lm_head; PEFT's rule (`is_whole`).
+    target_modules, exclude_modules, layers_to_transform, layers_pattern: see `Targets`.
+    modules_to_save: ends of names of modules that are trained as a whole, such as embed_tokens and
+    lm_head; PEFT's rule (`is_whole`).
     """
 
     target_names: ClassVar[Mapping[str, str]] = {
-        name: name for name in ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+        name: name
+        for name in ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
     }
     whole_names: ClassVar[Mapping[str, str]] = {"modules_to_save": "modules_to_save"}
     required: ClassVar[tuple[str, ...]] = ("target_modules",)
@@ -110,10 +137,14 @@ class TargetedConfig(NamedConfig):
 
     def __post_init__(self) -> None:
         for setting in TargetedConfig.target_names:
-            if isinstance(value := getattr(self, setting), list | set):  # from JSON, or as PEFT has them
+            if isinstance(
+                value := getattr(self, setting), list | set
+            ):  # from JSON, or as PEFT has them
                 object.__setattr__(self, setting, tuple(value))
         whole = self.modules_to_save
-        object.__setattr__(self, "modules_to_save", tuple(whole) if isinstance(whole, list | set) else whole or ())
+        object.__setattr__(
+            self, "modules_to_save", tuple(whole) if isinstance(whole, list | set) else whole or ()
+        )
         if not isinstance(self.modules_to_save, tuple) or not all(
             isinstance(each, str) for each in self.modules_to_save
         ):
@@ -124,7 +155,10 @@ class TargetedConfig(NamedConfig):
                 object.__setattr__(self, setting, nothing)
         for setting in TargetedConfig.target_names:
             if setting not in self.target_names and getattr(self, setting) not in ((), None):
-                raise ValueError(f"{self.peft_type} has no {setting}; write target_modules as a regular expression")
+                raise ValueError(
+                    f"{self.peft_type} has no {setting}; write target_modules as a regular "
+                    f"expression"
+                )
         self._targets  # noqa: B018 (it checks itself)
 
     @cached_property
@@ -136,24 +170,37 @@ class TargetedConfig(NamedConfig):
             layers_pattern=self.layers_pattern,
         )
 
-    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+    def sites(
+        self, architecture: Architecture, *, every_target: bool = True
+    ) -> dict[str, tuple[Part, str]]:
         names = self.whole_names_of(architecture)
         whole = whole_sites(architecture, names)
-        if missing := [name for name in names if every_target and not any(is_whole(each, (name,)) for each in whole)]:
+        if missing := [
+            name
+            for name in names
+            if every_target and not any(is_whole(each, (name,)) for each in whole)
+        ]:
             family = architecture.config.model_type
             known = f"{architecture.embedding_name.rpartition('.')[2]}, lm_head, norms"
             raise AdapterError(
-                f"modules_to_save {', '.join(missing)} matches no module with weights of this {family}; it has {known}"
+                f"modules_to_save {', '.join(missing)} matches no module with weights of this "
+                f"{family}; it has {known}"
             )
         targets = self.target_sites(architecture, every_target=every_target)
         if both := [module for module in targets if module in whole]:
-            raise AdapterError(f"modules_to_save and target_modules both mean {both[0]}: name it in one of them")
+            raise AdapterError(
+                f"modules_to_save and target_modules both mean {both[0]}: name it in one of them"
+            )
         return {**targets, **whole}
 
-    def target_sites(self, architecture: Architecture, *, every_target: bool) -> dict[str, tuple[Part, str]]:
+    def target_sites(
+        self, architecture: Architecture, *, every_target: bool
+    ) -> dict[str, tuple[Part, str]]:
         """Return full module name -> (part, node) of the modules that the targets choose."""
         whole = self.whole_names_of(architecture)
-        found = self._targets.sites(self.can_be_targets(architecture), architecture, every_target=every_target)
+        found = self._targets.sites(
+            self.can_be_targets(architecture), architecture, every_target=every_target
+        )
         return {module: site for module, site in found.items() if not is_left_out(module, whole)}
 
     def can_be_targets(self, architecture: Architecture) -> Mapping[str, tuple[Part, str]]:
@@ -169,9 +216,15 @@ class TargetedConfig(NamedConfig):
         return is_whole(place.module, self.whole_names_of(place.architecture))
 
     def bypass(self, place: Place, *, training: bool) -> Bypass:
-        return whole_bypass(place) if self.is_whole_at(place) else self.target_bypass(place, training=training)
+        return (
+            whole_bypass(place)
+            if self.is_whole_at(place)
+            else self.target_bypass(place, training=training)
+        )
 
-    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+    def initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
         if parameter.startswith(PREFIX):
             return whole_initial(parameter, site)
         return self.target_initial(parameter, shape, site, generator)
@@ -190,7 +243,9 @@ class TargetedConfig(NamedConfig):
         """See `bypass`; at a target."""
 
     @abstractmethod
-    def target_initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+    def target_initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
         """See `initial`; of a parameter at a target."""
 
     def file_name(self, name: str) -> str:
@@ -201,15 +256,20 @@ class TargetedConfig(NamedConfig):
         is_target = module in self.target_sites(architecture, every_target=False)
         return f"{PEFT_PREFIX}{module}.{'base_layer.' if is_target else ''}weight"
 
-    def to_peft_tensors(self, values: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+    def to_peft_tensors(
+        self, values: Mapping[str, Tensor], layout: AdapterLayout
+    ) -> dict[str, Tensor]:
         found = {
-            self.file_name(name): self.to_peft_value(layout.local_names[name], value) for name, value in values.items()
+            self.file_name(name): self.to_peft_value(layout.local_names[name], value)
+            for name, value in values.items()
         }
         # PEFT writes a head that is trained as one with the embeddings once more.
         twice = {name: owner for name, owner in layout.shared.items() if f".{PREFIX}" in name}
         return found | {self.file_name(name): values[owner] for name, owner in twice.items()}
 
-    def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+    def from_peft_tensors(
+        self, tensors: Mapping[str, Tensor], layout: AdapterLayout
+    ) -> dict[str, Tensor]:
         return {
             name: self.from_peft_value(local, tensors[self.file_name(name)])
             for name, local in layout.local_names.items()

@@ -1,7 +1,7 @@
 """The modules that an adapter sits at: PEFT's rules for target patterns, on the layers of a model.
 
-Source: the meaning of `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern`, `rank_pattern`
-and `alpha_pattern` in https://huggingface.co/docs/peft/package_reference/lora.
+Source: the meaning of `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern`,
+`rank_pattern` and `alpha_pattern` in https://huggingface.co/docs/peft/package_reference/lora.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +25,10 @@ _MOST_NAMED = 10
 class Targets:
     """A choice of modules.
 
-    modules: a collection of names, each the end of a module's dotted name; a regular expression for the whole name;
-        or "all-linear": every linear layer but the output layer.
-    exclude: likewise (without "all-linear"), taken away.
-    layers, layers_pattern: with a collection of names, only in blocks of these indices; the pattern names the list of
-    blocks.
+    modules: a collection of names, each the end of a module's dotted name; a regular expression for
+        the whole name; or "all-linear": every linear layer but the output layer.
+    exclude: likewise (without "all-linear"), taken away. layers, layers_pattern: with a collection
+    of names, only in blocks of these indices; the pattern names the list of blocks.
     """
 
     modules: str | tuple[str, ...]
@@ -41,7 +40,9 @@ class Targets:
         named = (("target_modules", self.modules), ("exclude_modules", self.exclude))
         for setting, value in (*named, ("layers_pattern", self.layers_pattern or "")):
             _check_strings(setting, value)
-        if not isinstance(self._layers, tuple) or not all(is_whole(layer, 0, MOST_WHOLE) for layer in self._layers):
+        if not isinstance(self._layers, tuple) or not all(
+            is_whole(layer, 0, MOST_WHOLE) for layer in self._layers
+        ):
             raise ValueError(f"layers_to_transform must be whole numbers, not {shown(self.layers)}")
         check_sizes("layers_to_transform", map(str, self._layers))
         self._included, self._excluded, self._blocks  # noqa: B018 (they check themselves)
@@ -53,12 +54,16 @@ class Targets:
             raise ValueError("layers_pattern needs layers_to_transform")
 
     def sites(
-        self, known: Mapping[str, tuple[Part, str]], architecture: Architecture, *, every_target: bool
+        self,
+        known: Mapping[str, tuple[Part, str]],
+        architecture: Architecture,
+        *,
+        every_target: bool,
     ) -> dict[str, tuple[Part, str]]:
         """Return full module name -> (part, node) of the modules chosen.
 
-        known: those that there are to choose from. every_target: whether every name must match something (a typo should
-        fail), or just one of them (PEFT's rule).
+        known: those that there are to choose from. every_target: whether every name must match
+        something (a typo should fail), or just one of them (PEFT's rule).
 
         Raises:
             AdapterError: nothing matches, or too little.
@@ -77,12 +82,16 @@ class Targets:
         wrong = ", ".join(shown(name) for name in names[:_MOST_NAMED]) or shown(self.modules)
         linear = architecture.linear_sites
         if not names and not isinstance(self.modules, str):
-            return f"exclude_modules and layers_to_transform leave nothing of target_modules {wrong}"
+            return (
+                f"exclude_modules and layers_to_transform leave nothing of target_modules {wrong}"
+            )
         known = ", ".join(dict.fromkeys(module.rsplit(".", 1)[-1] for module in linear))
         family, rule = architecture.config.model_type, ""
         if isinstance(self.modules, str):
             rule = f"; a regular expression matches whole names, such as {next(iter(linear))}"
-        return f"target_modules {wrong} matches no linear layer of this {family}; it has {known}{rule}"
+        return (
+            f"target_modules {wrong} matches no linear layer of this {family}; it has {known}{rule}"
+        )
 
     @property
     def is_all_linear(self) -> bool:
@@ -107,11 +116,19 @@ class Targets:
 
     @cached_property
     def _included(self) -> Any:
-        return compile_pattern("target_modules", self.modules) if isinstance(self.modules, str) else None
+        return (
+            compile_pattern("target_modules", self.modules)
+            if isinstance(self.modules, str)
+            else None
+        )
 
     @cached_property
     def _excluded(self) -> Any:
-        return compile_pattern("exclude_modules", self.exclude) if isinstance(self.exclude, str) else None
+        return (
+            compile_pattern("exclude_modules", self.exclude)
+            if isinstance(self.exclude, str)
+            else None
+        )
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -124,15 +141,28 @@ class Targets:
     @property
     def _layers(self) -> tuple[int, ...]:
         """The indices; none means every block (PEFT)."""
-        return () if self.layers is None else self.layers if isinstance(self.layers, tuple) else (self.layers,)
+        return (
+            ()
+            if self.layers is None
+            else self.layers
+            if isinstance(self.layers, tuple)
+            else (self.layers,)
+        )
 
     @cached_property
     def _blocks(self) -> list[Any]:
         """Where in a name the index of its block is; the first that matches says it."""
-        given = (self.layers_pattern,) if isinstance(self.layers_pattern, str) else self.layers_pattern
+        given = (
+            (self.layers_pattern,) if isinstance(self.layers_pattern, str) else self.layers_pattern
+        )
         within = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
-        found = [compile_pattern("layers_pattern", each, within=within, captures=True) for each in given or ()]
-        return found or [compile_pattern("layers_pattern", r".*?\.[^.]*\.(?P<idx>\d+)\.", captures=True)]
+        found = [
+            compile_pattern("layers_pattern", each, within=within, captures=True)
+            for each in given or ()
+        ]
+        return found or [
+            compile_pattern("layers_pattern", r".*?\.[^.]*\.(?P<idx>\d+)\.", captures=True)
+        ]
 
     def _layer(self, module: str) -> int | None:
         found = next((match for each in self._blocks if (match := each.match(module))), None)
@@ -142,7 +172,9 @@ class Targets:
 
 def _check_strings(setting: str, value: object) -> None:
     """ValueError unless it is a string or several, and not too long."""
-    if not isinstance(value, str) and not (isinstance(value, tuple) and all(isinstance(name, str) for name in value)):
+    if not isinstance(value, str) and not (
+        isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+    ):
         raise ValueError(f"{setting} must be a string or a list of strings, not {shown(value)}")
     if isinstance(value, tuple):
         check_sizes(setting, value)

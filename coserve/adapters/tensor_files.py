@@ -1,4 +1,5 @@
-"""Tensors in safetensors files. What is in one is known before any of it is read, so that it can be checked.
+"""Tensors in safetensors files. What is in one is known before any of it is read, so that it can be
+checked.
 
 Format: eight bytes with the header's length, the header as JSON, the tensors
 (https://huggingface.co/docs/safetensors/index#format).
@@ -42,19 +43,29 @@ class TensorFile:
         self._path, self._stack = path, stack
         self._file: Any = None
 
-    def read_finite(self, name: str, dtype: torch.dtype, at: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Return one tensor, on the CPU, as it is stored, or a block of it: a slice for each of its dimensions.
+    def read_finite(
+        self, name: str, dtype: torch.dtype, at: tuple[slice, ...] = ()
+    ) -> torch.Tensor:
+        """Return one tensor, on the CPU, as it is stored, or a block of it: a slice for each of its
+        dimensions.
 
         Raises:
-            AdapterError: one of its numbers is NaN or infinite, or would be in `dtype`, which it is computed with.
+            AdapterError: one of its numbers is NaN or infinite, or would be in `dtype`, which it is
+                computed with.
         """
         tensor = self.read(name, at)
         if bool(torch.isfinite(tensor.to(dtype)).all()):
             return tensor
         fault = f"numbers that are too large for {str(dtype).removeprefix('torch.')}"
         if not bool(torch.isfinite(tensor.float()).all()):
-            fault = "numbers that are NaN" if bool(torch.isnan(tensor.float()).any()) else "infinite numbers"
-        raise AdapterError(f"{self._path}: {shown(name)[1:-1]} has {fault}; every answer with it would be wrong")
+            fault = (
+                "numbers that are NaN"
+                if bool(torch.isnan(tensor.float()).any())
+                else "infinite numbers"
+            )
+        raise AdapterError(
+            f"{self._path}: {shown(name)[1:-1]} has {fault}; every answer with it would be wrong"
+        )
 
     def read(self, name: str, at: tuple[slice, ...] = ()) -> torch.Tensor:
         """Return one tensor, or a block of it, on the CPU, whatever its numbers are."""
@@ -73,7 +84,9 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
 
     try:
         if not path.is_file():
-            raise AdapterError(f"{path.parent} has no {path.name}; save the adapter with safetensors")
+            raise AdapterError(
+                f"{path.parent} has no {path.name}; save the adapter with safetensors"
+            )
         with ExitStack() as stack:
             yield TensorFile(path, _read_headers(path), stack)
     except PermissionError as error:
@@ -83,7 +96,9 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file, whole or not at all. A tensor that has two names is written twice."""
+    """Write a safetensors file, whole or not at all. A tensor that has two names is written
+    twice.
+    """
     from safetensors.torch import save
 
     found, addresses = dict[str, torch.Tensor](), set[int]()
@@ -99,7 +114,8 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
         length = int.from_bytes(file.read(8), "little")
         if length > _MOST_HEADER_BYTES:
             raise AdapterError(
-                f"{path} is damaged, or no safetensors file: its header would have {length:,} bytes; "
+                f"{path} is damaged, or no safetensors file: its header would have {length:,} "
+                f"bytes; "
                 f"{_MOST_HEADER_BYTES:,} are allowed"
             )
         content = file.read(length)
@@ -107,7 +123,9 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
         fields = json.loads(content)
         return {name: _header(each) for name, each in fields.items() if name != "__metadata__"}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise AdapterError(f"{path} is damaged or cut short (its header is none); fetch it again") from None
+        raise AdapterError(
+            f"{path} is damaged or cut short (its header is none); fetch it again"
+        ) from None
 
 
 def _header(fields: Mapping[str, Any]) -> TensorHeader:

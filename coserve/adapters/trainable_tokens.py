@@ -1,7 +1,8 @@
-"""Embeddings of some tokens that are trained beside a method's targets: PEFT's `trainable_token_indices`.
+"""Embeddings of some tokens that are trained beside a method's targets: PEFT's
+`trainable_token_indices`.
 
-The adapter has rows of its own for these tokens, which stand in place of the table's; in the head, too, where that is
-the table, or where the setting names it.
+The adapter has rows of its own for these tokens, which stand in place of the table's; in the head,
+too, where that is the table, or where the setting names it.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,9 @@ _MOST_TOKENS = 1 << 16
 
 
 def token_indices(given: Any) -> TokenIndices:
-    """Return the setting `trainable_token_indices` (nothing: an empty tuple); ValueError if it makes no sense."""
+    """Return the setting `trainable_token_indices` (nothing: an empty tuple); ValueError if it
+    makes no sense.
+    """
     if given is None:
         return ()
     if isinstance(given, Mapping):
@@ -33,18 +36,26 @@ def token_indices(given: Any) -> TokenIndices:
 
 def _indices(given: Any) -> tuple[int, ...]:
     is_list = isinstance(given, list | tuple) and len(given) <= _MOST_TOKENS
-    if not is_list or not all(is_whole(each, 0, MOST_WHOLE) for each in given) or len(set(given)) < len(given):
+    if (
+        not is_list
+        or not all(is_whole(each, 0, MOST_WHOLE) for each in given)
+        or len(set(given)) < len(given)
+    ):
         raise ValueError(
-            f"trainable_token_indices must be at most {_MOST_TOKENS} different token ids, or such a list for each of "
+            f"trainable_token_indices must be at most {_MOST_TOKENS} different token ids, or such "
+            f"a list for each of "
             f"embeddings and head, not {shown(given)}"
         )
     return tuple(given)
 
 
-def token_sites(setting: TokenIndices, architecture: Architecture, *, is_tied: bool) -> dict[str, tuple[int, ...]]:
+def token_sites(
+    setting: TokenIndices, architecture: Architecture, *, is_tied: bool
+) -> dict[str, tuple[int, ...]]:
     """Return the tokens by the modules that have rows of their own for them, as PEFT chooses these.
 
-    is_tied: whether `ensure_weight_tying` is set. AdapterError for a module or a token that is not there.
+    is_tied: whether `ensure_weight_tying` is set. AdapterError for a module or a token that is not
+    there.
     """
     table = architecture.embedding_name
     named = setting if isinstance(setting, Mapping) else {table: setting} if setting else {}
@@ -52,20 +63,27 @@ def token_sites(setting: TokenIndices, architecture: Architecture, *, is_tied: b
     for name, tokens in named.items():
         modules = [module for module in (table, HEAD_MODULE) if module.endswith(name)]
         if not modules:
-            raise AdapterError(f"trainable_token_indices names {shown(name)}; it may name {table} and {HEAD_MODULE}")
+            raise AdapterError(
+                f"trainable_token_indices names {shown(name)}; it may name {table} and "
+                f"{HEAD_MODULE}"
+            )
         if wrong := [token for token in tokens if token >= architecture.vocab_size]:
             size = architecture.vocab_size
-            raise AdapterError(f"trainable_token_indices has {wrong[0]}; the model has {size} tokens")
+            raise AdapterError(
+                f"trainable_token_indices has {wrong[0]}; the model has {size} tokens"
+            )
         found |= dict.fromkeys(modules, tokens)
     is_both = architecture.tied and table in found
     if is_both and found.setdefault(HEAD_MODULE, found[table]) != found[table] and is_tied:
         raise AdapterError(
-            "trainable_token_indices has other tokens for the embeddings than for the head, which ensure_weight_tying "
+            "trainable_token_indices has other tokens for the embeddings than for the head, which "
+            "ensure_weight_tying "
             "makes one: give both the same"
         )
     if HEAD_MODULE in found and "bias" in architecture.graphs["head"].node[HEAD_MODULE].input:
         raise AdapterError(
-            f"trainable_token_indices at {HEAD_MODULE} is not supported where the head has a bias, which PEFT drops"
+            f"trainable_token_indices at {HEAD_MODULE} is not supported where the head has a bias, "
+            f"which PEFT drops"
         )
     return found
 

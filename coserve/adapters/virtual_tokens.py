@@ -1,5 +1,6 @@
-"""What methods with virtual tokens share: rows before a request's or an example's own, whose ids are -1, -2, … and
-whose embeddings, or keys and values, are parameters. The engine puts them there (`AdapterConfig.num_virtual_tokens`).
+"""What methods with virtual tokens share: rows before a request's or an example's own, whose ids
+are -1, -2, … and whose embeddings, or keys and values, are parameters. The engine puts them there
+(`AdapterConfig.num_virtual_tokens`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,8 +37,19 @@ class VirtualTokensConfig(NamedConfig):
 
     harmless = frozenset(
         (
-            *("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers", "prompt_tuning_init"),
-            *("prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs", "init_weights"),
+            *(
+                "token_dim",
+                "num_transformer_submodules",
+                "num_attention_heads",
+                "num_layers",
+                "prompt_tuning_init",
+            ),
+            *(
+                "prompt_tuning_init_text",
+                "tokenizer_name_or_path",
+                "tokenizer_kwargs",
+                "init_weights",
+            ),
         )
     )
     required: ClassVar[tuple[str, ...]] = ("num_virtual_tokens",)
@@ -46,28 +58,37 @@ class VirtualTokensConfig(NamedConfig):
         if self.num_virtual_tokens >= architecture.max_positions:
             yield (
                 "num_virtual_tokens",
-                f"is {self.num_virtual_tokens}; the model has {architecture.max_positions} positions",
+                f"is {self.num_virtual_tokens}; the model has {architecture.max_positions} "
+                f"positions",
             )
         most = _MOST_WIDENING * architecture.hidden_size
         if (hidden := getattr(self, "encoder_hidden_size", None)) is not None and hidden > most:
             yield "encoder_hidden_size", f"is {hidden}; {most} is the most on this model"
 
     def to_peft_of(self, architecture: Architecture) -> dict[str, Any]:
-        return {"num_attention_heads": architecture.num_heads}  # PEFT does not find it in every configuration
+        return {
+            "num_attention_heads": architecture.num_heads
+        }  # PEFT does not find it in every configuration
 
     def check_number(self) -> None:
         """ValueError unless there is a number of virtual tokens that a model could have."""
         check_whole("num_virtual_tokens", self.num_virtual_tokens, 1, _MOST_VIRTUAL)
 
-    def to_peft_tensors(self, values: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+    def to_peft_tensors(
+        self, values: Mapping[str, Tensor], layout: AdapterLayout
+    ) -> dict[str, Tensor]:
         return {_FILE: torch.cat(list(values.values()), 1)}
 
-    def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+    def from_peft_tensors(
+        self, tensors: Mapping[str, Tensor], layout: AdapterLayout
+    ) -> dict[str, Tensor]:
         return split_table(tensors[_FILE], layout)
 
 
 def embedded_site(architecture: Architecture) -> dict[str, tuple[Part, str]]:
-    """Where embeddings of virtual tokens come in: as PEFT gives them to a model, in place of those of tokens."""
+    """Where embeddings of virtual tokens come in: as PEFT gives them to a model, in place of those
+    of tokens.
+    """
     return {architecture.embedded: ("embed", architecture.embedded)}
 
 
@@ -87,17 +108,25 @@ def looked_up(b: GraphBuilder, parameter: str, num_virtual: int, width: int) -> 
     """Add the look-up of a table [num_virtual, width] for virtual rows; zeros for all others."""
     tokens = b.constant("tokens", dtype=torch.int64)
     table = b.parameter(parameter, num_virtual, width)
-    return b.apply("embedding", "looked_up", {"ids": tokens, "weight": table}, offset=0, virtual=True)
+    return b.apply(
+        "embedding", "looked_up", {"ids": tokens, "weight": table}, offset=0, virtual=True
+    )
 
 
 class EncodedTable(Reparametrization):
-    """A table that a network gives, whose weights are trained in its place; PEFT keeps the table alone."""
+    """A table that a network gives, whose weights are trained in its place; PEFT keeps the table
+    alone.
+    """
 
     def __init__(self, encoder: nn.Module, adapter: Adapter) -> None:
-        """Begin with the network's parameters. encoder: gives the table, whole, when it is called."""
+        """Begin with the network's parameters. encoder: gives the table, whole, when it is
+        called.
+        """
         self._encoder, self._layout = encoder.to(adapter.backbone.device).eval(), adapter.layout
         self._graphs, self._group = adapter.graphs, adapter.backbone.group
-        self.parameters = {name: value.detach().clone() for name, value in self._encoder.named_parameters()}
+        self.parameters = {
+            name: value.detach().clone() for name, value in self._encoder.named_parameters()
+        }
 
     def compose(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         table: Tensor = functional_call(self._encoder, dict(parameters), ())
@@ -112,21 +141,28 @@ class EncodedTable(Reparametrization):
         return WHOLE
 
     def pull_back(self, gradients: Mapping[str, Tensor], *, num_trained: int) -> dict[str, Tensor]:
-        """Give the network's gradients: with several ranks, the sum of what follows from what each of them holds of
-        the table, no entry of which counts twice.
+        """Give the network's gradients: with several ranks, the sum of what follows from what each
+        of them holds of the table, no entry of which counts twice.
         """
         if self._group.size == 1:
             return super().pull_back(gradients, num_trained=num_trained)
         states, rank = self._graphs.states, self._group.rank
-        parts = {name: owned(each, states.get(name, WHOLE), rank) for name, each in gradients.items()}
-        given = {name: torch.zeros_like(gradients[name]) if part is None else part for name, part in parts.items()}
+        parts = {
+            name: owned(each, states.get(name, WHOLE), rank) for name, each in gradients.items()
+        }
+        given = {
+            name: torch.zeros_like(gradients[name]) if part is None else part
+            for name, part in parts.items()
+        }
         found = super().pull_back(given, num_trained=num_trained)
         sums = self._group.sum_several(list(found.values()), "gradients of an encoder")
         return dict(zip(found, sums, strict=True))
 
 
 class PromptEncoder(nn.Module):
-    """A table that goes through layers: rows [num_virtual, width of the last layer]. Modules are named as PEFT's."""
+    """A table that goes through layers: rows [num_virtual, width of the last layer]. Modules are
+    named as PEFT's.
+    """
 
     def __init__(self, num_virtual: int, inputs: int, **layers: nn.Module) -> None:
         super().__init__()
@@ -145,7 +181,9 @@ class PromptEncoder(nn.Module):
 
 
 def seeded(generator: torch.Generator, make: Any) -> Any:
-    """What `make` gives when PyTorch draws from the generator's seed; nobody else's draws change."""
+    """What `make` gives when PyTorch draws from the generator's seed; nobody else's draws
+    change.
+    """
     with _DRAWING, torch.inference_mode(False), torch.random.fork_rng(devices=()):
         torch.manual_seed(generator.initial_seed())
         return make()

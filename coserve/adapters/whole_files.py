@@ -7,7 +7,9 @@ from coserve.errors import AdapterError
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that there is the old one or the new one at any moment, and nothing in between."""
+    """Write a file so that there is the old one or the new one at any moment, and nothing in
+    between.
+    """
     part = path.with_suffix(path.suffix + ".part")
     with part.open("wb") as file:
         file.write(content)
@@ -17,7 +19,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def read_small_file(path: Path, most_bytes: int) -> bytes | None:
-    """A file's content; None if there is no such file. AdapterError if it cannot be read, or is longer."""
+    """A file's content; None if there is no such file. AdapterError if it cannot be read, or is
+    longer.
+    """
     try:
         if not path.is_file():
             return None

@@ -1,1 +1,3 @@
-"""Experiments: what coserve reaches on this machine, beside what others reach, measured in the same run."""
+"""Experiments: what coserve reaches on this machine, beside what others reach, measured in the same
+run.
+"""

@@ -1,5 +1,5 @@
-"""What the adapters of requests add to a decode step: none, one that all share, one each, and one each of mixed rank
-and targets.
+"""What the adapters of requests add to a decode step: none, one that all share, one each, and one
+each of mixed rank and targets.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,22 @@ from coserve.memory.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone
 
 _MIXED_RANKS = (4, 8, 16, 32)
-_MIXED_TARGETS: tuple[str | tuple[str, ...], ...] = ("all-linear", ("q_proj", "v_proj"), ("o_proj", "down_proj"))
+_MIXED_TARGETS: tuple[str | tuple[str, ...], ...] = (
+    "all-linear",
+    ("q_proj", "v_proj"),
+    ("o_proj", "down_proj"),
+)
 
 
 def run(
     backbone: Backbone, *, runs: int, num_requests: int = 8, rank: int = 16, context: int = 64
 ) -> dict[str, float | int]:
-    """Decode steps of as many requests with other adapters, in turns; milliseconds, medians over `runs` turns.
+    """Decode steps of as many requests with other adapters, in turns; milliseconds, medians over
+    `runs` turns.
 
-    Returns decode_step_ms (no adapter), decode_step_shared_ms (one of this rank on all linear layers),
-    decode_step_adapters_ms (one of this rank for each request) and decode_step_mixed_ms (one for each, of ranks 4 to 32
-    on all linear layers or some).
+    Returns decode_step_ms (no adapter), decode_step_shared_ms (one of this rank on all linear
+    layers), decode_step_adapters_ms (one of this rank for each request) and decode_step_mixed_ms
+    (one for each, of ranks 4 to 32 on all linear layers or some).
     """
     page_bytes = kv_page_bytes(backbone, 16)
     num_pages = 2 * num_requests * (-(-(context + MAX_TOKENS) // 16) + 1)
@@ -52,14 +57,18 @@ def run(
     generator = torch.Generator().manual_seed(0)
     found: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(runs + 1):  # the first turn warms up
-        prompts = torch.randint(backbone.architecture.vocab_size, (num_requests, context), generator=generator).tolist()
+        prompts = torch.randint(
+            backbone.architecture.vocab_size, (num_requests, context), generator=generator
+        ).tolist()
         for name, adapters in sides.items():
             found[name].append(engine_step_s(engine, prompts, adapters))
     times: dict[str, Any] = {name: 1e3 * median(turns[1:]) for name, turns in found.items()}
     return {"num_requests": num_requests, "rank": rank, "context": context, **times}
 
 
-def _load(engine: Engine, backbone: Backbone, kind: str, configs: Sequence[LoraConfig]) -> list[str]:
+def _load(
+    engine: Engine, backbone: Backbone, kind: str, configs: Sequence[LoraConfig]
+) -> list[str]:
     """Random adapters onto the engine, one for each request; their names."""
     names = []
     with TemporaryDirectory() as place:

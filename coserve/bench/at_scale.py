@@ -1,11 +1,13 @@
-"""A cluster of hundreds of modelled devices through a day: requests of a trace, and jobs as fine-tuning load (M12).
+"""A cluster of hundreds of modelled devices through a day: requests of a trace, and jobs as
+fine-tuning load (M12).
 
-LeMix's three levels (section V-C): a load balancer gives requests and jobs to cells in turns; in each cell the
-scheduler of real nodes places them on its nodes; each node serves and trains, as the coarse model of an engine has it
-(`coserve.cluster.simulation.fluid`). Cells do not depend on one another, and are simulated by several processes.
+LeMix's three levels (section V-C): a load balancer gives requests and jobs to cells in turns; in
+each cell the scheduler of real nodes places them on its nodes; each node serves and trains, as the
+coarse model of an engine has it (`coserve.cluster.simulation.fluid`). Cells do not depend on one
+another, and are simulated by several processes.
 
-What the coarse model errs by is measured first: the engine itself on modelled devices, and the coarse model, with the
-same requests and jobs.
+What the coarse model errs by is measured first: the engine itself on modelled devices, and the
+coarse model, with the same requests and jobs.
 """
 
 from array import array
@@ -42,7 +44,9 @@ Watch = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleConfig:
-    """rate: requests per second over the cluster. seconds: of the day. cell_nodes: that one scheduler places on."""
+    """rate: requests per second over the cluster. seconds: of the day. cell_nodes: that one
+    scheduler places on.
+    """
 
     num_nodes: int
     rate: float
@@ -88,8 +92,8 @@ def run(
     config: ScaleConfig,
     watch: Watch = lambda words: None,
 ) -> dict[str, Any]:
-    """As JSON. jobs: their moments are from the day's start; each is a task for each of its GPUs, as long on a whole
-    device of this kind as it took there.
+    """As JSON. jobs: their moments are from the day's start; each is a task for each of its GPUs,
+    as long on a whole device of this kind as it took there.
     """
     kind = _kind(place)
     watch(f"the coarse model of a node beside the engine: {_CHECK_S:g} s on {_CHECK_NODES} nodes")
@@ -108,8 +112,8 @@ def run(
 def requests_of_cell(
     trace: Sequence[TracedRequest], *, rate: float, seconds: float, cell: int, num_cells: int
 ) -> list[TracedRequest]:
-    """The requests that a load balancer gives to a cell in turns, of a trace that is stretched to this rate and played
-    again from its start when it is over.
+    """The requests that a load balancer gives to a cell in turns, of a trace that is stretched to
+    this rate and played again from its start when it is over.
     """
     number = round(rate * seconds)
     span_s = (trace[-1].at_s - trace[0].at_s) * len(trace) / max(1, len(trace) - 1) or 1.0
@@ -133,7 +137,11 @@ def jobs_of_day(jobs: Sequence[TracedJob], seconds: float) -> list[TracedJob]:
     if not jobs:
         raise DataError("there are no jobs")
     start_s = sorted(job.at_s for job in jobs)[len(jobs) // 2]
-    return [job._replace(at_s=job.at_s - start_s) for job in jobs if start_s <= job.at_s < start_s + seconds]
+    return [
+        job._replace(at_s=job.at_s - start_s)
+        for job in jobs
+        if start_s <= job.at_s < start_s + seconds
+    ]
 
 
 # -- a cell, in a process of its own -----------------------------------------------------
@@ -141,7 +149,9 @@ def jobs_of_day(jobs: Sequence[TracedJob], seconds: float) -> list[TracedJob]:
 _given: list[tuple[_Kind, list[TracedRequest], list[TracedJob], ScaleConfig]] = []
 
 
-def _begin(kind: _Kind, trace: list[TracedRequest], jobs: list[TracedJob], config: ScaleConfig) -> None:
+def _begin(
+    kind: _Kind, trace: list[TracedRequest], jobs: list[TracedJob], config: ScaleConfig
+) -> None:
     """Keep what all cells of a process share."""
     _given[:] = [(kind, trace, jobs, config)]
 
@@ -149,8 +159,13 @@ def _begin(kind: _Kind, trace: list[TracedRequest], jobs: list[TracedJob], confi
 def _run_cell(cell: int) -> _Cell:
     ((kind, trace, jobs, config),) = _given
     latency = LatencyModel(kind.profile)
-    nodes = [_fluid(f"{cell}-{index}", kind, latency, config.ttft_s) for index in range(config.cell_nodes)]
-    requests = requests_of_cell(trace, rate=config.rate, seconds=config.seconds, cell=cell, num_cells=config.num_cells)
+    nodes = [
+        _fluid(f"{cell}-{index}", kind, latency, config.ttft_s)
+        for index in range(config.cell_nodes)
+    ]
+    requests = requests_of_cell(
+        trace, rate=config.rate, seconds=config.seconds, cell=cell, num_cells=config.num_cells
+    )
     tasks = _tasks(requests, config.ttft_s, kind.tpot_s)
     pieces = [(job, gpu) for job in jobs for gpu in range(job.num_gpus)][cell :: config.num_cells]
     trained_token_s = nodes[0].trained_token_s
@@ -173,7 +188,9 @@ def _run_cell(cell: int) -> _Cell:
         busy_s=sum(ran.busy_s.values()),
         tokens_trained=sum(node.num_tokens_trained for node in nodes),
         num_jobs=len(pieces),
-        num_jobs_ended=sum(one.task.trains and one.end_s is not None for one in ran.outcomes.values()),
+        num_jobs_ended=sum(
+            one.task.trains and one.end_s is not None for one in ran.outcomes.values()
+        ),
         scheduling_s=ran.scheduling_s,
     )
 
@@ -221,10 +238,14 @@ def _summary(cells: Sequence[_Cell], config: ScaleConfig) -> dict[str, Any]:
         "ttft_p50_ms": round(1e3 * percentile(ttfts_s, 0.5), 2),
         "ttft_p99_ms": round(1e3 * percentile(ttfts_s, 0.99), 2),
         "utilisation": round(sum(cell.busy_s for cell in cells) / (nodes * config.seconds), 4),
-        "tokens_trained_per_s": round(sum(cell.tokens_trained for cell in cells) / config.seconds, 1),
+        "tokens_trained_per_s": round(
+            sum(cell.tokens_trained for cell in cells) / config.seconds, 1
+        ),
         "jobs": sum(cell.num_jobs for cell in cells),
         "jobs_ended": sum(cell.num_jobs_ended for cell in cells),
-        "scheduling_ms": round(1e3 * sum(cell.scheduling_s for cell in cells) / max(1, requests), 4),
+        "scheduling_ms": round(
+            1e3 * sum(cell.scheduling_s for cell in cells) / max(1, requests), 4
+        ),
     }
 
 
@@ -254,23 +275,42 @@ def _kind(place: ModelledPlace) -> _Kind:
 
 def _fluid(name: str, kind: _Kind, latency: LatencyModel, ttft_s: float) -> FluidNode:
     return FluidNode(
-        name, kind.node, latency, hardware=kind.hardware, num_pages=kind.num_pages, ttft_s=ttft_s, tpot_s=kind.tpot_s
+        name,
+        kind.node,
+        latency,
+        hardware=kind.hardware,
+        num_pages=kind.num_pages,
+        ttft_s=ttft_s,
+        tpot_s=kind.tpot_s,
     )
 
 
 def _check(
-    place: ModelledPlace, kind: _Kind, trace: Sequence[TracedRequest], rate: float, config: ScaleConfig
+    place: ModelledPlace,
+    kind: _Kind,
+    trace: Sequence[TracedRequest],
+    rate: float,
+    config: ScaleConfig,
 ) -> dict[str, Any]:
-    """Of the same requests, and a job on each node that does not end: what the engine and the coarse model come to."""
-    requests = requests_of_cell(trace, rate=rate * _CHECK_NODES, seconds=_CHECK_S, cell=0, num_cells=1)
+    """Of the same requests, and a job on each node that does not end: what the engine and the
+    coarse model come to.
+    """
+    requests = requests_of_cell(
+        trace, rate=rate * _CHECK_NODES, seconds=_CHECK_S, cell=0, num_cells=1
+    )
     tasks = _tasks(requests, config.ttft_s, kind.tpot_s)
     latency = LatencyModel(kind.profile)
     coarse = [_fluid(f"n{index}", kind, latency, config.ttft_s) for index in range(_CHECK_NODES)]
     tokens = round(4 * _CHECK_S / coarse[0].trained_token_s)
-    tasks += [Task(id=f"job-{i}", kind="training", arrival_s=0.0, num_tokens=tokens) for i in range(_CHECK_NODES)]
+    tasks += [
+        Task(id=f"job-{i}", kind="training", arrival_s=0.0, num_tokens=tokens)
+        for i in range(_CHECK_NODES)
+    ]
     engine = EngineConfig(ttft_s=config.ttft_s)
     places = [replace(place, seed=index) for index in range(_CHECK_NODES)]
-    fine = [EngineNode(f"n{index}", each.open(engine), kind.node) for index, each in enumerate(places)]
+    fine = [
+        EngineNode(f"n{index}", each.open(engine), kind.node) for index, each in enumerate(places)
+    ]
     found: dict[str, Any] = {"requests_per_s_per_node": rate, "requests": len(requests)}
     sides: dict[str, dict[str, float]] = {}
     models: dict[str, Sequence[ModelledNode]] = {"fine": fine, "coarse": coarse}
@@ -278,17 +318,23 @@ def _check(
         sides[name] = _measured(nodes, tasks, config.placement)
         found[name] = {key: round(value, 5) for key, value in sides[name].items()}
     found["error"] = {
-        key: round(sides["coarse"][key] / value - 1, 4) for key, value in sides["fine"].items() if value > 0
+        key: round(sides["coarse"][key] / value - 1, 4)
+        for key, value in sides["fine"].items()
+        if value > 0
     }
     return found
 
 
-def _measured(nodes: Sequence[ModelledNode], tasks: Sequence[Task], placement: str) -> dict[str, float]:
+def _measured(
+    nodes: Sequence[ModelledNode], tasks: Sequence[Task], placement: str
+) -> dict[str, float]:
     ran = ClusterSimulation(nodes, make_placement(placement)).run(tasks, until_s=_CHECK_S)
     answered = [one for one in ran.requests if isfinite(one.response_s)]
     tpots_s = [tpot_s for one in answered if (tpot_s := _tpot_s(one)) is not None]
     trained = sum(
-        node.engine.jobs.num_tokens_trained if isinstance(node, EngineNode) else node.num_tokens_trained
+        node.engine.jobs.num_tokens_trained
+        if isinstance(node, EngineNode)
+        else node.num_tokens_trained
         for node in nodes
         if isinstance(node, EngineNode | FluidNode)
     )

@@ -20,10 +20,13 @@ def transformers_model(backbone: Backbone) -> Any:
     from transformers import AutoModelForCausalLM
 
     architecture = backbone.architecture
-    # transformers writes into the configuration that it is given, and profiles of the device are kept by that.
+    # transformers writes into the configuration that it is given, and profiles of the device are
+    # kept by that.
     config = deepcopy(architecture.config)
     with torch.device(backbone.device):  # where random weights are made soonest
-        model = AutoModelForCausalLM.from_config(config, dtype=backbone.dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=backbone.dtype, attn_implementation="sdpa"
+        )
     model = model.to(backbone.device).eval()
     own = {
         architecture.prefix(part) + name: held if isinstance(held, Tensor) else held.dense()
@@ -65,11 +68,17 @@ class PeftTrainer:
         except ImportError:
             raise CoserveError("this experiment compares with PEFT: pip install peft") from None
         adapter = Adapter(backbone, lora)
-        fields = {name: value for name, value in lora.to_peft().items() if name not in ("peft_type", "inference_mode")}
+        fields = {
+            name: value
+            for name, value in lora.to_peft().items()
+            if name not in ("peft_type", "inference_mode")
+        }
         fields["target_modules"] = sorted(adapter.sites)
         self.model = peft.get_peft_model(transformers_model(backbone), peft.LoraConfig(**fields))
         self.model.train()
-        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._parameters = [
+            parameter for parameter in self.model.parameters() if parameter.requires_grad
+        ]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
             lr=optimizer.learning_rate,
@@ -81,18 +90,22 @@ class PeftTrainer:
         self._device = backbone.device
         self._frozen = {tensor.untyped_storage().data_ptr() for tensor in self.model.parameters()}
 
-    def step_s(self, tokens: Tensor, *, lengths: Tensor | None = None, compiled: bool = False) -> float:
+    def step_s(
+        self, tokens: Tensor, *, lengths: Tensor | None = None, compiled: bool = False
+    ) -> float:
         """Seconds of an optimizer step on a batch [sequences, length].
 
-        lengths: of the sequences; the rest is padding. compiled: by torch.compile, which takes minutes for the first
-        batch of a shape.
+        lengths: of the sequences; the rest is padding. compiled: by torch.compile, which takes
+        minutes for the first batch of a shape.
         """
         start = now_s(self._device)
         self.backward(tokens, lengths=lengths, compiled=compiled)
         self.update()
         return now_s(self._device) - start
 
-    def backward(self, tokens: Tensor, *, lengths: Tensor | None = None, compiled: bool = False) -> None:
+    def backward(
+        self, tokens: Tensor, *, lengths: Tensor | None = None, compiled: bool = False
+    ) -> None:
         """Add the gradients of a batch, as `step_s` takes it, to those that are there."""
         model, inputs = self._compiled if compiled else self.model, {"labels": tokens}
         if lengths is not None:
@@ -113,9 +126,13 @@ class PeftTrainer:
         return torch.compile(self.model, dynamic=False)
 
     def state_bytes(self) -> int:
-        """Bytes of the adapter's parameters and of the optimizer's state, which are held between steps."""
+        """Bytes of the adapter's parameters and of the optimizer's state, which are held between
+        steps.
+        """
         state = [value for held in self._optimizer.state.values() for value in held.values()]
-        return sum(tensor.nbytes for tensor in (*self._parameters, *state) if isinstance(tensor, Tensor))
+        return sum(
+            tensor.nbytes for tensor in (*self._parameters, *state) if isinstance(tensor, Tensor)
+        )
 
     def activation_bytes(self, tokens: Tensor) -> int:
         """Bytes that autograd holds between forward and backward, weights apart."""

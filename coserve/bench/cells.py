@@ -1,4 +1,6 @@
-"""Cells of an experiment: one policy, on one trace at one rate, beside jobs, on a place; what rates a place holds."""
+"""Cells of an experiment: one policy, on one trace at one rate, beside jobs, on a place; what rates
+a place holds.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,11 +43,12 @@ Watch = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """policies: by name, or with settings (see `policy_of`). seconds: of the trace, for each policy at each rate.
-    drain_s: that answers are waited for after that, at most. budget_s: for all of it, in place of both. tpot_s: None:
-    from a step alone. length_factor: what lengths are multiplied by; None: as the device needs. examples: of each job;
-    none: random tokens, `sequence` of them. lora: what jobs train. rates: requests per second; none: from the
-    saturation, the shares of it that loads name. handed_over: see `OpenLoop`.
+    """policies: by name, or with settings (see `policy_of`). seconds: of the trace, for each policy
+    at each rate. drain_s: that answers are waited for after that, at most. budget_s: for all of it,
+    in place of both. tpot_s: None: from a step alone. length_factor: what lengths are multiplied
+    by; None: as the device needs. examples: of each job; none: random tokens, `sequence` of them.
+    lora: what jobs train. rates: requests per second; none: from the saturation, the shares of it
+    that loads name. handed_over: see `OpenLoop`.
     """
 
     policies: tuple[str, ...]
@@ -84,7 +87,10 @@ class Cell:
 
     def row(self) -> dict[str, Any]:
         """As JSON; null for what separate processes do not tell."""
-        played, answered = self.played, [each for each in self.played.outcomes if each.error is None]
+        played, answered = (
+            self.played,
+            [each for each in self.played.outcomes if each.error is None],
+        )
         times = {
             "ttft": [each.ttft_s for each in answered if each.ttft_s is not None],
             "tpot": [each.tpot_s for each in answered if each.tpot_s is not None],
@@ -99,7 +105,9 @@ class Cell:
             "attainment": round(self.attainment, 4),
             "goodput_per_s": rounded(self.attainment * len(played.outcomes) / played.seconds),
             **{
-                f"{name}_p{share}_ms": milliseconds(percentile(values, share / 100)) if values else None
+                f"{name}_p{share}_ms": milliseconds(percentile(values, share / 100))
+                if values
+                else None
                 for name, values in times.items()
                 for share in (50, 99)
             },
@@ -107,7 +115,9 @@ class Cell:
             "tuning_tokens_per_s": rounded(played.tuning_tokens_per_s),
             "evictions": None if self.is_separate else played.num_evictions,
             "packs_dropped": None if self.is_separate else played.num_drops,
-            "prediction_error": None if played.prediction_error is None else round(played.prediction_error, 4),
+            "prediction_error": None
+            if played.prediction_error is None
+            else round(played.prediction_error, 4),
         }
 
 
@@ -118,10 +128,14 @@ def policy_of(text: str) -> tuple[str, dict[str, str]]:
 
 
 def fitting_factor(trace: Sequence[TracedRequest], latency: LatencyModel, ttft_s: float) -> float:
-    """1, 1/2, 1/4, …: what lengths must be multiplied by for a long prompt to leave time for others."""
+    """1, 1/2, 1/4, …: what lengths must be multiplied by for a long prompt to leave time for
+    others.
+    """
     longest = percentile([request.num_prompt_tokens for request in trace], _LONG)
     factor = 1.0
-    while longest * factor > 1 and latency.prompt_s(round(longest * factor)) > _PROMPT_SHARE * ttft_s:
+    while (
+        longest * factor > 1 and latency.prompt_s(round(longest * factor)) > _PROMPT_SHARE * ttft_s
+    ):
         factor /= 2
     return factor
 
@@ -151,11 +165,15 @@ class Bench:
     def holds(self, trace: Sequence[TracedRequest], slo: Slo, *, seconds: float) -> bool:
         """Whether requests alone hold the SLOs."""
         most_missed = (1 - ATTAINMENT) * len(trace)
-        played, _ = self.run(ALONE, trace, slo, num_jobs=0, seconds=seconds, most_missed=most_missed)
+        played, _ = self.run(
+            ALONE, trace, slo, num_jobs=0, seconds=seconds, most_missed=most_missed
+        )
         return (played.attainment(slo) or 0.0) >= ATTAINMENT
 
     def saturation(self, trace: Sequence[TracedRequest], slo: Slo) -> float:
-        """The highest rate, to 5%, at which requests alone hold the SLOs; BudgetError if there is none."""
+        """The highest rate, to 5%, at which requests alone hold the SLOs; BudgetError if there is
+        none.
+        """
 
         def holds(rate: float) -> bool:
             seconds = min(max(_SEARCH_REQUESTS / rate, _LEAST_SEARCH_S), _MOST_SEARCH_S)
@@ -170,24 +188,30 @@ class Bench:
             held, lost = (rate, lost) if holds(rate) else (held, rate)
         if not held:
             raise BudgetError(
-                f"requests alone hold a TTFT of {slo.ttft_s:g} s and a TPOT of {1e3 * slo.tpot_s:.3g} ms at no rate "
-                f"down to {lost:.2g}/s on {self.place.name}: allow more time, or shorten the requests"
+                f"requests alone hold a TTFT of {slo.ttft_s:g} s and a TPOT of "
+                f"{1e3 * slo.tpot_s:.3g} ms at no rate "
+                f"down to {lost:.2g}/s on {self.place.name}: allow more time, or shorten the "
+                f"requests"
             )
         for _ in range(_NUM_HALVINGS):
             rate = (held * lost) ** 0.5 if lost < inf else held
             held, lost = (rate, lost) if holds(rate) else (held, rate)
         return held
 
-    def cells(self, trace: Sequence[TracedRequest], slo: Slo, rates: dict[str, float], watch: Watch) -> Iterator[Cell]:
-        """Every policy at every rate; jobs alone take the same whatever the rate, and run once. `learned` then has what
-        each policy's first engine found out of the device.
+    def cells(
+        self, trace: Sequence[TracedRequest], slo: Slo, rates: dict[str, float], watch: Watch
+    ) -> Iterator[Cell]:
+        """Every policy at every rate; jobs alone take the same whatever the rate, and run once.
+        `learned` then has what each policy's first engine found out of the device.
         """
         jobs_alone: Played | None = None
         for load, rate in rates.items():
             for policy in self.config.policies:
                 if policy != JOBS_ALONE:
                     watch(f"{policy}, {load}: {rate:.3g} requests/s")
-                    played, engine = self.run(policy, rescale(trace, rate=rate, seconds=self.config.seconds), slo)
+                    played, engine = self.run(
+                        policy, rescale(trace, rate=rate, seconds=self.config.seconds), slo
+                    )
                     self.learned.setdefault(policy, engine.latency)
                 else:
                     if jobs_alone is None:
@@ -209,7 +233,9 @@ class Bench:
     ) -> tuple[Played, TokenEngine]:
         """One policy on a trace; what came of it, and the engine, which is over."""
         name, settings = policy_of(policy)
-        config = EngineConfig(policy=name, policy_settings=settings, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
+        config = EngineConfig(
+            policy=name, policy_settings=settings, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s
+        )
         engine = self.place.open(config)
         self._submit_jobs(engine, name, self.config.num_jobs if num_jobs is None else num_jobs)
         longest = max([request.num_output_tokens for request in trace], default=0)
@@ -228,14 +254,17 @@ class Bench:
         return played, engine
 
     def _submit_jobs(self, engine: TokenEngine, policy: str, number: int) -> None:
-        """Jobs with packs of the usual size; the smallest there are, of an example, where a policy runs whole passes:
-        requests wait for their ends.
+        """Jobs with packs of the usual size; the smallest there are, of an example, where a policy
+        runs whole passes: requests wait for their ends.
         """
         config = self.config
         random, vocab = Random(config.seed), range(engine.device.info.vocab_size)
         for index in range(number):
             examples = config.examples or tuple(
-                Example(tokens=tuple(random.choices(vocab, k=config.sequence)), trained=(True,) * config.sequence)
+                Example(
+                    tokens=tuple(random.choices(vocab, k=config.sequence)),
+                    trained=(True,) * config.sequence,
+                )
                 for _ in range(64)
             )
             longest = max([len(example.tokens) for example in examples])

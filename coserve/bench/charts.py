@@ -1,8 +1,9 @@
-"""Charts as inline SVG: small pure functions from numbers to text, for reports that need no network.
+"""Charts as inline SVG: small pure functions from numbers to text, for reports that need no
+network.
 
-Colours are names of CSS variables (`--blue`), which the page sets for light and dark; each dot and bar tells its
-numbers in a `<title>`, which browsers show at the pointer. Legends are HTML above the picture, so that they wrap and
-never cover anything.
+Colours are names of CSS variables (`--blue`), which the page sets for light and dark; each dot and
+bar tells its numbers in a `<title>`, which browsers show at the pointer. Legends are HTML above the
+picture, so that they wrap and never cover anything.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,9 @@ _MOST_TICKS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A range of values, and what they are, with the unit. names: of single values, in place of round numbers."""
+    """A range of values, and what they are, with the unit. names: of single values, in place of
+    round numbers.
+    """
 
     label: str
     low: float
@@ -37,7 +40,10 @@ class Axis:
             return [value for value, _ in self.names]
         if not self.is_log:
             step = _round_step((self.high - self.low) / _MOST_TICKS)
-            return [index * step for index in range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)]
+            return [
+                index * step
+                for index in range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)
+            ]
         decades = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
         for factors in ((1, 2, 5), (1, 3), (1,)):
             ticks = [factor * 10.0**decade for decade in decades for factor in factors]
@@ -73,7 +79,9 @@ class Frame:
 Mark = Callable[[Frame], str]
 
 
-def chart(title: str, x: Axis, y: Axis, marks: Iterable[Mark], *, width: int = 480, height: int = 260) -> str:
+def chart(
+    title: str, x: Axis, y: Axis, marks: Iterable[Mark], *, width: int = 480, height: int = 260
+) -> str:
     """A picture with axes. title: for those who cannot see it."""
     frame = Frame(x=x, y=y, width=width, height=height)
     drawn = "".join([_grid(frame), *(mark(frame) for mark in marks)])
@@ -87,7 +95,9 @@ def dots(points: Iterable[tuple[float, float, str]], colour: str, *, crossed: bo
     """x, y and words of each; crossed: as crosses, which differ from dots without any colour."""
 
     def draw(frame: Frame) -> str:
-        return "".join(_dot(frame.left(x), frame.top(y), words, colour, crossed) for x, y, words in points)
+        return "".join(
+            _dot(frame.left(x), frame.top(y), words, colour, crossed) for x, y, words in points
+        )
 
     return draw
 
@@ -105,14 +115,22 @@ def line(points: Sequence[tuple[float, float]], colour: str, *, dashed: bool = F
 
 def rule(value: float, colour: str = "ink") -> Mark:
     """A dashed line across, at a value of y."""
-    return lambda frame: line([(frame.x.low, value), (frame.x.high, value)], colour, dashed=True)(frame)
+    return lambda frame: line([(frame.x.low, value), (frame.x.high, value)], colour, dashed=True)(
+        frame
+    )
 
 
-def stacks(bins: Sequence[tuple[float, float, Sequence[float]]], names: Sequence[str], colours: Sequence[str]) -> Mark:
+def stacks(
+    bins: Sequence[tuple[float, float, Sequence[float]]],
+    names: Sequence[str],
+    colours: Sequence[str],
+) -> Mark:
     """Bars from start to end, each a pile of parts."""
 
     def draw(frame: Frame) -> str:
-        return "".join(_stack(frame, start, end, parts, names, colours) for start, end, parts in bins)
+        return "".join(
+            _stack(frame, start, end, parts, names, colours) for start, end, parts in bins
+        )
 
     return draw
 
@@ -120,7 +138,8 @@ def stacks(bins: Sequence[tuple[float, float, Sequence[float]]], names: Sequence
 def legend(entries: Iterable[tuple[str, str, str]]) -> str:
     """HTML: a shape ("dot", "cross", "line", "dash", "box"), a colour and words for each."""
     items = "".join(
-        f'<span class="entry">{_swatch(shape, colour)}{escape(words)}</span>' for shape, colour, words in entries
+        f'<span class="entry">{_swatch(shape, colour)}{escape(words)}</span>'
+        for shape, colour, words in entries
     )
     return f'<p class="legend">{items}</p>'
 
@@ -150,12 +169,20 @@ def _grid(frame: Frame) -> str:
     parts = []
     for tick in frame.y.ticks():
         top = frame.top(tick)
-        parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{top:.1f}" y2="{top:.1f}" class="grid"/>')
-        parts.append(f'<text x="{_LEFT - 7}" y="{top + 4:.1f}" text-anchor="end">{frame.y.words(tick)}</text>')
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{right}" y1="{top:.1f}" y2="{top:.1f}" class="grid"/>'
+        )
+        parts.append(
+            f'<text x="{_LEFT - 7}" y="{top + 4:.1f}" text-anchor="end">{frame.y.words(tick)}</text>'
+        )
     for tick in frame.x.ticks():
         left = frame.left(tick)
-        parts.append(f'<line x1="{left:.1f}" x2="{left:.1f}" y1="{bottom}" y2="{bottom + 4}" class="tick"/>')
-        parts.append(f'<text x="{left:.1f}" y="{bottom + 19}" text-anchor="middle">{frame.x.words(tick)}</text>')
+        parts.append(
+            f'<line x1="{left:.1f}" x2="{left:.1f}" y1="{bottom}" y2="{bottom + 4}" class="tick"/>'
+        )
+        parts.append(
+            f'<text x="{left:.1f}" y="{bottom + 19}" text-anchor="middle">{frame.x.words(tick)}</text>'
+        )
     middle = (_TOP + bottom) / 2
     parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}" class="tick"/>')
     parts.append(
@@ -171,12 +198,19 @@ def _dot(left: float, top: float, words: str, colour: str, crossed: bool) -> str
     title = f"<title>{escape(words)}</title>"
     if crossed:
         path = f"M{left - 4:.1f} {top - 4:.1f}l8 8m0 -8l-8 8"
-        return f'<path d="{path}" stroke="var(--{colour})" stroke-width="2" fill="none">{title}</path>'
+        return (
+            f'<path d="{path}" stroke="var(--{colour})" stroke-width="2" fill="none">{title}</path>'
+        )
     return f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3.2" fill="var(--{colour})" fill-opacity="0.8">{title}</circle>'
 
 
 def _stack(
-    frame: Frame, start: float, end: float, parts: Sequence[float], names: Sequence[str], colours: Sequence[str]
+    frame: Frame,
+    start: float,
+    end: float,
+    parts: Sequence[float],
+    names: Sequence[str],
+    colours: Sequence[str],
 ) -> str:
     left, right, below, drawn = frame.left(start), frame.left(end), 0.0, []
     told = ", ".join(f"{number(part)} {name}" for name, part in zip(names, parts, strict=True))

@@ -1,18 +1,21 @@
-"""`coserve bench cluster --device here`: nodes of this machine, and the same cluster in virtual time.
+"""`coserve bench cluster --device here`: nodes of this machine, and the same cluster in virtual
+time.
 
-On both sides the same requests come at the same moments to the same scheduler and placement. For real: a `ClusterLink`,
-and nodes with an engine each in a process of its own, without Ray and HTTP between them. Modelled: the engine itself on
-devices by the profile that the real ones have measured of themselves.
+On both sides the same requests come at the same moments to the same scheduler and placement. For
+real: a `ClusterLink`, and nodes with an engine each in a process of its own, without Ray and HTTP
+between them. Modelled: the engine itself on devices by the profile that the real ones have measured
+of themselves.
 
-What is no model's to know is measured, and given to it. Three engines may have fewer cores than they would like, and
-others use the machine: the profile is fitted to what the steps of the real run took in the mean, by their rows, and its
-noise is the spread of those with prompts. Requests that are alone tell what an engine's process does between two steps,
-which is part of each modelled step, and what messages between the front and a node take, after which the front hears
-what a step has brought.
+What is no model's to know is measured, and given to it. Three engines may have fewer cores than
+they would like, and others use the machine: the profile is fitted to what the steps of the real run
+took in the mean, by their rows, and its noise is the spread of those with prompts. Requests that
+are alone tell what an engine's process does between two steps, which is part of each modelled step,
+and what messages between the front and a node take, after which the front hears what a step has
+brought.
 
-Of a thousand requests ten are above the p99. So the real nodes may get the requests several times, modelled ones get
-them with several seeds of the noise, and both sides are what their runs come to together. By how much real runs differ
-from each other is printed, too.
+Of a thousand requests ten are above the p99. So the real nodes may get the requests several times,
+modelled ones get them with several seeds of the noise, and both sides are what their runs come to
+together. By how much real runs differ from each other is printed, too.
 """
 
 import asyncio
@@ -52,7 +55,8 @@ _MEAN_PROMPT, _MEAN_OUTPUT, _LONGEST = 64, 48, 256
 _MOST_NOISE = 1.0
 # After the answers of a run, until its last reports have come.
 _SETTLE_S = 0.5
-# Times that the curve of the forward pass is moved towards what steps took, of which at least as many are of a size.
+# Times that the curve of the forward pass is moved towards what steps took, of which at least as
+# many are of a size.
 _NUM_FITS, _LEAST_STEPS = 4, 10
 
 Watch = Callable[[str], None]
@@ -60,8 +64,8 @@ Watch = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class HereConfig:
-    """rate: requests per second. num_runs: that real nodes get them. num_seeds: of runs in virtual time. memory_bytes:
-    of each node, for pages.
+    """rate: requests per second. num_runs: that real nodes get them. num_seeds: of runs in virtual
+    time. memory_bytes: of each node, for pages.
     """
 
     model: str = "tiny"
@@ -108,9 +112,9 @@ class _Steps:
 
 
 class _Fitted(NamedTuple):
-    """A profile by which steps take what real ones took in the mean, of each order of magnitude of rows. times: of what
-    it was before, in all. noise: standard deviation of the logarithm of what steps with prompts take beside it: that of
-    others evens out over an answer.
+    """A profile by which steps take what real ones took in the mean, of each order of magnitude of
+    rows. times: of what it was before, in all. noise: standard deviation of the logarithm of what
+    steps with prompts take beside it: that of others evens out over an answer.
     """
 
     profile: Profile
@@ -118,10 +122,17 @@ class _Fitted(NamedTuple):
     noise: float
 
 
-def run(backbone: Backbone, config: HereConfig, watch: Watch = lambda words: None) -> dict[str, Any]:
-    """As JSON: both sides and what the modelled one errs by. backbone: the model on the "meta" device."""
+def run(
+    backbone: Backbone, config: HereConfig, watch: Watch = lambda words: None
+) -> dict[str, Any]:
+    """As JSON: both sides and what the modelled one errs by. backbone: the model on the "meta"
+    device.
+    """
     alone, tasks = make_tasks(config, alone=True), make_tasks(config)
-    watch(f"{config.num_nodes} nodes of this machine: {config.num_requests} requests at {config.rate:g}/s")
+    watch(
+        f"{config.num_nodes} nodes of this machine: {config.num_requests} requests at "
+        f"{config.rate:g}/s"
+    )
     ready, real_alone, real = asyncio.run(_play(config, alone, tasks))
     watch("the same in virtual time")
     assert ready.profile is not None
@@ -129,7 +140,9 @@ def run(backbone: Backbone, config: HereConfig, watch: Watch = lambda words: Non
     fitted = _fit(ready.profile, [step for ran in real for step in ran.steps])
     fitted_alone = _fit(ready.profile, real_alone.steps)
     modelled_alone = _Modelled(backbone, ready, fitted_alone, pause_s, 0.0, config).play(alone, 0)
-    messages_s = max(0.0, median(_firsts(real_alone.answers[_WARM:])) - median(_firsts(modelled_alone[_WARM:])))
+    messages_s = max(
+        0.0, median(_firsts(real_alone.answers[_WARM:])) - median(_firsts(modelled_alone[_WARM:]))
+    )
     modelled = _Modelled(backbone, ready, fitted, pause_s, messages_s, config)
     return {
         "messages_ms": round(1e3 * messages_s, 3),
@@ -149,15 +162,28 @@ def make_tasks(config: HereConfig, *, alone: bool = False) -> list[Task]:
     random, at_s, found = Random(config.seed), 0.0, []
     for index in range(_ALONE if alone else config.num_requests):
         at_s += 2.0 if alone else random.expovariate(config.rate)
-        prompt, output = (min(_LONGEST, 1 + round(random.expovariate(1 / m))) for m in (_MEAN_PROMPT, _MEAN_OUTPUT))
-        found.append(Task(id=f"r{index}", kind="request", arrival_s=at_s, num_tokens=prompt, num_output_tokens=output))
+        prompt, output = (
+            min(_LONGEST, 1 + round(random.expovariate(1 / m)))
+            for m in (_MEAN_PROMPT, _MEAN_OUTPUT)
+        )
+        found.append(
+            Task(
+                id=f"r{index}",
+                kind="request",
+                arrival_s=at_s,
+                num_tokens=prompt,
+                num_output_tokens=output,
+            )
+        )
     return found
 
 
 # -- for real -----------------------------------------------------------------------------
 
 
-async def _play(config: HereConfig, alone: Sequence[Task], tasks: Sequence[Task]) -> tuple[Ready, _Ran, list[_Ran]]:
+async def _play(
+    config: HereConfig, alone: Sequence[Task], tasks: Sequence[Task]
+) -> tuple[Ready, _Ran, list[_Ran]]:
     engine = EngineConfig(memory_bytes=config.memory_bytes)
     settings = EngineSettings(
         address="", model=config.model, dtype=config.dtype, device="cpu", threads=1, engine=engine
@@ -176,7 +202,9 @@ async def _play(config: HereConfig, alone: Sequence[Task], tasks: Sequence[Task]
         until_s = time.monotonic() + _READY_S
         while link.num_nodes < config.num_nodes:
             if time.monotonic() > until_s:
-                raise ClusterError(f"{link.num_nodes} of {config.num_nodes} nodes are ready in {_READY_S:g} s")
+                raise ClusterError(
+                    f"{link.num_nodes} of {config.num_nodes} nodes are ready in {_READY_S:g} s"
+                )
             await asyncio.sleep(0.1)
         ready = link.require_ready()
         heard = _Steps()
@@ -185,14 +213,18 @@ async def _play(config: HereConfig, alone: Sequence[Task], tasks: Sequence[Task]
         async def end(answers: Sequence[_Answer], start_s: float = 0.0) -> _Ran:
             await asyncio.sleep(_SETTLE_S)
             steps, heard.steps = heard.steps, []
-            return _Ran([answer._replace(arrival_s=answer.arrival_s - start_s) for answer in answers], steps)
+            return _Ran(
+                [answer._replace(arrival_s=answer.arrival_s - start_s) for answer in answers], steps
+            )
 
         # One after the other: how long before the next they come does not matter.
         first = await end([await _answer(link, task, ready, time.monotonic()) for task in alone])
         runs = []
         for _ in range(config.num_runs):
             start_s = time.monotonic()
-            answers = await asyncio.gather(*(_answer(link, task, ready, start_s + task.arrival_s) for task in tasks))
+            answers = await asyncio.gather(
+                *(_answer(link, task, ready, start_s + task.arrival_s) for task in tasks)
+            )
             runs.append(await end(answers, start_s))
         return ready, first, runs
     finally:
@@ -226,7 +258,11 @@ async def _answer(link: ClusterLink, task: Task, ready: Ready, at_s: float) -> _
 
 def _pause_s(steps: Sequence[StepRecord]) -> float:
     """Between two steps of an engine that decodes one request after the other."""
-    pairs = [(before, after) for before, after in pairwise(steps) if before.decode_rows == after.decode_rows == 1]
+    pairs = [
+        (before, after)
+        for before, after in pairwise(steps)
+        if before.decode_rows == after.decode_rows == 1
+    ]
     return median([max(0.0, after.end_s - after.step_s - before.end_s) for before, after in pairs])
 
 
@@ -237,7 +273,12 @@ def _fit(profile: Profile, steps: Sequence[StepRecord]) -> _Fitted:
     for step in steps:
         if rows := step.decode_rows + step.prefill_rows:
             spans = step.decode_rows + (step.prefill_rows > 0)
-            loads.append((step.step_s, ForwardLoad(rows=rows, sampled=spans, spans=spans, keys=spans * context)))
+            loads.append(
+                (
+                    step.step_s,
+                    ForwardLoad(rows=rows, sampled=spans, spans=spans, keys=spans * context),
+                )
+            )
     by_size: dict[int, list[tuple[float, ForwardLoad]]] = {}
     for each in loads:
         by_size.setdefault(each[1].rows.bit_length(), []).append(each)
@@ -252,14 +293,20 @@ def _fit(profile: Profile, steps: Sequence[StepRecord]) -> _Fitted:
         fitted = replace(fitted, forward=curve)
         ratios = {size: _ratio(_beside(fitted, each)) for size, each in seen.items()}
         pairs = zip(points, curve.seconds, strict=True)
-        curve = replace(curve, seconds=tuple([s * ratios.get(point.bit_length(), 1.0) for point, s in pairs]))
+        curve = replace(
+            curve, seconds=tuple([s * ratios.get(point.bit_length(), 1.0) for point, s in pairs])
+        )
     fitted = replace(fitted, forward=curve)
     prompts = [each for each in loads if each[1].rows > each[1].spans] or loads
-    noise = min(_MOST_NOISE, pstdev([log(took_s / said_s) for took_s, said_s in _beside(fitted, prompts)]))
+    noise = min(
+        _MOST_NOISE, pstdev([log(took_s / said_s) for took_s, said_s in _beside(fitted, prompts)])
+    )
     return _Fitted(fitted, times, noise)
 
 
-def _beside(profile: Profile, loads: Sequence[tuple[float, ForwardLoad]]) -> list[tuple[float, float]]:
+def _beside(
+    profile: Profile, loads: Sequence[tuple[float, ForwardLoad]]
+) -> list[tuple[float, float]]:
     """What steps took, and what a profile says of them."""
     latency = LatencyModel(profile)
     return [(took_s, latency.forward_s(load)) for took_s, load in loads]
@@ -275,15 +322,17 @@ def _scaled(profile: Profile, times: float) -> Profile:
     for each in fields(Profile):
         value = getattr(profile, each.name)
         if isinstance(value, Curve):
-            changed[each.name] = replace(value, seconds=tuple([times * seconds for seconds in value.seconds]))
+            changed[each.name] = replace(
+                value, seconds=tuple([times * seconds for seconds in value.seconds])
+            )
         elif isinstance(value, float):
             changed[each.name] = times * value
     return replace(profile, **changed)
 
 
 class _Modelled:
-    """The same cluster in virtual time. pause_s: that each forward pass takes more. messages_s: from a step's end until
-    the front hears of it.
+    """The same cluster in virtual time. pause_s: that each forward pass takes more. messages_s:
+    from a step's end until the front hears of it.
     """
 
     def __init__(
@@ -297,7 +346,10 @@ class _Modelled:
     ) -> None:
         # Of a log-normal factor, the mean is above the median.
         profile = _scaled(fitted.profile, exp(-(fitted.noise**2) / 2))
-        forward = replace(profile.forward, seconds=tuple([seconds + pause_s for seconds in profile.forward.seconds]))
+        forward = replace(
+            profile.forward,
+            seconds=tuple([seconds + pause_s for seconds in profile.forward.seconds]),
+        )
         self._place = ModelledPlace(
             name=ready.hardware,
             backbone=backbone,
@@ -311,14 +363,24 @@ class _Modelled:
         """No two nodes have the same noise."""
         config = self._config
         engine = EngineConfig(memory_bytes=config.memory_bytes)
-        places = [replace(self._place, seed=config.num_nodes * seed + number) for number in range(config.num_nodes)]
-        nodes = [EngineNode(f"node-{n}", place.open(engine), self._known) for n, place in enumerate(places)]
-        simulation = ClusterSimulation(nodes, make_placement(config.placement), messages_s=self._messages_s)
+        places = [
+            replace(self._place, seed=config.num_nodes * seed + number)
+            for number in range(config.num_nodes)
+        ]
+        nodes = [
+            EngineNode(f"node-{n}", place.open(engine), self._known)
+            for n, place in enumerate(places)
+        ]
+        simulation = ClusterSimulation(
+            nodes, make_placement(config.placement), messages_s=self._messages_s
+        )
         outcomes, found = simulation.run(tasks).outcomes, []
         for task in tasks:
             outcome = outcomes[task.id]
             assert outcome.end_s is not None
-            found.append(_Answer(task.arrival_s, outcome.response_s, outcome.end_s - task.arrival_s))
+            found.append(
+                _Answer(task.arrival_s, outcome.response_s, outcome.end_s - task.arrival_s)
+            )
         return found
 
 
@@ -330,15 +392,22 @@ def _firsts(answers: Sequence[_Answer]) -> list[float]:
 
 
 def _compared(*, num_tokens: int, **sides: Sequence[Sequence[_Answer]]) -> dict[str, Any]:
-    """What each side's runs come to, together and in the median, and by how much they differ. num_tokens: of a run."""
-    runs = {name: [_summary([answers], num_tokens) for answers in side] for name, side in sides.items()}
+    """What each side's runs come to, together and in the median, and by how much they differ.
+    num_tokens: of a run.
+    """
+    runs = {
+        name: [_summary([answers], num_tokens) for answers in side] for name, side in sides.items()
+    }
     pooled = {name: _summary(side, num_tokens) for name, side in sides.items()}
     medians = {name: _each(median, summaries) for name, summaries in runs.items()}
     return {
         "rows": [{"nodes": name, **row} for name, row in pooled.items()],
         "error": _beyond(pooled["modelled"], pooled["real"]),
         "median_error": _beyond(medians["modelled"], medians["real"]),
-        "spread": {name: _beyond(_each(max, summaries), _each(min, summaries)) for name, summaries in runs.items()},
+        "spread": {
+            name: _beyond(_each(max, summaries), _each(min, summaries))
+            for name, summaries in runs.items()
+        },
         "runs": runs,
     }
 
@@ -357,7 +426,9 @@ def _summary(runs: Sequence[Sequence[_Answer]], num_tokens: int) -> dict[str, fl
     }
 
 
-def _each(of: Callable[[list[float]], float], summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _each(
+    of: Callable[[list[float]], float], summaries: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
     return {name: of([summary[name] for summary in summaries]) for name in summaries[0]}
 
 

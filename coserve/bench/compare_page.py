@@ -1,4 +1,6 @@
-"""The report of `coserve bench compare`: one page that loads nothing, from what the comparison found."""
+"""The report of `coserve bench compare`: one page that loads nothing, from what the comparison
+found.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +14,8 @@ from coserve.workloads.summary import percentile
 
 _COLOURS = ("orange", "blue", "green", "purple", "red", "sky", "ink", "dim")
 _NUM_BINS = 60
-# The burst is the stretch of this share of the trace's time in which most requests come; as much is drawn around it.
+# The burst is the stretch of this share of the trace's time in which most requests come; as much is
+# drawn around it.
 _BURST_SHARE = 1 / 8
 
 # A policy's place among the policies -> its line.
@@ -23,40 +26,59 @@ def compare_html(result: dict[str, Any], places: Sequence[Compared]) -> str:
     """The page; result: what was printed as JSON."""
     title = "Every policy on one trace"
     body = "".join(_place(compared) for compared in places)
-    return page(title, f"<h1>{title}</h1>{subtitle(result)}{body}{section('How it was run', _settings(result))}")
+    return page(
+        title,
+        f"<h1>{title}</h1>{subtitle(result)}{body}{section('How it was run', _settings(result))}",
+    )
 
 
 def _place(compared: Compared) -> str:
     styles = _styles(compared.cells)
     slos = (
-        f"SLOs: {number(1e3 * compared.slo.ttft_s)} ms to the first token, {number(1e3 * compared.slo.tpot_s)} ms per "
-        f"later one; a decode step of one request alone takes {number(1e3 * compared.solo_s)} ms. Lengths of the trace "
+        f"SLOs: {number(1e3 * compared.slo.ttft_s)} ms to the first token, "
+        f"{number(1e3 * compared.slo.tpot_s)} ms per "
+        f"later one; a decode step of one request alone takes {number(1e3 * compared.solo_s)} ms. "
+        f"Lengths of the trace "
         f"times {compared.length_factor:g}."
     )
     if compared.saturation is not None:
         slos += f" Requests alone hold both up to {number(compared.saturation)} requests/s."
     charts = (
-        _over_rates(compared, styles, "tuning tokens/s", lambda cell: cell.played.tuning_tokens_per_s, None),
         _over_rates(
-            compared, styles, "share of requests that held both SLOs", lambda cell: cell.attainment, ATTAINMENT
+            compared, styles, "tuning tokens/s", lambda cell: cell.played.tuning_tokens_per_s, None
+        ),
+        _over_rates(
+            compared,
+            styles,
+            "share of requests that held both SLOs",
+            lambda cell: cell.attainment,
+            ATTAINMENT,
         ),
         _distribution(compared, styles, "ttft_s", "time to first token"),
         _distribution(compared, styles, "tpot_s", "time per output token"),
         *_burst(compared, styles),
     )
-    entries = legend(("dash" if dashed else "line", colour, policy) for policy, (colour, dashed) in styles.items())
+    entries = legend(
+        ("dash" if dashed else "line", colour, policy)
+        for policy, (colour, dashed) in styles.items()
+    )
     body = f'<p class="note">{escape(slos)}</p>{entries}<div class="pair">{"".join(charts)}</div>{_table(compared)}'
     return section(compared.place, body + _ended(compared) + _model_error(compared))
 
 
 def _ended(compared: Compared) -> str:
-    told = (f"{each.policy} has no row from {each.load} on: {each.reason}" for each in compared.ended)
+    told = (
+        f"{each.policy} has no row from {each.load} on: {each.reason}" for each in compared.ended
+    )
     return "".join(f'<p class="note">{escape(words)}</p>' for words in told)
 
 
 def _styles(cells: Iterable[Cell]) -> _Styles:
     policies = list(dict.fromkeys(cell.policy for cell in cells))
-    return {policy: (_COLOURS[i % len(_COLOURS)], i >= len(_COLOURS)) for i, policy in enumerate(policies)}
+    return {
+        policy: (_COLOURS[i % len(_COLOURS)], i >= len(_COLOURS))
+        for i, policy in enumerate(policies)
+    }
 
 
 def _drawn(points: Sequence[tuple[float, float]], style: tuple[str, bool]) -> Mark:
@@ -64,16 +86,24 @@ def _drawn(points: Sequence[tuple[float, float]], style: tuple[str, bool]) -> Ma
 
 
 def _over_rates(
-    compared: Compared, styles: _Styles, words: str, value: Callable[[Cell], float], goal: float | None
+    compared: Compared,
+    styles: _Styles,
+    words: str,
+    value: Callable[[Cell], float],
+    goal: float | None,
 ) -> str:
     rates = [cell.rate for cell in compared.cells]
     marks = [] if goal is None else [rule(goal)]
     for policy, style in styles.items():
         points = [(cell.rate, value(cell)) for cell in compared.cells if cell.policy == policy]
-        told = [(x, y, f"{policy} at {number(x)} requests/s: {number(y)} {words}") for x, y in points]
+        told = [
+            (x, y, f"{policy} at {number(x)} requests/s: {number(y)} {words}") for x, y in points
+        ]
         marks += [_drawn(points, style), dots(told, style[0])]
     x = Axis(label="requests/s", low=0, high=nice_high(rates, least=1e-3))
-    high = 1.0 if goal is not None else nice_high((value(cell) for cell in compared.cells), least=1e-3)
+    high = (
+        1.0 if goal is not None else nice_high((value(cell) for cell in compared.cells), least=1e-3)
+    )
     caption = words.capitalize()
     return figure(caption, chart(caption, x, Axis(label=words, low=0, high=high), marks))
 
@@ -82,11 +112,15 @@ def _distribution(compared: Compared, styles: _Styles, kind: str, words: str) ->
     """At the highest rate: the share of requests that had at most this."""
     slo_s = getattr(compared.slo, kind)
     found = {
-        cell.policy: [getattr(each, kind) for each in cell.played.outcomes if getattr(each, kind) is not None]
+        cell.policy: [
+            getattr(each, kind) for each in cell.played.outcomes if getattr(each, kind) is not None
+        ]
         for cell in compared.cells
         if cell.rate == max(each.rate for each in compared.cells) and cell.policy != JOBS_ALONE
     }
-    values = [1e3 * value for each in found.values() for value in each if value > 0] or [1e3 * slo_s]
+    values = [1e3 * value for each in found.values() for value in each if value > 0] or [
+        1e3 * slo_s
+    ]
     x = Axis(
         label=f"{words}, ms",
         low=max(percentile(values, 0.01) / 1.5, 1e-3),
@@ -96,7 +130,11 @@ def _distribution(compared: Compared, styles: _Styles, kind: str, words: str) ->
     y = Axis(label="share of requests", low=0, high=1)
     marks = [line([(1e3 * slo_s, 0), (1e3 * slo_s, 1)], "ink", dashed=True)]
     for policy, each in found.items():
-        points = [(1e3 * percentile(each, share / 100), share / 100) for share in range(101)] if each else []
+        points = (
+            [(1e3 * percentile(each, share / 100), share / 100) for share in range(101)]
+            if each
+            else []
+        )
         marks.append(_drawn(points, styles[policy]))
     caption = f"{words.capitalize()} at the highest rate (dashed: SLO)"
     return figure(caption, chart(caption, x, y, marks))
@@ -126,18 +164,24 @@ def _burst(compared: Compared, styles: _Styles) -> Iterable[str]:
 
 def _around_burst(arrivals_s: Sequence[float], seconds: float) -> tuple[float, float]:
     width = seconds * _BURST_SHARE
-    start_s = max(arrivals_s, key=lambda at_s: sum(at_s <= other < at_s + width for other in arrivals_s))
+    start_s = max(
+        arrivals_s, key=lambda at_s: sum(at_s <= other < at_s + width for other in arrivals_s)
+    )
     low = max(0.0, min(start_s - width, seconds - 3 * width))
     return low, low + 3 * width
 
 
-def _num_open(samples: Sequence[Sample], low: float, high: float, width: float) -> Iterable[tuple[float, float]]:
+def _num_open(
+    samples: Sequence[Sample], low: float, high: float, width: float
+) -> Iterable[tuple[float, float]]:
     for start, inside in _binned(samples, low, high, width):
         if inside:
             yield start + width / 2, max(sample.num_open for sample in inside)
 
 
-def _tuning_rate(samples: Sequence[Sample], low: float, high: float, width: float) -> Iterable[tuple[float, float]]:
+def _tuning_rate(
+    samples: Sequence[Sample], low: float, high: float, width: float
+) -> Iterable[tuple[float, float]]:
     before = max((sample.num_trained for sample in samples if sample.at_s <= low), default=0.0)
     for start, inside in _binned(samples, low, high, width):
         after = inside[-1].num_trained if inside else before
@@ -145,7 +189,9 @@ def _tuning_rate(samples: Sequence[Sample], low: float, high: float, width: floa
         before = after
 
 
-def _binned(samples: Sequence[Sample], low: float, high: float, width: float) -> Iterable[tuple[float, list[Sample]]]:
+def _binned(
+    samples: Sequence[Sample], low: float, high: float, width: float
+) -> Iterable[tuple[float, list[Sample]]]:
     bins: list[list[Sample]] = [[] for _ in range(_NUM_BINS)]
     for sample in samples:
         if low < sample.at_s < high:
@@ -191,13 +237,18 @@ def _model_error(compared: Compared) -> str:
     if not compared.modelled:
         return ""
     found = compared.result()["model_error"]
-    words = {"tuning_tokens_per_s": "tuning tokens/s", "ttft_p99_ms": "TTFT p99", "tpot_p99_ms": "TPOT p99"}
+    words = {
+        "tuning_tokens_per_s": "tuning tokens/s",
+        "ttft_p99_ms": "TTFT p99",
+        "tpot_p99_ms": "TPOT p99",
+    }
     told = ", ".join(f"{words[name]} {_cell('attainment', value)}" for name, value in found.items())
     return f'<p class="note">What the model of this device is off by, in the mean over these rows: {escape(told)}.</p>'
 
 
 def _settings(result: dict[str, Any]) -> str:
     items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>" for name, value in result["settings"].items()
+        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in result["settings"].items()
     )
     return f"<dl>{items}</dl>"

@@ -1,7 +1,9 @@
-"""What a conventional trainer keeps: the activations that autograd saves for each block under transformers and PEFT.
+"""What a conventional trainer keeps: the activations that autograd saves for each block under
+transformers and PEFT.
 
-Counted, not modelled: the real modules run forward on the meta device (shapes without memory) under saved-tensor hooks.
-A model of two blocks minus a model of the first alone gives the second, with the sites that it has in the whole model.
+Counted, not modelled: the real modules run forward on the meta device (shapes without memory) under
+saved-tensor hooks. A model of two blocks minus a model of the first alone gives the second, with
+the sites that it has in the whole model.
 """
 
 import importlib.util
@@ -21,10 +23,12 @@ _ATTENTION = "coserve_tiled"
 def conventional_saved_bytes(
     architecture: Architecture, lora: LoraConfig, *, rows: int, dtype: torch.dtype
 ) -> dict[int, int] | None:
-    """Bytes that autograd holds for each block (by its index) and one sequence of `rows` tokens; None without PEFT.
+    """Bytes that autograd holds for each block (by its index) and one sequence of `rows` tokens;
+    None without PEFT.
 
-    Attention is the tiled kernel (FlashAttention's saved set), float32 adapter weights are PEFT's default, and the
-    backbone's dropout is off, as it is in coserve. Blocks below the lowest site hold nothing.
+    Attention is the tiled kernel (FlashAttention's saved set), float32 adapter weights are PEFT's
+    default, and the backbone's dropout is off, as it is in coserve. Blocks below the lowest site
+    hold nothing.
     """
     if importlib.util.find_spec("peft") is None:
         return None
@@ -37,7 +41,12 @@ def conventional_saved_bytes(
         ranks = {node: lora.rank(module) for module, (part, node) in sites.items() if part == layer}
         key = (kinds[layer], tuple(ranks.items()), input_grad)
         if key not in counted:
-            shape: dict[str, Any] = {"kind": kinds[layer], "rows": rows, "dtype": dtype, "input_grad": input_grad}
+            shape: dict[str, Any] = {
+                "kind": kinds[layer],
+                "rows": rows,
+                "dtype": dtype,
+                "input_grad": input_grad,
+            }
             two = _held(architecture, num_blocks=2, ranks=ranks, dropout=lora.dropout, **shape)
             counted[key] = two - _held(architecture, num_blocks=1, ranks={}, dropout=0.0, **shape)
         result[layer] = counted[key]
@@ -58,7 +67,8 @@ def _held(
 ) -> int:
     """Bytes of the storages that autograd saves in a forward pass of the blocks, weights aside.
 
-    ranks: of the LoRAs in the last block, by node. input_grad: whether the first block's input needs a gradient.
+    ranks: of the LoRAs in the last block, by node. input_grad: whether the first block's input
+    needs a gradient.
     """
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")  # the two libraries' advice to each other
@@ -68,7 +78,9 @@ def _held(
         width = model.get_input_embeddings().embedding_dim
         x = torch.empty(1, rows, width, dtype=dtype, requires_grad=input_grad)
         positions = torch.empty(1, rows, dtype=torch.int64)
-    weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    weights = {
+        tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
+    }
     saved: dict[int, Tensor] = {}  # held, so that no storage is freed and its address used again
 
     def pack(tensor: Tensor) -> Tensor:
@@ -82,7 +94,9 @@ def _held(
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
-def _model(architecture: Architecture, kind: str | None, num_blocks: int, dtype: torch.dtype) -> Any:
+def _model(
+    architecture: Architecture, kind: str | None, num_blocks: int, dtype: torch.dtype
+) -> Any:
     """A frozen transformers model of this many blocks of one kind, without the norm after them."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -102,8 +116,8 @@ def _model(architecture: Architecture, kind: str | None, num_blocks: int, dtype:
 
 
 class _GroupedProducts(TorchFunctionMode):
-    """On the meta device PyTorch has those of experts for bfloat16 alone. Of others each becomes a product with one
-    expert's matrix: it has the same shape, and autograd keeps the same rows of it.
+    """On the meta device PyTorch has those of experts for bfloat16 alone. Of others each becomes a
+    product with one expert's matrix: it has the same shape, and autograd keeps the same rows of it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,14 +140,18 @@ def _add_lora(model: Any, block: str, ranks: dict[str, int], dropout: float) -> 
     inject_adapter_in_model(settings, model)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.data = parameter.data.float()  # as get_peft_model does (autocast_adapter_dtype)
+            parameter.data = (
+                parameter.data.float()
+            )  # as get_peft_model does (autocast_adapter_dtype)
 
 
 def _tiled_attention(
     module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention for transformers' registry: q [1, heads, n, D]. On the meta device its own choice would be one that
-    keeps all scores.
+    """Attention for transformers' registry: q [1, heads, n, D]. On the meta device its own choice
+    would be one that keeps all scores.
     """
-    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scaling)
+    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, True, scale=scaling
+    )
     return out.transpose(1, 2).contiguous(), None

@@ -49,7 +49,9 @@ class _Phase:
         return self.num_tokens_trained / self.seconds
 
     def tpot_ms(self, share: float) -> float:
-        return 1e3 * percentile([record.tpot_s for record in self.records if record.tpot_s is not None], share)
+        return 1e3 * percentile(
+            [record.tpot_s for record in self.records if record.tpot_s is not None], share
+        )
 
     def ttft_ms(self, share: float) -> float:
         return 1e3 * percentile([record.ttft_s for record in self.records], share)
@@ -60,9 +62,13 @@ class _Phase:
         return sum(held) / len(held) if held else float("nan")
 
     def tpot_of_slo(self, share: float) -> float:
-        """A percentile of TPOTs, each as a share of the SLO of its request, which every turn sets anew."""
+        """A percentile of TPOTs, each as a share of the SLO of its request, which every turn sets
+        anew.
+        """
         tpots = [(record.tpot_s, record.asked_slo or record.slo) for record in self.records]
-        return percentile([tpot_s / slo.tpot_s for tpot_s, slo in tpots if tpot_s is not None], share)
+        return percentile(
+            [tpot_s / slo.tpot_s for tpot_s, slo in tpots if tpot_s is not None], share
+        )
 
     def add(self, turn: "_Phase") -> None:
         """One more turn."""
@@ -77,9 +83,9 @@ class _Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class _Turns:
-    """What an engine reached in its turns: streams alone, streams with jobs, jobs alone. solo_s: of a step in which the
-    streams decode alone, by turn. in_turns: streams with jobs, but never beside one another; None if the device cannot
-    be divided.
+    """What an engine reached in its turns: streams alone, streams with jobs, jobs alone. solo_s: of
+    a step in which the streams decode alone, by turn. in_turns: streams with jobs, but never beside
+    one another; None if the device cannot be divided.
     """
 
     solo_s: list[float]
@@ -101,10 +107,9 @@ def run(
 ) -> dict[str, Any]:
     """In turns, `runs` times: the streams alone, the streams with jobs, the jobs alone, PEFT alone.
 
-    The SLO of each turn is set from its streams alone: a machine that others use is not as fast in every turn.
-    `seconds` is divided among the turns of a policy.
-    dropout: of the LoRAs of all sides.
-    deterministic: then one turn on a deterministic engine, and what that costs.
+    The SLO of each turn is set from its streams alone: a machine that others use is not as fast in
+    every turn. `seconds` is divided among the turns of a policy. dropout: of the LoRAs of all
+    sides. deterministic: then one turn on a deterministic engine, and what that costs.
     """
     peft_s: list[float] = []
     lora = replace(LORA, dropout=dropout)
@@ -118,8 +123,12 @@ def run(
             peft_s.append(peft.step_s(tokens))
 
     def make_bench(*, is_deterministic: bool) -> _Bench:
-        config = EngineConfig(memory_bytes=_MEMORY_BYTES, ttft_s=_TTFT_S, deterministic=is_deterministic)
-        return _Bench(Engine.from_backbone(backbone, config), lora, streams=streams, num_jobs=num_jobs)
+        config = EngineConfig(
+            memory_bytes=_MEMORY_BYTES, ttft_s=_TTFT_S, deterministic=is_deterministic
+        )
+        return _Bench(
+            Engine.from_backbone(backbone, config), lora, streams=streams, num_jobs=num_jobs
+        )
 
     found = _measure(make_bench(is_deterministic=False), train_peft, runs=runs, seconds=seconds)
     result = {
@@ -137,11 +146,17 @@ def run(
     return result
 
 
-def _measure(bench: "_Bench", after_turn: Callable[[float], None], *, runs: int, seconds: float) -> _Turns:
+def _measure(
+    bench: "_Bench", after_turn: Callable[[float], None], *, runs: int, seconds: float
+) -> _Turns:
     """after_turn: does something else for this many seconds, after each turn of all policies."""
-    bench.slo = Slo(ttft_s=_TTFT_S, tpot_s=_TTFT_S)  # until the step is known that it is a multiple of
+    bench.slo = Slo(
+        ttft_s=_TTFT_S, tpot_s=_TTFT_S
+    )  # until the step is known that it is a multiple of
     bench.slo = _slo(median(bench.phase("inference-only", seconds / 4).step_s))
-    bench.phase("slack", seconds / 4)  # the latency model sees both kinds of step before anything counts
+    bench.phase(
+        "slack", seconds / 4
+    )  # the latency model sees both kinds of step before anything counts
     solo_s, alone, both, jobs = [], _Phase(), _Phase(), _Phase()
     in_turns = _Phase() if bench.can_be_divided else None
     for _ in range(runs):
@@ -199,8 +214,12 @@ def _divided(found: _Turns) -> dict[str, Any]:
 
 
 def _with_cost(found: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """With how many times as long things take as by default: a decode step, a prompt (TTFT alone), a trained token."""
-    times = {name: found[name] / default[name] for name in ("solo_step_ms", "inference_only_ttft_p50_ms")}
+    """With how many times as long things take as by default: a decode step, a prompt (TTFT alone),
+    a trained token.
+    """
+    times = {
+        name: found[name] / default[name] for name in ("solo_step_ms", "inference_only_ttft_p50_ms")
+    }
     trained = default["tuning_only_tokens_per_s"] / found["tuning_only_tokens_per_s"]
     return {
         **found,
@@ -218,8 +237,12 @@ class _Bench:
         vocab_size = engine.device.info.vocab_size
         for index in range(num_jobs):
             rows = [self._random.choices(range(vocab_size), k=_SEQUENCE) for _ in range(64)]
-            examples = [Example(tokens=tuple(tokens), trained=(True,) * _SEQUENCE) for tokens in rows]
-            config = TuningConfig(num_epochs=100_000, batch_size=4, max_sequence_length=_SEQUENCE, seed=index)
+            examples = [
+                Example(tokens=tuple(tokens), trained=(True,) * _SEQUENCE) for tokens in rows
+            ]
+            config = TuningConfig(
+                num_epochs=100_000, batch_size=4, max_sequence_length=_SEQUENCE, seed=index
+            )
             engine.submit(examples, config, adapter=lora)
 
     @property
@@ -279,5 +302,7 @@ class _Bench:
         self._engine.add_tokens(prompt, params, slo=self.slo)
 
     def _num_trained(self) -> float:
-        """Tokens that jobs have gone through, half of each forward and half backward: a phase may end within a pack."""
+        """Tokens that jobs have gone through, half of each forward and half backward: a phase may
+        end within a pack.
+        """
         return sum(job.num_rows_run for job in self._engine.jobs.values()) / 2

@@ -1,4 +1,6 @@
-"""How fast requests decode: against reading the weights and the cache once, and against transformers and OpenVINO."""
+"""How fast requests decode: against reading the weights and the cache once, and against
+transformers and OpenVINO.
+"""
 
 from collections.abc import Sequence
 from statistics import median
@@ -30,12 +32,14 @@ def run(
     batches: Sequence[int] = _BATCHES,
     openvino: OpenVino | None = None,
 ) -> dict[str, Any]:
-    """Decode steps of the engine, of transformers, and of OpenVINO if there is one, in turns; medians over `runs`
-    turns.
+    """Decode steps of the engine, of transformers, and of OpenVINO if there is one, in turns;
+    medians over `runs` turns.
     """
     page_bytes = kv_page_bytes(backbone, 16)
     pages = max(batches) * (-(-(context + 2 * _NUM_TOKENS) // 16) + 1)
-    engine = Engine.from_backbone(backbone, EngineConfig(policy="inference-only", memory_bytes=2 * pages * page_bytes))
+    engine = Engine.from_backbone(
+        backbone, EngineConfig(policy="inference-only", memory_bytes=2 * pages * page_bytes)
+    )
     model = transformers_model(backbone)
     generator = torch.Generator().manual_seed(0)
     per_key = model_counts(backbone).kv_bytes_per_key
@@ -44,7 +48,9 @@ def run(
         ours, theirs, floors = [], [], []
         openvino_s: list[float] = []
         for _ in range(runs):
-            prompts = torch.randint(backbone.architecture.vocab_size, (batch, context), generator=generator)
+            prompts = torch.randint(
+                backbone.architecture.vocab_size, (batch, context), generator=generator
+            )
             ours.append(engine_step_s(engine, prompts.tolist()))
             theirs.append(decode_step_s(model, prompts.to(backbone.device), num_tokens=_NUM_TOKENS))
             if openvino is not None:
@@ -61,21 +67,29 @@ def run(
                 **({"openvino_ms": 1e3 * median(openvino_s)} if openvino_s else {}),
             }
         )
-    return {"rows": rows} if openvino is None else {"openvino_version": openvino.version, "rows": rows}
+    return (
+        {"rows": rows} if openvino is None else {"openvino_version": openvino.version, "rows": rows}
+    )
 
 
 def engine_step_s(
     engine: Engine, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
 ) -> float:
-    """Median seconds of a step in which every request decodes; adapters: of the requests (None: no request has any)."""
+    """Median seconds of a step in which every request decodes; adapters: of the requests (None: no
+    request has any).
+    """
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    relaxed = Slo(ttft_s=1e3, tpot_s=1e3)  # so that prompts are not cut into pieces for the sake of those that decode
+    relaxed = Slo(
+        ttft_s=1e3, tpot_s=1e3
+    )  # so that prompts are not cut into pieces for the sake of those that decode
     for prompt, adapter in zip(prompts, adapters or [None] * len(prompts), strict=True):
         engine.add_tokens(prompt, params, adapter=adapter, slo=relaxed)
     steps = []
     while engine.has_requests:
         start = now_s(torch.device(engine.device.info.device))
         engine.step()
-        if len(engine.last_plan.rows) == len(prompts) and all(rows.kind == "decode" for rows in engine.last_plan.rows):
+        if len(engine.last_plan.rows) == len(prompts) and all(
+            rows.kind == "decode" for rows in engine.last_plan.rows
+        ):
             steps.append(now_s(torch.device(engine.device.info.device)) - start)
     return median(steps)

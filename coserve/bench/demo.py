@@ -1,5 +1,5 @@
-"""The demo's experiment, over HTTP alone: requests alone, a fine-tuning job alone, then both at once; the same trace,
-the same job. What it found is plain data, which the report is made of.
+"""The demo's experiment, over HTTP alone: requests alone, a fine-tuning job alone, then both at
+once; the same trace, the same job. What it found is plain data, which the report is made of.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ PHASES: tuple[PhaseName, ...] = ("requests", "job", "both")
 _POLL_S = 0.25
 # With both, the job may take this many times the phase's seconds before it is stopped.
 _TIME_FACTOR = 1.5
-# The share of its speed alone that a job is expected to have beside requests; at most this many epochs are allowed.
+# The share of its speed alone that a job is expected to have beside requests; at most this many
+# epochs are allowed.
 _EXPECTED_SHARE = 0.65
 _MOST_EPOCHS = 50
 # Answers of a recorded trace are cut to this many times the mean.
@@ -37,9 +38,10 @@ _GUARD_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What is played. seconds: of the trace, and of the job alone. rate: mean requests per second. epochs: of the job
-    beside requests; None: about as many as last for the trace, by what the job alone reached. trace_file: a recorded
-    trace to play instead of one from the seed, at that rate, its answers cut; trace_where: see `read_trace`.
+    """What is played. seconds: of the trace, and of the job alone. rate: mean requests per second.
+    epochs: of the job beside requests; None: about as many as last for the trace, by what the job
+    alone reached. trace_file: a recorded trace to play instead of one from the seed, at that rate,
+    its answers cut; trace_where: see `read_trace`.
     """
 
     seconds: float = 35.0
@@ -59,7 +61,9 @@ class DemoConfig:
 
 @dataclass(kw_only=True)
 class Recording:
-    """A phase as it goes: what senders saw, what the server says of its steps and pages. Seconds from its start."""
+    """A phase as it goes: what senders saw, what the server says of its steps and pages. Seconds
+    from its start.
+    """
 
     name: PhaseName
     planned_s: float
@@ -67,9 +71,13 @@ class Recording:
     load: LoadGenerator | None = None
     progress: JobProgress | None = None
     status: dict[str, Any] = field(default_factory=dict)
-    steps: list[list[float]] = field(default_factory=list)  # when, ms, predicted ms, then rows by kind
+    steps: list[list[float]] = field(
+        default_factory=list
+    )  # when, ms, predicted ms, then rows by kind
     memory: list[list[Any]] = field(default_factory=list)  # when, pages by owner
-    records: list[dict[str, Any]] = field(default_factory=list)  # of requests, as the engine measured them
+    records: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # of requests, as the engine measured them
     losses: list[list[float]] = field(default_factory=list)  # when, step, loss
     job_start_s: float = 0.0
     job_end_s: float | None = None
@@ -89,13 +97,20 @@ class Recording:
 
     @property
     def tuned_per_s(self) -> float | None:
-        """The job's tokens per second, while the trace was played where there was one: half of each token is its way
-        forward, half its way back.
+        """The job's tokens per second, while the trace was played where there was one: half of each
+        token is its way forward, half its way back.
         """
         rows = [(step[0], step[5] + step[6]) for step in self.steps if step[5] + step[6] > 0]
         start_s = rows[0][0] if rows else 0.0
-        end_s = min(self.job_end_s or self.seconds or self.now_s, self.planned_s if self.load else float("inf"))
-        return sum(count for at_s, count in rows if at_s <= end_s) / 2 / (end_s - start_s) if end_s > start_s else None
+        end_s = min(
+            self.job_end_s or self.seconds or self.now_s,
+            self.planned_s if self.load else float("inf"),
+        )
+        return (
+            sum(count for at_s, count in rows if at_s <= end_s) / 2 / (end_s - start_s)
+            if end_s > start_s
+            else None
+        )
 
 
 @dataclass(kw_only=True)
@@ -109,7 +124,9 @@ class DemoState:
 
 
 def _openai_client(url: str) -> Any:
-    """The client that people know, for what they would do with it; None where it is not installed."""
+    """The client that people know, for what they would do with it; None where it is not
+    installed.
+    """
     if importlib.util.find_spec("openai") is None:
         return None
     from openai import OpenAI
@@ -135,7 +152,13 @@ class Demo:
         *,
         watch: Callable[[DemoState], None] = lambda state: None,
     ) -> None:
-        self._url, self._lesson, self._file, self._config, self._watch = url, lesson, training_file, config, watch
+        self._url, self._lesson, self._file, self._config, self._watch = (
+            url,
+            lesson,
+            training_file,
+            config,
+            watch,
+        )
         self._client, self._openai = Client(url), _openai_client(url)
         self._cursor = 0
         self.state = DemoState()
@@ -166,14 +189,20 @@ class Demo:
         for index, messages in enumerate(asked):
             self._tell(f"{doing} ({index + 1} of {len(asked)})")
             body = {"model": model, "messages": messages, "max_tokens": 48, "temperature": 0}
-            answers.append(self._client.post("/v1/chat/completions", body)["choices"][0]["message"]["content"].strip())
+            answers.append(
+                self._client.post("/v1/chat/completions", body)["choices"][0]["message"][
+                    "content"
+                ].strip()
+            )
         return answers
 
     def _served_model(self, progress: JobProgress) -> str | None:
         """What the job made: the model, or the last checkpoint of one that was stopped."""
         if progress.job.get("fine_tuned_model"):
             return str(progress.job["fine_tuned_model"])
-        checkpoints = self._client.get(f"/v1/fine_tuning/jobs/{progress.job['id']}/checkpoints", limit=100)["data"]
+        checkpoints = self._client.get(
+            f"/v1/fine_tuning/jobs/{progress.job['id']}/checkpoints", limit=100
+        )["data"]
         newest = max(checkpoints, key=lambda checkpoint: checkpoint["step_number"], default=None)
         return newest and str(newest["fine_tuned_model_checkpoint"])
 
@@ -182,7 +211,9 @@ class Demo:
     def _phase(self, name: PhaseName, base: str, uploaded: str) -> None:
         config = self._config
         self._skip_what_was()
-        recording = self.state.recordings[name] = self.state.current = Recording(name=name, planned_s=config.seconds)
+        recording = self.state.recordings[name] = self.state.current = Recording(
+            name=name, planned_s=config.seconds
+        )
         if name != "requests":
             epochs = _MOST_EPOCHS if name == "job" else self._epochs()
             recording.progress = JobProgress(job=self._start_job(base, uploaded, epochs))
@@ -191,10 +222,14 @@ class Demo:
         if name != "job":
             questions = [messages[-1]["content"] for messages in self._lesson.questions]
             recording.load = LoadGenerator(self._url, self.trace(), chats(base, questions))
-            player = Thread(target=lambda load: asyncio.run(load.run()), args=(recording.load,), daemon=True)
+            player = Thread(
+                target=lambda load: asyncio.run(load.run()), args=(recording.load,), daemon=True
+            )
             player.start()
         most_s = config.seconds * (_TIME_FACTOR if name == "both" else 1.0)
-        self._tell({"requests": "requests alone", "job": "the job alone", "both": "both at once"}[name])
+        self._tell(
+            {"requests": "requests alone", "job": "the job alone", "both": "both at once"}[name]
+        )
         while self._may_continue(recording, player, most_s):
             time.sleep(_POLL_S)
             self._poll(recording)
@@ -210,17 +245,29 @@ class Demo:
             trace = read_trace(config.trace_file, where=config.trace_where)
             # Recordings begin slowly.
             start_s = trace[-1].at_s / 10
-            return adapt(trace, start_s=start_s, rate=config.rate, seconds=config.seconds, max_output_tokens=most)
+            return adapt(
+                trace,
+                start_s=start_s,
+                rate=config.rate,
+                seconds=config.seconds,
+                max_output_tokens=most,
+            )
         lengths = LogNormalLengths(mean_output_tokens=config.mean_output_tokens)
         return bursty(rate=config.rate, seconds=config.seconds, seed=config.seed, lengths=lengths)
 
     def _may_continue(self, recording: Recording, player: Thread | None, most_s: float) -> bool:
         progress = recording.progress
         if progress is not None and progress.job["status"] == "failed":
-            raise JobError(f"the demo's job failed: {(progress.job.get('error') or {}).get('message')}")
+            raise JobError(
+                f"the demo's job failed: {(progress.job.get('error') or {}).get('message')}"
+            )
         if progress is not None and not progress.is_terminal and recording.now_s > most_s:
             progress.job = self._client.post(f"/v1/fine_tuning/jobs/{progress.job['id']}/cancel")
-        plays = player is not None and player.is_alive() and recording.now_s < recording.planned_s + _GUARD_S
+        plays = (
+            player is not None
+            and player.is_alive()
+            and recording.now_s < recording.planned_s + _GUARD_S
+        )
         return plays or (progress is not None and not progress.is_terminal)
 
     def _epochs(self) -> int:
@@ -229,8 +276,15 @@ class Demo:
             return self._config.epochs
         alone = self.state.recordings["job"]
         assert alone.progress is not None
-        steps = _EXPECTED_SHARE * self._config.seconds * alone.progress.step / max(1.0, alone.job_seconds)
-        return min(_MOST_EPOCHS, max(1, round(steps * self._config.batch_size / len(self._lesson.train))))
+        steps = (
+            _EXPECTED_SHARE
+            * self._config.seconds
+            * alone.progress.step
+            / max(1.0, alone.job_seconds)
+        )
+        return min(
+            _MOST_EPOCHS, max(1, round(steps * self._config.batch_size / len(self._lesson.train)))
+        )
 
     def _start_job(self, base: str, uploaded: str, epochs: int) -> dict[str, Any]:
         config = self._config
@@ -242,7 +296,12 @@ class Demo:
             "seed": config.seed,
             "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
             "coserve": {
-                "adapter": {"type": "lora", "r": config.r, "alpha": 2 * config.r, "target_modules": "all-linear"},
+                "adapter": {
+                    "type": "lora",
+                    "r": config.r,
+                    "alpha": 2 * config.r,
+                    "target_modules": "all-linear",
+                },
                 "optimizer": {"learning_rate": config.learning_rate},
                 "checkpoint_every_steps": config.checkpoint_every_steps,
             },
@@ -251,7 +310,9 @@ class Demo:
             job: dict[str, Any] = self._client.post("/v1/fine_tuning/jobs", body)
         else:
             extension = {"coserve": body.pop("coserve")}
-            job = self._openai.fine_tuning.jobs.create(**body, extra_body=extension).to_dict(mode="json")
+            job = self._openai.fine_tuning.jobs.create(**body, extra_body=extension).to_dict(
+                mode="json"
+            )
         return job
 
     def _upload(self) -> str:
@@ -281,8 +342,12 @@ class Demo:
         if recording.job_end_s is None:
             known = set(recording.progress.losses)
             recording.progress.poll(self._client)
-            new = recording.progress.losses.items() - {(step, recording.progress.losses[step]) for step in known}
-            recording.losses += [[round(recording.now_s, 2), step, loss] for step, loss in sorted(new)]
+            new = recording.progress.losses.items() - {
+                (step, recording.progress.losses[step]) for step in known
+            }
+            recording.losses += [
+                [round(recording.now_s, 2), step, loss] for step, loss in sorted(new)
+            ]
             recording.status = recording.progress.status
             if recording.progress.is_terminal:
                 recording.job_end_s = recording.now_s
@@ -300,7 +365,10 @@ class Demo:
     ) -> dict[str, Any]:
         both = self.state.recordings["both"]
         assert both.progress is not None
-        asked = [messages[-1]["content"] for messages in self._lesson.questions[: self._config.num_scored]]
+        asked = [
+            messages[-1]["content"]
+            for messages in self._lesson.questions[: self._config.num_scored]
+        ]
         told = after or ["–"] * len(asked)
         shown = list(zip(asked, before, told, strict=True))[: self._config.num_questions]
         return {
@@ -313,18 +381,28 @@ class Demo:
             "objectives": status["objectives"],
             "config": asdict(self._config) | {"epochs": self._epochs()},
             "job": {"id": both.progress.job["id"], "model": tuned, "lesson": self._lesson.name},
-            "score": {"asked": len(asked), "before": self._score(before), "after": self._score(after)},
+            "score": {
+                "asked": len(asked),
+                "before": self._score(before),
+                "after": self._score(after),
+            },
             "questions": [{"question": q, "before": b, "after": a} for q, b, a in shown],
-            "phases": {name: self._phase_results(self.state.recordings[name], status) for name in PHASES},
+            "phases": {
+                name: self._phase_results(self.state.recordings[name], status) for name in PHASES
+            },
         }
 
     def _score(self, answers: Sequence[str]) -> float | None:
         """The share answered word for word as the lesson has it."""
         right = [line["messages"][-1]["content"] for line in self._lesson.held_out[: len(answers)]]
-        return sum(a == r for a, r in zip(answers, right, strict=True)) / len(right) if right else None
+        return (
+            sum(a == r for a, r in zip(answers, right, strict=True)) / len(right) if right else None
+        )
 
     def _phase_results(self, recording: Recording, status: dict[str, Any]) -> dict[str, Any]:
-        """Requests count that came while the job beside them ran, in the phase without a job, too."""
+        """Requests count that came while the job beside them ran, in the phase without a job,
+        too.
+        """
         until_s = self.state.recordings["both"].job_end_s or float("inf")
         outcomes = sorted(recording.outcomes, key=lambda outcome: outcome.index)
         slos = {f"{kind}_s": status["objectives"][f"{kind}_ms"] / 1e3 for kind in ("ttft", "tpot")}
@@ -345,8 +423,12 @@ def _as_the_engine_saw(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Without the way through HTTP: of all requests of a phase."""
     means = [1e3 * record["tpot_s"] for record in records if record["tpot_s"] is not None]
     return {
-        "attainment": sum(record["attained"] for record in records) / len(records) if records else None,
-        "ttft_p99_ms": round(percentile([1e3 * record["ttft_s"] for record in records], 0.99), 3) if records else None,
+        "attainment": sum(record["attained"] for record in records) / len(records)
+        if records
+        else None,
+        "ttft_p99_ms": round(percentile([1e3 * record["ttft_s"] for record in records], 0.99), 3)
+        if records
+        else None,
         "tpot_p99_ms": round(percentile(means, 0.99), 3) if means else None,
     }
 

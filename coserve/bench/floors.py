@@ -1,7 +1,9 @@
-"""What the parts of a step take at least: bytes read once at the bandwidth, or FLOPs at the peak, whichever is longer.
+"""What the parts of a step take at least: bytes read once at the bandwidth, or FLOPs at the peak,
+whichever is longer.
 
-FLOPs are counted from the graphs. Of bytes, products count their weights, attention its keys and values, adapters their
-parameters, sampling the logits, and all else the rows that it reads and writes.
+FLOPs are counted from the graphs. Of bytes, products count their weights, attention its keys and
+values, adapters their parameters, sampling the logits, and all else the rows that it reads and
+writes.
 """
 
 from collections import defaultdict
@@ -48,7 +50,10 @@ class Floors:
         self._backbone = adapter.backbone
         self._programs = training_programs(adapter)
         blocks = self._backbone.local.parts[1:-1]
-        parameters = sum(master.numel() for master in adapter.masters.values()) * self._backbone.dtype.itemsize
+        parameters = (
+            sum(master.numel() for master in adapter.masters.values())
+            * self._backbone.dtype.itemsize
+        )
         self._read_once = {
             "products": _weight_bytes(self._backbone, blocks),
             "adapters": parameters,
@@ -56,8 +61,8 @@ class Floors:
         }
 
     def forward(self, contexts: Sequence[int], window_rows: int) -> dict[str, Work]:
-        """A forward pass of requests that decode with this many keys each, and of a window of a sequence's first
-        rows.
+        """A forward pass of requests that decode with this many keys each, and of a window of a
+        sequence's first rows.
         """
         found: dict[str, Work] = defaultdict(Work)
         graphs = self._backbone.local.graphs
@@ -65,13 +70,21 @@ class Floors:
             for context in contexts:
                 self._add_graph(found, graphs[part], self._load(1, context))
             if window_rows:
-                self._add_graph(found, self._programs.program[part].graph, self._load(window_rows, window_rows / 2))
+                self._add_graph(
+                    found,
+                    self._programs.program[part].graph,
+                    self._load(window_rows, window_rows / 2),
+                )
         head = graphs["head"].cost(self._load(len(contexts), 0))
         found["head and loss"].flops += head.flops if contexts else 0
         found["sampling"].bytes += (
             len(contexts) * self._backbone.architecture.vocab_size * self._backbone.dtype.itemsize
         )
-        used = [*(["adapters"] if window_rows else []), "products", *(["head and loss"] if contexts else [])]
+        used = [
+            *(["adapters"] if window_rows else []),
+            "products",
+            *(["head and loss"] if contexts else []),
+        ]
         return self._with_read_once(found, used)
 
     def backward(self, rows: int) -> dict[str, Work]:
@@ -79,7 +92,9 @@ class Floors:
         found: dict[str, Work] = defaultdict(Work)
         load = self._load(rows, rows / 2)
         loss = self._programs.loss
-        found["head and loss"].flops += loss.forward_cost(load).flops + loss.backward_cost(load).flops
+        found["head and loss"].flops += (
+            loss.forward_cost(load).flops + loss.backward_cost(load).flops
+        )
         for part in self._programs.parts:
             self._add_backward(found, self._programs.program[part], load)
         return self._with_read_once(found, _READ_ONCE)
@@ -114,5 +129,9 @@ class Floors:
 
 
 def _weight_bytes(backbone: Backbone, parts: Sequence[Part]) -> int:
-    tensors = {tensor.data_ptr(): tensor for part in parts for tensor in weight_tensors(backbone.weights[part])}
+    tensors = {
+        tensor.data_ptr(): tensor
+        for part in parts
+        for tensor in weight_tensors(backbone.weights[part])
+    }
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,8 +1,9 @@
-"""What a step's time goes to: a backend that writes down how long each of its calls took, by what it is for.
+"""What a step's time goes to: a backend that writes down how long each of its calls took, by what
+it is for.
 
-Backends are the seam where all that takes long passes through. What PyTorch does beside them (sums of residuals, copies
-into saved tensors, keys and values into pages) is told from plain Python by PyTorch's own profiler, in steps of their
-own: it would slow down the others.
+Backends are the seam where all that takes long passes through. What PyTorch does beside them (sums
+of residuals, copies into saved tensors, keys and values into pages) is told from plain Python by
+PyTorch's own profiler, in steps of their own: it would slow down the others.
 """
 
 import os
@@ -21,7 +22,16 @@ from coserve.devices.torch_requests import SAMPLING
 from coserve.kernels.base import Backend
 from coserve.kernels.trace import Trace, TracedCalls, TracedStep
 
-PARTS = ("products", "attention", "adapters", "head and loss", "sampling", "elementwise", "Python", "waiting")
+PARTS = (
+    "products",
+    "attention",
+    "adapters",
+    "head and loss",
+    "sampling",
+    "elementwise",
+    "Python",
+    "waiting",
+)
 
 # What a backend's method is for, by a piece of its name; the first that fits.
 _PARTS_BY_NAME = {
@@ -52,8 +62,8 @@ def part_of(method: str) -> str:
 
 
 class Ledger:
-    """Seconds of steps by part, by a clock (see `machine.best_clock`). Does nothing but when it is asked to measure a
-    step.
+    """Seconds of steps by part, by a clock (see `machine.best_clock`). Does nothing but when it is
+    asked to measure a step.
     """
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
@@ -63,13 +73,15 @@ class Ledger:
         self._thread_s = 0.0
 
     def watch(self, backend: Backend, head: Collection[int]) -> Backend:
-        """The same backend under watch; head: addresses of the head's weights, whose products count as the head's."""
+        """The same backend under watch; head: addresses of the head's weights, whose products count
+        as the head's.
+        """
         return cast(Backend, _WatchedBackend(backend, self, frozenset(head)))
 
     def timed(self, step: Callable[[], object]) -> dict[str, float]:
-        """Seconds of a step by part; "Python" has what PyTorch does beside the backend, too. "waiting" is the time in
-        which this thread did not run, outside of the backend's calls (none by a clock that stands still then). The sum
-        is the step.
+        """Seconds of a step by part; "Python" has what PyTorch does beside the backend, too.
+        "waiting" is the time in which this thread did not run, outside of the backend's calls (none
+        by a clock that stands still then). The sum is the step.
         """
         self._seconds.clear()
         self._thread_s, self._mode = 0.0, "timed"
@@ -83,7 +95,9 @@ class Ledger:
         return {**self._seconds, "Python": python_s, "waiting": rest_s - python_s}
 
     def traced(self, step: Callable[[], object]) -> dict[str, float]:
-        """Seconds of PyTorch's operations beside the backend's calls: "elementwise", and "sampling"."""
+        """Seconds of PyTorch's operations beside the backend's calls: "elementwise", and
+        "sampling".
+        """
         self._mode = "traced"
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on stderr
         try:
@@ -92,10 +106,14 @@ class Ledger:
         finally:
             self._mode = "off"
         found: defaultdict[str, float] = defaultdict(float)
-        _add_operations((event for event in profiled.events() if event.cpu_parent is None), "elementwise", found)
+        _add_operations(
+            (event for event in profiled.events() if event.cpu_parent is None), "elementwise", found
+        )
         return dict(found)
 
-    def run(self, part: str, call: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+    def run(
+        self, part: str, call: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
+    ) -> Any:
         """Make a call of the backend."""
         if self._mode == "off":
             return call(*args, **named)
@@ -134,9 +152,14 @@ class _WatchedBackend:
 
     @cached_property
     def fused(self) -> Mapping[str, Callable[..., Tensor | None]]:
-        return {name: partial(self._run, part_of(name), kernel) for name, kernel in self._inner.fused.items()}
+        return {
+            name: partial(self._run, part_of(name), kernel)
+            for name, kernel in self._inner.fused.items()
+        }
 
-    def trace(self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> TracedCalls | None:
+    def trace(
+        self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]
+    ) -> TracedCalls | None:
         found = self._inner.trace(dtype, run)
         return None if found is None else _WatchedCalls(found, self._ledger)
 
@@ -149,7 +172,9 @@ class _WatchedBackend:
         return watched
 
     def _run(self, part: str, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        if part == "products" and any(isinstance(arg, Tensor) and arg.data_ptr() in self._head for arg in args[1:2]):
+        if part == "products" and any(
+            isinstance(arg, Tensor) and arg.data_ptr() in self._head for arg in args[1:2]
+        ):
             part = "head and loss"
         return self._ledger.run(part, call, args, named)
 
@@ -190,8 +215,8 @@ def median_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def split_rest(timed: dict[str, float], traced: dict[str, float]) -> dict[str, float]:
-    """A timed step with PyTorch's operations, as they were traced, taken out of "Python" (if tracing took longer than
-    all of that, each operation counts for less).
+    """A timed step with PyTorch's operations, as they were traced, taken out of "Python" (if
+    tracing took longer than all of that, each operation counts for less).
     """
     found = {part: timed.get(part, 0.0) for part in PARTS}
     factor = min(1.0, timed["Python"] / max(sum(traced.values()), 1e-9))
@@ -202,7 +227,9 @@ def split_rest(timed: dict[str, float], traced: dict[str, float]) -> dict[str, f
 
 
 def _add_operations(events: Iterable[Any], part: str, found: defaultdict[str, float]) -> None:
-    """The outermost operations among these events and below; what is inside of the backend's calls was timed."""
+    """The outermost operations among these events and below; what is inside of the backend's calls
+    was timed.
+    """
     for event in events:
         if event.name == SAMPLING:
             _add_operations(event.cpu_children, "sampling", found)
@@ -210,9 +237,11 @@ def _add_operations(events: Iterable[Any], part: str, found: defaultdict[str, fl
             found[part] += event.time_range.elapsed_us() / 1e6
 
 
-def peak_flops_per_s(dtype: torch.dtype, clock: Clock = time.perf_counter, *, size: int = 2048) -> float:
-    """FLOP/s of a large product of PyTorch's: the fastest of a few, in this dtype or in float32, which is what kernels
-    compute in where instructions for a smaller dtype are slower.
+def peak_flops_per_s(
+    dtype: torch.dtype, clock: Clock = time.perf_counter, *, size: int = 2048
+) -> float:
+    """FLOP/s of a large product of PyTorch's: the fastest of a few, in this dtype or in float32,
+    which is what kernels compute in where instructions for a smaller dtype are slower.
     """
 
     def product_s(computed: torch.dtype) -> float:

@@ -34,7 +34,9 @@ _ELSEWHERE = "held elsewhere"
 
 
 def best_dtype(device: torch.device) -> str:
-    """What a machine's matrix units are made for: bfloat16 where it has instructions for it, float32 elsewhere."""
+    """What a machine's matrix units are made for: bfloat16 where it has instructions for it,
+    float32 elsewhere.
+    """
     if device.type == "cuda":
         return "bfloat16"
     with suppress(OSError):
@@ -52,7 +54,9 @@ def describe(device: torch.device, threads: int | None = None) -> str:
 
 
 def versions(vllm: Path | None = None) -> str:
-    """Of what ran: ours and what is compared with it, as far as it is installed. vllm: Python of its environment."""
+    """Of what ran: ours and what is compared with it, as far as it is installed. vllm: Python of
+    its environment.
+    """
     found = [f"coserve {VERSION}", f"Python {platform.python_version()}"]
     for name in ("torch", "transformers", "peft"):
         with suppress(PackageNotFoundError):
@@ -75,8 +79,8 @@ def time_s(run: Callable[[], object], device: torch.device) -> float:
 
 
 def best_clock() -> tuple[str, Clock]:
-    """In words, and what takes the time of a step that is done when its calls return: where one thread does all of it,
-    the time in which that thread ran, which other processes lengthen least.
+    """In words, and what takes the time of a step that is done when its calls return: where one
+    thread does all of it, the time in which that thread ran, which other processes lengthen least.
     """
     if torch.get_num_threads() == 1:
         return "CPU time of the one thread", time.thread_time
@@ -91,8 +95,8 @@ def seconds_of(run: Callable[[], object], clock: Clock) -> float:
 
 
 class PeakMemory:
-    """Bytes that PyTorch holds at most within its context, beyond what it held before, with what is held elsewhere at
-    the same time. num_bytes: known afterwards.
+    """Bytes that PyTorch holds at most within its context, beyond what it held before, with what is
+    held elsewhere at the same time. num_bytes: known afterwards.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -123,7 +127,10 @@ class PeakMemory:
                 pass
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._profile is None:
             self.held_elsewhere(0)
@@ -141,7 +148,9 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _events(profiled: profile) -> list[dict[str, Any]]:
-    """In the order of time; the profiler tells of single allocations in the file alone that it writes."""
+    """In the order of time; the profiler tells of single allocations in the file alone that it
+    writes.
+    """
     with TemporaryDirectory() as place:
         trace = Path(place) / "trace.json"
         profiled.export_chrome_trace(str(trace))
@@ -161,15 +170,22 @@ def _most_bytes(events: Iterable[dict[str, Any]]) -> int:
 
 
 def read_bytes_per_s(device: torch.device, clock: Clock | None = None) -> float:
-    """Bandwidth of streaming reads: the fastest of a few sums over a large buffer; clock: see `best_clock`."""
+    """Bandwidth of streaming reads: the fastest of a few sums over a large buffer; clock: see
+    `best_clock`.
+    """
     buffer = torch.ones(_BUFFER_BYTES // 4, device=device)
     buffer.sum()
-    found = [time_s(buffer.sum, device) if clock is None else seconds_of(buffer.sum, clock) for _ in range(5)]
+    found = [
+        time_s(buffer.sum, device) if clock is None else seconds_of(buffer.sum, clock)
+        for _ in range(5)
+    ]
     return _BUFFER_BYTES / min(found)
 
 
 def weight_bytes(backbone: Backbone) -> int:
-    """Bytes of weights that a forward pass reads: all but a table of embeddings that is not also the head."""
+    """Bytes of weights that a forward pass reads: all but a table of embeddings that is not also
+    the head.
+    """
     weights = {
         tensor.data_ptr(): tensor.nbytes
         for part, held in backbone.weights.items()

@@ -1,4 +1,6 @@
-"""Many jobs of short sequences at once: against the same jobs one after another, and against PEFT."""
+"""Many jobs of short sequences at once: against the same jobs one after another, and against
+PEFT.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,38 +25,56 @@ _MEMORY_BYTES = 4 << 30
 _SEQUENCE = 64
 # Optimizer steps of a job in each turn.
 _STEPS = 2
-# How far the loss of a job may be from that of its run alone, relatively: rounding, over a few optimizer steps.
+# How far the loss of a job may be from that of its run alone, relatively: rounding, over a few
+# optimizer steps.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
 
 def run(
-    backbone: Backbone, *, runs: int, num_jobs: int = 8, batch: int = 4, steps: int = _STEPS, length: int = _SEQUENCE
+    backbone: Backbone,
+    *,
+    runs: int,
+    num_jobs: int = 8,
+    batch: int = 4,
+    steps: int = _STEPS,
+    length: int = _SEQUENCE,
 ) -> dict[str, Any]:
-    """In turns: the jobs at once, one after another, one job whose batch is that of all, and PEFT, one after another.
+    """In turns: the jobs at once, one after another, one job whose batch is that of all, and PEFT,
+    one after another.
 
-    Each job makes `steps` optimizer steps on batches of `batch` sequences of `length` tokens, with a fresh LoRA;
-    medians over `runs` turns, after one that warms up. Memory is what is held at most beyond the weights: of all jobs
-    at once, and of as many PEFT trainers as there are jobs.
+    Each job makes `steps` optimizer steps on batches of `batch` sequences of `length` tokens, with
+    a fresh LoRA; medians over `runs` turns, after one that warms up. Memory is what is held at most
+    beyond the weights: of all jobs at once, and of as many PEFT trainers as there are jobs.
 
     Raises:
         CoserveError: a job's losses at once are not those of its run alone.
     """
-    engine = Engine.from_backbone(backbone, EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES))
+    engine = Engine.from_backbone(
+        backbone, EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES)
+    )
     peft = PeftTrainer(backbone, LORA, TuningConfig().optimizer)
     generator = torch.Generator().manual_seed(0)
-    data = torch.randint(backbone.architecture.vocab_size, (num_jobs, steps * batch, length), generator=generator)
-    seconds: dict[str, list[float]] = {name: [] for name in ("at_once", "in_turn", "one_job", "peft")}
+    data = torch.randint(
+        backbone.architecture.vocab_size, (num_jobs, steps * batch, length), generator=generator
+    )
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("at_once", "in_turn", "one_job", "peft")
+    }
     difference = 0.0
     for _ in range(runs + 1):
         together = _train(engine, data, batch)
-        alone = [_train(engine, data[job : job + 1], batch, first_seed=job) for job in range(num_jobs)]
+        alone = [
+            _train(engine, data[job : job + 1], batch, first_seed=job) for job in range(num_jobs)
+        ]
         difference = max(difference, _difference(together, alone))
         seconds["at_once"].append(together.seconds)
         seconds["in_turn"].append(sum(each.seconds for each in alone))
         seconds["one_job"].append(_train(engine, _as_one(data, batch), num_jobs * batch).seconds)
         seconds["peft"].append(_peft_s(peft, data.to(backbone.device), batch))
     if difference > _TOLERANCE[backbone.dtype]:
-        raise CoserveError(f"losses of jobs at once are {difference:.1e} off those of their runs alone")
+        raise CoserveError(
+            f"losses of jobs at once are {difference:.1e} off those of their runs alone"
+        )
     per_s = {name: data.numel() / median(each[1:]) for name, each in seconds.items()}
     return {
         "jobs": num_jobs,
@@ -78,13 +98,21 @@ class _Trained:
 
 
 def _train(
-    engine: Engine, data: Tensor, batch: int, *, first_seed: int = 0, memory: PeakMemory | None = None
+    engine: Engine,
+    data: Tensor,
+    batch: int,
+    *,
+    first_seed: int = 0,
+    memory: PeakMemory | None = None,
 ) -> _Trained:
-    """Jobs at once, from the first step of the engine to the last optimizer step; data [jobs, sequences, length].
-    memory: is told what lies in the engine's pages, step by step.
+    """Jobs at once, from the first step of the engine to the last optimizer step; data [jobs,
+    sequences, length]. memory: is told what lies in the engine's pages, step by step.
     """
     device = torch.device(engine.device.info.device)
-    jobs = [_submit(engine, sequences.tolist(), batch, first_seed + index) for index, sequences in enumerate(data)]
+    jobs = [
+        _submit(engine, sequences.tolist(), batch, first_seed + index)
+        for index, sequences in enumerate(data)
+    ]
     losses: dict[str, list[float]] = {job: [] for job in jobs}
     page_bytes = 0
     start_s = end_s = now_s(device)
@@ -94,7 +122,10 @@ def _train(
                 losses[event.job].append(event.loss)
                 end_s = now_s(device)
         if memory is not None:
-            before, page_bytes = page_bytes, sum(engine.pool.num_pages_by_owner().values()) * engine.pool.page_bytes
+            before, page_bytes = (
+                page_bytes,
+                sum(engine.pool.num_pages_by_owner().values()) * engine.pool.page_bytes,
+            )
             memory.held_elsewhere(max(before, page_bytes))
     for job in jobs:
         if engine.job(job).state != "succeeded":
@@ -105,12 +136,18 @@ def _train(
 
 
 def _submit(engine: Engine, sequences: Sequence[Sequence[int]], batch: int, seed: int) -> str:
-    examples = [Example(tokens=tuple(tokens), trained=(True,) * len(tokens)) for tokens in sequences]
-    return engine.submit(examples, TuningConfig(batch_size=batch, shuffle=False, seed=seed), adapter=LORA)
+    examples = [
+        Example(tokens=tuple(tokens), trained=(True,) * len(tokens)) for tokens in sequences
+    ]
+    return engine.submit(
+        examples, TuningConfig(batch_size=batch, shuffle=False, seed=seed), adapter=LORA
+    )
 
 
 def _as_one(data: Tensor, batch: int) -> Tensor:
-    """The same sequences as those of one job: of each of its optimizer steps, those of all jobs' steps."""
+    """The same sequences as those of one job: of each of its optimizer steps, those of all jobs'
+    steps.
+    """
     jobs, sequences, length = data.shape
     return data.view(jobs, sequences // batch, batch, length).transpose(0, 1).reshape(1, -1, length)
 
@@ -118,13 +155,17 @@ def _as_one(data: Tensor, batch: int) -> Tensor:
 def _difference(together: _Trained, alone: Sequence[_Trained]) -> float:
     """How far any loss is from that of the run alone, relatively."""
     pairs = [
-        pair for ours, own in zip(together.losses, alone, strict=True) for pair in zip(ours, own.losses[0], strict=True)
+        pair
+        for ours, own in zip(together.losses, alone, strict=True)
+        for pair in zip(ours, own.losses[0], strict=True)
     ]
     return max(abs(ours - own) / own for ours, own in pairs)
 
 
 def _peft_s(peft: PeftTrainer, data: Tensor, batch: int) -> float:
-    """Seconds of the jobs' optimizer steps, one job after another; with one adapter, since another takes as long."""
+    """Seconds of the jobs' optimizer steps, one job after another; with one adapter, since another
+    takes as long.
+    """
     return sum(peft.step_s(tokens) for sequences in data for tokens in sequences.split(batch))
 
 

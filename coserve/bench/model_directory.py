@@ -9,7 +9,9 @@ from coserve.models.backbone import load_backbone
 
 
 def write_model(name: str, directory: Path, *, dtype: str) -> None:
-    """Random weights, and a tokenizer in which every token is a word of its own, so that each is seen as text."""
+    """Random weights, and a tokenizer in which every token is a word of its own, so that each is
+    seen as text.
+    """
     backbone = load_backbone(name, dtype=dtype)
     transformers_model(backbone).save_pretrained(directory)
     words = {f"w{token}": token for token in range(backbone.architecture.vocab_size)}

@@ -1,7 +1,8 @@
-"""How far modelled devices are off, by the size of the model: what they make of settings that were measured as a whole.
+"""How far modelled devices are off, by the size of the model: what they make of settings that were
+measured as a whole.
 
-A device's operators are modelled by what others measured of such ones (`coserve.simulate.hardware`); that adds up to
-less time than a whole engine takes.
+A device's operators are modelled by what others measured of such ones
+(`coserve.simulate.hardware`); that adds up to less time than a whole engine takes.
 """
 
 from math import log2
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple
 
 
 class Measured(NamedTuple):
-    """Fine-tuning that was measured, and the same modelled: pairs of tokens/s, modelled and measured.
+    """Fine-tuning that was measured, and the same modelled: pairs of tokens/s, modelled and
+    measured.
 
-    chips: the device, and others with the same chip. setting: and whose number it is. source: of both.
+    chips: the device, and others with the same chip. setting: and whose number it is. source: of
+    both.
     """
 
     chips: tuple[str, ...]
@@ -28,7 +31,10 @@ class Measured(NamedTuple):
 
 
 _FLEXLLM = {
-    "setting": "beside 4 and 20 requests/s on four pipelines, under FlexLLM's policy (its paper, section 8)",
+    "setting": (
+        "beside 4 and 20 requests/s on four pipelines, under FlexLLM's policy (its paper, section "
+        "8)"
+    ),
     "source": "benchmarks/papers.md, figure 10",
 }
 _HERE = {
@@ -46,7 +52,9 @@ MEASURED = (
 
 
 def model_error(hardware: str, num_parameters: int) -> dict[str, Any]:
-    """As JSON, with words for readers: of what was measured nearest in size, on this chip if there is such a one."""
+    """As JSON, with words for readers: of what was measured nearest in size, on this chip if there
+    is such a one.
+    """
 
     def distance(each: Measured) -> tuple[float, ...]:
         doublings = abs(log2(each.num_parameters / num_parameters))
@@ -59,9 +67,12 @@ def model_error(hardware: str, num_parameters: int) -> dict[str, Any]:
         "tuning_tokens_per_s_least": round(least, 2),
         "measured": {"hardware": found.chips[0], "model": found.model, "source": found.source},
         "words": (
-            "The devices are modelled by what others measured of their operators, which is optimistic for the whole. "
-            f"Of what was measured as a whole, {found.model} on {found.chips[0]} is nearest: {found.setting} it trains "
-            f"{_times(least, most)} the tokens/s modelled that it did when measured ({found.source}). Shares and costs "
+            "The devices are modelled by what others measured of their operators, which is "
+            "optimistic for the whole. "
+            f"Of what was measured as a whole, {found.model} on {found.chips[0]} is nearest: "
+            f"{found.setting} it trains "
+            f"{_times(least, most)} the tokens/s modelled that it did when measured "
+            f"({found.source}). Shares and costs "
             "of separate devices err less, since both sides are modelled."
         ),
     }

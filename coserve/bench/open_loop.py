@@ -1,7 +1,8 @@
-"""A trace played against an engine in this process, open loop: on torch in real time, on a modelled device in its own.
+"""A trace played against an engine in this process, open loop: on torch in real time, on a modelled
+device in its own.
 
-What comes of it is what `coserve.workloads.load` says of a server over HTTP (`RequestOutcome`), and beside it what only
-the engine knows: what was trained, what was predicted, what was evicted.
+What comes of it is what `coserve.workloads.load` says of a server over HTTP (`RequestOutcome`), and
+beside it what only the engine knows: what was trained, what was predicted, what was evicted.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +21,15 @@ from coserve.scheduling.slo import Slo
 from coserve.workloads.summary import RequestOutcome
 from coserve.workloads.traces import TracedRequest
 
-# An engine with nothing to do looks for work this often: seldom until the next arrival, and often while requests wait.
+# An engine with nothing to do looks for work this often: seldom until the next arrival, and often
+# while requests wait.
 _IDLE_S, _LEAST_IDLE_S = 1.0, 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The engine after a step. num_open: requests that have come and are not over. num_trained: tokens since the
-    start.
+    """The engine after a step. num_open: requests that have come and are not over. num_trained:
+    tokens since the start.
     """
 
     at_s: float
@@ -39,9 +41,9 @@ class Sample:
 class Played:
     """What came of a trace.
 
-    seconds: of the trace, in which tokens are counted: those of answers (num_output_tokens), and those trained.
-    num_evictions: times that a request's pages were taken; num_drops: that a pack was given up. errors: of what each
-    step was predicted to take, as shares of what it took.
+    seconds: of the trace, in which tokens are counted: those of answers (num_output_tokens), and
+    those trained. num_evictions: times that a request's pages were taken; num_drops: that a pack
+    was given up. errors: of what each step was predicted to take, as shares of what it took.
     """
 
     seconds: float
@@ -86,9 +88,9 @@ class OpenLoop:
         seed: int = 0,
         handed_over: bool = False,
     ) -> None:
-        """slo: of all requests. idle: lets time pass, by the clock of the device. seed: of prompts, no two alike.
-        handed_over: whether the whole blocks of prompts come from another instance, as to one that decodes
-        (`coserve.handover`); on modelled devices, which look into no file.
+        """slo: of all requests. idle: lets time pass, by the clock of the device. seed: of prompts,
+        no two alike. handed_over: whether the whole blocks of prompts come from another instance,
+        as to one that decodes (`coserve.handover`); on modelled devices, which look into no file.
         """
         self._engine, self._trace, self._slo, self._idle = engine, trace, slo, idle
         self._handed_over = handed_over
@@ -102,17 +104,22 @@ class OpenLoop:
         self.played = Played(seconds=seconds)
 
     def run(self, *, drain_s: float, most_missed: float = inf) -> Played:
-        """Play it; then wait at most this long for the answers that are not over yet, and cancel the others.
+        """Play it; then wait at most this long for the answers that are not over yet, and cancel
+        the others.
 
-        What is cancelled is judged by its pace until then, without a first token by how long it has waited; what might
-        still have its first token in time does not count at all.
+        What is cancelled is judged by its pace until then, without a first token by how long it has
+        waited; what might still have its first token in time does not count at all.
 
         most_missed: when more requests than that have missed their SLOs, it ends at once.
         """
         engine, played = self._engine, self.played
         num_evictions, num_drops = engine.num_preemptions, engine.jobs.num_packs_dropped
         end_s = played.seconds + drain_s
-        while (now_s := self._now_s()) < played.seconds or self._is_due() or (self._open and now_s < end_s):
+        while (
+            (now_s := self._now_s()) < played.seconds
+            or self._is_due()
+            or (self._open and now_s < end_s)
+        ):
             if self._num_missed > most_missed:
                 break
             self._arrive(now_s)
@@ -135,15 +142,21 @@ class OpenLoop:
         return sum(job.num_tokens_done for job in self._engine.jobs.values())
 
     def _is_due(self) -> bool:
-        """Whether a request of the time that counts has not come yet: a step may last beyond the end of that time."""
+        """Whether a request of the time that counts has not come yet: a step may last beyond the
+        end of that time.
+        """
         return self._next < len(self._trace) and self._trace[self._next].at_s < self.played.seconds
 
     def _arrive(self, now_s: float) -> None:
         while self._is_due() and self._trace[self._next].at_s <= now_s:
             index, request = self._next, self._trace[self._next]
             self._next += 1
-            tokens = Random(f"{self._seed}/{index}").choices(range(self._vocab_size), k=request.num_prompt_tokens)
-            params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0, ignore_eos=True)
+            tokens = Random(f"{self._seed}/{index}").choices(
+                range(self._vocab_size), k=request.num_prompt_tokens
+            )
+            params = SamplingParams(
+                max_tokens=request.num_output_tokens, temperature=0.0, ignore_eos=True
+            )
             arrival_s = self._start_s + request.at_s
             self._times_s[index] = []
             try:
@@ -154,7 +167,9 @@ class OpenLoop:
             if self._handed_over:
                 self._engine.hold(name)
                 num_blocks = (len(tokens) - 1) // self._engine.device.info.block_tokens
-                self._engine.arrive(name, ImportedBlocks(path="", first_block=0, num_blocks=num_blocks))
+                self._engine.arrive(
+                    name, ImportedBlocks(path="", first_block=0, num_blocks=num_blocks)
+                )
             self._open[name] = index
 
     def _step(self, started_s: float) -> None:
@@ -166,10 +181,14 @@ class OpenLoop:
         took_s, before, self._trained = now_s - started_s, self._trained, self._num_trained()
         if took_s > 0 and started_s < played.seconds:
             # A step that ends after the trace's time counts by its share before it.
-            played.num_trained += min(1.0, (played.seconds - started_s) / took_s) * (self._trained - before)
+            played.num_trained += min(1.0, (played.seconds - started_s) / took_s) * (
+                self._trained - before
+            )
         if took_s > 0 and not engine.last_plan.runs_nothing:
             played.errors.append(abs(engine.last_plan.predicted_s - took_s) / took_s)
-        played.samples.append(Sample(at_s=now_s, num_open=len(self._open), num_trained=played.num_trained))
+        played.samples.append(
+            Sample(at_s=now_s, num_open=len(self._open), num_trained=played.num_trained)
+        )
 
     def _take(self, chunk: Chunk, now_s: float) -> None:
         times_s = self._times_s[self._open[chunk.request]]
@@ -213,5 +232,7 @@ class OpenLoop:
 
     def _wait(self) -> None:
         """Nothing could be run: until the next arrival, or the end."""
-        upcoming_s = self._trace[self._next].at_s if self._next < len(self._trace) else self.played.seconds
+        upcoming_s = (
+            self._trace[self._next].at_s if self._next < len(self._trace) else self.played.seconds
+        )
         self._idle(min(max(upcoming_s - self._now_s(), _LEAST_IDLE_S), _IDLE_S))

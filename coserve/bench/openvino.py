@@ -18,33 +18,47 @@ _WORKER = Path(__file__).with_name("openvino_worker.py")
 
 
 class OpenVino:
-    """A process that has the model (`openvino_worker`), and works only when it is asked. version: of OpenVINO."""
+    """A process that has the model (`openvino_worker`), and works only when it is asked. version:
+    of OpenVINO.
+    """
 
     def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
         self._process, self._log = process, log
         self.version: str = self._answer()["version"]
 
     def step_s(self, prompts: Sequence[Sequence[int]], *, num_tokens: int) -> float:
-        """Median seconds of the model's next steps, without choosing tokens, after prompts of one length."""
+        """Median seconds of the model's next steps, without choosing tokens, after prompts of one
+        length.
+        """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # what it said last tells why
-            print(json.dumps({"prompts": prompts, "num_tokens": num_tokens}), file=self._process.stdin, flush=True)
+            print(
+                json.dumps({"prompts": prompts, "num_tokens": num_tokens}),
+                file=self._process.stdin,
+                flush=True,
+            )
         return float(self._answer()["step_s"])
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            said = [each for each in self._log.read_text("utf-8", "replace").splitlines() if each.strip()]
-            raise CoserveError(f"OpenVINO did not answer: {said[-1] if said else 'it said nothing'}")
+            said = [
+                each
+                for each in self._log.read_text("utf-8", "replace").splitlines()
+                if each.strip()
+            ]
+            raise CoserveError(
+                f"OpenVINO did not answer: {said[-1] if said else 'it said nothing'}"
+            )
         found: dict[str, Any] = json.loads(line)
         return found
 
 
 @contextmanager
 def openvino_model(python: Path, model: str, *, dtype: torch.dtype) -> Iterator[OpenVino]:
-    """A model in OpenVINO, on as many threads as PyTorch has here, for as long as the context lasts: converted by
-    optimum-intel, which takes a minute or more.
+    """A model in OpenVINO, on as many threads as PyTorch has here, for as long as the context
+    lasts: converted by optimum-intel, which takes a minute or more.
 
     Args:
         python: of the environment that has openvino and optimum-intel.
@@ -58,11 +72,24 @@ def openvino_model(python: Path, model: str, *, dtype: torch.dtype) -> Iterator[
         if model.startswith("dummy:"):
             directory = str(Path(place) / "model")
             write_model(model, Path(directory), dtype=str(dtype).removeprefix("torch."))
-        # Isolated: it is not to find the modules beside it, some of which are called as others of that environment are.
-        command = [str(python), "-I", str(_WORKER), directory, _PRECISIONS[dtype], str(torch.get_num_threads())]
+        # Isolated: it is not to find the modules beside it, some of which are called as others of
+        # that environment are.
+        command = [
+            str(python),
+            "-I",
+            str(_WORKER),
+            directory,
+            _PRECISIONS[dtype],
+            str(torch.get_num_threads()),
+        ]
         with log.open("w") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                start_new_session=True,
             )
         try:
             yield OpenVino(process, log)

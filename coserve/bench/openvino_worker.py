@@ -1,7 +1,8 @@
-"""OpenVINO's model in a process of its own, in an environment that has OpenVINO and nothing of ours: run as a file by
-`coserve.bench.openvino`.
+"""OpenVINO's model in a process of its own, in an environment that has OpenVINO and nothing of
+ours: run as a file by `coserve.bench.openvino`.
 
-Lines of JSON: its version once the model is ready; then for each line that asks for steps, their median seconds.
+Lines of JSON: its version once the model is ready; then for each line that asks for steps, their
+median seconds.
 """
 
 import json
@@ -25,7 +26,9 @@ class _Decoder:
         self._numpy: Any = import_module("numpy")
         core = import_module("openvino").Core()
         options = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": num_threads}
-        self._request: Any = core.compile_model(directory / "openvino_model.xml", "CPU", options).create_infer_request()
+        self._request: Any = core.compile_model(
+            directory / "openvino_model.xml", "CPU", options
+        ).create_infer_request()
 
     def step_s(self, prompts: list[list[int]], num_tokens: int) -> float:
         """Median seconds of a step after prompts of one length; token 0 comes next each time."""
@@ -44,7 +47,9 @@ class _Decoder:
     def _run(self, tokens: Any, num_past: int) -> None:
         numpy, (batch, rows) = self._numpy, tokens.shape
         ones = numpy.ones((batch, num_past + rows), dtype=numpy.int64)
-        positions = numpy.broadcast_to(numpy.arange(num_past, num_past + rows, dtype=numpy.int64), (batch, rows))
+        positions = numpy.broadcast_to(
+            numpy.arange(num_past, num_past + rows, dtype=numpy.int64), (batch, rows)
+        )
         inputs = {
             "input_ids": numpy.ascontiguousarray(tokens),
             "attention_mask": ones,
@@ -60,12 +65,18 @@ def main(model: str, precision: str, num_threads: int) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     with TemporaryDirectory() as place:
         exporter = import_module("optimum.intel").OVModelForCausalLM
-        exporter.from_pretrained(model, export=True, compile=False, load_in_8bit=False).save_pretrained(place)
+        exporter.from_pretrained(
+            model, export=True, compile=False, load_in_8bit=False
+        ).save_pretrained(place)
         decoder = _Decoder(Path(place), precision, num_threads)
     print(json.dumps({"version": import_module("openvino").__version__}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps({"step_s": decoder.step_s(asked["prompts"], asked["num_tokens"])}), file=answers, flush=True)
+        print(
+            json.dumps({"step_s": decoder.step_s(asked["prompts"], asked["num_tokens"])}),
+            file=answers,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

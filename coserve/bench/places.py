@@ -21,7 +21,8 @@ from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.roofline import modelled_link_flops_per_byte, roofline_profile
 
 _BLOCK_TOKENS = 16
-# Of a device's memory, what weights and pages may take: the rest is for the runtime and for what steps work in.
+# Of a device's memory, what weights and pages may take: the rest is for the runtime and for what
+# steps work in.
 _MEMORY_SHARE = 0.9
 # What steps of the same kind differ by on a device that nobody else uses.
 MODELLED_NOISE = 0.03
@@ -53,8 +54,9 @@ class Place(Protocol):
 class ModelledPlace:
     """A device that says how long its steps would take.
 
-    noise: standard deviation of the logarithm of what the sections of a step take; seed: its. known: what every engine
-    knows of the device at its start; true: what steps take; by the profile where they are None.
+    noise: standard deviation of the logarithm of what the sections of a step take; seed: its.
+    known: what every engine knows of the device at its start; true: what steps take; by the profile
+    where they are None.
     """
 
     name: str
@@ -77,7 +79,8 @@ class ModelledPlace:
         """Return the place of a model on modelled hardware.
 
         Args:
-            backbone: the model, on the "meta" device; of one rank of several (`on_ranks`), the place is all of them.
+            backbone: the model, on the "meta" device; of one rank of several (`on_ranks`), the
+                place is all of them.
             hardware: of each rank.
 
         Raises:
@@ -92,7 +95,8 @@ class ModelledPlace:
             raise BudgetError(
                 f"{backbone.name} has {bytes_of_weights / 1e9:.0f} GB of weights"
                 f"{'' if size == 1 else ' a device'}, which leaves too little of the "
-                f"{hardware.memory_bytes / 1e9:.0f} GB of {name if size == 1 else f'each of {name}'}"
+                f"{hardware.memory_bytes / 1e9:.0f} GB of "
+                f"{name if size == 1 else f'each of {name}'}"
             )
         return cls(
             name=name,
@@ -155,8 +159,8 @@ class TorchPlace:
         self.latency = engine.latency
 
     def modelled(self, backbone: Backbone, true: LatencyModel | None = None) -> ModelledPlace:
-        """Its model, whose engines know what the next one here would. backbone: the same, of shapes alone. true: what
-        steps take; None: what is known of them.
+        """Its model, whose engines know what the next one here would. backbone: the same, of shapes
+        alone. true: what steps take; None: what is known of them.
         """
         return ModelledPlace(
             name=f"{self.name}, modelled",
@@ -175,4 +179,8 @@ def num_parameters(whole: Backbone) -> int:
 
 def _tensors(backbone: Backbone) -> list[Tensor]:
     """Of its weights, each once."""
-    return [*{id(one): one for held in backbone.weights.values() for one in weight_tensors(held)}.values()]
+    return [
+        *{
+            id(one): one for held in backbone.weights.values() for one in weight_tensors(held)
+        }.values()
+    ]

@@ -1,8 +1,10 @@
-"""How much fine-tuning a trace leaves over, hour by hour, on how many devices, and what separate devices would cost.
+"""How much fine-tuning a trace leaves over, hour by hour, on how many devices, and what separate
+devices would cost.
 
-Devices are modelled. As many are taken as requests alone need in the busiest hour; then the default policy serves a
-sample of each hour on one of them, which gets every n-th request, beside a job that never ends. Separate devices would
-be the same ones for requests, and as many more as train the same number of tokens in the same hours by themselves.
+Devices are modelled. As many are taken as requests alone need in the busiest hour; then the default
+policy serves a sample of each hour on one of them, which gets every n-th request, beside a job that
+never ends. Separate devices would be the same ones for requests, and as many more as train the same
+number of tokens in the same hours by themselves.
 """
 
 from collections.abc import Sequence
@@ -33,7 +35,9 @@ _LEAST_HOUR_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Hour:
-    """Requests that come in an hour (or in a part of it, for a short trace), and how many a second."""
+    """Requests that come in an hour (or in a part of it, for a short trace), and how many a
+    second.
+    """
 
     seconds: float
     rate: float
@@ -42,7 +46,9 @@ class Hour:
 
 @dataclass(frozen=True, kw_only=True)
 class HourPlan:
-    """What an hour leaves over. tuning_tokens_per_s: of all devices. attainment: of requests, beside jobs."""
+    """What an hour leaves over. tuning_tokens_per_s: of all devices. attainment: of requests,
+    beside jobs.
+    """
 
     rate: float
     seconds: float
@@ -56,8 +62,8 @@ class HourPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Of a trace. saturation: requests per second that a device holds without jobs. alone_tokens_per_s: what a device
-    trains that does nothing else. price: of a device for an hour.
+    """Of a trace. saturation: requests per second that a device holds without jobs.
+    alone_tokens_per_s: what a device trains that does nothing else. price: of a device for an hour.
     """
 
     place: str
@@ -79,7 +85,9 @@ class Plan:
 
     @property
     def num_more_devices(self) -> float:
-        """That would train as much by themselves in the same time; a fraction, as work can be put off."""
+        """That would train as much by themselves in the same time; a fraction, as work can be put
+        off.
+        """
         return self.tuning_tokens / (self.alone_tokens_per_s * self.num_hours * _HOUR_S)
 
     def result(self) -> dict[str, Any]:
@@ -122,21 +130,33 @@ def hours_of_trace(trace: Sequence[TracedRequest], rate: float | None = None) ->
     hours = []
     for start_s, stop_s in zip(starts_s, [*starts_s[1:], end_s], strict=True):
         # What follows the last request belongs to the last hour.
-        requests = [each for each in trace if start_s <= each.at_s < stop_s or (stop_s == end_s <= each.at_s)]
+        requests = [
+            each
+            for each in trace
+            if start_s <= each.at_s < stop_s or (stop_s == end_s <= each.at_s)
+        ]
         seconds = stop_s - start_s
-        hours.append(Hour(seconds=seconds, rate=factor * len(requests) / seconds, requests=requests))
+        hours.append(
+            Hour(seconds=seconds, rate=factor * len(requests) / seconds, requests=requests)
+        )
     return hours
 
 
-def hours_of_day(requests: Sequence[int], *, rate: float, sample_s: float, lengths: Lengths, seed: int) -> list[Hour]:
-    """A day of which only the number of requests of each hour is known: Poisson arrivals, at this mean rate."""
+def hours_of_day(
+    requests: Sequence[int], *, rate: float, sample_s: float, lengths: Lengths, seed: int
+) -> list[Hour]:
+    """A day of which only the number of requests of each hour is known: Poisson arrivals, at this
+    mean rate.
+    """
     mean = sum(requests) / len(requests)
     rates = [rate * number / mean for number in requests]
     return [
         Hour(
             seconds=_HOUR_S,
             rate=each,
-            requests=poisson(rate=each, seconds=max(sample_s, 2 / each), seed=seed + index, lengths=lengths)
+            requests=poisson(
+                rate=each, seconds=max(sample_s, 2 / each), seed=seed + index, lengths=lengths
+            )
             if each
             else (),
         )
@@ -153,8 +173,8 @@ def plan(
     price: float = 1.0,
     watch: Watch = lambda words: None,
 ) -> Plan:
-    """Of hours with requests. config.seconds: of each hour that are simulated. num_devices: None: as many as requests
-    alone need.
+    """Of hours with requests. config.seconds: of each hour that are simulated. num_devices: None:
+    as many as requests alone need.
 
     Raises:
         BudgetError: requests alone hold the SLOs at no rate.
@@ -186,7 +206,9 @@ def plan(
     )
 
 
-def _hour_plan(bench: Bench, hour: Hour, slo: Slo, num_devices: int, alone_tokens_per_s: float) -> HourPlan:
+def _hour_plan(
+    bench: Bench, hour: Hour, slo: Slo, num_devices: int, alone_tokens_per_s: float
+) -> HourPlan:
     if not hour.requests:
         attainment, tokens_per_s = 1.0, alone_tokens_per_s
     else:

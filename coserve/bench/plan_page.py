@@ -12,15 +12,21 @@ def plan_html(result: dict[str, Any], found: Plan) -> str:
     title = "What a trace leaves over"
     short = short_of_slos(found)
     words = (
-        f"{found.num_devices} × {found.place} serve the trace with SLOs of {number(1e3 * found.slo.ttft_s)} ms to the "
+        f"{found.num_devices} × {found.place} serve the trace with SLOs of "
+        f"{number(1e3 * found.slo.ttft_s)} ms to the "
         f"first token and {number(1e3 * found.slo.tpot_s)} ms per later one; a device alone holds "
-        f"{number(found.saturation)} requests/s. In {number(found.num_hours)} hours they also train "
-        f"{number(found.tuning_tokens)} tokens, at a cost of {number(result['cost'])}. To train as many on separate "
-        f"devices takes {number(found.num_more_devices)} more of them: {result['separate_devices']} in all, "
+        f"{number(found.saturation)} requests/s. In {number(found.num_hours)} hours they also "
+        f"train "
+        f"{number(found.tuning_tokens)} tokens, at a cost of {number(result['cost'])}. To train as "
+        f"many on separate "
+        f"devices takes {number(found.num_more_devices)} more of them: "
+        f"{result['separate_devices']} in all, "
         f"{number(result['separate_cost'])}."
     )
     if short:
-        words += f" Fewer than 99% of requests held both SLOs in the hours {', '.join(map(str, short))}."
+        words += (
+            f" Fewer than 99% of requests held both SLOs in the hours {', '.join(map(str, short))}."
+        )
     charts = _rates(found) + _left_over(found)
     error = f'<p class="note">{escape(result["model_error"]["words"])}</p>'
     body = f'<p>{escape(words)}</p>{error}<div class="pair">{charts}</div>{_table(result)}'
@@ -29,7 +35,9 @@ def plan_html(result: dict[str, Any], found: Plan) -> str:
 
 def _rates(found: Plan) -> str:
     points = [
-        (index + at, hour.rate / found.num_devices) for index, hour in enumerate(found.hours) for at in (0.0, 1.0)
+        (index + at, hour.rate / found.num_devices)
+        for index, hour in enumerate(found.hours)
+        for at in (0.0, 1.0)
     ]
     high = nice_high([*(rate for _, rate in points), found.saturation], least=1e-3)
     y = Axis(label="requests/s", low=0, high=high)
@@ -39,11 +47,16 @@ def _rates(found: Plan) -> str:
 
 
 def _left_over(found: Plan) -> str:
-    bars = [(index + 0.1, index + 0.9, [hour.tuning_tokens_per_s]) for index, hour in enumerate(found.hours)]
+    bars = [
+        (index + 0.1, index + 0.9, [hour.tuning_tokens_per_s])
+        for index, hour in enumerate(found.hours)
+    ]
     high = nice_high((hour.tuning_tokens_per_s for hour in found.hours), least=1e-3)
     y = Axis(label="tuning tokens/s, all devices", low=0, high=high)
     caption = "Fine-tuning in what requests leave over"
-    return figure(caption, chart(caption, _hours(found), y, [stacks(bars, ["tokens/s"], ["orange"])]))
+    return figure(
+        caption, chart(caption, _hours(found), y, [stacks(bars, ["tokens/s"], ["orange"])])
+    )
 
 
 def _hours(found: Plan) -> Axis:
@@ -58,6 +71,5 @@ def _table(result: dict[str, Any]) -> str:
         f"<td>{number(row['tuning_tokens_per_s'])}</td><td>{number(row['tuning_tokens'])}</td></tr>"
         for row in result["rows"]
     )
-    return (
-        f'<div class="scroll"><table class="numbers"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll"><table class="numbers">{table}</table></div>'

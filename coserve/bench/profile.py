@@ -33,22 +33,27 @@ _POLICIES = {"decode": "inference-only", "fused": "slack", "backward": "tuning-o
 _RELAXED = Slo(ttft_s=1e3, tpot_s=1e3)
 
 
-def run(backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, rows: int = 512) -> dict[str, Any]:
-    """Three kinds of steps: requests decode (`streams` of them, which draw their tokens, after `context` others); they
-    decode, and a window of a job goes forward (its first of `rows` rows, as many as cost least beside them); the loss
-    and the whole backward pass of all of them, by itself. Medians over `runs` turns, after one that warms up. In a turn
-    the three run as they are and by part, every other turn the other way round: what else the machine does weighs on
-    both alike.
+def run(
+    backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, rows: int = 512
+) -> dict[str, Any]:
+    """Three kinds of steps: requests decode (`streams` of them, which draw their tokens, after
+    `context` others); they decode, and a window of a job goes forward (its first of `rows` rows, as
+    many as cost least beside them); the loss and the whole backward pass of all of them, by itself.
+    Medians over `runs` turns, after one that warms up. In a turn the three run as they are and by
+    part, every other turn the other way round: what else the machine does weighs on both alike.
 
     Raises:
         CoserveError: on another device than a CPU, where calls do not wait for their results.
     """
     if backbone.device.type != "cpu":
         raise CoserveError(
-            f"this experiment times calls, which on {backbone.device} do not wait: it needs --device cpu"
+            f"this experiment times calls, which on {backbone.device} do not wait: it needs "
+            f"--device cpu"
         )
     clock_name, clock = best_clock()
-    bench = _Bench(backbone, clock, streams=streams, context=context, rows=rows, turns=3 * (runs + 1))
+    bench = _Bench(
+        backbone, clock, streams=streams, context=context, rows=rows, turns=3 * (runs + 1)
+    )
     whole: dict[str, list[float]] = {kind: [] for kind in _POLICIES}
     timed: dict[str, list[dict[str, float]]] = {kind: [] for kind in _POLICIES}
     traced: dict[str, list[dict[str, float]]] = {kind: [] for kind in _POLICIES}
@@ -58,7 +63,9 @@ def run(backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, 
     ]
     for _ in range(runs + 1):
         for measure in ways:
-            for kind in _POLICIES:  # in this order, since the backward pass is that of the window before
+            for (
+                kind
+            ) in _POLICIES:  # in this order, since the backward pass is that of the window before
                 measure(kind)
         for kind in _POLICIES:
             traced[kind].append(bench.step(kind, bench.ledger.traced))
@@ -82,7 +89,9 @@ def run(backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, 
                 "step_ms": 1e3 * median(whole[kind][1:]),
                 "timed_ms": 1e3 * sum(parts.values()),
                 "parts_ms": {part: 1e3 * parts[part] for part in PARTS},
-                "floor_ms": {part: 1e3 * least[kind].get(part, Work()).seconds(**speeds) for part in PARTS},
+                "floor_ms": {
+                    part: 1e3 * least[kind].get(part, Work()).seconds(**speeds) for part in PARTS
+                },
             }
         )
     return {
@@ -102,20 +111,30 @@ class _Bench:
     windows: rows of each that was measured.
     """
 
-    def __init__(self, backbone: Backbone, clock: Clock, *, streams: int, context: int, rows: int, turns: int) -> None:
+    def __init__(
+        self, backbone: Backbone, clock: Clock, *, streams: int, context: int, rows: int, turns: int
+    ) -> None:
         self.ledger = Ledger(clock)
         self.windows: list[int] = []
         head = [tensor.data_ptr() for tensor in weight_tensors(backbone.weights["head"])]
         watched = replace(backbone, backend=self.ledger.watch(backbone.backend, head))
-        self._engine = engine = Engine.from_backbone(watched, EngineConfig(memory_bytes=_MEMORY_BYTES))
+        self._engine = engine = Engine.from_backbone(
+            watched, EngineConfig(memory_bytes=_MEMORY_BYTES)
+        )
         engine.slo = _RELAXED
         random, vocab_size = Random(0), backbone.architecture.vocab_size
-        # In each turn of all kinds requests decode twice, and once more beside the job's optimizer step.
-        params = SamplingParams(temperature=1.0, top_p=0.9, seed=0, max_tokens=4 * turns + 1, ignore_eos=True)
+        # In each turn of all kinds requests decode twice, and once more beside the job's optimizer
+        # step.
+        params = SamplingParams(
+            temperature=1.0, top_p=0.9, seed=0, max_tokens=4 * turns + 1, ignore_eos=True
+        )
         engine.policy = make_policy("inference-only")
         for _ in range(streams):
             engine.add_tokens(random.choices(range(vocab_size), k=context), params, slo=_RELAXED)
-        while any(request.num_rows > 1 for request in engine.requests.running_progress()) or engine.requests.waiting:
+        while (
+            any(request.num_rows > 1 for request in engine.requests.running_progress())
+            or engine.requests.waiting
+        ):
             engine.step()
         examples = [
             Example(tokens=tuple(random.choices(range(vocab_size), k=rows)), trained=(True,) * rows)
@@ -132,7 +151,9 @@ class _Bench:
             plan = self._engine.last_plan
             if _kind(plan) == kind:
                 if kind == "fused":
-                    self.windows.append(sum(each.rows for each in plan.rows if each.kind == "window"))
+                    self.windows.append(
+                        sum(each.rows for each in plan.rows if each.kind == "window")
+                    )
                 return found
             if not self._engine.has_work:
                 raise CoserveError(f"no step of kind {kind!r} came")
@@ -147,4 +168,6 @@ def _kind(plan: Plan) -> str | None:
         return "backward" if plan.losses and plan.tasklets and not kinds else None
     if any(rows.kind == "window" and rows.start for rows in plan.rows):
         return None
-    return {frozenset({"decode"}): "decode", frozenset({"decode", "window"}): "fused"}.get(frozenset(kinds))
+    return {frozenset({"decode"}): "decode", frozenset({"decode", "window"}): "fused"}.get(
+        frozenset(kinds)
+    )

@@ -1,4 +1,6 @@
-"""The demo's results as one page that needs no network: made from what `results.json` has, and nothing else."""
+"""The demo's results as one page that needs no network: made from what `results.json` has, and
+nothing else.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +17,12 @@ _PHASES = {
     "both": ("with fine-tuning", "orange"),
     "job": ("job alone", "green"),
 }
-_KINDS = {"decode": "blue", "prefill": "sky", "fine-tuning, forward": "orange", "fine-tuning, backward": "red"}
+_KINDS = {
+    "decode": "blue",
+    "prefill": "sky",
+    "fine-tuning, forward": "orange",
+    "fine-tuning, backward": "red",
+}
 _OWNER_COLOURS = {"kv": "blue", "activations": "orange"}
 _MORE_COLOURS = ("green", "purple", "sky", "red")
 # Bars across a chart.
@@ -94,7 +101,13 @@ def _tiles(results: dict[str, Any]) -> str:
         ),
     ]
     if losses:
-        tiles.append((f"{losses[-1]:.3g}", "training loss at the end", f"from {losses[0]:.3g} at the first step"))
+        tiles.append(
+            (
+                f"{losses[-1]:.3g}",
+                "training loss at the end",
+                f"from {losses[0]:.3g} at the first step",
+            )
+        )
     items = "".join(
         f'<li><strong>{escape(value)}</strong><span>{escape(words)}</span><span class="dim">{escape(more)}</span></li>'
         for value, words, more in tiles
@@ -128,13 +141,21 @@ def _comparison(results: dict[str, Any]) -> str:
         (f"p99 (SLO {_ms(slos['tpot_ms'])})", served(lambda s: _ms(s["tpot_ms"]["p99"]))),
         ("gap between two pieces of text, p99", served(lambda s: _ms(s["gap_ms"]["p99"]))),
         ("held both, by the engine's clock", engine(lambda e: _share(e["attainment"]))),
-        ("time per output token, p99, by the engine's clock", engine(lambda e: _ms(e["tpot_p99_ms"]))),
+        (
+            "time per output token, p99, by the engine's clock",
+            engine(lambda e: _ms(e["tpot_p99_ms"])),
+        ),
         ("output tokens/s", served(lambda s: _count(s["output_tokens_per_s"]))),
         ("fine-tuning tokens/s", trained(lambda t: _count(t["tokens_per_s"]))),
-        ("optimizer steps", trained(lambda t: f"{t['steps']:,}" + ("" if t["finished"] else " (stopped)"))),
+        (
+            "optimizer steps",
+            trained(lambda t: f"{t['steps']:,}" + ("" if t["finished"] else " (stopped)")),
+        ),
         ("time it took", trained(lambda t: f"{t['seconds']:.1f} s")),
     ]
-    head = "".join(f'<th scope="col">{escape(words)}</th>' for words in ("requests alone", "both", "job alone"))
+    head = "".join(
+        f'<th scope="col">{escape(words)}</th>' for words in ("requests alone", "both", "job alone")
+    )
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
         for name, cells in rows
@@ -143,9 +164,12 @@ def _comparison(results: dict[str, Any]) -> str:
         '<div class="scroll"><table class="numbers"><thead><tr><td></td>'
         f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
         '<p class="note">The same trace of requests, and the same job; latencies as the senders saw them over HTTP, '
-        "from the moment at which the trace has a request arrive. A gap between two pieces of text can be several "
-        "tokens long, as those without text (such as the end of an answer, left out here) send nothing. Requests "
-        "count that came while the job beside them ran. The job alone is stopped after the time of the trace; beside "
+        "from the moment at which the trace has a request arrive. A gap between two pieces of text "
+        "can be several "
+        "tokens long, as those without text (such as the end of an answer, left out here) send "
+        "nothing. Requests "
+        "count that came while the job beside them ran. The job alone is stopped after the time of "
+        "the trace; beside "
         "requests, it has as many epochs as are expected to fill that time.</p>"
     )
 
@@ -159,13 +183,23 @@ def _request_charts(results: dict[str, Any]) -> str:
 
 
 def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
-    """Both phases over the same axis: the trace is the same, so that dots above each other are the same request."""
+    """Both phases over the same axis: the trace is the same, so that dots above each other are the
+    same request.
+    """
     slo = results["objectives"][kind]
-    found = {name: [o for o in results["phases"][name]["outcomes"] if o[kind]] for name in ("requests", "both")}
+    found = {
+        name: [o for o in results["phases"][name]["outcomes"] if o[kind]]
+        for name in ("requests", "both")
+    }
     values = [outcome[kind] for outcomes in found.values() for outcome in outcomes] + [slo]
     x = Axis(label="seconds from the start of the trace", low=0, high=results["config"]["seconds"])
     # The few that are far below the others (two tokens that came at once) lie on the edge.
-    y = Axis(label=f"{words}, ms", low=max(percentile(values, 0.05) / 2, 1e-3), high=max(values) * 1.5, is_log=True)
+    y = Axis(
+        label=f"{words}, ms",
+        low=max(percentile(values, 0.05) / 2, 1e-3),
+        high=max(values) * 1.5,
+        is_log=True,
+    )
     # Whom the job had left to themselves is told apart.
     end_s = results["phases"]["both"].get("job_end_s") or float("inf")
     groups = [
@@ -175,15 +209,21 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
     ]
     marks, entries = [rule(slo)], []
     for (name, colour), outcomes in groups:
-        held, late = ([o for o in outcomes if (o[kind] <= slo) is wanted] for wanted in (True, False))
+        held, late = (
+            [o for o in outcomes if (o[kind] <= slo) is wanted] for wanted in (True, False)
+        )
         marks += [
             dots([_told(o, kind) for o in held], colour),
             dots([_told(o, kind) for o in late], colour, crossed=True),
         ]
-        entries += [("dot", colour, name)] * bool(outcomes) + [("cross", colour, f"{name}, too late")] * bool(late)
+        entries += [("dot", colour, name)] * bool(outcomes) + [
+            ("cross", colour, f"{name}, too late")
+        ] * bool(late)
     entries.append(("dash", "ink", f"SLO, {_ms(slo)}"))
     caption = f"{words.capitalize()} of every request"
-    return figure(caption, legend(entries) + chart(caption, x, y, marks, width=960, height=260), wide=True)
+    return figure(
+        caption, legend(entries) + chart(caption, x, y, marks, width=960, height=260), wide=True
+    )
 
 
 def _told(outcome: dict[str, Any], kind: str) -> tuple[float, float, str]:
@@ -201,12 +241,22 @@ def _tuning_rate(results: dict[str, Any]) -> str:
     curves = {}
     for name in ("both", "job"):
         bins = _binned(results["phases"][name]["steps"], width_s)
-        curves[name] = [((i + 0.5) * width_s, sum(s[5] + s[6] for s in steps) / 2 / width_s) for i, steps in bins]
+        curves[name] = [
+            ((i + 0.5) * width_s, sum(s[5] + s[6] for s in steps) / 2 / width_s)
+            for i, steps in bins
+        ]
     x = Axis(label="seconds", low=0, high=high_s)
-    y = Axis(label="tokens/s", low=0, high=nice_high(rate for curve in curves.values() for _, rate in curve))
+    y = Axis(
+        label="tokens/s",
+        low=0,
+        high=nice_high(rate for curve in curves.values() for _, rate in curve),
+    )
     caption = "Fine-tuning: tokens per second"
     marks = [line(curve, _PHASES[name][1]) for name, curve in curves.items()]
-    entries = [("line", _PHASES[name][1], "beside requests" if name == "both" else "job alone") for name in curves]
+    entries = [
+        ("line", _PHASES[name][1], "beside requests" if name == "both" else "job alone")
+        for name in curves
+    ]
     return figure(caption, legend(entries) + chart(caption, x, y, marks))
 
 
@@ -214,15 +264,23 @@ def _rows(results: dict[str, Any]) -> str:
     phase = results["phases"]["both"]
     width_s = max(0.5, phase["seconds"] / _NUM_BINS)
     bins = [
-        (i * width_s, (i + 1) * width_s, [sum(step[3 + k] for step in steps) / len(steps) for k in range(4)])
+        (
+            i * width_s,
+            (i + 1) * width_s,
+            [sum(step[3 + k] for step in steps) / len(steps) for k in range(4)],
+        )
         for i, steps in _binned(phase["steps"], width_s)
         if steps
     ]
     x = Axis(label="seconds", low=0, high=phase["seconds"])
-    y = Axis(label="rows of a step, mean", low=0, high=nice_high(sum(parts) for _, _, parts in bins))
+    y = Axis(
+        label="rows of a step, mean", low=0, high=nice_high(sum(parts) for _, _, parts in bins)
+    )
     caption = "Rows of a step, by kind"
     picture = chart(caption, x, y, [stacks(bins, list(_KINDS), list(_KINDS.values()))])
-    return figure(caption, legend([("box", colour, name) for name, colour in _KINDS.items()]) + picture)
+    return figure(
+        caption, legend([("box", colour, name) for name, colour in _KINDS.items()]) + picture
+    )
 
 
 def _loss(results: dict[str, Any]) -> str:
@@ -235,7 +293,8 @@ def _loss(results: dict[str, Any]) -> str:
     # The job alone is dashed and on top: where the two agree, both can be seen.
     styles = [("both", False, "line", "beside requests"), ("job", True, "dash", "job alone")]
     marks = [
-        line([(s, v) for _, s, v in curves[name]], _PHASES[name][1], dashed=dashed) for name, dashed, _, _ in styles
+        line([(s, v) for _, s, v in curves[name]], _PHASES[name][1], dashed=dashed)
+        for name, dashed, _, _ in styles
     ]
     entries = [(shape, _PHASES[name][1], words) for name, _, shape, words in styles]
     return figure(caption, legend(entries) + chart(caption, x, y, marks))
@@ -243,8 +302,13 @@ def _loss(results: dict[str, Any]) -> str:
 
 def _memory(results: dict[str, Any]) -> str:
     phase = results["phases"]["both"]
-    owners = sorted({owner for _, pages in phase["memory"] for owner in pages} - {"free"}, key=_owner_order)
-    colours = dict(zip((o for o in owners if o not in _OWNER_COLOURS), _MORE_COLOURS, strict=False)) | _OWNER_COLOURS
+    owners = sorted(
+        {owner for _, pages in phase["memory"] for owner in pages} - {"free"}, key=_owner_order
+    )
+    colours = (
+        dict(zip((o for o in owners if o not in _OWNER_COLOURS), _MORE_COLOURS, strict=False))
+        | _OWNER_COLOURS
+    )
     width_s = max(0.5, phase["seconds"] / _NUM_BINS)
     bins = []
     parts = [0] * len(owners)
@@ -257,7 +321,10 @@ def _memory(results: dict[str, Any]) -> str:
     y = Axis(label="pages in use", low=0, high=nice_high(sum(parts) for _, _, parts in bins))
     caption = f"Memory: pages in use by owner, of {total:,}"
     drawn = [colours.get(owner, "purple") for owner in owners]
-    entries = [("box", colour, _OWNERS.get(owner, owner)) for owner, colour in zip(owners, drawn, strict=True)]
+    entries = [
+        ("box", colour, _OWNERS.get(owner, owner))
+        for owner, colour in zip(owners, drawn, strict=True)
+    ]
     return figure(caption, legend(entries) + chart(caption, x, y, [stacks(bins, owners, drawn)]))
 
 
@@ -265,11 +332,15 @@ _OWNERS = {"kv": "keys and values", "activations": "activations of fine-tuning"}
 
 
 def _owner_order(owner: str) -> tuple[bool, str]:
-    return owner not in _OWNER_COLOURS, owner if owner not in _OWNER_COLOURS else str(list(_OWNER_COLOURS).index(owner))
+    return owner not in _OWNER_COLOURS, owner if owner not in _OWNER_COLOURS else str(
+        list(_OWNER_COLOURS).index(owner)
+    )
 
 
 def _binned(samples: Iterable[Sequence[Any]], width_s: float) -> list[tuple[int, list[Any]]]:
-    """Samples, which begin with their second, by bins of this many seconds from 0 on; empty ones between them, too."""
+    """Samples, which begin with their second, by bins of this many seconds from 0 on; empty ones
+    between them, too.
+    """
     bins: dict[int, list[Any]] = {}
     for sample in samples:
         bins.setdefault(max(0, int(sample[0] / width_s)), []).append(sample)
@@ -303,7 +374,8 @@ def _learned(results: dict[str, Any]) -> str:
         f'<p class="note">None of these questions was among the examples. Of {score["asked"]} like them, '
         f"{_share(score['before'])} were answered word for word as the lesson has it before, and "
         f"{_share(score['after'])} after. Before: the base model, {escape(results['model'])}. "
-        f"After: <code>{escape(model)}</code>; its weights lie beside this page in <code>adapter/</code>, in PEFT's "
+        f"After: <code>{escape(model)}</code>; its weights lie beside this page in "
+        f"<code>adapter/</code>, in PEFT's "
         "format.</p>"
     )
 

@@ -1,7 +1,9 @@
-"""Rivals outside: requests served by one process beside fine-tuning in another, from two copies of the weights.
+"""Rivals outside: requests served by one process beside fine-tuning in another, from two copies of
+the weights.
 
-What the same machine does with known parts: transformers' continuous batching, or vLLM for CPUs, beside PEFT. The two
-share the processor as the operating system likes, or each has cores of its own, in every split. A GPU is shared freely.
+What the same machine does with known parts: transformers' continuous batching, or vLLM for CPUs,
+beside PEFT. The two share the processor as the operating system likes, or each has cores of its
+own, in every split. A GPU is shared freely.
 """
 
 import asyncio
@@ -33,7 +35,8 @@ from coserve.workloads.traces import TracedRequest, rescale
 _START_S, _LATE_S = 600.0, 120.0
 # Both sides begin to play this long after they have been told to.
 _UNTIL_START_S = 0.5
-# Rows of a step of transformers: chunks of prompts are as long as the TPOT SLO allows, within these.
+# Rows of a step of transformers: chunks of prompts are as long as the TPOT SLO allows, within
+# these.
 _LEAST_BATCH_ROWS, _MOST_BATCH_ROWS = 64, 2048
 
 
@@ -48,13 +51,19 @@ class Arrangement:
     @property
     def name(self) -> str:
         """As the rows of a comparison have it."""
-        cores = "shared" if self.serving == self.training else f"{len(self.serving)}|{len(self.training)}"
+        cores = (
+            "shared"
+            if self.serving == self.training
+            else f"{len(self.serving)}|{len(self.training)}"
+        )
         return f"{self.server}+peft:{cores}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """An arrangement of which a process ended, or did not start. load: from which on it has no cell."""
+    """An arrangement of which a process ended, or did not start. load: from which on it has no
+    cell.
+    """
 
     policy: str
     load: str
@@ -65,8 +74,9 @@ class Ended:
 class SeparateProcesses:
     """What to run beside the policies.
 
-    cores: of the machine. device: "cpu", or the GPU that both sides share. memory_bytes: of the pages of transformers;
-    None: as it likes. vllm: Python of an environment that has vLLM; None: without.
+    cores: of the machine. device: "cpu", or the GPU that both sides share. memory_bytes: of the
+    pages of transformers; None: as it likes. vllm: Python of an environment that has vLLM; None:
+    without.
     """
 
     model: str
@@ -94,7 +104,9 @@ class SeparateProcesses:
         latency: LatencyModel,
         watch: Watch,
     ) -> Iterator[Cell | Ended]:
-        """Every arrangement at every rate, until one of its processes ends: the others are compared all the same."""
+        """Every arrangement at every rate, until one of its processes ends: the others are compared
+        all the same.
+        """
         for arrangement in self.arrangements():
             name, load = arrangement.name, next(iter(rates))
             watch(f"{name}: two processes start")
@@ -104,7 +116,14 @@ class SeparateProcesses:
                         watch(f"{name}, {load}: {rate:.3g} requests/s")
                         requests = rescale(trace, rate=rate, seconds=config.seconds)
                         played = _play(server, trainer, requests, slo, config)
-                        yield Cell(policy=name, load=load, rate=rate, played=played, slo=slo, is_separate=True)
+                        yield Cell(
+                            policy=name,
+                            load=load,
+                            rate=rate,
+                            played=played,
+                            slo=slo,
+                            is_separate=True,
+                        )
             except CoserveError as error:
                 yield Ended(policy=name, load=load, reason=str(error))
 
@@ -113,17 +132,32 @@ class SeparateProcesses:
         self, arrangement: Arrangement, slo: Slo, config: CompareConfig, latency: LatencyModel
     ) -> Iterator[tuple["_Transformers | _Vllm", "_Worker"]]:
         """Both; CoserveError: one of them ended, in its own last words."""
-        settings = {"model": self.model, "dtype": self.dtype, "device": self.device, "seed": config.seed}
+        settings = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "device": self.device,
+            "seed": config.seed,
+        }
         with ExitStack() as stack:
             server: _Transformers | _Vllm
             if arrangement.server == "vllm":
                 server = stack.enter_context(self._vllm(arrangement, config))
             else:
-                rows = {"max_batch_rows": _batch_rows(latency, slo), "memory_bytes": self.memory_bytes}
+                rows = {
+                    "max_batch_rows": _batch_rows(latency, slo),
+                    "memory_bytes": self.memory_bytes,
+                }
                 worker = _Worker("serve", arrangement.serving, settings | rows)
                 server = _Transformers(stack.enter_context(worker))
-            examples = {"batch": config.batch, "sequence": config.sequence, "lengths": _lengths(config)}
-            yield server, stack.enter_context(_Worker("train", arrangement.training, settings | examples))
+            examples = {
+                "batch": config.batch,
+                "sequence": config.sequence,
+                "lengths": _lengths(config),
+            }
+            yield (
+                server,
+                stack.enter_context(_Worker("train", arrangement.training, settings | examples)),
+            )
 
     @contextmanager
     def _vllm(self, arrangement: Arrangement, config: CompareConfig) -> Iterator["_Vllm"]:
@@ -162,9 +196,15 @@ def _lengths(config: CompareConfig) -> list[int]:
 
 
 def _play(
-    server: "_Transformers | _Vllm", trainer: "_Worker", trace: Sequence[TracedRequest], slo: Slo, config: CompareConfig
+    server: "_Transformers | _Vllm",
+    trainer: "_Worker",
+    trace: Sequence[TracedRequest],
+    slo: Slo,
+    config: CompareConfig,
 ) -> Played:
-    """A trace, with fine-tuning beside it until its end; answers that come after that are waited for without."""
+    """A trace, with fine-tuning beside it until its end; answers that come after that are waited
+    for without.
+    """
     longest = max([request.num_output_tokens for request in trace], default=0)
     drain_s = min(config.drain_s, slo.ttft_s + 1.5 * longest * slo.tpot_s)
     start_s = time.perf_counter() + _UNTIL_START_S
@@ -174,14 +214,18 @@ def _play(
     ended_s = time.perf_counter() - start_s
     for index, request in enumerate(trace):
         least_s = slo.ttft_s + request.num_output_tokens * slo.tpot_s
-        if index not in outcomes and ended_s - request.at_s > least_s:  # the others might still be in time
+        if (
+            index not in outcomes and ended_s - request.at_s > least_s
+        ):  # the others might still be in time
             outcomes[index] = RequestOutcome(
                 index=index, arrival_s=request.at_s, end_s=ended_s, error="not answered in time"
             )
     return Played(
         seconds=config.seconds,
         outcomes=[outcomes[index] for index in sorted(outcomes)],
-        num_output_tokens=sum(_num_tokens_by(outcome, config.seconds) for outcome in outcomes.values()),
+        num_output_tokens=sum(
+            _num_tokens_by(outcome, config.seconds) for outcome in outcomes.values()
+        ),
         num_trained=trained,
     )
 
@@ -228,7 +272,9 @@ class _Worker:
             self._process.stdin.flush()
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """To the oldest message that has none; CoserveError: the process has ended, or does not answer in time."""
+        """To the oldest message that has none; CoserveError: the process has ended, or does not
+        answer in time.
+        """
         assert self._process.stdout is not None
         timer = Timer(limit_s, self._process.kill)
         timer.start()
@@ -240,7 +286,9 @@ class _Worker:
             found: dict[str, Any] = json.loads(line)
             return found
         self._process.wait()
-        words = [each for each in self._log.read_text("utf-8", "replace").splitlines() if each.strip()]
+        words = [
+            each for each in self._log.read_text("utf-8", "replace").splitlines() if each.strip()
+        ]
         reason = words[-1] if words else f"nothing was said for {limit_s:g} s"
         raise CoserveError(f"the process that should {self._role} beside the other ended: {reason}")
 

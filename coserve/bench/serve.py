@@ -1,4 +1,6 @@
-"""How servers answer over HTTP: coserve and another with OpenAI's routes, the same client, in turns."""
+"""How servers answer over HTTP: coserve and another with OpenAI's routes, the same client, in
+turns.
+"""
 
 import asyncio
 import time
@@ -16,8 +18,8 @@ _CONCURRENT = (1, 4, 8)
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 512, 64
 # Requests of a turn, for each that is under way.
 _ROUNDS = 2
-# Before a turn of one of several servers: vLLM's threads keep a core busy for up to two seconds after an answer, in
-# which the next server's first prompt took 1.8 s for 1.0.
+# Before a turn of one of several servers: vLLM's threads keep a core busy for up to two seconds
+# after an answer, in which the next server's first prompt took 1.8 s for 1.0.
 _SETTLE_S = 4.0
 _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -33,9 +35,10 @@ def run(
     output_tokens: int = _OUTPUT_TOKENS,
     watch: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
-    """Closed loops of 1, 4 and 8 requests against each server (name -> address), in turns: random prompts, new ones in
-    each turn and the same for all servers, and the likeliest tokens of answers that end at their length. Tokens per
-    second are medians over `runs` turns, after one that warms up; percentiles are over the requests of all turns.
+    """Closed loops of 1, 4 and 8 requests against each server (name -> address), in turns: random
+    prompts, new ones in each turn and the same for all servers, and the likeliest tokens of answers
+    that end at their length. Tokens per second are medians over `runs` turns, after one that warms
+    up; percentiles are over the requests of all turns.
 
     Raises:
         CoserveError: a request failed.
@@ -49,11 +52,17 @@ def run(
             for name, url in servers.items():
                 watch(f"{name}: {number} at once, turn {turn} of {runs}")
                 time.sleep(_SETTLE_S if len(servers) > 1 else 0)
-                body = _greedy(completions(models[name], vocab_size=vocab_size, seed=1000 * number + turn))
+                body = _greedy(
+                    completions(models[name], vocab_size=vocab_size, seed=1000 * number + turn)
+                )
                 requests = [
-                    TracedRequest(at_s=0.0, num_prompt_tokens=prompt_tokens, num_output_tokens=output_tokens)
+                    TracedRequest(
+                        at_s=0.0, num_prompt_tokens=prompt_tokens, num_output_tokens=output_tokens
+                    )
                 ] * (number * (_ROUNDS if turn else 1))
-                found = asyncio.run(closed_loop(url, requests, body, concurrent=number, api_key=api_key))
+                found = asyncio.run(
+                    closed_loop(url, requests, body, concurrent=number, api_key=api_key)
+                )
                 _check(name, found)
                 if turn:
                     speeds[name].append(_tokens_per_s(found))
@@ -88,14 +97,19 @@ def _check(name: str, outcomes: Sequence[RequestOutcome]) -> None:
             raise CoserveError(f"a request to {name} failed: {outcome.error}")
         if outcome.tpot_s is None:
             raise CoserveError(
-                f"an answer of {name} came in one piece: the model needs a tokenizer, so that tokens are seen as text"
+                f"an answer of {name} came in one piece: the model needs a tokenizer, so that "
+                f"tokens are seen as text"
             )
 
 
 def _tokens_per_s(outcomes: Sequence[RequestOutcome]) -> float:
-    return sum(outcome.num_output_tokens for outcome in outcomes) / max(outcome.end_s for outcome in outcomes)
+    return sum(outcome.num_output_tokens for outcome in outcomes) / max(
+        outcome.end_s for outcome in outcomes
+    )
 
 
 def _percentiles(name: str, values_s: Sequence[float | None]) -> dict[str, float]:
     known = [value for value in values_s if value is not None]
-    return {f"{name}_{words}_ms": 1e3 * percentile(known, share) for words, share in _SHARES.items()}
+    return {
+        f"{name}_{words}_ms": 1e3 * percentile(known, share) for words, share in _SHARES.items()
+    }

@@ -1,7 +1,8 @@
 """What a model loses by not having learned yet: loss by how many examples it has been trained on.
 
-Measured on the built-in tiny model by `python benchmarks/staleness.py` (an Intel Xeon, 2026-11-23): loss on held-out
-questions of the lesson `zub`, one optimizer step for each example, 200 examples in five epochs.
+Measured on the built-in tiny model by `python benchmarks/staleness.py` (an Intel Xeon, 2026-11-23):
+loss on held-out questions of the lesson `zub`, one optimizer step for each example, 200 examples in
+five epochs.
 """
 
 from bisect import bisect_right

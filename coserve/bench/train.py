@@ -35,9 +35,10 @@ def run(
     dropout: float = 0.0,
     sequences: Sequence[int] = _SEQUENCES,
 ) -> dict[str, Any]:
-    """Optimizer steps of one sequence each, in turns; medians over `runs` turns. compiled: beside PEFT as it is, PEFT
-    under torch.compile, which compiles for each length in the turn that warms up. max_recompute: above 0 a
-    second job takes turns that keeps less, for as many more FLOPs. dropout: of the LoRAs of all sides.
+    """Optimizer steps of one sequence each, in turns; medians over `runs` turns. compiled: beside
+    PEFT as it is, PEFT under torch.compile, which compiles for each length in the turn that warms
+    up. max_recompute: above 0 a second job takes turns that keeps less, for as many more FLOPs.
+    dropout: of the LoRAs of all sides.
     """
     alone = EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES)
     engine = Engine.from_backbone(backbone, alone)
@@ -47,7 +48,9 @@ def run(
     rows = []
     for length in sequences:
         generator = torch.Generator().manual_seed(length)
-        data = torch.randint(backbone.architecture.vocab_size, (runs + _WARM_UP_TURNS, length), generator=generator)
+        data = torch.randint(
+            backbone.architecture.vocab_size, (runs + _WARM_UP_TURNS, length), generator=generator
+        )
         config = TuningConfig(batch_size=1, shuffle=False)
         job = _EngineJob(engine, data.tolist(), config, lora)
         steps: dict[str, Callable[[Tensor], float]] = {
@@ -56,7 +59,9 @@ def run(
         }
         recomputing = None
         if sparing is not None:
-            recomputing = _EngineJob(sparing, data.tolist(), replace(config, max_recompute=max_recompute), lora)
+            recomputing = _EngineJob(
+                sparing, data.tolist(), replace(config, max_recompute=max_recompute), lora
+            )
             steps["recompute_tokens_per_s"] = recomputing.step_s
         if compiled:
             steps["peft_compiled_tokens_per_s"] = partial(peft.step_s, compiled=True)
@@ -67,7 +72,9 @@ def run(
         rows.append(
             {
                 "sequence": length,
-                **{name: length / median(turns[_WARM_UP_TURNS:]) for name, turns in seconds.items()},
+                **{
+                    name: length / median(turns[_WARM_UP_TURNS:]) for name, turns in seconds.items()
+                },
                 "activation_bytes": job.activation_bytes,
                 "peft_activation_bytes": peft.activation_bytes(data[:1].to(backbone.device)),
             }
@@ -81,11 +88,17 @@ class _EngineJob:
     """A job whose optimizer steps are taken one at a time."""
 
     def __init__(
-        self, engine: Engine, sequences: Sequence[Sequence[int]], config: TuningConfig, lora: LoraConfig
+        self,
+        engine: Engine,
+        sequences: Sequence[Sequence[int]],
+        config: TuningConfig,
+        lora: LoraConfig,
     ) -> None:
         self._engine = engine
         config = replace(config, max_sequence_length=max(map(len, sequences)))
-        examples = [Example(tokens=tuple(tokens), trained=(True,) * len(tokens)) for tokens in sequences]
+        examples = [
+            Example(tokens=tuple(tokens), trained=(True,) * len(tokens)) for tokens in sequences
+        ]
         self._job = engine.submit(examples, config, adapter=lora)
         self.activation_bytes = 0
 

@@ -17,15 +17,23 @@ _CONTEXT = 2048
 
 
 def vllm_version(python: Path) -> str:
-    """Of the environment that this Python is of; CoserveError: it has no vLLM that starts, in its own last words."""
-    found = subprocess.run([python, "-c", "import vllm; print(vllm.__version__)"], capture_output=True, text=True)
+    """Of the environment that this Python is of; CoserveError: it has no vLLM that starts, in its
+    own last words.
+    """
+    found = subprocess.run(
+        [python, "-c", "import vllm; print(vllm.__version__)"], capture_output=True, text=True
+    )
     if found.returncode:
-        raise CoserveError(f"{python} has no vLLM that starts: {(found.stderr.strip().splitlines() or ['?'])[-1]}")
+        raise CoserveError(
+            f"{python} has no vLLM that starts: {(found.stderr.strip().splitlines() or ['?'])[-1]}"
+        )
     return found.stdout.splitlines()[-1]
 
 
 @contextmanager
-def vllm_server(python: Path, model: Path, *, dtype: str, log: Path, cores: Sequence[int]) -> Iterator[str]:
+def vllm_server(
+    python: Path, model: Path, *, dtype: str, log: Path, cores: Sequence[int]
+) -> Iterator[str]:
     """Serve a directory, without prefix caching, for as long as the context lasts; yields its URL.
 
     Args:
@@ -44,11 +52,21 @@ def vllm_server(python: Path, model: Path, *, dtype: str, log: Path, cores: Sequ
         environment["LD_PRELOAD"] = str(openmp)
     port = free_port()
     command = [
-        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype),
+        *(
+            str(python),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            "--dtype",
+            dtype,
+        ),
         *("--port", str(port), "--max-model-len", str(_CONTEXT), "--no-enable-prefix-caching"),
     ]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_until_ready(process, url, log)

@@ -11,10 +11,12 @@ from typing import Any
 def worker_processes(
     number: int, initializer: Callable[..., object] | None = None, arguments: tuple[Any, ...] = ()
 ) -> Iterator[ProcessPoolExecutor]:
-    """A pool of new processes. What interrupts the benchmark ends them: a pool alone would first do all that was asked
-    of it.
+    """A pool of new processes. What interrupts the benchmark ends them: a pool alone would first do
+    all that was asked of it.
     """
-    with ProcessPoolExecutor(number, get_context("spawn"), initializer=initializer, initargs=arguments) as pool:
+    with ProcessPoolExecutor(
+        number, get_context("spawn"), initializer=initializer, initargs=arguments
+    ) as pool:
         try:
             yield pool
         except BaseException:

@@ -1,4 +1,6 @@
-"""How commands work on a home while no server uses it: `--home` and `--database`, as `coserve up` has them."""
+"""How commands work on a home while no server uses it: `--home` and `--database`, as `coserve up`
+has them.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 Home = Annotated[
     str | None,
-    typer.Option("--home", metavar="DIR", show_default="$COSERVE_HOME or ~/.coserve", help="The server's."),
+    typer.Option(
+        "--home", metavar="DIR", show_default="$COSERVE_HOME or ~/.coserve", help="The server's."
+    ),
 ]
 Database = Annotated[
     str | None,
@@ -31,7 +35,8 @@ Database = Annotated[
 
 
 def existing_home(given: str | None, database: str | None) -> Path:
-    """The home of a server that has been there, as its database shows; CoserveError if there is none.
+    """The home of a server that has been there, as its database shows; CoserveError if there is
+    none.
 
     Commands on a home make no database: what is saved of a new one would be nothing.
     """
@@ -43,12 +48,14 @@ def existing_home(given: str | None, database: str | None) -> Path:
         raise CoserveError(f"there is no home at {directory}: --home says where it is")
     if database is None and not (directory / DATABASE_FILE).is_file():
         raise CoserveError(
-            f"{directory} has no {DATABASE_FILE}: no server has been there, or its records are in another database, "
+            f"{directory} has no {DATABASE_FILE}: no server has been there, or its records are in "
+            f"another database, "
             "which --database says"
         )
     if database is not None and not has_records(database):
         raise CoserveError(
-            f"the database {without_password(database)} has no records: no server has used it; --database says which "
+            f"the database {without_password(database)} has no records: no server has used it; "
+            f"--database says which "
             "one the server of this home has"
         )
     return directory
@@ -59,7 +66,8 @@ def store_at_rest(home: str | None, database: str | None) -> Iterator[tuple[Path
     """A home and its records, with no server there meanwhile.
 
     Raises:
-        CoserveError: there is no such home, or a server uses it. StoreError: its database cannot be opened.
+        CoserveError: there is no such home, or a server uses it. StoreError: its database cannot be
+            opened.
     """
     from coserve.home import private_files
     from coserve.jobs.databases import database_url

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from coserve.models.backbone import Backbone
     from coserve.tuning.examples import Example
 
-# Real time for all cells on a device that is here, and time of the trace for each on a modelled one.
+# Real time for all cells on a device that is here, and time of the trace for each on a modelled
+# one.
 _MINUTES, _QUICK_MINUTES = 40.0, 4.0
 _MODELLED_S, _QUICK_MODELLED_S = 300.0, 60.0
-# In so little time on a device that is here: the default, requests alone, and the two rivals that came nearest to it so
-# far (benchmarks/compare.md), at one rate. Shares of four minutes for all of them at three say nothing.
+# In so little time on a device that is here: the default, requests alone, and the two rivals that
+# came nearest to it so far (benchmarks/compare.md), at one rate. Shares of four minutes for all of
+# them at three say nothing.
 _QUICK_POLICIES, _QUICK_LOADS = ("slack", "inference-only", "token-fusion", "harli"), ("middle",)
 _ALL = "all"
 _POOL_BYTES = 4 << 30
@@ -42,49 +44,79 @@ def compare(
         Path,
         typer.Option(
             metavar="FILE",
-            help="Arrivals and lengths: CSV or JSONL, gzipped or not, as Azure or BurstGPT publish them.",
+            help=(
+                "Arrivals and lengths: CSV or JSONL, gzipped or not, as Azure or BurstGPT publish "
+                "them."
+            ),
         ),
     ],
-    model: Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")] = "dummy:qwen2.5-0.5b",
+    model: Annotated[
+        str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")
+    ] = "dummy:qwen2.5-0.5b",
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or best: what this machine has instructions for.")
+        str,
+        typer.Option(
+            help="float32, bfloat16, float16, or best: what this machine has instructions for."
+        ),
     ] = "best",
     device: Annotated[
-        On, typer.Option(help="torch: this machine, in real time; modelled: by their operators, in virtual time.")
+        On,
+        typer.Option(
+            help="torch: this machine, in real time; modelled: by their operators, in virtual time."
+        ),
     ] = On.torch,
     hardware: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="With --device modelled: a100, h100, … with commas between them. [a100]"),
+        typer.Option(
+            metavar="NAMES",
+            help="With --device modelled: a100, h100, … with commas between them. [a100]",
+        ),
     ] = None,
     policies: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="With settings after colons, such as slack,temporal-sharing:n=64; all: those that there are. [all]",
+            help=(
+                "With settings after colons, such as slack,temporal-sharing:n=64; all: those that "
+                "there are. [all]"
+            ),
         ),
     ] = None,
     rates: Annotated[
         str | None,
         typer.Option(
             metavar="NUMBERS",
-            help="Requests per second, with commas between them. [30, 60 and 90% of what requests alone can hold]",
+            help=(
+                "Requests per second, with commas between them. [30, 60 and 90% of what requests "
+                "alone can hold]"
+            ),
         ),
     ] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
-            min=1, help="Of the trace, for each policy at each rate. [modelled: 300; torch: 40 minutes for all]"
+            min=1,
+            help=(
+                "Of the trace, for each policy at each rate. [modelled: 300; torch: 40 minutes for "
+                "all]"
+            ),
         ),
     ] = None,
     quick: Annotated[
         bool,
         typer.Option(
             "--quick",
-            help="modelled: a minute of the trace; torch: five minutes for four policies at the middle rate alone.",
+            help=(
+                "modelled: a minute of the trace; torch: five minutes for four policies at the "
+                "middle rate alone."
+            ),
         ),
     ] = False,
     slo_ttft: Annotated[
-        str, typer.Option(metavar="TIME", callback=slo_option, help="SLO: time to the first token, such as 5s.")
+        str,
+        typer.Option(
+            metavar="TIME", callback=slo_option, help="SLO: time to the first token, such as 5s."
+        ),
     ] = "5s",
     slo_tpot: Annotated[
         str | None,
@@ -96,20 +128,33 @@ def compare(
     ] = None,
     length_factor: Annotated[
         float | None,
-        typer.Option(min=1e-3, max=10, help="Prompts and answers are this many times as long. [1, 1/2, …: as fits]"),
+        typer.Option(
+            min=1e-3,
+            max=10,
+            help="Prompts and answers are this many times as long. [1, 1/2, …: as fits]",
+        ),
     ] = None,
     lengths: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Lengths from another file, as ShareGPT's, drawn at random.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Lengths from another file, as ShareGPT's, drawn at random."
+        ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=0, max=64, help="Jobs that run at once.")] = 1,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens of a job's example, at most.")] = 512,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Examples of the jobs: Alpaca, GSM8K, …, or a job's file. [random tokens]"),
+        typer.Option(
+            metavar="FILE",
+            help="Examples of the jobs: Alpaca, GSM8K, …, or a job's file. [random tokens]",
+        ),
     ] = None,
     where: Where = None,
     picture: Annotated[
-        Path, typer.Option(callback=report_option, help="Where the report is written, as a page for browsers.")
+        Path,
+        typer.Option(
+            callback=report_option, help="Where the report is written, as a page for browsers."
+        ),
     ] = Path("compare.html"),
     separate: Annotated[
         bool | None,
@@ -121,16 +166,19 @@ def compare(
     ] = None,
     vllm: Annotated[
         Path | None,
-        typer.Option(metavar="PYTHON", help="Of an environment with vLLM, which then runs beside PEFT, too."),
+        typer.Option(
+            metavar="PYTHON", help="Of an environment with vLLM, which then runs beside PEFT, too."
+        ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes, with --device modelled. [one for each core]")
+        int | None,
+        typer.Option(min=1, help="Processes, with --device modelled. [one for each core]"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Every policy on one trace and one mix of jobs, with the same SLOs, in one run: attainment, latencies, tokens per
-    second of requests and of jobs, evictions and prediction errors at a light, a middle and a heavy rate. Leaves a
-    report; the last line is JSON.
+    """Every policy on one trace and one mix of jobs, with the same SLOs, in one run: attainment,
+    latencies, tokens per second of requests and of jobs, evictions and prediction errors at a
+    light, a middle and a heavy rate. Leaves a report; the last line is JSON.
     """
     from coserve.bench.compare import compare as run
     from coserve.bench.compare_page import compare_html
@@ -169,11 +217,25 @@ def compare(
     rivals, separately = _separate(separate, vllm, model, dtype, device)
     if rivals is None and separate is None and device is On.torch:
         screen.print(f"separate processes do not run beside the policies: {separately}")
-    places = modelled_places(shapes, hardware or "a100") if device is On.modelled else [_here(model, dtype)]
-    ran = versions(vllm)  # before all else, which takes half an hour: the environment may have no vLLM
+    places = (
+        modelled_places(shapes, hardware or "a100")
+        if device is On.modelled
+        else [_here(model, dtype)]
+    )
+    ran = versions(
+        vllm
+    )  # before all else, which takes half an hour: the environment may have no vLLM
     workers = workers or len(own_cores())
     found = [
-        run(place, requests, config, shapes=shapes, separate=rivals, workers=workers, watch=screen.print)
+        run(
+            place,
+            requests,
+            config,
+            shapes=shapes,
+            separate=rivals,
+            workers=workers,
+            watch=screen.print,
+        )
         for place in places
     ]
     result = {
@@ -200,11 +262,14 @@ def compare(
 
 
 def _check_device(device: On, hardware: str | None, workers: int | None) -> None:
-    """BadParameter for what goes with a modelled device alone: it would not be heeded for most of an hour."""
+    """BadParameter for what goes with a modelled device alone: it would not be heeded for most of
+    an hour.
+    """
     for option, value in (("--hardware", hardware), ("--workers", workers)):
         if device is On.torch and value is not None:
             raise typer.BadParameter(
-                f"{option} {value} is for modelled devices, and this comparison would run on this machine: add "
+                f"{option} {value} is for modelled devices, and this comparison would run on this "
+                f"machine: add "
                 f"--device modelled, or leave out {option}",
                 param_hint=option,
             )
@@ -215,7 +280,9 @@ def _told(results: list[dict[str, Any]]) -> dict[str, Any]:
     if len(results) == 1:
         return results[0]
     rows = [{"place": result["place"], **row} for result in results for row in result["rows"]]
-    places = [{name: value for name, value in result.items() if name != "rows"} for result in results]
+    places = [
+        {name: value for name, value in result.items() if name != "rows"} for result in results
+    ]
     return {"places": places, "rows": rows}
 
 
@@ -245,7 +312,9 @@ def _rates(text: str | None) -> tuple[float, ...]:
     except ValueError:
         found = (-1.0,)
     if not all(0 < rate < float("inf") for rate in found):
-        raise typer.BadParameter(f"{text!r} must be numbers above 0 with commas between them", param_hint="--rates")
+        raise typer.BadParameter(
+            f"{text!r} must be numbers above 0 with commas between them", param_hint="--rates"
+        )
     return found
 
 
@@ -258,7 +327,10 @@ def _with_lengths(requests: Any, path: Path, seed: int) -> Any:
 
     lengths, random = RecordedLengths(read_lengths(path)), Random(seed)
     drawn = ((each, lengths.draw(random)) for each in requests)
-    return [replace(each, num_prompt_tokens=prompt, num_output_tokens=output) for each, (prompt, output) in drawn]
+    return [
+        replace(each, num_prompt_tokens=prompt, num_output_tokens=output)
+        for each, (prompt, output) in drawn
+    ]
 
 
 def _shapes(model: str, dtype: str, device: On) -> "tuple[Backbone, str]":
@@ -287,7 +359,9 @@ def modelled_places(shapes: "Backbone", names: str) -> "list[ModelledPlace]":
     places = []
     for name in [each.strip().lower() for each in names.split(",")]:
         if name not in CATALOGUE:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(CATALOGUE)}", param_hint="--hardware")
+            raise typer.BadParameter(
+                f"{name!r} is not one of {', '.join(CATALOGUE)}", param_hint="--hardware"
+            )
         places.append(ModelledPlace.of_hardware(shapes, CATALOGUE[name]))
     return places
 
@@ -300,7 +374,9 @@ def refuse_beyond_positions(shapes: "Backbone", sequence: int) -> None:
 
 
 def modelled_place(shapes: "Backbone", name: str, tensor_parallel: int = 1) -> "ModelledPlace":
-    """Return the place of a model on one kind of device of the catalogue, or on a group of as many such devices."""
+    """Return the place of a model on one kind of device of the catalogue, or on a group of as many
+    such devices.
+    """
     from coserve.simulate.modelled_ranks import on_ranks
 
     places = modelled_places(on_ranks(shapes, tensor_parallel), name)
@@ -320,18 +396,24 @@ def _here(model: str, dtype: str) -> "TorchPlace":
     place = _torch_device()
     backbone = load_backbone(model, dtype=dtype, device=place)
     memory_bytes = _POOL_BYTES if place.type == "cpu" else None
-    return TorchPlace(name=describe(place), device=torch_device(backbone, memory_bytes=memory_bytes))
+    return TorchPlace(
+        name=describe(place), device=torch_device(backbone, memory_bytes=memory_bytes)
+    )
 
 
 def _separate(
     wanted: bool | None, vllm: Path | None, model: str, dtype: str, device: On
 ) -> "tuple[SeparateProcesses | None, str]":
-    """What runs beside the policies, if anything, and which it is in words; BadParameter if it cannot."""
+    """What runs beside the policies, if anything, and which it is in words; BadParameter if it
+    cannot.
+    """
     from importlib.util import find_spec
 
     if device is On.modelled:
         if wanted or vllm is not None:
-            raise typer.BadParameter("separate processes run on this machine: leave out --device modelled")
+            raise typer.BadParameter(
+                "separate processes run on this machine: leave out --device modelled"
+            )
         return None, "none, as they are not modelled"
     if find_spec("peft") is None and (wanted or vllm is not None):
         raise typer.BadParameter("separate processes fine-tune with PEFT: pip install peft")
@@ -346,12 +428,21 @@ def _separate(
     place = _torch_device().type
     memory_bytes = _POOL_BYTES if place == "cpu" else None
     found = SeparateProcesses(
-        model=model, dtype=dtype, cores=own_cores(), device=place, memory_bytes=memory_bytes, vllm=vllm
+        model=model,
+        dtype=dtype,
+        cores=own_cores(),
+        device=place,
+        memory_bytes=memory_bytes,
+        vllm=vllm,
     )
-    return found, ", ".join(dict.fromkeys(f"{each.server} beside PEFT" for each in found.arrangements()))
+    return found, ", ".join(
+        dict.fromkeys(f"{each.server} beside PEFT" for each in found.arrangements())
+    )
 
 
-def _examples(path: Path | None, model: str, shapes: "Backbone", length: int) -> "tuple[Example, ...]":
+def _examples(
+    path: Path | None, model: str, shapes: "Backbone", length: int
+) -> "tuple[Example, ...]":
     """Of a file: in the model's tokens; where it has no tokenizer, about as many random ones."""
     if path is None:
         return ()
@@ -368,14 +459,26 @@ def _examples(path: Path | None, model: str, shapes: "Backbone", length: int) ->
         return tuple(read_examples(lines, tokenizer, max_sequence_length=length))
     random, vocab = Random(0), range(shapes.architecture.vocab_size)
     counts = [min(length, max(2, len(line) // _CHARACTERS_PER_TOKEN)) for line in lines]
-    return tuple(Example(tokens=tuple(random.choices(vocab, k=count)), trained=(True,) * count) for count in counts)
+    return tuple(
+        Example(tokens=tuple(random.choices(vocab, k=count)), trained=(True,) * count)
+        for count in counts
+    )
 
 
 def _print(result: dict[str, Any]) -> None:
     from coserve.cli.tables import console, table
 
     shown = table(
-        *("=policy", "=load", ">requests/s", ">attainment", ">TTFT ms p50", ">p99", ">TPOT ms p50", ">p99"),
+        *(
+            "=policy",
+            "=load",
+            ">requests/s",
+            ">attainment",
+            ">TTFT ms p50",
+            ">p99",
+            ">TPOT ms p50",
+            ">p99",
+        ),
         *(">output tok/s", ">tuning tok/s", ">evictions", ">error"),
         title=f"compare: {result['model']}, {result['dtype']}, {result['machine']}",
     )
@@ -385,7 +488,10 @@ def _print(result: dict[str, Any]) -> None:
         shown.add_row(
             f"{row['place']}: {row['policy']}" if "place" in row else row["policy"],
             *(row["load"], f"{row['rate']:.3g}", f"{row['attainment']:.1%}"),
-            *("–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in times),
+            *(
+                "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+                for value in times
+            ),
             *(f"{row[f'{name}_tokens_per_s']:,.0f}" for name in ("inference", "tuning")),
             "–" if row["evictions"] is None else str(row["evictions"]),
             "–" if error is None else f"{error:.1%}",

@@ -7,13 +7,21 @@ from rich.table import Table
 
 def decode(table: Table, result: dict[str, Any]) -> None:
     """Each batch beside reading once, transformers, and OpenVINO if it ran."""
-    others = [name for name in ("transformers", "OpenVINO") if f"{name.lower()}_ms" in result["rows"][0]]
+    others = [
+        name for name in ("transformers", "OpenVINO") if f"{name.lower()}_ms" in result["rows"][0]
+    ]
     columns = ["batch", "context", "step ms", "read-once ms", "step / read-once"]
     for name in columns + [column for other in others for column in (f"{other} ms", "speed-up")]:
         table.add_column(name, justify="right")
     for row in result["rows"]:
         step, floor = row["step_ms"], row["floor_ms"]
-        cells = [str(row["batch"]), str(row["context"]), f"{step:.1f}", f"{floor:.1f}", f"{step / floor:.2f}"]
+        cells = [
+            str(row["batch"]),
+            str(row["context"]),
+            f"{step:.1f}",
+            f"{floor:.1f}",
+            f"{step / floor:.2f}",
+        ]
         for other_ms in [row[f"{name.lower()}_ms"] for name in others]:
             cells += [f"{other_ms:.1f}", f"{other_ms / step:.2f} ×"]
         table.add_row(*cells)
@@ -21,12 +29,21 @@ def decode(table: Table, result: dict[str, Any]) -> None:
 
 def train(table: Table, result: dict[str, Any]) -> None:
     """Each length beside PEFT."""
-    for name in ("sequence", "tokens/s", "PEFT tokens/s", "speed-up", "compiled PEFT tokens/s", "speed-up"):
+    for name in (
+        "sequence",
+        "tokens/s",
+        "PEFT tokens/s",
+        "speed-up",
+        "compiled PEFT tokens/s",
+        "speed-up",
+    ):
         table.add_column(name, justify="right")
     for name in ("activations MB", "PEFT MB", "share"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
-        ours, peft, compiled = (row.get(f"{who}tokens_per_s") for who in ("", "peft_", "peft_compiled_"))
+        ours, peft, compiled = (
+            row.get(f"{who}tokens_per_s") for who in ("", "peft_", "peft_compiled_")
+        )
         held, theirs = row["activation_bytes"], row["peft_activation_bytes"]
         table.add_row(
             str(row["sequence"]),
@@ -61,10 +78,28 @@ def coserve(table: Table, result: dict[str, Any]) -> None:
     slo = f"(SLO {r['objective_tpot_ms']:.0f})"
     ttft = f"(SLO {r['objective_ttft_ms']:.0f})"
     rows: list[tuple[str, ...]] = [
-        ("TPOT p50 ms", f"{r['tpot_p50_ms']:.1f}", f"{r['inference_only_tpot_p50_ms']:.1f}", "", ""),
-        (f"TPOT p99 ms {slo}", f"{r['tpot_p99_ms']:.1f}", f"{r['inference_only_tpot_p99_ms']:.1f}", "", ""),
+        (
+            "TPOT p50 ms",
+            f"{r['tpot_p50_ms']:.1f}",
+            f"{r['inference_only_tpot_p50_ms']:.1f}",
+            "",
+            "",
+        ),
+        (
+            f"TPOT p99 ms {slo}",
+            f"{r['tpot_p99_ms']:.1f}",
+            f"{r['inference_only_tpot_p99_ms']:.1f}",
+            "",
+            "",
+        ),
         ("TPOT p99, of its turn's SLO", f"{r['tpot_p99_of_objective']:.1%}", "", "", ""),
-        (f"TTFT p99 ms {ttft}", f"{r['ttft_p99_ms']:.0f}", f"{r['inference_only_ttft_p99_ms']:.0f}", "", ""),
+        (
+            f"TTFT p99 ms {ttft}",
+            f"{r['ttft_p99_ms']:.0f}",
+            f"{r['inference_only_ttft_p99_ms']:.0f}",
+            "",
+            "",
+        ),
         ("attainment", f"{r['attainment']:.1%}", f"{r['inference_only_attainment']:.1%}", "", ""),
         (
             "fine-tuning tokens/s",
@@ -103,7 +138,10 @@ def many(table: Table, result: dict[str, Any]) -> None:
         table.add_row(words, f"{result[name]:.0f}", f"{ours / result[name]:.2f} ×", memory)
     step, adapters = result["decode_step_ms"], result["decode_step_adapters_ms"]
     table.add_row(
-        "decode step without and with adapters, ms", f"{step:.1f}, {adapters:.1f}", f"{adapters / step:.2f}", ""
+        "decode step without and with adapters, ms",
+        f"{step:.1f}, {adapters:.1f}",
+        f"{adapters / step:.2f}",
+        "",
     )
 
 
@@ -117,21 +155,42 @@ def profile(table: Table, result: dict[str, Any]) -> None:
         cells = []
         for step in result["steps"]:
             spent, least = step["parts_ms"][part], step["floor_ms"][part]
-            cells += [f"{spent:.2f}", f"{spent / step['timed_ms']:.1%}", f"{least:.2f}" if least else ""]
+            cells += [
+                f"{spent:.2f}",
+                f"{spent / step['timed_ms']:.1%}",
+                f"{least:.2f}" if least else "",
+            ]
         table.add_row(part, *cells)
-    sums = [[f"{s['timed_ms']:.2f}", "", f"{sum(s['floor_ms'].values()):.2f}"] for s in result["steps"]]
+    sums = [
+        [f"{s['timed_ms']:.2f}", "", f"{sum(s['floor_ms'].values()):.2f}"] for s in result["steps"]
+    ]
     table.add_row("sum", *(cell for cells in sums for cell in cells))
-    wholes = [[f"{s['step_ms']:.2f}", f"{s['timed_ms'] / s['step_ms']:.1%}", ""] for s in result["steps"]]
+    wholes = [
+        [f"{s['step_ms']:.2f}", f"{s['timed_ms'] / s['step_ms']:.1%}", ""] for s in result["steps"]
+    ]
     table.add_row("the step, not timed by part", *(cell for cells in wholes for cell in cells))
 
 
 def serve(table: Table, result: dict[str, Any]) -> None:
     """Each server at each number of requests."""
     table.add_column("server")
-    for name in ("at once", "output tokens/s", "TTFT ms p50", "p90", "p99", "TPOT ms p50", "p90", "p99"):
+    for name in (
+        "at once",
+        "output tokens/s",
+        "TTFT ms p50",
+        "p90",
+        "p99",
+        "TPOT ms p50",
+        "p90",
+        "p99",
+    ):
         table.add_column(name, justify="right")
     for row in result["rows"]:
-        times = [row[f"{name}_{share}_ms"] for name in ("ttft", "tpot") for share in ("p50", "p90", "p99")]
+        times = [
+            row[f"{name}_{share}_ms"]
+            for name in ("ttft", "tpot")
+            for share in ("p50", "p90", "p99")
+        ]
         table.add_row(
             row["server"],
             str(row["concurrent"]),
@@ -141,7 +200,9 @@ def serve(table: Table, result: dict[str, Any]) -> None:
 
 
 def cluster_here(table: Table, result: dict[str, Any]) -> None:
-    """Real nodes, the same in virtual time, by what the latter differ, and runs of each side among themselves."""
+    """Real nodes, the same in virtual time, by what the latter differ, and runs of each side among
+    themselves.
+    """
     names = list(result["error"])
     for name in ("nodes", *names):
         table.add_column(name, justify="left" if name == "nodes" else "right")
@@ -157,13 +218,16 @@ def cluster_here(table: Table, result: dict[str, Any]) -> None:
         table.add_row(words, *(f"{each[name]:+.1%}" for name in names))
     number = {name: len(runs) for name, runs in result["runs"].items()}
     table.caption = (
-        f"Of {number['real']} real runs and {number['modelled']} modelled ones, each side together. Modelled messages "
+        f"Of {number['real']} real runs and {number['modelled']} modelled ones, each side "
+        f"together. Modelled messages "
         f"take {result['messages_ms']} ms, as measured of lone requests."
     )
 
 
 def cluster(table: Table, result: dict[str, Any]) -> None:
-    """Each placement in the mean over the settings, and the most that it reaches over separate nodes."""
+    """Each placement in the mean over the settings, and the most that it reaches over separate
+    nodes.
+    """
     names = (
         "placement",
         "tasks/s",
@@ -182,12 +246,19 @@ def cluster(table: Table, result: dict[str, Any]) -> None:
             row["placement"],
             *(f"{row['throughput']:.2f}", f"{row['utilisation']:.0%}", f"{row['attainment']:.1%}"),
             f"{row['inference_loss']:.3f}",
-            *(f"{result[each][row['placement']]:.3f}" for each in ("scheduling_ms", "scheduling_overload_ms")),
-            f"{over['throughput']:.2f} × tasks/s, {over['attainment']:.2f} × attainment" if over else "",
+            *(
+                f"{result[each][row['placement']]:.3f}"
+                for each in ("scheduling_ms", "scheduling_overload_ms")
+            ),
+            f"{over['throughput']:.2f} × tasks/s, {over['attainment']:.2f} × attainment"
+            if over
+            else "",
         )
     paper = result["paper_over_separate"]
     table.caption = (
-        f"LeMix's paper: {paper['throughput']} × tasks/s, {paper['attainment']} × attainment; nodes that never "
+        f"LeMix's paper: {paper['throughput']} × tasks/s, {paper['attainment']} × attainment; "
+        f"nodes that never "
         f"idle, split or not: {result['bound_over_separate']:.2f} × tasks/s. At an attainment of "
-        f"{result['equal_attainment']:.0%} ours does {result['ours_over_lemix']:.2f} × the tasks/s of lemix."
+        f"{result['equal_attainment']:.0%} ours does {result['ours_over_lemix']:.2f} × the tasks/s "
+        f"of lemix."
     )

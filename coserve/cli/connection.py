@@ -1,4 +1,6 @@
-"""How commands find a server: `--url` and `--api-key`, which all of them share; or one of their own for a while."""
+"""How commands find a server: `--url` and `--api-key`, which all of them share; or one of their own
+for a while.
+"""
 
 import os
 import signal
@@ -21,7 +23,8 @@ from coserve.server.running import running_servers
 
 
 def _found_url(context: typer.Context, parameter: typer.CallbackParam, url: str) -> str:
-    """Return the URL that was given, or else that of the one server that this user runs on this machine.
+    """Return the URL that was given, or else that of the one server that this user runs on this
+    machine.
 
     Raises:
         ServerError: Several servers run, none of them at the usual address.
@@ -34,7 +37,9 @@ def _found_url(context: typer.Context, parameter: typer.CallbackParam, url: str)
         return url
     if len(found) > 1:
         named = ", ".join(f"{server.url} ({server.model})" for server in found[:_MOST_NAMED])
-        raise ServerError(f"{len(found)} servers run here: {named}; name one with --url or COSERVE_URL")
+        raise ServerError(
+            f"{len(found)} servers run here: {named}; name one with --url or COSERVE_URL"
+        )
     typer.echo(f"using the server at {found[0].url} ({found[0].model})", err=True)
     return found[0].url
 
@@ -44,13 +49,18 @@ Url = Annotated[
     typer.Option(
         envvar="COSERVE_URL",
         metavar="URL",
-        help="The server to talk to; without, the one that coserve up runs on this machine, at whatever port.",
+        help=(
+            "The server to talk to; without, the one that coserve up runs on this machine, at "
+            "whatever port."
+        ),
         callback=_found_url,
     ),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(envvar=CLIENT_KEY, metavar="KEY", help="If the server was started with --api-key."),
+    typer.Option(
+        envvar=CLIENT_KEY, metavar="KEY", help="If the server was started with --api-key."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON, for programs.")]
 
@@ -73,7 +83,11 @@ def is_there(url: str, api_key: str | None = None) -> bool:
 
 @contextmanager
 def own_server(
-    model: str, *options: str, home: Path | None = None, log: Path, while_starting: Callable[[], None] = lambda: None
+    model: str,
+    *options: str,
+    home: Path | None = None,
+    log: Path,
+    while_starting: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
     """A server of the command's own, ready, for as long as the context lasts. Yields its URL.
 
@@ -87,7 +101,16 @@ def own_server(
         ServerError: it ended before it was ready, in its own last words.
     """
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "coserve", "up", model, "--port", url.rsplit(":", 1)[1], *options]
+    command = [
+        sys.executable,
+        "-m",
+        "coserve",
+        "up",
+        model,
+        "--port",
+        url.rsplit(":", 1)[1],
+        *options,
+    ]
     if home is not None:
         command += ["--home", str(home)]
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -123,11 +146,15 @@ def _wait_until_ready(
                 time.sleep(0.1)
             else:
                 return
-    raise ServerError(f"the server was not ready after {_START_GUARD_S:.0f} s; {log} has what it said")
+    raise ServerError(
+        f"the server was not ready after {_START_GUARD_S:.0f} s; {log} has what it said"
+    )
 
 
 def _last_words(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()
+    ]
     return lines[-1].removeprefix("error: ") if lines else "it said nothing"
 
 
@@ -149,7 +176,8 @@ def base_model(client: Client) -> str:
 
 
 def find_model(client: Client, name: str) -> str:
-    """The model that a name means: its id, or the newest whose id has it between its colons, such as a suffix.
+    """The model that a name means: its id, or the newest whose id has it between its colons, such
+    as a suffix.
 
     Raises:
         ServerError: there is none.
@@ -157,19 +185,36 @@ def find_model(client: Client, name: str) -> str:
     models: Sequence[dict[str, object]] = client.get("/v1/models", checkpoints=True)["data"]
     if any(model["id"] == name for model in models):
         return name
-    # The server lists what came later at the end: of one second, the last is the newest. Checkpoints carry the suffix,
-    # too; they are meant only where there is no finished model.
+    # The server lists what came later at the end: of one second, the last is the newest.
+    # Checkpoints carry the suffix, too; they are meant only where there is no finished model.
     ids = [str(model["id"]) for model in sorted(models, key=_rank)][::-1]
     meant = next((id for id in ids if name in id.split(":")), None)
     if meant is None:
-        more = f", and {len(ids) - _MOST_NAMED} more: coserve models" if len(ids) > _MOST_NAMED else ""
-        raise ServerError(f"the server has no model {name!r}; it has {', '.join(ids[:_MOST_NAMED])}{more}")
+        more = (
+            f", and {len(ids) - _MOST_NAMED} more: coserve models" if len(ids) > _MOST_NAMED else ""
+        )
+        raise ServerError(
+            f"the server has no model {name!r}; it has {', '.join(ids[:_MOST_NAMED])}{more}"
+        )
     return meant
 
 
 def _rank(model: dict[str, object]) -> tuple[bool, bool, int]:
     """The base highest, checkpoints lowest, the newest highest among their like."""
-    return not model.get("parent"), not is_checkpoint(str(model["id"])), int(str(model.get("created") or 0))
+    return (
+        not model.get("parent"),
+        not is_checkpoint(str(model["id"])),
+        int(str(model.get("created") or 0)),
+    )
 
 
-__all__ = ["DEFAULT_URL", "ApiKey", "Json", "Url", "base_model", "find_model", "is_there", "own_server"]
+__all__ = [
+    "DEFAULT_URL",
+    "ApiKey",
+    "Json",
+    "Url",
+    "base_model",
+    "find_model",
+    "is_there",
+    "own_server",
+]

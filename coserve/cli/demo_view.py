@@ -1,4 +1,6 @@
-"""What `coserve demo` shows while it runs, and at its end: rich's renderables from the demo's state and results."""
+"""What `coserve demo` shows while it runs, and at its end: rich's renderables from the demo's state
+and results.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +27,11 @@ from coserve.cli.drawing import (
 from coserve.cli.tables import table
 from coserve.workloads.summary import percentile
 
-_NAMES: dict[PhaseName, str] = {"requests": "requests alone", "job": "job alone", "both": "both at once"}
+_NAMES: dict[PhaseName, str] = {
+    "requests": "requests alone",
+    "job": "job alone",
+    "both": "both at once",
+}
 _KINDS = (("decode", "blue"), ("prefill", "cyan"), ("forward", "yellow"), ("backward", "red"))
 _OWNERS = {"kv": ("keys and values", "blue"), "activations": ("activations", "yellow")}
 # Rows are shown as the mean over this many of the last steps.
@@ -35,13 +41,17 @@ _RECENT_STEPS = 40
 def live_view(state: DemoState, width: int) -> RenderableType:
     """The whole screen; 80 columns are enough."""
     current = state.current
-    parts: list[RenderableType] = [Panel(_phases(state), title="coserve demo", title_align="left", border_style="cyan")]
+    parts: list[RenderableType] = [
+        Panel(_phases(state), title="coserve demo", title_align="left", border_style="cyan")
+    ]
     if current is not None:
         half = width // 2
         pair = Table.grid(expand=True)
         pair.add_column(ratio=1)
         pair.add_column(ratio=1)
-        requests = Panel(_requests(current, half - 4), title="requests, and their p99", title_align="left")
+        requests = Panel(
+            _requests(current, half - 4), title="requests, and their p99", title_align="left"
+        )
         tuning = Panel(_tuning(current, width - half - 4), title="fine-tuning", title_align="left")
         pair.add_row(requests, tuning)
         parts += [pair, Panel(_device(current, width - 4), title="the device", title_align="left")]
@@ -56,10 +66,14 @@ def _phases(state: DemoState) -> Text:
         if recording is None:
             lines.append(Text(f"  {_NAMES[name]}", style=DIM))
         elif recording is state.current and not recording.seconds:
-            lines.append(Text(f"▶ {_NAMES[name]:<15} ", style="bold").append(_clock(recording), style="none"))
+            lines.append(
+                Text(f"▶ {_NAMES[name]:<15} ", style="bold").append(_clock(recording), style="none")
+            )
         else:
             lines.append(
-                Text("✓ ", style=GOOD).append(f"{_NAMES[name]:<15} ", style="none").append_text(_came_to(recording))
+                Text("✓ ", style=GOOD)
+                .append(f"{_NAMES[name]:<15} ", style="none")
+                .append_text(_came_to(recording))
             )
     asks = state.current is None or state.current.seconds
     lines.append(Text(state.doing if asks else "", style=DIM))
@@ -98,7 +112,11 @@ def _requests(recording: Recording, width: int) -> Text:
     if slos and load.outcomes:
         limits = {f"{kind}_s": slos[f"{kind}_ms"] / 1e3 for kind in ("ttft", "tpot")}
         held = sum(outcome.attained(**limits) for outcome in load.outcomes) / len(load.outcomes)
-        lines.append(Text(f"{held:.1%}", style=GOOD if held >= 0.99 else BAD).append(" held both SLOs", style="none"))
+        lines.append(
+            Text(f"{held:.1%}", style=GOOD if held >= 0.99 else BAD).append(
+                " held both SLOs", style="none"
+            )
+        )
     return Text("\n").join(_padded(lines, 4))
 
 
@@ -124,7 +142,9 @@ def _tuning(recording: Recording, width: int) -> Text:
 
 def _device(recording: Recording, width: int) -> Text:
     steps = recording.steps[-_RECENT_STEPS:]
-    means = [sum(step[3 + kind] for step in steps) / len(steps) if steps else 0.0 for kind in range(4)]
+    means = [
+        sum(step[3 + kind] for step in steps) / len(steps) if steps else 0.0 for kind in range(4)
+    ]
     bar_width = max(10, width - 7)
     colours = [colour for _, colour in _KINDS]
     rows = Text("rows   ").append_text(stacked_bar(zip(means, colours, strict=True), bar_width))
@@ -156,11 +176,19 @@ def comparison(results: dict[str, Any]) -> Table:
         cells = [against(summary[kind]["p99"], slos[kind]) for summary in summaries]
         found.add_row(words, *cells, "")
     shares = [summary["attainment"] for summary in summaries]
-    found.add_row("held both SLOs", *("–" if share is None else f"{share:.1%}" for share in shares), "")
+    found.add_row(
+        "held both SLOs", *("–" if share is None else f"{share:.1%}" for share in shares), ""
+    )
     tunings = [phases[name]["tuning"] for name in ("both", "job")]
     rates = [tuning["tokens_per_s"] for tuning in tunings]
-    found.add_row("fine-tuning tokens/s", "", *("–" if rate is None else f"{rate:,.0f}" for rate in rates))
-    found.add_row("optimizer steps", "", *(f"{tuning['steps']:,} in {tuning['seconds']:.0f} s" for tuning in tunings))
+    found.add_row(
+        "fine-tuning tokens/s", "", *("–" if rate is None else f"{rate:,.0f}" for rate in rates)
+    )
+    found.add_row(
+        "optimizer steps",
+        "",
+        *(f"{tuning['steps']:,} in {tuning['seconds']:.0f} s" for tuning in tunings),
+    )
     return found
 
 

@@ -1,4 +1,6 @@
-"""Pieces of live views: sparklines, stacked bars, latencies beside their SLOs. Pure functions to rich's texts."""
+"""Pieces of live views: sparklines, stacked bars, latencies beside their SLOs. Pure functions to
+rich's texts.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -42,8 +44,12 @@ def resampled(values: Sequence[float], width: int) -> list[float]:
     return [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
 
 
-def stacked_bar(parts: Iterable[tuple[float, str]], width: int, *, total: float | None = None) -> Text:
-    """Parts, each in its colour, as shares of the total (their sum, if none is given), in a bar of that width."""
+def stacked_bar(
+    parts: Iterable[tuple[float, str]], width: int, *, total: float | None = None
+) -> Text:
+    """Parts, each in its colour, as shares of the total (their sum, if none is given), in a bar of
+    that width.
+    """
     sizes = [(max(0.0, size), colour) for size, colour in parts]
     whole = total or sum(size for size, _ in sizes)
     text, below = Text(), 0.0

@@ -1,4 +1,6 @@
-"""What jobs have made, by name, in a server's home: adapters, and the models of full fine-tuning."""
+"""What jobs have made, by name, in a server's home: adapters, and the models of full
+fine-tuning.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """name: of the fine-tuned model, or of a checkpoint. directory: its files. base: the model that was trained."""
+    """name: of the fine-tuned model, or of a checkpoint. directory: its files. base: the model that
+    was trained.
+    """
 
     name: str
     directory: Path
@@ -27,12 +31,12 @@ class Finished:
 
 
 def find_finished(name: str, home: str | None, database: str | None) -> Finished:
-    """By the name of a fine-tuned model or a checkpoint, by the job's id, or "last": the newest. A server may use the
-    home meanwhile.
+    """By the name of a fine-tuned model or a checkpoint, by the job's id, or "last": the newest. A
+    server may use the home meanwhile.
 
     Raises:
-        CoserveError: there is no such home. AdapterError: no such name, with those that there are; or the
-            job has no finished model, with its checkpoints.
+        CoserveError: there is no such home. AdapterError: no such name, with those that there are;
+            or the job has no finished model, with its checkpoints.
     """
     from coserve.jobs.databases import database_url
     from coserve.jobs.names import is_checkpoint
@@ -50,22 +54,31 @@ def find_finished(name: str, home: str | None, database: str | None) -> Finished
     models = [each for each in records if not is_checkpoint(each.name)]
     newest = sorted(models, key=lambda each: each.created_at)[-1:] if name == "last" else []
     for record in (
-        [each for each in records if each.name == name] or [each for each in models if each.job == name] or newest
+        [each for each in records if each.name == name]
+        or [each for each in models if each.job == name]
+        or newest
     ):
         return Finished(name=record.name, directory=Path(record.directory or ""), base=record.base)
     if status is not None:
         steps = ", ".join(record.name for record in records if record.job == name) or "none"
-        raise AdapterError(f"job {name} is {status} and has no finished model; it has these checkpoints: {steps}")
+        raise AdapterError(
+            f"job {name} is {status} and has no finished model; it has these checkpoints: {steps}"
+        )
     known = ", ".join(record.name for record in models) or "none"
     raise AdapterError(f"there is no finished model {name!r}; there are: {known}")
 
 
 def with_finished_model(config: "ServerConfig") -> "ServerConfig":
-    """The files of a model that a job has made, by its name; clients call it so, too. Other names stay as they are."""
+    """The files of a model that a job has made, by its name; clients call it so, too. Other names
+    stay as they are.
+    """
     if not config.model.startswith("ft:") or Path(config.model).exists():
         return config
     found = find_finished(config.model, config.home, config.database)
     if not found.is_model:
-        raise AdapterError(f"{found.name} is an adapter of {found.base}: a server of that model serves it by its name")
+        raise AdapterError(
+            f"{found.name} is an adapter of {found.base}: a server of that model serves it by its "
+            f"name"
+        )
     names = config.served_model_names or (found.name,)
     return replace(config, model=str(found.directory), served_model_names=names)

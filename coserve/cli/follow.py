@@ -1,4 +1,6 @@
-"""Follows a fine-tuning job on a server until it is over: its progress, and what requests see meanwhile."""
+"""Follows a fine-tuning job on a server until it is over: its progress, and what requests see
+meanwhile.
+"""
 
 import signal
 import time
@@ -24,10 +26,11 @@ _MOST_SILENCE_S = 120.0
 
 @contextmanager
 def ctrl_c() -> Iterator[Event]:
-    """An event that the first Ctrl-C sets; a second raises KeyboardInterrupt, for who waits for a server that hangs.
+    """An event that the first Ctrl-C sets; a second raises KeyboardInterrupt, for who waits for a
+    server that hangs.
 
-    Not an exception at once: Python drops one that is raised in a callback of the interpreter (`__del__`, the lock of
-    an import), and then nobody stops.
+    Not an exception at once: Python drops one that is raised in a callback of the interpreter
+    (`__del__`, the lock of an import), and then nobody stops.
     """
     stop = Event()
 
@@ -48,8 +51,8 @@ def ctrl_c() -> Iterator[Event]:
 
 
 def follow(client: Client, job: dict[str, Any], console: Console, stop: Event) -> JobProgress:
-    """Show a job until it is over, or `stop` is set, which leaves it as it is. On a terminal a view that moves,
-    elsewhere lines (`worth_a_line`).
+    """Show a job until it is over, or `stop` is set, which leaves it as it is. On a terminal a view
+    that moves, elsewhere lines (`worth_a_line`).
 
     Raises:
         ServerError: the server is gone, and does not come back.
@@ -59,7 +62,9 @@ def follow(client: Client, job: dict[str, Any], console: Console, stop: Event) -
         for event in worth_a_line(chain.from_iterable(_polls(client, progress, stop))):
             console.print(event_line(event), soft_wrap=True)
         return progress
-    with Live(view(progress, console.width), console=console, refresh_per_second=4, transient=False) as live:
+    with Live(
+        view(progress, console.width), console=console, refresh_per_second=4, transient=False
+    ) as live:
         for events in _polls(client, progress, stop):
             for event in events:
                 if event.get("type") != "metrics":
@@ -74,7 +79,9 @@ def view(progress: JobProgress, width: int) -> RenderableType:
     slos = progress.status.get("objectives") or {}
     head = Text.assemble((job["status"], "bold"), "  ")
     if progress.num_steps:
-        head.append_text(progress_bar(progress.step / progress.num_steps, max(10, min(40, width - 48))))
+        head.append_text(
+            progress_bar(progress.step / progress.num_steps, max(10, min(40, width - 48)))
+        )
         head.append(f"  step {progress.step:,} of {progress.num_steps:,}")
     elif progress.step:
         head.append(f"step {progress.step:,}")
@@ -84,7 +91,9 @@ def view(progress: JobProgress, width: int) -> RenderableType:
     if progress.loss is not None:
         learning = Text.assemble("loss ", (f"{progress.loss:.4g}", "bold"), " ")
         room = max(10, min(40, width - 54))
-        learning.append_text(sparkline(resampled(list(progress.losses.values()), room), room, low=0.0))
+        learning.append_text(
+            sparkline(resampled(list(progress.losses.values()), room), room, low=0.0)
+        )
         if progress.validation_loss is not None:
             learning.append(f"  validation {progress.validation_loss:.4g}")
         for name, share in progress.answers.items():
@@ -110,8 +119,8 @@ def _meanwhile(requests: dict[str, Any], slos: dict[str, Any]) -> Text:
 
 
 def _polls(client: Client, progress: JobProgress, stop: Event) -> Iterator[list[dict[str, Any]]]:
-    """The new events of each poll, until the job is over or `stop` is set; a server that is busy starting again is
-    waited for.
+    """The new events of each poll, until the job is over or `stop` is set; a server that is busy
+    starting again is waited for.
     """
     gone_since_s: float | None = None
     while not stop.is_set():
@@ -128,8 +137,8 @@ def _polls(client: Client, progress: JobProgress, stop: Event) -> Iterator[list[
 
 
 def worth_a_line(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A job's events, its steps thinned out: the first step of each second, and the last before any other event, so
-    that the job's first and last step are always among them.
+    """A job's events, its steps thinned out: the first step of each second, and the last before any
+    other event, so that the job's first and last step are always among them.
     """
     held: dict[str, Any] | None = None  # a step that is told if it turns out to be the last
     told_s: int | None = None

@@ -1,4 +1,6 @@
-"""The `coserve` command. Errors come out as one line; logging is configured here, and by `coserve up`."""
+"""The `coserve` command. Errors come out as one line; logging is configured here, and by `coserve
+up`.
+"""
 
 import asyncio
 import logging
@@ -14,8 +16,8 @@ from coserve.cli import commands
 from coserve.errors import CoserveError
 from coserve.version import VERSION
 
-# Typer's own copy of click, or click itself where Typer still uses it: the base of everything wrong with a command
-# line.
+# Typer's own copy of click, or click itself where Typer still uses it: the base of everything wrong
+# with a command line.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
@@ -42,7 +44,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -58,19 +63,24 @@ commands.add_to(app)
 
 
 def main() -> None:
-    """Entry point of the console script: every mistake is one line on stderr and a status that is not 0."""
+    """Entry point of the console script: every mistake is one line on stderr and a status that is
+    not 0.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     was_ended = False
 
     def end(number: int, _: FrameType | None) -> None:
-        """By default SIGTERM would leave over the servers that a benchmark or a chat has started."""
+        """By default SIGTERM would leave over the servers that a benchmark or a chat has
+        started.
+        """
         nonlocal was_ended
         was_ended = True
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             sys.exit(_ENDED)
-        # SystemExit in the middle of one task can leave others waiting for good; SIGINT has them cancelled.
+        # SystemExit in the middle of one task can leave others waiting for good; SIGINT has them
+        # cancelled.
         signal.raise_signal(signal.SIGINT)
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -79,12 +89,18 @@ def main() -> None:
         status = app(prog_name="coserve", standalone_mode=False)
     except CoserveError as error:
         # What a command says that was ended in its middle may be a consequence of that.
-        _fail(f"{error}{_KEY_HINT if getattr(error, 'status', None) == 401 else ''}", _ENDED if was_ended else 1)
+        _fail(
+            f"{error}{_KEY_HINT if getattr(error, 'status', None) == 401 else ''}",
+            _ENDED if was_ended else 1,
+        )
     except _UsageError as error:
         if not error.format_message():  # no command: its help has been shown
             raise SystemExit(error.exit_code) from None
         command = error.ctx.command_path if error.ctx else "coserve"
-        _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help", error.exit_code)
+        _fail(
+            f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help",
+            error.exit_code,
+        )
     except typer.Abort:
         _fail("interrupted", _ENDED if was_ended else 130)
     except Exception as error:

@@ -7,6 +7,10 @@ import typer
 TensorParallel = Annotated[
     int,
     typer.Option(
-        min=1, help="Devices that hold the model together, over the link of --hardware; each such group counts as one."
+        min=1,
+        help=(
+            "Devices that hold the model together, over the link of --hardware; each such group "
+            "counts as one."
+        ),
     ),
 ]

@@ -18,13 +18,24 @@ if TYPE_CHECKING:
     from coserve.graph.rematerialize import Weighing
     from coserve.models.local import LocalModel
 
-_WORDS = {State.WHOLE: "whole", State.COPIED: "whole", State.PART: "part of a sum", State.FIRST: "rank 0"}
+_WORDS = {
+    State.WHOLE: "whole",
+    State.COPIED: "whole",
+    State.PART: "part of a sum",
+    State.FIRST: "rank 0",
+}
 
 
 def rank_layout(
-    config: "AdapterConfig", layout: "AdapterLayout", size: int, layer: int, program: "Program", by: "Weighing"
+    config: "AdapterConfig",
+    layout: "AdapterLayout",
+    size: int,
+    layer: int,
+    program: "Program",
+    by: "Weighing",
 ) -> dict[str, Any]:
-    """Return how ranks divide a model: a block in full, with the adapter on it, and the bytes of one rank.
+    """Return how ranks divide a model: a block in full, with the adapter on it, and the bytes of
+    one rank.
 
     Args:
         config: the adapter's method.
@@ -49,7 +60,10 @@ def rank_layout(
     graph = attached.by_training[True][layer].graph
     prefix = layout.architecture.prefix(layer)
     states: Mapping[str, AnyState] = attached.divided[layer].states if attached.divided else {}
-    rows = {node: node.operator.moved_bytes_per_row(graph.slot_specs(node), dtype) for node in graph.nodes}
+    rows = {
+        node: node.operator.moved_bytes_per_row(graph.slot_specs(node), dtype)
+        for node in graph.nodes
+    }
     forward = [node for node in graph.nodes if node.operator.moves]
     backward = [node for node in graph.nodes if node.operator.moves_gradient]
     return {
@@ -74,15 +88,21 @@ def rank_layout(
             }
             for node in graph.nodes
         ],
-        "summed": sorted(name.removeprefix(prefix) for name in attached.summed if name.startswith(prefix)),
+        "summed": sorted(
+            name.removeprefix(prefix) for name in attached.summed if name.startswith(prefix)
+        ),
     }
 
 
 def _saved(
-    graph: "Graph", states: Mapping[str, AnyState], size: int, asked: Collection[str], by: "Weighing"
+    graph: "Graph",
+    states: Mapping[str, AnyState],
+    size: int,
+    asked: Collection[str],
+    by: "Weighing",
 ) -> dict[str, Any]:
-    """Return what a rank saves of a row of a block: bytes with rows that all ranks have saved whole, or in pieces, and
-    what is gathered then.
+    """Return what a rank saves of a row of a block: bytes with rows that all ranks have saved
+    whole, or in pieces, and what is gathered then.
     """
     from coserve.graph.division import Division, dividable
     from coserve.graph.program import compile_program
@@ -102,7 +122,9 @@ def _saved(
 
 
 def _weight_bytes(local: "LocalModel", dtype: "torch.dtype") -> int:
-    """Return the bytes of a rank's weights in the compute dtype; a tied head is the table of embeddings."""
+    """Return the bytes of a rank's weights in the compute dtype; a tied head is the table of
+    embeddings.
+    """
     from coserve.models.base import HEAD
 
     return sum(
@@ -114,7 +136,9 @@ def _weight_bytes(local: "LocalModel", dtype: "torch.dtype") -> int:
 
 
 def _words(state: AnyState) -> str:
-    """Return a state in words: for a cut, the entries of a rank, of how many, and which dimension that is."""
+    """Return a state in words: for a cut, the entries of a rank, of how many, and which dimension
+    that is.
+    """
     if not isinstance(state, Cut):
         return _WORDS[state]
     dim = {-1: "", -2: " rows", -3: " channels"}[state.dim]
@@ -129,7 +153,8 @@ def layout_table(layout: dict[str, Any], layer: int, wide: bool) -> "Table":
     from coserve.cli.tables import table
 
     found = table(
-        *("operator", "node", *(["weights"] * wide), "gives"), title=f"Block {layer} on each of {layout['size']} ranks"
+        *("operator", "node", *(["weights"] * wide), "gives"),
+        title=f"Block {layer} on each of {layout['size']} ranks",
     )
     for node in layout["nodes"]:
         weights = "; ".join(dict.fromkeys(node["weights"].values()))
@@ -141,7 +166,8 @@ def layout_words(layout: dict[str, Any]) -> str:
     """Return what a rank holds and sends, in a sentence each."""
     share = layout["weight_bytes"] / layout["whole_weight_bytes"]
     sums = [
-        f"{len(layout[way])} collectives of {sum(each['bytes_per_row'] for each in layout[way]):,} bytes per row {way}"
+        f"{len(layout[way])} collectives of {sum(each['bytes_per_row'] for each in layout[way]):,} "
+        f"bytes per row {way}"
         for way in ("forward", "backward")
     ]
     saved, gathered = layout["saved"], layout["saved"]["gathered"]
@@ -149,11 +175,15 @@ def layout_words(layout: dict[str, Any]) -> str:
     words = f"Of a token, it saves {saved['whole_bytes_per_token']:,} bytes of this block for the backward pass"
     if gathered:
         words += (
-            f"; {saved['divided_bytes_per_token']:,} where ranks save columns of what all of them have "
-            f"({', '.join(each['tensor'] for each in gathered)}), for {len(gathered)} gathers of {num_bytes:,} bytes "
+            f"; {saved['divided_bytes_per_token']:,} where ranks save columns of what all of them "
+            f"have "
+            f"({', '.join(each['tensor'] for each in gathered)}), for {len(gathered)} gathers of "
+            f"{num_bytes:,} bytes "
             "per row backward, unless their link is too slow for that"
         )
     return (
-        f"A rank holds {layout['weight_bytes'] / 2**20:,.1f} MiB of weights, {share:.1%} of the model, and "
-        f"{layout['kv_bytes_per_token']:,} bytes of K and V per token. In this block: {' and '.join(sums)}. {words}."
+        f"A rank holds {layout['weight_bytes'] / 2**20:,.1f} MiB of weights, {share:.1%} of the "
+        f"model, and "
+        f"{layout['kv_bytes_per_token']:,} bytes of K and V per token. In this block: "
+        f"{' and '.join(sums)}. {words}."
     )

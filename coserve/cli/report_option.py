@@ -1,4 +1,6 @@
-"""The option that says where a report goes: looked at before anything runs, written once the results have been told."""
+"""The option that says where a report goes: looked at before anything runs, written once the
+results have been told.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Commands whose options are the fields of `ServerConfig`: `coserve up`, and `coserve cluster up`."""
+"""Commands whose options are the fields of `ServerConfig`: `coserve up`, and `coserve cluster
+up`.
+"""
 
 import inspect
 import re
@@ -17,8 +19,8 @@ from coserve.server.options import GROUPS, option_of
 
 
 def server_config(**given: Any) -> ServerConfig:
-    """Return the configuration that options describe, with the keys of COSERVE_API_KEYS and the database of
-    COSERVE_DATABASE, which are taken out of the environment.
+    """Return the configuration that options describe, with the keys of COSERVE_API_KEYS and the
+    database of COSERVE_DATABASE, which are taken out of the environment.
 
     Raises:
         CoserveError: says what is wrong, by the names of options.
@@ -33,7 +35,9 @@ def server_config(**given: Any) -> ServerConfig:
 
 
 def _with_environment(keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys of --api-key, and after them those of the environment that are not among them."""
+    """Return the keys of --api-key, and after them those of the environment that are not among
+    them.
+    """
     tenants = {digest: tenant for tenant, digest in map(tenant_and_digest, keys)}
     more: list[str] = []
     for tenant, digest in map(tenant_and_digest, take_variable(SERVER_KEYS).split()):
@@ -42,13 +46,16 @@ def _with_environment(keys: Sequence[str]) -> tuple[str, ...]:
             more.append(f"{tenant}={digest}")
         elif tenants[digest] != tenant:
             raise CoserveError(
-                f"{SERVER_KEYS} gives a key to tenant {tenant!r} that is tenant {tenants[digest]!r}'s already"
+                f"{SERVER_KEYS} gives a key to tenant {tenant!r} that is tenant "
+                f"{tenants[digest]!r}'s already"
             )
     return (*keys, *more)
 
 
 def _by_option_names(message: str) -> str:
-    """What is wrong with the configuration, by the names of options: a field is the first word, or has underscores."""
+    """What is wrong with the configuration, by the names of options: a field is the first word, or
+    has underscores.
+    """
     options = {one.name: option_of(one).option for one in fields(ServerConfig)}
     first, space, rest = message.partition(" ")
     rest = re.sub(r"\w+_\w+", lambda word: options.get(word[0]) or word[0], rest)
@@ -56,7 +63,9 @@ def _by_option_names(message: str) -> str:
 
 
 def _parameter(one: "Field[Any]", kind: Any, title: str) -> inspect.Parameter:
-    """A field of the configuration as a parameter that Typer reads. title: of its part of the help text."""
+    """A field of the configuration as a parameter that Typer reads. title: of its part of the help
+    text.
+    """
     option = option_of(one)
     default, parse = one.default, option.parse
     shared: dict[str, Any] = {
@@ -72,11 +81,14 @@ def _parameter(one: "Field[Any]", kind: Any, title: str) -> inspect.Parameter:
         default = None
     elif isinstance(default, tuple):
         element = Path if Path in get_args(kind) else str
-        marked = Annotated[list[element], typer.Option(option.option, metavar=option.metavar, **shared)]  # type: ignore[valid-type]
+        shared["metavar"] = option.metavar
+        marked = Annotated[list[element], typer.Option(option.option, **shared)]  # type: ignore[valid-type]
         default = []
     else:
         marked = Annotated[kind, typer.Option(option.option, **shared)]
-    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=marked)
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=marked
+    )
 
 
 def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -89,16 +101,28 @@ def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parsed
 
 
-def with_server_options(run: Callable[..., None], more: Sequence[inspect.Parameter] = ()) -> Callable[..., None]:
-    """The command, with a parameter for every field of its server's configuration, and some more after the first."""
+def with_server_options(
+    run: Callable[..., None], more: Sequence[inspect.Parameter] = ()
+) -> Callable[..., None]:
+    """The command, with a parameter for every field of its server's configuration, and some more
+    after the first.
+    """
     kinds = get_type_hints(ServerConfig)
     first, *others = [
-        _parameter(one, kinds[one.name], title) for title, group in GROUPS.items() for one in fields(group)
+        _parameter(one, kinds[one.name], title)
+        for title, group in GROUPS.items()
+        for one in fields(group)
     ]
     parameters = [first, *more, *others]
 
     def up(**given: Any) -> None:
-        run(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None})
+        run(
+            **{
+                name: tuple(v) if isinstance(v, list) else v
+                for name, v in given.items()
+                if v is not None
+            }
+        )
 
     up.__doc__ = run.__doc__
     up.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -51,7 +51,8 @@ class StartBars:
 
 
 class StartLines:
-    """One line per stage and some within it, for a log: programs and people who read it see what takes the time.
+    """One line per stage and some within it, for a log: programs and people who read it see what
+    takes the time.
 
     They are written whatever the log level is, unless only errors are wanted.
     """
@@ -72,12 +73,16 @@ class StartLines:
         """End; nothing is left open."""
 
     def show(self, stage: str, done: int = 0, total: int = 0) -> None:
-        """Write how far a stage is, if it is a new one or some seconds have passed. total: 0 if it is not known."""
+        """Write how far a stage is, if it is a new one or some seconds have passed. total: 0 if it
+        is not known.
+        """
         now_s = self._time_s()
         if stage == self._stage and now_s - self._last_s < _BETWEEN_LINES_S:
             return
         self._stage, self._last_s = stage, now_s
-        _log.info("%s%s (%.1f s)", stage, f", {done} of {total}" if total else "", now_s - self._start_s)
+        _log.info(
+            "%s%s (%.1f s)", stage, f", {done} of {total}" if total else "", now_s - self._start_s
+        )
 
 
 def start_view(log_level: str) -> StartBars | StartLines:

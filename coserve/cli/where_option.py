@@ -27,4 +27,7 @@ Where = Annotated[
 
 def values_by_column(pairs: Sequence[str] | None) -> dict[str, str]:
     """Of the option; a column's last value counts."""
-    return {column.strip(): value.strip() for column, _, value in (pair.partition("=") for pair in pairs or ())}
+    return {
+        column.strip(): value.strip()
+        for column, _, value in (pair.partition("=") for pair in pairs or ())
+    }

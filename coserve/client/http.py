@@ -1,7 +1,7 @@
 """The server from the other side: what the commands and the load generator say to it over HTTP.
 
-Small on purpose: programs of users speak through the `openai` client; this one needs nothing but httpx, and turns every
-failure into one line.
+Small on purpose: programs of users speak through the `openai` client; this one needs nothing but
+httpx, and turns every failure into one line.
 """
 
 import json
@@ -17,27 +17,35 @@ from coserve.errors import DataError, RequestError, ServerError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-# Seconds until a connection stands; and between two pieces of an answer: a busy engine may take long to the first.
+# Seconds until a connection stands; and between two pieces of an answer: a busy engine may take
+# long to the first.
 _TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 _JSON = {"Content-Type": "application/json"}
 _PER_PAGE = 100
 
 
 class Client:
-    """One server, and the key for it. Every call raises ServerError with one line, and RequestError for what cannot be
-    sent; not to be shared by threads.
+    """One server, and the key for it. Every call raises ServerError with one line, and RequestError
+    for what cannot be sent; not to be shared by threads.
     """
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None) -> None:
-        """url: with or without `/v1` at its end. ServerError: it is no address, or the key is none."""
+        """url: with or without `/v1` at its end. ServerError: it is no address, or the key is
+        none.
+        """
         self.url = base_url(url)
-        self._http = httpx.Client(base_url=self.url, headers=auth_headers(api_key), timeout=_TIMEOUT)
+        self._http = httpx.Client(
+            base_url=self.url, headers=auth_headers(api_key), timeout=_TIMEOUT
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -47,10 +55,14 @@ class Client:
 
     def get(self, path: str, **params: Any) -> Any:
         """The JSON of an answer; None in params is left out."""
-        return self._send("GET", path, params={name: value for name, value in params.items() if value is not None})
+        return self._send(
+            "GET", path, params={name: value for name, value in params.items() if value is not None}
+        )
 
     def each(self, path: str) -> Iterator[dict[str, Any]]:
-        """Of a list of the API that comes in pages: the newest first, asked for as they are wanted."""
+        """Of a list of the API that comes in pages: the newest first, asked for as they are
+        wanted.
+        """
         after: str | None = None
         while True:
             page = self.get(path, after=after, limit=_PER_PAGE)
@@ -82,14 +94,19 @@ class Client:
         try:
             with path.open("rb") as file:
                 record: dict[str, Any] = self._send(
-                    "POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": purpose}
+                    "POST",
+                    "/v1/files",
+                    files={"file": (path.name, file)},
+                    data={"purpose": purpose},
                 )
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
         return record
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of a streamed answer as they come; closing the iterator early cancels the request."""
+        """The chunks of a streamed answer as they come; closing the iterator early cancels the
+        request.
+        """
         try:
             content = _encoded({**body, "stream": True})
             with self._http.stream("POST", path, content=content, headers=_JSON) as answer:
@@ -112,36 +129,47 @@ class Client:
         try:
             return answer.json()
         except ValueError:
-            raise ServerError(f"{self.url}{path} did not answer with JSON: is it a coserve server?") from None
+            raise ServerError(
+                f"{self.url}{path} did not answer with JSON: is it a coserve server?"
+            ) from None
 
     def _unreachable(self, error: Exception) -> ServerError:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return ServerError(f"no server at {self.url}: start one with `coserve up`, or name one with --url")
+            return ServerError(
+                f"no server at {self.url}: start one with `coserve up`, or name one with --url"
+            )
         return ServerError(f"{self.url}: {_one_line(error) or type(error).__name__}")
 
 
 def base_url(url: str) -> str:
     """Without `/v1` and slashes at its end; ServerError if it is no address."""
     if not url.lower().startswith(("http://", "https://")):
-        raise ServerError(f"{url!r} is no address of a server: it must begin with http:// or https://")
+        raise ServerError(
+            f"{url!r} is no address of a server: it must begin with http:// or https://"
+        )
     try:
         host = httpx.URL(url).host
     except httpx.InvalidURL as error:
         raise ServerError(f"{url!r} is no address of a server: {error}") from None
     if not host:
-        raise ServerError(f"{url!r} is no address of a server: it must have a host, such as {DEFAULT_URL}")
+        raise ServerError(
+            f"{url!r} is no address of a server: it must have a host, such as {DEFAULT_URL}"
+        )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
     """As OpenAI's API has it; ServerError if a header cannot hold the key, which is not shown."""
     if api_key and not (api_key.isascii() and api_key.isprintable()):
-        raise ServerError("the API key is none: a key has no line ends, and no letters beyond ASCII")
+        raise ServerError(
+            "the API key is none: a key has no line ends, and no letters beyond ASCII"
+        )
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def chunk_of(line: str) -> dict[str, Any] | None:
-    """What a line of a stream of server-sent events says; None for an empty one, a comment and the last.
+    """What a line of a stream of server-sent events says; None for an empty one, a comment and the
+    last.
 
     Raises:
         ServerError: the stream says that the request failed.
@@ -169,10 +197,14 @@ def _encoded(body: dict[str, Any]) -> bytes:
 
 
 def _faults(value: Any, place: str) -> Iterator[str]:
-    """What JSON does not have: numbers that are not finite, and text of bytes that were not UTF-8."""
+    """What JSON does not have: numbers that are not finite, and text of bytes that were not
+    UTF-8.
+    """
     if isinstance(value, float) and not isfinite(value):
         yield f"{place} must be a finite number, not {value}"
-    elif isinstance(value, str) and value.encode(errors="replace") != value.encode(errors="surrogatepass"):
+    elif isinstance(value, str) and value.encode(errors="replace") != value.encode(
+        errors="surrogatepass"
+    ):
         yield f"{place} must be UTF-8, not {value!r}"
     elif isinstance(value, dict):
         for name, each in value.items():

@@ -1,4 +1,6 @@
-"""A fine-tuning job as a client sees it, poll by poll: how far it is, and how the server fares meanwhile."""
+"""A fine-tuning job as a client sees it, poll by poll: how far it is, and how the server fares
+meanwhile.
+"""
 
 import time
 from dataclasses import dataclass, field
@@ -23,7 +25,9 @@ class JobProgress:
     validation_loss: float | None = None
     tokens_per_s: float | None = None
     reward_margin: float | None = None  # of a job that learns preferences
-    answers: dict[str, float] = field(default_factory=dict)  # metrics of its answers to the validation file
+    answers: dict[str, float] = field(
+        default_factory=dict
+    )  # metrics of its answers to the validation file
     _last_event: str | None = None
 
     @property
@@ -44,7 +48,10 @@ class JobProgress:
         """Ask the server once. Returns the events that are new, oldest first."""
         self.job = client.get(f"/v1/fine_tuning/jobs/{self.job['id']}")
         known = self.job.get("coserve") or {}
-        self.step, self.num_steps = known.get("step") or self.step, known.get("total_steps") or self.num_steps
+        self.step, self.num_steps = (
+            known.get("step") or self.step,
+            known.get("total_steps") or self.num_steps,
+        )
         new = events_after(client, self.job["id"], self._last_event)
         for event in new:
             self._last_event = event["id"]

@@ -1,1 +1,3 @@
-"""Cluster: many nodes: what each reports (NodeView), and which of them gets a request or a job (Placement)."""
+"""Cluster: many nodes: what each reports (NodeView), and which of them gets a request or a job
+(Placement).
+"""

@@ -1,8 +1,9 @@
-"""Whose weights the nodes of a cluster serve: the model's own, or what full fine-tuning makes of them.
+"""Whose weights the nodes of a cluster serve: the model's own, or what full fine-tuning makes of
+them.
 
-There is one copy of the weights on each node, which a job trains where it serves. So such a job is divided among all
-nodes; and a node whose engine starts when the job is over, with the model's own weights, is used beside the others only
-when it has taken in what the job has made (`newcomers.py`).
+There is one copy of the weights on each node, which a job trains where it serves. So such a job is
+divided among all nodes; and a node whose engine starts when the job is over, with the model's own
+weights, is used beside the others only when it has taken in what the job has made (`newcomers.py`).
 """
 
 from dataclasses import replace
@@ -22,7 +23,11 @@ class ChangedWeights:
         """How a job is divided; None: not at all."""
         if job.changes_model:
             return job.data_parallel or DataParallel()
-        return None if job.data_parallel is None or job.data_parallel.num_nodes == 1 else job.data_parallel
+        return (
+            None
+            if job.data_parallel is None or job.data_parallel.num_nodes == 1
+            else job.data_parallel
+        )
 
     def number(self, job: JobStart, asked: DataParallel, num_nodes: int) -> int:
         """Among how many of as many nodes."""
@@ -44,8 +49,8 @@ class ChangedWeights:
             self._by = None
 
     def changed_by(self, *, has_others: bool) -> JobStart | None:
-        """The job whose weights, in its checkpoint, an engine that has just started is to take in; None: none, it is as
-        the others are. has_others: of the cluster's engines, some are in use.
+        """The job whose weights, in its checkpoint, an engine that has just started is to take in;
+        None: none, it is as the others are. has_others: of the cluster's engines, some are in use.
         """
         if not has_others:
             self._by = None if self._is_over else self._by

@@ -57,9 +57,14 @@ class ClusterJobs:
     """Belongs to one event loop."""
 
     def __init__(
-        self, scheduler: ClusterScheduler, place: Callable[[], None], failed: Callable[[JobEvent], None]
+        self,
+        scheduler: ClusterScheduler,
+        place: Callable[[], None],
+        failed: Callable[[JobEvent], None],
     ) -> None:
-        """place: places what waits; see `placed`. failed: told of a job that no node took in the end."""
+        """place: places what waits; see `placed`. failed: told of a job that no node took in the
+        end.
+        """
         self._scheduler, self._place, self._failed = scheduler, place, failed
         self._jobs: dict[str, _Job] = {}
         self._made: dict[str, AdapterRef] = {}  # by name, the oldest first
@@ -87,26 +92,36 @@ class ClusterJobs:
         return found is not None and found.state.start.shard is not None
 
     def makers(self, adapter: str) -> set[ClusterNode] | None:
-        """Nodes that have been told to make an adapter, none while its job moves; None: no job makes it."""
+        """Nodes that have been told to make an adapter, none while its job moves; None: no job
+        makes it.
+        """
         jobs = [job.state for job in self._jobs.values() if job.state.start.name == adapter]
         return {job.told for job in jobs if job.told is not None} if jobs else None
 
     def made(self, adapter: str) -> AdapterRef | None:
-        """Where an adapter lies that a job has made, which has succeeded of late; None: there is none."""
+        """Where an adapter lies that a job has made, which has succeeded of late; None: there is
+        none.
+        """
         return self._made.get(adapter)
 
     # -- what is asked of them ------------------------------------------------------------
 
     async def start(self, job: JobStart, *, excluded: frozenset[str] = frozenset()) -> None:
-        """See `JobEngine`; one that must wait for a node has been taken, too. excluded: nodes where it cannot go."""
-        started = self._jobs[job.id] = _Job(state=PlacedJob(start=job, excluded=excluded, rests=job.paused))
+        """See `JobEngine`; one that must wait for a node has been taken, too. excluded: nodes where
+        it cannot go.
+        """
+        started = self._jobs[job.id] = _Job(
+            state=PlacedJob(start=job, excluded=excluded, rests=job.paused)
+        )
         self._made.pop(job.name, None)
         self._scheduler.submit(task_of_job(job, excluded=excluded))
         self._place()
         await self._start_when_placed(started)
 
     async def have_begun(self, ids: Collection[str], limit_s: float) -> None:
-        """Wait until nodes have answered those that were placed on them when `start` had returned, or for this time."""
+        """Wait until nodes have answered those that were placed on them when `start` had returned,
+        or for this time.
+        """
         jobs = [self._jobs[id] for id in ids if id in self._jobs]
         if starts := [job.late_start for job in jobs if job.late_start is not None]:
             await asyncio.wait(starts, timeout=limit_s)
@@ -142,10 +157,11 @@ class ClusterJobs:
             self.forget(id)
 
     async def move(self, id: str) -> bool:
-        """Have a job continue on another node than its own, which drains, from where it is after its optimizer step.
-        True, too, if it is over by then, or its node has died: then it is started anew by those who are told so. False:
-        no node has it any more, and it is to be started anew, since its checkpoint could not be written, or it was
-        refused where it was to continue.
+        """Have a job continue on another node than its own, which drains, from where it is after
+        its optimizer step. True, too, if it is over by then, or its node has died: then it is
+        started anew by those who are told so. False: no node has it any more, and it is to be
+        started anew, since its checkpoint could not be written, or it was refused where it was to
+        continue.
         """
         try:
             async with self._turn(id) as job:
@@ -169,13 +185,18 @@ class ClusterJobs:
             is_kept = False
         if self._jobs.get(id) is not job:
             return True
-        # Steps that no checkpoint has are forgotten where all of it is known, before they are made again.
+        # Steps that no checkpoint has are forgotten where all of it is known, before they are made
+        # again.
         is_kept = is_kept and job.state.is_kept
         self._take_back(job)
         with suppress(CoserveError):  # what it would say is of no interest any more
             await old.link.cancel_job(id, keeps=False)
         if not is_kept:
-            _log.error("job %s has no checkpoint of its last steps: it is started anew, from the one before", id)
+            _log.error(
+                "job %s has no checkpoint of its last steps: it is started anew, from the one "
+                "before",
+                id,
+            )
             self.forget(id)
             return False
         job.apply(Moved())
@@ -281,7 +302,9 @@ class ClusterJobs:
         except EngineGoneError:
             return
         except CoserveError as error:
-            self._failed(JobEvent(job=id, kind="failed", step=0, now_s=time.monotonic(), message=str(error)))
+            self._failed(
+                JobEvent(job=id, kind="failed", step=0, now_s=time.monotonic(), message=str(error))
+            )
 
     @asynccontextmanager
     async def _turn(self, id: str) -> AsyncIterator[_Job]:

@@ -1,8 +1,9 @@
-"""Requests of a cluster: each waits for a node, and is sent to the one that it is placed on; those of a node that is
-lost are placed again.
+"""Requests of a cluster: each waits for a node, and is sent to the one that it is placed on; those
+of a node that is lost are placed again.
 
-One that has no token yet can be placed again, since nobody can tell; one that has ends with an error that says so.
-What only a job has, on its node, is asked there: requests that wait follow the job when it moves.
+One that has no token yet can be placed again, since nobody can tell; one that has ends with an
+error that says so. What only a job has, on its node, is asked there: requests that wait follow the
+job when it moves.
 """
 
 import time
@@ -40,7 +41,9 @@ class _Request:
 
 
 class ClusterRequests:
-    """Those that are not over, by id. `ready`: what the engines say of themselves, None while none does."""
+    """Those that are not over, by id. `ready`: what the engines say of themselves, None while none
+    does.
+    """
 
     def __init__(self, scheduler: ClusterScheduler, jobs: ClusterJobs, nodes: Nodes) -> None:
         self._scheduler, self._jobs, self._nodes = scheduler, jobs, nodes
@@ -106,8 +109,8 @@ class ClusterRequests:
         node.link.send(found.request, found.stream)
 
     def follow_jobs(self, ready: Ready | None) -> None:
-        """Those that wait for what only a job has wait for the node where the job is now; to be called before tasks are
-        placed.
+        """Those that wait for what only a job has wait for the node where the job is now; to be
+        called before tasks are placed.
         """
         for id, excluded in list(self._following.items()):
             found = self._requests[id]
@@ -119,8 +122,8 @@ class ClusterRequests:
                 self._submit(found, ready)
 
     def take(self, chunks: Iterable[Chunk]) -> bool:
-        """What a node's steps made of requests; whether one waits there no more: it has its first token, or has ended
-        without one.
+        """What a node's steps made of requests; whether one waits there no more: it has its first
+        token, or has ended without one.
         """
         makes_room = False
         for chunk in chunks:

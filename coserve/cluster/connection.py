@@ -1,4 +1,6 @@
-"""The front's end of one node: commands there, reports back, and another session whenever one is lost."""
+"""The front's end of one node: commands there, reports back, and another session whenever one is
+lost.
+"""
 
 import asyncio
 import dataclasses
@@ -17,7 +19,8 @@ from coserve.protocol.messages import StepReport, encode
 
 _log = logging.getLogger(__name__)
 
-# A node is asked for reports again when it has had none for this long: so its front is known to be there.
+# A node is asked for reports again when it has had none for this long: so its front is known to be
+# there.
 _POLL_S = 1.0
 # A node that does not answer for this long is gone.
 _LIMIT_S = 30.0
@@ -60,7 +63,9 @@ class NodeConnection:
                     _log.warning("the node %s is lost: %s", self._name, reason)
                 was_told, wait_s = True, _RETRY_S
             except Exception:
-                _log.exception("what the node %s said could not be taken in; it is lost", self._name)
+                _log.exception(
+                    "what the node %s said could not be taken in; it is lost", self._name
+                )
                 wait_s = min(2 * wait_s, _LIMIT_S)
             else:
                 was_told = False
@@ -91,7 +96,10 @@ class NodeConnection:
         await asyncio.wait_for(self._calls.attach(session), _LIMIT_S)
         self._session, self._seen = session, 0
         self._heard_s, self._offset_s = time.monotonic(), float("inf")
-        tasks = [asyncio.create_task(self._send_all(session)), asyncio.create_task(self._receive_all(session))]
+        tasks = [
+            asyncio.create_task(self._send_all(session)),
+            asyncio.create_task(self._receive_all(session)),
+        ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
@@ -111,12 +119,16 @@ class NodeConnection:
             batch, self._commands = self._commands, []
             if batch:
                 number += 1
-                said = CommandBatch(number=number, now_s=time.monotonic(), seen=self._seen, commands=batch)
+                said = CommandBatch(
+                    number=number, now_s=time.monotonic(), seen=self._seen, commands=batch
+                )
                 await asyncio.wait_for(self._calls.send(session, said), _LIMIT_S)
 
     async def _receive_all(self, session: str) -> None:
         while True:
-            found = await asyncio.wait_for(self._calls.reports(session, self._seen, _POLL_S), _LIMIT_S)
+            found = await asyncio.wait_for(
+                self._calls.reports(session, self._seen, _POLL_S), _LIMIT_S
+            )
             self._heard_s, self._silent_s = time.monotonic(), found.silent_s
             self._offset_s = min(self._offset_s, self._heard_s - found.now_s)
             for each in found.reports:
@@ -141,7 +153,12 @@ class NodeConnection:
         offset_s = self._offset_s
         return replace(
             report,
-            job_events=[dataclasses.replace(each, now_s=each.now_s + offset_s) for each in report.job_events],
-            records=[dataclasses.replace(each, arrival_s=each.arrival_s + offset_s) for each in report.records],
+            job_events=[
+                dataclasses.replace(each, now_s=each.now_s + offset_s) for each in report.job_events
+            ],
+            records=[
+                dataclasses.replace(each, arrival_s=each.arrival_s + offset_s)
+                for each in report.records
+            ],
             steps=[replace(each, end_s=each.end_s + offset_s) for each in report.steps],
         )

@@ -1,6 +1,7 @@
 """What Ray Serve's HTTP servers say of a front that has died, in place of 500 and no more.
 
-They import this by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH (see `ray_machine`), in processes of their own.
+They import this by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH (see `ray_machine`), in processes of
+their own.
 """
 
 from starlette.middleware import Middleware
@@ -11,8 +12,8 @@ from coserve.server.responses import json_response
 
 
 class AnswersForDeadFronts:
-    """Between an HTTP server and the front: a request whose front dies before it has begun to answer gets an error that
-    says so. An ASGI application.
+    """Between an HTTP server and the front: a request whose front dies before it has begun to
+    answer gets an error that says so. An ASGI application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -28,7 +29,12 @@ class AnswersForDeadFronts:
 
         await self._app(scope, receive, note)
         if scope["type"] == "http" and not has_begun:
-            await refuse("The front that had this request was lost: ask again in a few seconds.", scope, receive, send)
+            await refuse(
+                "The front that had this request was lost: ask again in a few seconds.",
+                scope,
+                receive,
+                send,
+            )
 
 
 def http_middlewares() -> list[Middleware]:

@@ -1,9 +1,11 @@
-"""Of commands that would have a cluster serve, or end that, one at a time does: the one that claims the cluster.
+"""Of commands that would have a cluster serve, or end that, one at a time does: the one that claims
+the cluster.
 
-Claims are in what Ray keeps for a cluster, where a command can write before its machine is one of Ray's: a key each,
-numbered, of which the newest alone counts. To claim is to add the next number, which the cluster lets one alone do. Who
-holds the claim changes its value every second; one that has stood still for long is of a process that has died. Old
-keys stay, some bytes each: a number that was free again could be had twice.
+Claims are in what Ray keeps for a cluster, where a command can write before its machine is one of
+Ray's: a key each, numbered, of which the newest alone counts. To claim is to add the next number,
+which the cluster lets one alone do. Who holds the claim changes its value every second; one that
+has stood still for long is of a process that has died. Old keys stay, some bytes each: a number
+that was free again could be had twice.
 """
 
 import secrets
@@ -19,7 +21,8 @@ from coserve.errors import ClusterError
 _PREFIX = b"claim-"
 _FREE = b"free"
 _BEAT_S, _POLL_S = 1.0, 0.2
-# Of a claim that stands still, until it is another's: the process that holds it may have to wait for a CPU.
+# Of a claim that stands still, until it is another's: the process that holds it may have to wait
+# for a CPU.
 SILENT_S = 20.0
 
 
@@ -39,7 +42,9 @@ class ClaimStore(Protocol):
         ...
 
     def add(self, key: bytes, value: bytes) -> bool:
-        """Write what is not there; False: it was there. Of several that add the same at once, one alone does."""
+        """Write what is not there; False: it was there. Of several that add the same at once, one
+        alone does.
+        """
         ...
 
 
@@ -55,8 +60,8 @@ class DeployClaim:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """at_once: also from one that holds it, as is for those who began the cluster, or end what they began.
-        waiting: called once if another one holds it, for whose end the context waits.
+        """at_once: also from one that holds it, as is for those who began the cluster, or end what
+        they began. waiting: called once if another one holds it, for whose end the context waits.
         """
         self._store, self._at_once, self._waiting = store, at_once, waiting
         self._clock, self._sleep = clock, sleep
@@ -84,14 +89,22 @@ class DeployClaim:
         self._beating.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.release()
 
     def check(self) -> None:
         """ClusterError if another command has the claim by now."""
         number, _ = self._newest()
         if self._own != _PREFIX + str(number).encode():
-            raise ClusterError("another coserve cluster up begins or ends here at this moment: try again, or join that")
+            raise ClusterError(
+                "another coserve cluster up begins or ends here at this moment: try again, or join "
+                "that"
+            )
 
     def beat(self) -> None:
         """Show that the process lives; ClusterError."""
@@ -110,7 +123,9 @@ class DeployClaim:
 
     def _newest(self) -> tuple[int, bytes]:
         """Its number and value; 0: there has been none."""
-        number = max((int(key.removeprefix(_PREFIX)) for key in self._store.keys(_PREFIX)), default=0)
+        number = max(
+            (int(key.removeprefix(_PREFIX)) for key in self._store.keys(_PREFIX)), default=0
+        )
         found = self._store.get(_PREFIX + str(number).encode()) if number else None
         return number, _FREE if found is None else found
 

@@ -1,9 +1,11 @@
-"""Jobs on nodes, those among them that are divided: each node has a shard, a job of its own to `ClusterJobs`.
+"""Jobs on nodes, those among them that are divided: each node has a shard, a job of its own to
+`ClusterJobs`.
 
-A divided job is as many shards as it asks for, or as there are nodes. They exchange what they have learned
-(`coserve.tuning.shard`) by files; this passes on who has written what, and tells what they report as if one node had
-the whole job. When a node dies, or is to leave, all shards end, and the manager starts the job again from its newest
-checkpoint, on the nodes that are there; likewise when there is a node more for a job that has too few.
+A divided job is as many shards as it asks for, or as there are nodes. They exchange what they have
+learned (`coserve.tuning.shard`) by files; this passes on who has written what, and tells what they
+report as if one node had the whole job. When a node dies, or is to leave, all shards end, and the
+manager starts the job again from its newest checkpoint, on the nodes that are there; likewise when
+there is a node more for a job that has too few.
 """
 
 import asyncio
@@ -82,9 +84,9 @@ class DividedJobs:
         lost: Callable[[frozenset[str]], None],
         shared: SharedFiles | None = None,
     ) -> None:
-        """jobs: on one node each. nodes: that jobs may have now. tell: is told what is known of a shard beside its
-        node's reports. lost: is told of jobs that no node has any more. shared: where contributions are (default: on a
-        disk that nodes share).
+        """jobs: on one node each. nodes: that jobs may have now. tell: is told what is known of a
+        shard beside its node's reports. lost: is told of jobs that no node has any more. shared:
+        where contributions are (default: on a disk that nodes share).
         """
         self._jobs, self._nodes, self._tell, self._lost = jobs, nodes, tell, lost
         self._shared = shared or SharedFiles()
@@ -123,7 +125,10 @@ class DividedJobs:
                 divided.apply(EndChanged(is_over=True))
                 await self._leave(divided)
                 raise
-        divided.starts = [self._soon(self._start_later(divided, number)) for number in range(1, len(divided.shards))]
+        divided.starts = [
+            self._soon(self._start_later(divided, number))
+            for number in range(1, len(divided.shards))
+        ]
 
     async def pause_job(self, id: str) -> None:
         """See `JobEngine`."""
@@ -149,7 +154,9 @@ class DividedJobs:
             return
         async with job.turn:
             nodes = self._nodes_of(job)
-            job.apply(EndChanged(is_over=True))  # nothing that its shards say of that has them ended otherwise
+            job.apply(
+                EndChanged(is_over=True)
+            )  # nothing that its shards say of that has them ended otherwise
             try:
                 await self._all(job.shards, self._jobs.cancel)
             except CoserveError:
@@ -175,7 +182,9 @@ class DividedJobs:
     def grow(self) -> None:
         """There is a node more: jobs that have fewer than they ask for begin again with it."""
         for job in list(self._divided.values()):
-            if len(job.shards) < self._weights.number(job.state.start, job.state.asked, len(self._nodes())):
+            if len(job.shards) < self._weights.number(
+                job.state.start, job.state.asked, len(self._nodes())
+            ):
                 self._soon(self._regroup(job))
 
     def lose(self, node: ClusterNode) -> frozenset[str]:
@@ -202,7 +211,9 @@ class DividedJobs:
     # -- what nodes report --------------------------------------------------------------
 
     def take(self, report: Told) -> list[Told]:
-        """What is to be told of it, as of a whole job, in this order. Of shards that are no more: nothing."""
+        """What is to be told of it, as of a whole job, in this order. Of shards that are no more:
+        nothing.
+        """
         if report.job not in self._of:
             return [] if self._jobs.is_shard(report.job) else [report]
         job, number = self._of[report.job]
@@ -243,7 +254,9 @@ class DividedJobs:
     async def _start_shard(self, job: _Divided, number: int) -> None:
         """On a node of its own."""
         siblings = job.shards[:number]
-        while self._divided.get(job.id) is job and any(self._jobs.node_of(shard) is None for shard in siblings):
+        while self._divided.get(job.id) is job and any(
+            self._jobs.node_of(shard) is None for shard in siblings
+        ):
             await asyncio.sleep(_WAIT_S)
         if self._divided.get(job.id) is not job:
             return
@@ -266,7 +279,9 @@ class DividedJobs:
             checkpoint=state.checkpoint,
         )
         nodes = [self._jobs.node_of(each) for each in siblings]
-        await self._jobs.start(start, excluded=frozenset(node.name for node in nodes if node is not None))
+        await self._jobs.start(
+            start, excluded=frozenset(node.name for node in nodes if node is not None)
+        )
 
     async def _start_later(self, job: _Divided, number: int) -> None:
         """What is wrong with it then is told as an event."""
@@ -291,11 +306,20 @@ class DividedJobs:
 
     def _fail(self, job: _Divided, number: int, message: str) -> None:
         if self._divided.get(job.id) is job:
-            self._tell(JobEvent(job=job.shards[number], kind="failed", step=0, now_s=time.monotonic(), message=message))
+            self._tell(
+                JobEvent(
+                    job=job.shards[number],
+                    kind="failed",
+                    step=0,
+                    now_s=time.monotonic(),
+                    message=message,
+                )
+            )
 
     async def _rest(self, job: _Divided) -> None:
-        """With the checkpoint of the first one, which the others come as far as before they rest, too. If that is of
-        the step that all begin at, it takes the place of the one that they read then: so they must have read it.
+        """With the checkpoint of the first one, which the others come as far as before they rest,
+        too. If that is of the step that all begin at, it takes the place of the one that they read
+        then: so they must have read it.
         """
         if job.starts:
             await asyncio.wait(job.starts, timeout=_CATCH_UP_S)
@@ -322,7 +346,9 @@ class DividedJobs:
         """End all shards; others of the same job wait for that."""
         self._forget(job)
         ending = self._leaving[job.id] = self._soon(self._end_shards(job, self._nodes_of(job)))
-        ending.add_done_callback(lambda _: self._leaving.get(job.id) is ending and self._leaving.pop(job.id))
+        ending.add_done_callback(
+            lambda _: self._leaving.get(job.id) is ending and self._leaving.pop(job.id)
+        )
         return ending
 
     def _forget(self, job: _Divided) -> None:
@@ -334,7 +360,9 @@ class DividedJobs:
 
     async def _end_shards(self, job: _Divided, nodes: Collection[ClusterNode]) -> None:
         """So that their nodes can have others of the same job."""
-        await asyncio.gather(*(self._jobs.cancel(shard, keeps=False) for shard in job.shards), return_exceptions=True)
+        await asyncio.gather(
+            *(self._jobs.cancel(shard, keeps=False) for shard in job.shards), return_exceptions=True
+        )
         for shard in job.shards:
             self._jobs.forget(shard)
         if job.state.is_over:
@@ -345,8 +373,8 @@ class DividedJobs:
         return [node for node in found if node is not None]
 
     async def _undo(self, job: _Divided, nodes: Collection[ClusterNode]) -> None:
-        """It has not come to its end: where it has trained the weights that serve, engines begin anew with their own,
-        since each node has others.
+        """It has not come to its end: where it has trained the weights that serve, engines begin
+        anew with their own, since each node has others.
         """
         if job.state.start.changes_model:
             self._weights.undo(job.state.start)
@@ -361,7 +389,9 @@ class DividedJobs:
         for node in job.done:
             self._soon(_load(node, adapter))
 
-    async def _all(self, shards: Collection[str], do: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+    async def _all(
+        self, shards: Collection[str], do: Callable[[str], Coroutine[Any, Any, None]]
+    ) -> None:
         """Raises what one of them raised; but that it is over, only if all are."""
         outcomes = await asyncio.gather(*map(do, shards), return_exceptions=True)
         errors = [each for each in outcomes if isinstance(each, BaseException)]

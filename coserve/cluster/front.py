@@ -1,6 +1,8 @@
-"""The front: the application that one device's server is, with the engines of a cluster in place of one.
+"""The front: the application that one device's server is, with the engines of a cluster in place of
+one.
 
-Only one front at a time has the store and the files, as only one server has a home: it holds the home's lock.
+Only one front at a time has the store and the files, as only one server has a home: it holds the
+home's lock.
 """
 
 import asyncio
@@ -57,13 +59,16 @@ class Front:
         settings: Mapping[str, Any] | None = None,
         checks: NodeChecks | None = None,
     ) -> None:
-        """placement, settings: see `make_placement`, with its ValueError. checks: of nodes (default: that they have the
-        settings of `node_settings`; those that have others are not used).
+        """placement, settings: see `make_placement`, with its ValueError. checks: of nodes
+        (default: that they have the settings of `node_settings`; those that have others are not
+        used).
         """
         self.config = config
         self._checks = checks or NodeChecks(node_settings(config))
         scheduler = ClusterScheduler(make_placement(placement, settings), _weights(config))
-        self.link = ClusterLink(find_nodes, scheduler, config.directory, _shared(config), self._checks)
+        self.link = ClusterLink(
+            find_nodes, scheduler, config.directory, _shared(config), self._checks
+        )
         self._open = ExitStack()
         self._running: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -71,7 +76,9 @@ class Front:
         self._context: ServerContext | None = None
 
     async def prepare(self) -> None:
-        """Read all that needs no home: of the model, and of what it was started with. Errors as of `start`."""
+        """Read all that needs no home: of the model, and of what it was started with. Errors as of
+        `start`.
+        """
         self._open.enter_context(private_files())
         try:
             self._context = context = server_context(self.config, self.link)
@@ -82,10 +89,12 @@ class Front:
             raise
 
     async def start(self, wait_s: float = _LOCK_WAIT_S) -> FastAPI:
-        """The application; it answers from now on, and is ready as soon as a node is. wait_s: for the home.
+        """The application; it answers from now on, and is ready as soon as a node is. wait_s: for
+        the home.
 
         Raises:
-            CoserveError: the home is another's, the store cannot be opened, or there is no such model.
+            CoserveError: the home is another's, the store cannot be opened, or there is no such
+                model.
         """
         if self._context is None:
             await self.prepare()
@@ -95,7 +104,9 @@ class Front:
             await self._lock(wait_s)
             context.keys.reload()  # it may have stood by for a long time
             await start_jobs(context)
-            await asyncio.to_thread(self._checks.begin, lambda: adapters_from_directories(context.catalogues))
+            await asyncio.to_thread(
+                self._checks.begin, lambda: adapters_from_directories(context.catalogues)
+            )
         except BaseException:
             await self._close()
             raise
@@ -110,8 +121,8 @@ class Front:
             self._context.keys.reload()
 
     async def finish(self, wait_s: float) -> None:
-        """Take no new requests, and let those that are open come to their ends, within this time; by the last one that
-        was said.
+        """Take no new requests, and let those that are open come to their ends, within this time;
+        by the last one that was said.
         """
         clock = asyncio.get_running_loop().time
         self._finish_s = clock() + wait_s
@@ -122,7 +133,9 @@ class Front:
             await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
-        """Let jobs have their checkpoints, and give the home back; once, however often it is asked for."""
+        """Let jobs have their checkpoints, and give the home back; once, however often it is asked
+        for.
+        """
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
@@ -176,7 +189,10 @@ def node_settings(config: ServerConfig) -> NodeSettings:
     except OSError:  # it may be elsewhere on nodes
         digest = ""
     return NodeSettings(
-        engine=engine, timeout_s=config.engine_timeout_s, home=str(config.directory), model_files=digest
+        engine=engine,
+        timeout_s=config.engine_timeout_s,
+        home=str(config.directory),
+        model_files=digest,
     )
 
 
@@ -184,12 +200,17 @@ def check_config(config: ServerConfig) -> None:
     """CoserveError for options that are of one device's server alone."""
     for name, option in _OF_ONE_DEVICE.items():
         if getattr(config, name) != getattr(ServerConfig(), name):
-            raise CoserveError(f"{option} is for coserve up, the server of one device; leave it out")
+            raise CoserveError(
+                f"{option} is for coserve up, the server of one device; leave it out"
+            )
     check_certificate(config.ssl_certfile, config.ssl_keyfile)
     _shared(config).check()
     for path in config.allow_adapter_paths:
         if not Path(path).is_dir():
-            raise CoserveError(f"--allow-adapter-paths {path} is no directory here; every node must be able to read it")
+            raise CoserveError(
+                f"--allow-adapter-paths {path} is no directory here; every node must be able to "
+                f"read it"
+            )
 
 
 _OF_ONE_DEVICE = {

@@ -1,9 +1,9 @@
-"""The engines of many nodes as a server sees one: each request and job is placed on a node, and what comes of it is
-told as if there were no others.
+"""The engines of many nodes as a server sees one: each request and job is placed on a node, and
+what comes of it is told as if there were no others.
 
-A node that dies takes its requests with it (see `ClusterRequests`). Its jobs are told to have been lost, and the jobs'
-manager starts each again from its newest checkpoint, on whichever node is chosen then. What a node says of a job that
-is another's by now is dropped.
+A node that dies takes its requests with it (see `ClusterRequests`). Its jobs are told to have been
+lost, and the jobs' manager starts each again from its newest checkpoint, on whichever node is
+chosen then. What a node says of a job that is another's by now is dropped.
 """
 
 import asyncio
@@ -56,13 +56,15 @@ class ClusterLink:
         shared: SharedFiles | None = None,
         checks: NodeChecks | None = None,
     ) -> None:
-        """home: where κ and T_max of kinds of nodes are kept; None: nowhere. shared: see `DividedJobs`. checks: of
-        nodes, before they are used (default: that all are alike).
+        """home: where κ and T_max of kinds of nodes are kept; None: nowhere. shared: see
+        `DividedJobs`. checks: of nodes, before they are used (default: that all are alike).
         """
         self._home, self._checks, self._scheduler = home, checks or NodeChecks(), scheduler
         self._nodes = Nodes(find, self, self._checks)
         self._jobs = ClusterJobs(self._scheduler, self._place, self._tell_job)
-        self._divided = DividedJobs(self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs, shared)
+        self._divided = DividedJobs(
+            self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs, shared
+        )
         self._adapters = LoadedOnNodes(self._nodes.used, self._checks.most_adapters)
         self._newcomers = Newcomers(self._divided.changed_by, self._adapters, self._checks)
         self._unlike: dict[ClusterNode, Ready] = {}  # engines that differ from those that are used
@@ -105,8 +107,12 @@ class ClusterLink:
         if self._closing:
             raise EngineGoneError("the server is shutting down; ask another, or later")
         if self._ready is None:
-            problems = [f"{node.name}: {node.problem}" for node in self._nodes.all() if node.problem]
-            raise EngineGoneError("; ".join(["no node is ready; try again in a few seconds", *problems]))
+            problems = [
+                f"{node.name}: {node.problem}" for node in self._nodes.all() if node.problem
+            ]
+            raise EngineGoneError(
+                "; ".join(["no node is ready; try again in a few seconds", *problems])
+            )
         return self._ready
 
     def require_alive(self) -> None:
@@ -137,12 +143,15 @@ class ClusterLink:
         ]
 
     async def drain(self, *names: str) -> None:
-        """Nodes are to leave: they get nothing more, their jobs continue on others, and their requests come to their
-        ends. Returns when the jobs have gone. ClusterError if one is not there: then none drains.
+        """Nodes are to leave: they get nothing more, their jobs continue on others, and their
+        requests come to their ends. Returns when the jobs have gone. ClusterError if one is not
+        there: then none drains.
         """
         nodes = {each.name: each for each in self._nodes.all()}
         if unknown := [name for name in names if name not in nodes]:
-            raise ClusterError(f"there is no node {unknown[0]!r}; there are {', '.join(nodes) or 'none'}")
+            raise ClusterError(
+                f"there is no node {unknown[0]!r}; there are {', '.join(nodes) or 'none'}"
+            )
         leaving = [nodes[name] for name in names]
         for node in leaving:  # all of them, before a job of one could move to the next
             node.drain()
@@ -203,7 +212,9 @@ class ClusterLink:
             self._newcomers.admit(node, lambda: self._use(node, ready))
 
     def _refuses(self, node: ClusterNode, ready: Ready) -> bool:
-        """Because of what its engine is. One that the others are not like is looked at again when those are gone."""
+        """Because of what its engine is. One that the others are not like is looked at again when
+        those are gone.
+        """
         if (wrong := self._checks.wrong_engine(ready)) is not None:
             self._nodes.refuse(node, wrong)
         elif (unlike := how_unlike(ready, self._readies())) is not None:
@@ -250,7 +261,9 @@ class ClusterLink:
                 self.node_ready(other, ready)
 
     def _lose_jobs(self, jobs: frozenset[str], at_death: tuple[str, ...] | None = ()) -> None:
-        """No node has these any more: they are started again. at_death: see `EngineAccess.jobs_at_death`."""
+        """No node has these any more: they are started again. at_death: see
+        `EngineAccess.jobs_at_death`.
+        """
         self.jobs_lost, self.jobs_at_death = jobs, at_death
         for listener in self._listeners:
             listener.engine_gone()
@@ -267,7 +280,9 @@ class ClusterLink:
 
     def _stats(self) -> dict[str, Any]:
         return {
-            n.name: n.tracker.stats for n in self._nodes.used() if n.tracker is not None and n.tracker.stats is not None
+            n.name: n.tracker.stats
+            for n in self._nodes.used()
+            if n.tracker is not None and n.tracker.stats is not None
         }
 
     def _look_at_idle(self) -> None:
@@ -279,7 +294,9 @@ class ClusterLink:
     def _view(self, node: ClusterNode) -> None:
         assert node.tracker is not None
         jobs = tuple(self._jobs.on(node))
-        self._scheduler.report(node.tracker.view(time.monotonic(), jobs=jobs, is_draining=node.is_draining))
+        self._scheduler.report(
+            node.tracker.view(time.monotonic(), jobs=jobs, is_draining=node.is_draining)
+        )
 
     # -- what nodes report ------------------------------------------------------------
 
@@ -291,7 +308,11 @@ class ClusterLink:
         for contributed in report.contributions:
             if self._jobs.is_on(contributed.job, node):
                 self._divided.contributed(contributed)
-        ended = [each for each in report.job_events if each.kind in _ENDS and self._jobs.is_on(each.job, node)]
+        ended = [
+            each
+            for each in report.job_events
+            if each.kind in _ENDS and self._jobs.is_on(each.job, node)
+        ]
         report = self._of_jobs(report, node)
         for step in report.job_events:
             self._jobs.stepped(step)
@@ -313,8 +334,17 @@ class ClusterLink:
         """With what it says of jobs that the node has, as of whole jobs."""
         steps = [each for each in report.job_events if each.kind not in _ENDS]
         ends = [each for each in report.job_events if each.kind in _ENDS]
-        said: list[Told] = [*steps, *report.checkpoints, *ends]  # its last checkpoint is told before a job's end
-        told = [each for one in said if self._jobs.is_on(one.job, node) for each in self._divided.take(one)]
+        said: list[Told] = [
+            *steps,
+            *report.checkpoints,
+            *ends,
+        ]  # its last checkpoint is told before a job's end
+        told = [
+            each
+            for one in said
+            if self._jobs.is_on(one.job, node)
+            for each in self._divided.take(one)
+        ]
         return replace(
             report,
             job_events=[each for each in told if isinstance(each, JobEvent)],

@@ -1,4 +1,6 @@
-"""Adapters that clients have loaded: on every node, and on each that comes later before it is used."""
+"""Adapters that clients have loaded: on every node, and on each that comes later before it is
+used.
+"""
 
 import asyncio
 import logging
@@ -13,7 +15,9 @@ _log = logging.getLogger(__name__)
 
 
 class LoadedOnNodes:
-    """Since this front began; nodes read what was loaded before when it is asked for. Belongs to one event loop."""
+    """Since this front began; nodes read what was loaded before when it is asked for. Belongs to
+    one event loop.
+    """
 
     def __init__(self, nodes: Callable[[], Collection[ClusterNode]], most: int) -> None:
         """nodes: those that are used. most: as many stay on a device."""
@@ -34,14 +38,20 @@ class LoadedOnNodes:
             raise
 
     async def _load(self, adapter: AdapterRef, nodes: Collection[ClusterNode]) -> None:
-        outcomes = await asyncio.gather(*(each.link.load_adapter(adapter) for each in nodes), return_exceptions=True)
-        failed = [(node, error) for node, error in zip(nodes, outcomes, strict=True) if error is not None]
+        outcomes = await asyncio.gather(
+            *(each.link.load_adapter(adapter) for each in nodes), return_exceptions=True
+        )
+        failed = [
+            (node, error) for node, error in zip(nodes, outcomes, strict=True) if error is not None
+        ]
         wrong = [(node, error) for node, error in failed if not isinstance(error, EngineGoneError)]
         if wrong:
             await self.unload(adapter.name)
             node, error = wrong[0]
             if isinstance(error, AdapterError) and len(wrong) < len(nodes):
-                raise AdapterError(f"{error} (on the node {node.name}: every node must be able to read it)") from error
+                raise AdapterError(
+                    f"{error} (on the node {node.name}: every node must be able to read it)"
+                ) from error
             raise error
         if len(failed) == len(nodes):
             raise failed[0][1]
@@ -53,15 +63,20 @@ class LoadedOnNodes:
         for node in nodes:
             if node.tracker is not None:
                 node.tracker.adapters.discard(name)
-        outcomes = await asyncio.gather(*(each.link.unload_adapter(name) for each in nodes), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(each.link.unload_adapter(name) for each in nodes), return_exceptions=True
+        )
         for error in outcomes:
-            if error is not None and not isinstance(error, EngineGoneError):  # one that is gone does not have it
+            if error is not None and not isinstance(
+                error, EngineGoneError
+            ):  # one that is gone does not have it
                 raise error
 
     # -- nodes that come ------------------------------------------------------------------
 
     async def bring(self, node: ClusterNode, has: set[str]) -> None:
-        """Have a node that is not used yet have them, as many as stay there, and no others. has: those that it has.
+        """Have a node that is not used yet have them, as many as stay there, and no others. has:
+        those that it has.
 
         Raises:
             AdapterError: it cannot have one that others have. EngineGoneError: it is gone.
@@ -87,7 +102,9 @@ class LoadedOnNodes:
             await asyncio.wait_for(self._news.wait(), limit_s)
 
     def _wanted(self, has: set[str]) -> tuple[str, AdapterRef | None] | None:
-        """One that a node is to have; or, with None, to have no more. None: it has all, and no others."""
+        """One that a node is to have; or, with None, to have no more. None: it has all, and no
+        others.
+        """
         newest = dict(list(self._refs.items())[-self._most :])
         for name in has - self._refs.keys():
             return name, None
@@ -99,10 +116,17 @@ class LoadedOnNodes:
         shown, where = adapter.name.partition("#")[0].strip("/"), adapter.directory
         if self._nodes():
             raise AdapterError(
-                f"it cannot have the adapter {shown} in {where}, which the others have: {error}; every node must be "
+                f"it cannot have the adapter {shown} in {where}, which the others have: {error}; "
+                f"every node must be "
                 "able to read it"
             )
-        _log.error("no node has the adapter %s in %s, and %s cannot have it: %s", shown, where, node.name, error)
+        _log.error(
+            "no node has the adapter %s in %s, and %s cannot have it: %s",
+            shown,
+            where,
+            node.name,
+            error,
+        )
         self._forget(adapter.name)
 
     def _forget(self, name: str) -> None:

@@ -1,4 +1,5 @@
-"""What a front and a node say to each other, beside what the engine's process says (`coserve.protocol.messages`).
+"""What a front and a node say to each other, beside what the engine's process says
+(`coserve.protocol.messages`).
 
 Clocks of machines differ: both sides say what their own shows when they send, and translate.
 """
@@ -13,8 +14,8 @@ from coserve.protocol.messages import EngineSettings, Report
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node is to be. timeout_s: see `Supervisor`. home: the front's. model_files: a digest of the model as the
-    front sees it; "": it is no directory there.
+    """What a node is to be. timeout_s: see `Supervisor`. home: the front's. model_files: a digest
+    of the model as the front sees it; "": it is no directory there.
     """
 
     engine: EngineSettings
@@ -32,15 +33,18 @@ def settings_digest(settings: NodeSettings) -> str:
 
 
 class EngineLost(msgspec.Struct, tag=True, frozen=True):
-    """The node's engine has died, and another one is being started. jobs_at_death: see `EngineHost`."""
+    """The node's engine has died, and another one is being started. jobs_at_death: see
+    `EngineHost`.
+    """
 
     reason: str
     jobs_at_death: tuple[str, ...] | None
 
 
 class CommandBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front says at once. number: 1 for a session's first. now_s: by the front's clock. seen: the newest report
-    that the front has taken in: what it says to an engine that has died since is for no other.
+    """What a front says at once. number: 1 for a session's first. now_s: by the front's clock.
+    seen: the newest report that the front has taken in: what it says to an engine that has died
+    since is for no other.
     """
 
     number: int
@@ -50,8 +54,8 @@ class CommandBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeReports(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node's engine has reported since it was last asked. last: number of the newest of them. now_s: by the
-    node's clock. silent_s: since the engine was heard of.
+    """What a node's engine has reported since it was last asked. last: number of the newest of
+    them. now_s: by the node's clock. silent_s: since the engine was heard of.
     """
 
     reports: list[bytes]
@@ -61,9 +65,9 @@ class NodeReports(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A node, for people and for those who decide whether to use it. state: "starting", "ready", or "failed" with an
-    error, if its engine cannot start as it was asked. settings: their digest. machine: Ray's id of where it is; None:
-    it is not on Ray.
+    """A node, for people and for those who decide whether to use it. state: "starting", "ready", or
+    "failed" with an error, if its engine cannot start as it was asked. settings: their digest.
+    machine: Ray's id of where it is; None: it is not on Ray.
     """
 
     version: str
@@ -80,8 +84,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeCalls(Protocol):
-    """A node as the front sees it; each call raises EngineGoneError if it was not answered, or not by the node that is
-    attached.
+    """A node as the front sees it; each call raises EngineGoneError if it was not answered, or not
+    by the node that is attached.
     """
 
     async def describe(self) -> NodeStatus:
@@ -93,7 +97,9 @@ class NodeCalls(Protocol):
         ...
 
     async def attach(self, session: str) -> None:
-        """Be this session's from now on, with a fresh engine: what was asked by another is forgotten."""
+        """Be this session's from now on, with a fresh engine: what was asked by another is
+        forgotten.
+        """
         ...
 
     async def send(self, session: str, batch: "CommandBatch") -> None:
@@ -101,7 +107,9 @@ class NodeCalls(Protocol):
         ...
 
     async def reports(self, session: str, after: int, wait_s: float) -> NodeReports:
-        """Those after a number, which says that earlier ones have arrived; waits for some, but no longer than that."""
+        """Those after a number, which says that earlier ones have arrived; waits for some, but no
+        longer than that.
+        """
         ...
 
     async def detach(self, session: str) -> None:

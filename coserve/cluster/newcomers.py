@@ -1,7 +1,9 @@
-"""Engines that have just started: each is used when it sees the files that the front sees, and has what the engines
-have that are used: the weights that full fine-tuning has made, and the adapters that clients have loaded.
+"""Engines that have just started: each is used when it sees the files that the front sees, and has
+what the engines have that are used: the weights that full fine-tuning has made, and the adapters
+that clients have loaded.
 
-One that cannot be used now is asked again: files may come to be where they should, and adapters be unloaded.
+One that cannot be used now is asked again: files may come to be where they should, and adapters be
+unloaded.
 """
 
 import asyncio
@@ -23,7 +25,9 @@ _RETRY_S = 2.0
 class Newcomers:
     """Belongs to one event loop."""
 
-    def __init__(self, changed_by: Callable[[], JobStart | None], adapters: LoadedOnNodes, checks: NodeChecks) -> None:
+    def __init__(
+        self, changed_by: Callable[[], JobStart | None], adapters: LoadedOnNodes, checks: NodeChecks
+    ) -> None:
         """changed_by: see `ChangedWeights.changed_by`."""
         self._changed_by, self._adapters, self._checks = changed_by, adapters, checks
         self._taking: dict[str, asyncio.Task[None]] = {}  # by node
@@ -80,7 +84,10 @@ class Newcomers:
                 return True
 
     def _refuse(self, node: ClusterNode, error: Exception) -> None:
-        problem, does_answer = str(error) or "it does not answer", not isinstance(error, EngineGoneError | TimeoutError)
+        problem, does_answer = (
+            str(error) or "it does not answer",
+            not isinstance(error, EngineGoneError | TimeoutError),
+        )
         if does_answer and (problem, True) != (node.problem, node.is_refused):
             _log.error("the node %s is not used: %s", node.name, problem)
         node.problem, node.is_refused = problem, does_answer
@@ -93,11 +100,14 @@ def _id(job: JobStart | None) -> str:
 async def _take_weights(node: ClusterNode, job: JobStart) -> None:
     """Those that the others have."""
     try:
-        await node.link.load_adapter(AdapterRef(name=job.name, directory=job.checkpoint), changed_by=job.id)
+        await node.link.load_adapter(
+            AdapterRef(name=job.name, directory=job.checkpoint), changed_by=job.id
+        )
     except EngineGoneError:
         raise
     except CoserveError as error:
         raise ClusterError(
-            f"it has the weights that the model came with, job {job.id} has changed those of all other nodes, and what "
+            f"it has the weights that the model came with, job {job.id} has changed those of all "
+            f"other nodes, and what "
             f"it made ({job.name}) cannot be had here: {error}"
         ) from error

@@ -1,9 +1,9 @@
 """A node: one engine in a process of its own, kept running, for whichever front is attached.
 
-One front at a time: the newest session. A session begins with a fresh engine, so that nothing of what an earlier front
-asked, and nobody waits for any more, can be mistaken for what this one asks. Jobs lose no more by that than by the
-death of an engine: they resume from their checkpoints. What the node knows of a session is gone when its process dies;
-the front notices, and begins another.
+One front at a time: the newest session. A session begins with a fresh engine, so that nothing of
+what an earlier front asked, and nobody waits for any more, can be mistaken for what this one asks.
+Jobs lose no more by that than by the death of an engine: they resume from their checkpoints. What
+the node knows of a session is gone when its process dies; the front notices, and begins another.
 """
 
 import asyncio
@@ -46,8 +46,9 @@ _log = logging.getLogger(__name__)
 _GATHER_S = 0.005
 # A front that has not asked for this long is gone: its jobs train for nobody.
 _FRONT_SILENT_S = 60.0
-# Before an engine that could not start as it was asked is tried again, doubled each time: what it lacked, such as a
-# disk that is not mounted yet, may come, and Ray would never start this actor again, which lives.
+# Before an engine that could not start as it was asked is tried again, doubled each time: what it
+# lacked, such as a disk that is not mounted yet, may come, and Ray would never start this actor
+# again, which lives.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 2.0, 60.0
 _WATCH_S = 5.0
 # Of one machine.
@@ -58,14 +59,17 @@ class Node:
     """Belongs to one event loop. Implements `NodeCalls`, and owns a `Supervisor`."""
 
     def __init__(self, settings: NodeSettings, *, launch: Launch | None = None) -> None:
-        """launch: starts engines (default: by a process that has imported everything, so that one is there again soon
-        when another has died; where there is no such, as a program).
+        """launch: starts engines (default: by a process that has imported everything, so that one
+        is there again soon when another has died; where there is no such, as a program).
         """
         self._settings = settings_digest(settings)
         self._lock = ExitStack()
         home = self._lock.enter_context(_a_home())
-        # By a URL, a node has in its own home what the front has in another; else both see the same disk.
-        self._paths = NodePaths(Path(settings.home), home) if settings.engine.files_url is not None else None
+        # By a URL, a node has in its own home what the front has in another; else both see the same
+        # disk.
+        self._paths = (
+            NodePaths(Path(settings.home), home) if settings.engine.files_url is not None else None
+        )
         self._supervisor = Supervisor(
             settings.engine,
             self,
@@ -82,7 +86,9 @@ class Node:
         self._num_sent = 0
         self._heard_s = 0.0
         self._outbox: dict[int, bytes] = {}
-        self._last = self._lost = 0  # numbers of the newest report, and of the newest death of an engine
+        self._last = self._lost = (
+            0  # numbers of the newest report, and of the newest death of an engine
+        )
         self._news = asyncio.Event()
 
     def _launch(self, model: str) -> Launch:
@@ -110,7 +116,9 @@ class Node:
                 _log.error("the engine cannot start: %s; it is tried again in %g s", error, wait_s)
             except Exception as error:
                 self._failure = f"the engine cannot be kept running: {error!r}"
-                _log.exception("the engine cannot be kept running; it is tried again in %g s", wait_s)
+                _log.exception(
+                    "the engine cannot be kept running; it is tried again in %g s", wait_s
+                )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
@@ -119,7 +127,9 @@ class Node:
         while True:
             await asyncio.sleep(_WATCH_S)
             if self._session is not None and time.monotonic() - self._heard_s > _FRONT_SILENT_S:
-                _log.warning("the front has not asked for %g s: what it wanted is dropped", _FRONT_SILENT_S)
+                _log.warning(
+                    "the front has not asked for %g s: what it wanted is dropped", _FRONT_SILENT_S
+                )
                 await self.detach(self._session)
 
     async def stop(self) -> None:
@@ -145,7 +155,11 @@ class Node:
             version=VERSION,
             host=socket.gethostname(),
             pid=os.getpid(),
-            state="failed" if self._failure is not None else "starting" if ready is None else "ready",
+            state="failed"
+            if self._failure is not None
+            else "starting"
+            if ready is None
+            else "ready",
             settings=self._settings,
             error=self._failure,
             device=None if ready is None else ready.device,
@@ -173,7 +187,9 @@ class Node:
         if batch.number <= self._num_sent:
             return
         if batch.number != self._num_sent + 1:
-            raise EngineGoneError(f"commands {self._num_sent + 1} to {batch.number - 1} have not come: attach again")
+            raise EngineGoneError(
+                f"commands {self._num_sent + 1} to {batch.number - 1} have not come: attach again"
+            )
         self._num_sent = batch.number
         if batch.seen < self._lost:
             return
@@ -248,8 +264,8 @@ class Node:
 
 @contextmanager
 def _a_home() -> Iterator[Path]:
-    """A directory that no other node of this machine uses now, for what an engine leaves in its home. What is measured
-    of the machine is in the usual home, for all.
+    """A directory that no other node of this machine uses now, for what an engine leaves in its
+    home. What is measured of the machine is in the usual home, for all.
     """
     base = home_directory() / "nodes"
     make_private(base)
@@ -261,7 +277,8 @@ def _a_home() -> Iterator[Path]:
                 break
             if number >= _MOST_NODES:
                 raise CoserveError(
-                    f"{base} has {number} homes of nodes, and none can be used: see that it can be written"
+                    f"{base} has {number} homes of nodes, and none can be used: see that it can be "
+                    f"written"
                 )
         clear_socket_directories(directory)
         make_private(directory)

@@ -1,4 +1,6 @@
-"""What a node's actor runs. A module of its own: its process starts without Ray Serve, the server and torch."""
+"""What a node's actor runs. A module of its own: its process starts without Ray Serve, the server
+and torch.
+"""
 
 import msgspec
 import ray

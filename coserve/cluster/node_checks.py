@@ -1,7 +1,8 @@
-"""What a front asks of a node before it uses it: that it is what this front is for, and sees the same files.
+"""What a front asks of a node before it uses it: that it is what this front is for, and sees the
+same files.
 
-A node outlives fronts. One that was made by another front, with other settings, is not asked for anything else: another
-one is made in its place.
+A node outlives fronts. One that was made by another front, with other settings, is not asked for
+anything else: another one is made in its place.
 """
 
 import asyncio
@@ -26,7 +27,9 @@ class NodeChecks:
     """Belongs to one event loop. Without settings, and until `begin`, every node will do."""
 
     def __init__(
-        self, settings: NodeSettings | None = None, renew: Callable[[str], Awaitable[None]] | None = None
+        self,
+        settings: NodeSettings | None = None,
+        renew: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         """settings: that all nodes are to have. renew: makes the node of a name anew, with them."""
         self._settings, self._renew = settings, renew
@@ -36,7 +39,8 @@ class NodeChecks:
         self._find_adapters: FindAdapters | None = None
 
     def begin(self, find_adapters: FindAdapters | None = None) -> None:
-        """The home is the front's from now on. find_adapters: what all nodes must be able to read, too. Blocks.
+        """The home is the front's from now on. find_adapters: what all nodes must be able to read,
+        too. Blocks.
 
         ClusterError if the home cannot be written.
         """
@@ -59,7 +63,9 @@ class NodeChecks:
     @property
     def most_adapters(self) -> int:
         """That stay on a device."""
-        return (EngineConfig() if self._settings is None else self._settings.engine.engine).max_adapters
+        return (
+            EngineConfig() if self._settings is None else self._settings.engine.engine
+        ).max_adapters
 
     # -- what a node is ---------------------------------------------------------------
 
@@ -70,7 +76,10 @@ class NodeChecks:
     async def renew(self, name: str) -> None:
         """Have it made anew. ClusterError if that cannot be, or has been done and did not help."""
         if self._renew is None or name in self._renewed:
-            raise ClusterError("it was started with other settings than this front gives: start it with the same ones")
+            raise ClusterError(
+                "it was started with other settings than this front gives: start it with the same "
+                "ones"
+            )
         await self._renew(name)
         self._renewed.add(name)
 
@@ -81,7 +90,9 @@ class NodeChecks:
         asked = self._settings.engine
         for name, ours in (("model", asked.model), ("dtype", asked.dtype)):
             if ours != "auto" and (its := getattr(ready, name)) != ours:
-                return f"its {name} is {its}, and that of this front {ours}: start it as the front was"
+                return (
+                    f"its {name} is {its}, and that of this front {ours}: start it as the front was"
+                )
         return None
 
     # -- what a node sees -------------------------------------------------------------
@@ -92,8 +103,8 @@ class NodeChecks:
         return self._probe is not None or self._find_adapters is not None
 
     async def unseen(self, calls: NodeCalls, *, home_alone: bool = False) -> str | None:
-        """What a node does not see as this front does; None: it sees all. home_alone: and no adapters are asked for.
-        EngineGoneError or TimeoutError if it does not say.
+        """What a node does not see as this front does; None: it sees all. home_alone: and no
+        adapters are asked for. EngineGoneError or TimeoutError if it does not say.
         """
         if not self.looks_at_files or (home_alone and self._probe is None):
             return None
@@ -104,7 +115,10 @@ class NodeChecks:
         seen = [] if home_alone else list(self._adapters())
         if (probe := self._probe) is None:
             return SharedPaths(files=tuple(seen))
-        home, advice = str(probe.parent), "mount it on every machine by the same path, or give --files-url"
+        home, advice = (
+            str(probe.parent),
+            "mount it on every machine by the same path, or give --files-url",
+        )
         try:
             seen.insert(0, _seen(f"--home {home}", [probe], advice))
         except OSError as error:
@@ -118,10 +132,16 @@ class NodeChecks:
                 continue
             paths = [Path(each.directory) / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
             try:
-                yield _seen(f"the adapter {each.name} in {each.directory}", paths, "every node must be able to read it")
+                yield _seen(
+                    f"the adapter {each.name} in {each.directory}",
+                    paths,
+                    "every node must be able to read it",
+                )
             except OSError:  # it is not to be had here either: those who ask for it are told
                 continue
 
 
 def _seen(what: str, paths: Sequence[Path], advice: str) -> SeenFiles:
-    return SeenFiles(what=what, paths=tuple(map(str, paths)), digest=sampled_digest(paths), advice=advice)
+    return SeenFiles(
+        what=what, paths=tuple(map(str, paths)), digest=sampled_digest(paths), advice=advice
+    )

@@ -1,4 +1,6 @@
-"""What a front calls by paths of its home, a node whose files come by a URL has by the same names in its own."""
+"""What a front calls by paths of its home, a node whose files come by a URL has by the same names
+in its own.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -6,7 +8,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coserve.engine.commands import AdapterRef, AddRequest, CombineJob, JobStart, LoadAdapter, StartJob
+from coserve.engine.commands import (
+    AdapterRef,
+    AddRequest,
+    CombineJob,
+    JobStart,
+    LoadAdapter,
+    StartJob,
+)
 from coserve.protocol.messages import StepReport
 
 # What engines read and write in a home; all else is for the front, or lies on every machine.
@@ -27,7 +36,10 @@ class NodePaths:
             return replace(command, job=self._job(command.job))
         if isinstance(command, CombineJob):
             directories = tuple(map(self._path, command.combination.directories))
-            return replace(command, combination=dataclasses.replace(command.combination, directories=directories))
+            return replace(
+                command,
+                combination=dataclasses.replace(command.combination, directories=directories),
+            )
         return command
 
     def there(self, report: Any) -> Any:
@@ -37,10 +49,12 @@ class NodePaths:
         return replace(
             report,
             checkpoints=[
-                dataclasses.replace(each, directory=self._back(each.directory)) for each in report.checkpoints
+                dataclasses.replace(each, directory=self._back(each.directory))
+                for each in report.checkpoints
             ],
             contributions=[
-                dataclasses.replace(each, directory=self._back(each.directory)) for each in report.contributions
+                dataclasses.replace(each, directory=self._back(each.directory))
+                for each in report.contributions
             ],
         )
 
@@ -53,7 +67,9 @@ class NodePaths:
             start=None if job.start is None else self._adapter(job.start),
             checkpoint=None if job.checkpoint is None else self._path(job.checkpoint),
             checkpoints=self._path(job.checkpoints),
-            shard=None if shard is None else dataclasses.replace(shard, directory=self._path(shard.directory)),
+            shard=None
+            if shard is None
+            else dataclasses.replace(shard, directory=self._path(shard.directory)),
         )
 
     def _adapter(self, adapter: AdapterRef) -> AdapterRef:

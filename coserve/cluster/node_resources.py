@@ -1,4 +1,6 @@
-"""Resources that a node takes of a machine: Ray's GPUs, or its CPUs where several ranks hold the model together."""
+"""Resources that a node takes of a machine: Ray's GPUs, or its CPUs where several ranks hold the
+model together.
+"""
 
 from dataclasses import dataclass
 
@@ -13,15 +15,19 @@ class NodeResources:
     num_cpus: int
 
     def shortage(self, num_nodes: int, *, num_gpus: int, num_cpus: int) -> str:
-        """Return why a cluster with these resources cannot run as many nodes, as one line; "" if it can."""
+        """Return why a cluster with these resources cannot run as many nodes, as one line; "" if it
+        can.
+        """
         if self.num_gpus * num_nodes > num_gpus:
             return (
-                f"{num_nodes} nodes need {self.num_gpus * num_nodes} GPUs and the cluster has {num_gpus}, so those "
+                f"{num_nodes} nodes need {self.num_gpus * num_nodes} GPUs and the cluster has "
+                f"{num_gpus}, so those "
                 "without GPUs have none to start on; --device cpu has all nodes on CPUs"
             )
         if self.num_cpus * num_nodes > num_cpus:
             return (
-                f"{num_nodes} nodes need {self.num_cpus * num_nodes} CPUs for their ranks and the cluster has "
+                f"{num_nodes} nodes need {self.num_cpus * num_nodes} CPUs for their ranks and the "
+                f"cluster has "
                 f"{num_cpus}, so some have none to start on"
             )
         return ""
@@ -32,15 +38,19 @@ def node_resources(settings: EngineSettings, *, uses_gpus: bool) -> NodeResource
 
     Args:
         settings: of its engine.
-        uses_gpus: whether nodes run on GPUs. On CPUs a node of one rank needs none of Ray's, which then counts nodes
-            alone.
+        uses_gpus: whether nodes run on GPUs. On CPUs a node of one rank needs none of Ray's, which
+            then counts nodes alone.
     """
     num_ranks = settings.engine.tensor_parallel
     if uses_gpus:
         return NodeResources(num_gpus=num_ranks, num_cpus=0)
-    return NodeResources(num_gpus=0, num_cpus=0 if num_ranks == 1 else num_ranks * (settings.threads or 1))
+    return NodeResources(
+        num_gpus=0, num_cpus=0 if num_ranks == 1 else num_ranks * (settings.threads or 1)
+    )
 
 
 def num_nodes_of(num_gpus: int, num_ranks: int) -> int:
-    """Return how many nodes a machine has by default: one for each group of its GPUs, but at least one."""
+    """Return how many nodes a machine has by default: one for each group of its GPUs, but at least
+    one.
+    """
     return max(1, num_gpus // num_ranks)

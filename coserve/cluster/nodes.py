@@ -37,9 +37,10 @@ FindNodes = Callable[[], Awaitable[Mapping[str, NodeCalls]]]
 def node_names(existing: Collection[str], num_devices: int) -> list[str]:
     """Those that there are, and new ones as long as there are more devices than nodes.
 
-    There may be fewer devices: a machine that has died is counted for some seconds beside the one in its place, whose
-    device then gets a node of a new name, and the node of the old machine waits for another device. Which of them
-    those are that work is not for a front that comes later to assume from their numbers.
+    There may be fewer devices: a machine that has died is counted for some seconds beside the one
+    in its place, whose device then gets a node of a new name, and the node of the old machine waits
+    for another device. Which of them those are that work is not for a front that comes later to
+    assume from their numbers.
     """
     names = list(existing)
     fresh = (f"{NODE}{number}" for number in count())
@@ -50,10 +51,11 @@ def node_names(existing: Collection[str], num_devices: int) -> list[str]:
 
 @dataclass(kw_only=True, eq=False)
 class ClusterNode:
-    """One that was found. tracker: while its engine is used. num_engines: how many were, until now; status_of: until it
-    was asked for its status. problem: why it is not used; is_refused: and will not be, as it is. is_draining: until its
-    process is another than draining_process, which is not known at first where its status is older than its engine,
-    the one of number draining_engine. lost: requests of an engine that has died, until that is told.
+    """One that was found. tracker: while its engine is used. num_engines: how many were, until now;
+    status_of: until it was asked for its status. problem: why it is not used; is_refused: and will
+    not be, as it is. is_draining: until its process is another than draining_process, which is not
+    known at first where its status is older than its engine, the one of number draining_engine.
+    lost: requests of an engine that has died, until that is told.
     """
 
     name: str
@@ -97,7 +99,11 @@ class ClusterNode:
         status, stats = self.status, None if self.tracker is None else self.tracker.stats
         return {
             "name": self.name,
-            "state": "draining" if self.is_draining else "ready" if self.tracker is not None else "not ready",
+            "state": "draining"
+            if self.is_draining
+            else "ready"
+            if self.tracker is not None
+            else "not ready",
             "problem": self.problem,
             "refused": self.problem if self.is_refused else None,
             "host": None if status is None else status.host,
@@ -151,8 +157,8 @@ class Nodes:
         return self._nodes[name]
 
     async def look(self) -> None:
-        """Find nodes that have joined, and leave those that are none any more. Those that are not used are asked why,
-        and those whose status is older than their engine how they are.
+        """Find nodes that have joined, and leave those that are none any more. Those that are not
+        used are asked why, and those whose status is older than their engine how they are.
         """
         try:
             found = await self._find_nodes()
@@ -169,7 +175,9 @@ class Nodes:
                 self._begin_to_ask(node)
 
     def engine_used(self, node: ClusterNode) -> None:
-        """From now on, another one than before: its process may be another one, too, and is asked."""
+        """From now on, another one than before: its process may be another one, too, and is
+        asked.
+        """
         node.problem, node.is_refused = None, False
         node.num_engines += 1
         self._begin_to_ask(node)
@@ -199,7 +207,9 @@ class Nodes:
             node.lost.append(request)
 
         link = EngineLink(connect, on_lost=lose)
-        node = self._nodes[name] = ClusterNode(name=name, calls=calls, link=link, connection=connections[0])
+        node = self._nodes[name] = ClusterNode(
+            name=name, calls=calls, link=link, connection=connections[0]
+        )
         link.listen(_NodeListener(self._owner, node))
 
     async def _ask(self, node: ClusterNode) -> None:
@@ -213,7 +223,11 @@ class Nodes:
             return
         node.is_as(status, engine)
         if status.version != VERSION:
-            self.refuse(node, f"it runs coserve {status.version}, and this is {VERSION}: install the same everywhere")
+            self.refuse(
+                node,
+                f"it runs coserve {status.version}, and this is {VERSION}: install the same "
+                f"everywhere",
+            )
         elif self._checks.has_other_settings(status):
             await self._renew(node)
         elif status.error is not None:
@@ -229,14 +243,20 @@ class Nodes:
             self.refuse(node, str(error) or "it cannot be made anew")
             return
         _log.warning("the node %s had the settings of another front, and is made anew", node.name)
-        node.problem, node.is_refused = "it had the settings of another front, and is made anew", False
+        node.problem, node.is_refused = (
+            "it had the settings of another front, and is made anew",
+            False,
+        )
 
     async def _attach(self, node: ClusterNode) -> None:
         """If it sees what this front sees."""
         try:
             problem = await self._checks.unseen(node.calls, home_alone=True)
         except (CoserveError, TimeoutError) as error:
-            node.problem, node.is_refused = str(error) or "it does not say what it sees of the front's files", False
+            node.problem, node.is_refused = (
+                str(error) or "it does not say what it sees of the front's files",
+                False,
+            )
             return
         if problem is not None:
             self.refuse(node, problem)

@@ -1,7 +1,8 @@
-"""What commands ask of a cluster, and of its front, which `ray_front` deploys. Ray is touched here, there, in
-`ray_router`, `ray_machine`, `ray_nodes` and `node_actor` alone.
+"""What commands ask of a cluster, and of its front, which `ray_front` deploys. Ray is touched here,
+there, in `ray_router`, `ray_machine`, `ray_nodes` and `node_actor` alone.
 
-Importing this does not import PyTorch, nor what a front runs: a command that only asks begins at once.
+Importing this does not import PyTorch, nor what a front runs: a command that only asks begins at
+once.
 """
 
 import logging
@@ -35,16 +36,23 @@ SILENT = (RayError, RayServeException, TimeoutError, RuntimeError)
 
 
 def connect(address: str) -> None:
-    """Have this process ask the cluster. ClusterError if it cannot be reached, or asks for another token."""
+    """Have this process ask the cluster. ClusterError if it cannot be reached, or asks for another
+    token.
+    """
     ClusterKeys(address)  # it says at once what `ray.init` tries for 20 s
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     own = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
+        )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"the Ray cluster at {address} cannot be used: {first_line(error)}") from None
+        raise ClusterError(
+            f"the Ray cluster at {address} cannot be used: {first_line(error)}"
+        ) from None
     finally:
-        # Ray's own, which it sets here, prints where the process was, and ends it without anything of ours.
+        # Ray's own, which it sets here, prints where the process was, and ends it without anything
+        # of ours.
         if own is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, own)
 
@@ -55,7 +63,9 @@ def disconnect() -> None:
 
 
 def served_models() -> list[str]:
-    """What the nodes of the cluster serve; empty if it has no front. ClusterError if Ray does not tell."""
+    """What the nodes of the cluster serve; empty if it has no front. ClusterError if Ray does not
+    tell.
+    """
     if APPLICATION not in _applications():
         return []
     found = [each.model for each in ask_nodes() if each.model is not None]
@@ -69,7 +79,9 @@ def _applications() -> list[str]:
     try:
         return list(serve.status().applications)
     except SILENT as error:
-        raise FrontSilentError(f"Ray Serve does not say what it runs: {first_line(error)}") from None
+        raise FrontSilentError(
+            f"Ray Serve does not say what it runs: {first_line(error)}"
+        ) from None
 
 
 def this_machine() -> dict[str, float]:
@@ -78,12 +90,15 @@ def this_machine() -> dict[str, float]:
 
 
 def undeploy(drain_s: float = 0.0) -> None:
-    """End the front, when its requests are over, or after this time, with checkpoints of its jobs; and the nodes. What
-    else runs in the cluster stays, and Ray Serve for it. Nobody else begins to serve until all of it has ended.
+    """End the front, when its requests are over, or after this time, with checkpoints of its jobs;
+    and the nodes. What else runs in the cluster stays, and Ray Serve for it. Nobody else begins to
+    serve until all of it has ended.
     """
     with ExitStack() as claim:
         with suppress(ClusterError, *SILENT):  # Ray itself may be gone
-            claim.enter_context(DeployClaim(ClusterKeys(ray.get_runtime_context().gcs_address), at_once=True))
+            claim.enter_context(
+                DeployClaim(ClusterKeys(ray.get_runtime_context().gcs_address), at_once=True)
+            )
         tell_nothing_served()
         _end_fronts(drain_s)
         with suppress(*SILENT):
@@ -102,8 +117,12 @@ def _end_fronts(drain_s: float) -> None:
         try:
             handle = serve.get_app_handle(APPLICATION)
             handle.describe.remote().result(timeout_s=_CALL_S)  # it knows all fronts then
-            ends = handle.broadcast("end", wait_s).results(timeout_s=wait_s + STOP_S, return_exceptions=True)
-        except KeyboardInterrupt:  # the second: nobody waits for requests any more, but for checkpoints
+            ends = handle.broadcast("end", wait_s).results(
+                timeout_s=wait_s + STOP_S, return_exceptions=True
+            )
+        except (
+            KeyboardInterrupt
+        ):  # the second: nobody waits for requests any more, but for checkpoints
             continue
         except SILENT as error:
             _log.info("no front could be asked to end: %s", first_line(error))
@@ -138,7 +157,11 @@ class _Front:
 
 def _ask_front(method: str, *arguments: Any, limit_s: float = _CALL_S) -> Any:
     try:
-        return getattr(serve.get_app_handle(APPLICATION), method).remote(*arguments).result(timeout_s=limit_s)
+        return (
+            getattr(serve.get_app_handle(APPLICATION), method)
+            .remote(*arguments)
+            .result(timeout_s=limit_s)
+        )
     except TimeoutError:
         raise FrontSilentError(f"the front does not answer within {limit_s:.3g} s") from None
     except SILENT as error:
@@ -151,7 +174,9 @@ def status() -> dict[str, Any]:
 
 
 def drain(name: str, limit_s: float) -> None:
-    """Have a node get nothing more, and its jobs continue on others. ClusterError if that cannot be."""
+    """Have a node get nothing more, and its jobs continue on others. ClusterError if that cannot
+    be.
+    """
     try:
         _Front().drain([name], limit_s)
     except FrontSilentError as error:
@@ -159,8 +184,8 @@ def drain(name: str, limit_s: float) -> None:
 
 
 def drain_machines(machine: str | None, say: Callable[[str], None]) -> None:
-    """Have all nodes of a machine, by Ray's id, that is about to leave drain; None: of the machine of this process. See
-    `machines.drain_machines`.
+    """Have all nodes of a machine, by Ray's id, that is about to leave drain; None: of the machine
+    of this process. See `machines.drain_machines`.
     """
     machines.drain_machines(_Front(), _machines_here() if machine is None else [machine], say=say)
 
@@ -168,7 +193,11 @@ def drain_machines(machine: str | None, say: Callable[[str], None]) -> None:
 def _machines_here() -> Collection[str]:
     """Ray's ids; several machines of Ray's may be on one."""
     here = ray.util.get_node_ip_address()
-    return [each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeManagerAddress"] == here]
+    return [
+        each["NodeID"]
+        for each in ray.nodes()
+        if each["Alive"] and each["NodeManagerAddress"] == here
+    ]
 
 
 def wait_for_nodes(

@@ -1,4 +1,6 @@
-"""The state of a job that is on a node of a cluster, or waits for one: `apply(state, event)` is pure."""
+"""The state of a job that is on a node of a cluster, or waits for one: `apply(state, event)` is
+pure.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -55,7 +57,9 @@ class CheckpointTold:
     step: int
 
 
-Event = Placed | StartAwaited | StartSent | TakenBack | RestChanged | Moved | StepTold | CheckpointTold
+Event = (
+    Placed | StartAwaited | StartSent | TakenBack | RestChanged | Moved | StepTold | CheckpointTold
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,8 @@ class PlacedJob:
     node: ClusterNode | None = None
     # Whether the node is told of the job.
     is_sent: bool = False
-    # Whether the caller that started the job has been answered before the job had a node: errors are events then.
+    # Whether the caller that started the job has been answered before the job had a node: errors
+    # are events then.
     is_late: bool = False
     # Whether the job is paused.
     rests: bool = False

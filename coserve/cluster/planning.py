@@ -1,11 +1,13 @@
-"""Execution planning: when a task would run on a node, and what idleness that makes (LeMix section IV-B, algorithm 1).
+"""Execution planning: when a task would run on a node, and what idleness that makes (LeMix section
+IV-B, algorithm 1).
 
-A stage runs one pass at a time. Forward passes keep the order of placement; a forward pass that would not end before
-the backward pass of an earlier training task begins waits until that has ended (a far dependency).
+A stage runs one pass at a time. Forward passes keep the order of placement; a forward pass that
+would not end before the backward pass of an earlier training task begins waits until that has ended
+(a far dependency).
 
-Where a node bounds how many training tasks are in flight (`NodeView.training_in_flight`), the others wait before the
-first stage, and requests pass them: a request runs before the passes of a training task that is still to begin, where
-it ends before them.
+Where a node bounds how many training tasks are in flight (`NodeView.training_in_flight`), the
+others wait before the first stage, and requests pass them: a request runs before the passes of a
+training task that is still to begin, where it ends before them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,8 +17,8 @@ from coserve.cluster.view import NodeView, PlannedTask, Task
 
 
 class Path(NamedTuple):
-    """Of a task on a node. idleness_s: II, by how much the node's stages stand idle more, summed over the stages.
-    response_s: R, from the task's arrival to the end of its forward pass.
+    """Of a task on a node. idleness_s: II, by how much the node's stages stand idle more, summed
+    over the stages. response_s: R, from the task's arrival to the end of its forward pass.
     """
 
     task: PlannedTask
@@ -25,7 +27,12 @@ class Path(NamedTuple):
 
 
 def plan_path(
-    node: NodeView, task: Task, now_s: float, *, num_cached: int = 0, after: Sequence[PlannedTask] = ()
+    node: NodeView,
+    task: Task,
+    now_s: float,
+    *,
+    num_cached: int = 0,
+    after: Sequence[PlannedTask] = (),
 ) -> Path:
     """A task's path on a node if it is placed there now. O(stages × training tasks under way).
 
@@ -39,7 +46,11 @@ def plan_path(
     paths = (*node.queue, *after)
     training = [] if profile.training_yields else [path for path in paths if path.backward_end_s]
     forward_s = profile.forward.seconds(task.num_tokens - num_cached, task.batch_size)
-    before, held, end_s = [after[-1] if after else node.last], list[PlannedTask](), max(now_s, task.arrival_s)
+    before, held, end_s = (
+        [after[-1] if after else node.last],
+        list[PlannedTask](),
+        max(now_s, task.arrival_s),
+    )
     if node.training_in_flight is not None and training:
         if not task.trains:
             held = [path for path in training if path.forward_start_s[0] > now_s]
@@ -50,7 +61,9 @@ def plan_path(
     starts_s, ends_s, idleness_s = [], [], 0.0
     for stage in range(node.num_stages):
         # A node that has run nothing makes no earlier time unusable.
-        previous_s = max([path.forward_end_s[stage] for path in before if path is not None], default=end_s)
+        previous_s = max(
+            [path.forward_end_s[stage] for path in before if path is not None], default=end_s
+        )
         start_s = max(end_s, previous_s)
         end_s = start_s + forward_s
         offset_s = 0.0
@@ -79,23 +92,29 @@ def plan_path(
     return Path(planned, idleness_s, end_s - task.arrival_s)
 
 
-def _passes(stage: int, training: Sequence[PlannedTask], held: Sequence[PlannedTask]) -> Iterable[tuple[float, float]]:
-    """Starts and ends of what a forward pass must not delay in a stage, in order: backward passes, which keep the order
-    of placement, and forward passes of training tasks that a request may pass.
+def _passes(
+    stage: int, training: Sequence[PlannedTask], held: Sequence[PlannedTask]
+) -> Iterable[tuple[float, float]]:
+    """Starts and ends of what a forward pass must not delay in a stage, in order: backward passes,
+    which keep the order of placement, and forward passes of training tasks that a request may pass.
     """
     passes = ((path.backward_start_s[stage], path.backward_end_s[stage]) for path in training)
     if not held:
         return passes
-    return sorted([*passes, *((path.forward_start_s[stage], path.forward_end_s[stage]) for path in held)])
+    return sorted(
+        [*passes, *((path.forward_start_s[stage], path.forward_end_s[stage]) for path in held)]
+    )
 
 
 def _beside(node: NodeView, task: Task, now_s: float, num_cached: int) -> Path:
-    """Of what requests do not notice: it begins at once, and takes longer the less slack there is, and the more there
-    is of its sort.
+    """Of what requests do not notice: it begins at once, and takes longer the less slack there is,
+    and the more there is of its sort.
     """
     profile, at = node.profile, (now_s,) * node.num_stages
     passes = (profile.forward, profile.backward) if task.trains else (profile.forward,)
-    alone_s = node.num_stages * sum(one.seconds(task.num_tokens - num_cached, task.batch_size) for one in passes)
+    alone_s = node.num_stages * sum(
+        one.seconds(task.num_tokens - num_cached, task.batch_size) for one in passes
+    )
     others = len(node.jobs) if task.trains else node.num_batch_running + node.num_batch_waiting
     end_s = now_s + alone_s * (1 + others) / max(node.slack, 0.01)
     ends_s = (end_s,) * node.num_stages
@@ -114,7 +133,9 @@ def _beside(node: NodeView, task: Task, now_s: float, num_cached: int) -> Path:
 def _backward(
     node: NodeView, task: Task, forward_end_s: float, training: Sequence[PlannedTask]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Starts and ends of a backward pass by stage, which runs through the stages in reverse, after earlier ones."""
+    """Starts and ends of a backward pass by stage, which runs through the stages in reverse, after
+    earlier ones.
+    """
     backward_s = node.profile.backward.seconds(task.num_tokens, task.batch_size)
     starts_s, ends_s, at_s = [], [], forward_end_s
     for stage in reversed(range(node.num_stages)):

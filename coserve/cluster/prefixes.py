@@ -1,9 +1,11 @@
-"""What the caches of nodes hold of prompts' beginnings, as far as a front can know: what it sent where.
+"""What the caches of nodes hold of prompts' beginnings, as far as a front can know: what it sent
+where.
 
-A node's engine finds blocks by keys of its own, which begin with versions of adapters that only it knows, and says
-nothing of what it forgets. So a front keeps the keys of prompts that it sent to a node, as many as the node's pool has
-pages, those used last. It is wrong where a node has needed pages for something else, or has got a new version of an
-adapter since: then a prompt takes as long as it would on any other node.
+A node's engine finds blocks by keys of its own, which begin with versions of adapters that only it
+knows, and says nothing of what it forgets. So a front keeps the keys of prompts that it sent to a
+node, as many as the node's pool has pages, those used last. It is wrong where a node has needed
+pages for something else, or has got a new version of an adapter since: then a prompt takes as long
+as it would on any other node.
 """
 
 from collections import OrderedDict
@@ -12,13 +14,15 @@ from collections.abc import Sequence
 from coserve.engine.commands import AddRequest
 from coserve.memory.prefix_index import PrefixIndex, PrefixOwner
 
-# Of a prompt, the blocks that are looked at: with these in common two prompts belong together, whatever follows. And of
-# a node, those that are remembered.
+# Of a prompt, the blocks that are looked at: with these in common two prompts belong together,
+# whatever follows. And of a node, those that are remembered.
 _MOST_OF_PROMPT, _MOST_OF_NODE = 256, 4096
 
 
 def prefix_keys(request: AddRequest, block_tokens: int) -> tuple[bytes, ...]:
-    """Return the keys of a prompt's first full blocks; none if it is computed from its beginning in any case."""
+    """Return the keys of a prompt's first full blocks; none if it is computed from its beginning in
+    any case.
+    """
     if request.params.prompt_logprobs is not None:
         return ()
     adapter = request.adapter

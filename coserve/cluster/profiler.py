@@ -1,12 +1,15 @@
-"""The offline profiler (LeMix section IV-A): from what the engine measures of a device to what placements plan with.
+"""The offline profiler (LeMix section IV-A): from what the engine measures of a device to what
+placements plan with.
 
-An engine has its device's `Profile` already: seconds of the pieces of a step by their rows. Passes of whole sequences
-follow from these, and lines through them are what a placement can add up for every node and task. There is one file for
-each kind of device, model, dtype and size of the pool, with κ and T_max, which nodes of a kind share.
+An engine has its device's `Profile` already: seconds of the pieces of a step by their rows. Passes
+of whole sequences follow from these, and lines through them are what a placement can add up for
+every node and task. There is one file for each kind of device, model, dtype and size of the pool,
+with κ and T_max, which nodes of a kind share.
 
-LeMix finds κ and T_max by trying loads on a device. Here they follow from its profile. κ leaves the memory that a pack
-of a job keeps, so that training finds room beside requests. T_max is how long a full node takes at most, nineteen times
-of twenty, until one of its requests ends and leaves memory: a task that has waited longer waits for none to come.
+LeMix finds κ and T_max by trying loads on a device. Here they follow from its profile. κ leaves the
+memory that a pack of a job keeps, so that training finds room beside requests. T_max is how long a
+full node takes at most, nineteen times of twenty, until one of its requests ends and leaves memory:
+a task that has waited longer waits for none to come.
 """
 
 import logging
@@ -50,10 +53,11 @@ def node_profile(
     """What a placement knows of a node with this profile.
 
     Args:
-        page_bytes, num_pages: of the node's pool; 0: not known, so that training is placed whatever memory there is,
-            and κ and T_max are the usual ones.
+        page_bytes, num_pages: of the node's pool; 0: not known, so that training is placed whatever
+            memory there is, and κ and T_max are the usual ones.
         num_state_pages: of each request, for its states.
-        num_stages: equal parts that the model is divided into; what crosses between them is not counted.
+        num_stages: equal parts that the model is divided into; what crosses between them is not
+            counted.
         training_yields: see `NodeProfile`.
     """
     latency = LatencyModel(profile)
@@ -66,8 +70,12 @@ def node_profile(
     decode_s = latency.decode_s(num_requests=few, context=_CONTEXT)
     more_s = (latency.decode_s(num_requests=many, context=_CONTEXT) - decode_s) / (many - few)
     made = NodeProfile(
-        forward=fit_latency(LENGTHS, [latency.prompt_s(length) for length in LENGTHS], num_stages=num_stages),
-        backward=fit_latency(LENGTHS, [backward_s(length) for length in LENGTHS], num_stages=num_stages),
+        forward=fit_latency(
+            LENGTHS, [latency.prompt_s(length) for length in LENGTHS], num_stages=num_stages
+        ),
+        backward=fit_latency(
+            LENGTHS, [backward_s(length) for length in LENGTHS], num_stages=num_stages
+        ),
         decode_s=decode_s,
         decode_request_s=more_s,
         block_tokens=block_tokens,
@@ -110,20 +118,32 @@ def profile_of(ready: Ready, home: Path | None = None) -> NodeProfile:
     if home is None:
         return made
     pool_bytes = ready.num_pages * ready.page_bytes
-    return with_stored_limits(node_profile_path(ready.hardware, ready.model, ready.dtype, pool_bytes, home), made)
+    return with_stored_limits(
+        node_profile_path(ready.hardware, ready.model, ready.dtype, pool_bytes, home), made
+    )
 
 
-def fit_latency(lengths: Sequence[int], seconds: Sequence[float], *, num_stages: int = 1) -> Latency:
-    """The Latency with the least squared relative errors at these lengths, with no coefficient below 0.
+def fit_latency(
+    lengths: Sequence[int], seconds: Sequence[float], *, num_stages: int = 1
+) -> Latency:
+    """The Latency with the least squared relative errors at these lengths, with no coefficient
+    below 0.
 
     num_stages: the seconds are those of as many stages, one after the other.
     """
-    columns: tuple[Callable[[int], float], ...] = (lambda _: 1.0, float, lambda length: float(length * length))
+    columns: tuple[Callable[[int], float], ...] = (
+        lambda _: 1.0,
+        float,
+        lambda length: float(length * length),
+    )
     best: tuple[float, list[float]] | None = None
     # Each subset of the three terms: the best of those whose coefficients are all above 0.
     for subset in range(1, 8):
         chosen = [index for index in range(3) if subset >> index & 1]
-        rows = [[columns[index](n) / s for index in chosen] for n, s in zip(lengths, seconds, strict=True)]
+        rows = [
+            [columns[index](n) / s for index in chosen]
+            for n, s in zip(lengths, seconds, strict=True)
+        ]
         solved = _least_squares(rows)
         if solved is None or min(solved) < 0:
             continue
@@ -139,13 +159,16 @@ def fit_latency(lengths: Sequence[int], seconds: Sequence[float], *, num_stages:
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """x for which every row times x is nearest to 1, by the normal equations; None where these have no one answer."""
+    """x for which every row times x is nearest to 1, by the normal equations; None where these have
+    no one answer.
+    """
     size = len(rows[0])
     # Columns are scaled, so that lengths and their squares are of one size.
     scale = [max(abs(row[index]) for row in rows) or 1.0 for index in range(size)]
     scaled = [[value / by for value, by in zip(row, scale, strict=True)] for row in rows]
     table = [
-        [sum(row[i] * row[j] for row in scaled) for j in range(size)] + [sum(row[i] for row in scaled)]
+        [sum(row[i] * row[j] for row in scaled) for j in range(size)]
+        + [sum(row[i] for row in scaled)]
         for i in range(size)
     ]
     for i in range(size):
@@ -161,7 +184,9 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
 # -- on disk ----------------------------------------------------------------------------
 
 
-def node_profile_path(hardware: str, model: str, dtype: str, pool_bytes: int, home: Path | None = None) -> Path:
+def node_profile_path(
+    hardware: str, model: str, dtype: str, pool_bytes: int, home: Path | None = None
+) -> Path:
     """Where the profile of a kind of device lies, with a model and a pool of about this size."""
     parts = (hardware, model, dtype, _about(pool_bytes))
     name = "-".join(part.replace("/", "_").replace(":", "_").replace(" ", "_") for part in parts)
@@ -175,8 +200,8 @@ def _about(num_bytes: int) -> str:
 
 
 def with_stored_limits(path: Path, made: NodeProfile) -> NodeProfile:
-    """A profile with κ and T_max as they are kept for this kind of device and pool; the first of a kind is kept itself.
-    What operators find out about their devices, they set in that file.
+    """A profile with κ and T_max as they are kept for this kind of device and pool; the first of a
+    kind is kept itself. What operators find out about their devices, they set in that file.
     """
     stored = read_node_profile(path)
     if stored is None:
@@ -198,10 +223,14 @@ def write_node_profile(path: Path, profile: NodeProfile) -> None:
 
 
 def read_node_profile(path: Path) -> NodeProfile | None:
-    """None if there is none, anything is wrong with it, or another user can have written it: it can be made again."""
+    """None if there is none, anything is wrong with it, or another user can have written it: it can
+    be made again.
+    """
     try:
         if not is_trusted(path):
-            _log.warning("another user can write %s, so it is not used: the node is profiled again", path)
+            _log.warning(
+                "another user can write %s, so it is not used: the node is profiled again", path
+            )
             return None
         return msgspec.json.decode(path.read_bytes(), type=NodeProfile)
     except (OSError, msgspec.MsgspecError):

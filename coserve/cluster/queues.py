@@ -1,7 +1,8 @@
 """Tasks that have no node yet, in the order in which a placement wants them placed.
 
-A placement says by its queue which task is next. The order is a function of the tasks, of the moment and of the nodes;
-what a queue keeps is there only so that a thousand tasks that wait make the next one no dearer to find.
+A placement says by its queue which task is next. The order is a function of the tasks, of the
+moment and of the nodes; what a queue keeps is there only so that a thousand tasks that wait make
+the next one no dearer to find.
 """
 
 from bisect import bisect_left, insort
@@ -27,15 +28,15 @@ class TaskQueue(Protocol):
         ...
 
     def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[Task]:
-        """As they are to be placed now. Tasks may be removed meanwhile. stopped: kinds of task of which no more are
-        wanted, so that they may be left out; may grow meanwhile.
+        """As they are to be placed now. Tasks may be removed meanwhile. stopped: kinds of task of
+        which no more are wanted, so that they may be left out; may grow meanwhile.
         """
         ...
 
 
 class ArrivalQueue:
-    """Requests and training as they came; but requests by their priorities, and batch work after the others, by when it
-    should be done.
+    """Requests and training as they came; but requests by their priorities, and batch work after
+    the others, by when it should be done.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,10 @@ class ArrivalQueue:
             return requests
         awaited = [task for task in requests if not task.is_batch]
         batch = [task for task in requests if task.is_batch]
-        return [*by_priority(awaited, lambda task: task.priority), *by_due(batch, lambda task: task.batch_due_s)]
+        return [
+            *by_priority(awaited, lambda task: task.priority),
+            *by_due(batch, lambda task: task.batch_due_s),
+        ]
 
 
 def _is_apart(task: Task) -> bool:
@@ -92,8 +96,8 @@ def _until(stopped: Collection[TaskKind], tasks: Iterable[Task]) -> Iterator[Tas
 
 
 class Deadline(NamedTuple):
-    """Of a request. due_s: when its first token is. latest_begin_s: when it must begin for that, alone on the node that
-    is the fastest for it.
+    """Of a request. due_s: when its first token is. latest_begin_s: when it must begin for that,
+    alone on the node that is the fastest for it.
     """
 
     due_s: float
@@ -104,27 +108,33 @@ _Kinds = frozenset[tuple[int, Latency]]
 
 
 def kinds_of(nodes: Iterable[NodeView]) -> _Kinds:
-    """Of nodes by what a request takes there alone: numbers of stages, and what a forward pass takes in each."""
+    """Of nodes by what a request takes there alone: numbers of stages, and what a forward pass
+    takes in each.
+    """
     return frozenset([(node.num_stages, node.profile.forward) for node in nodes])
 
 
 def deadline(task: Task, kinds: _Kinds, *, slo_times: float) -> Deadline:
     """slo_times: the SLO of a request that brings none, in forward passes of its own."""
-    alone_s = min([stages * forward.seconds(task.num_tokens, task.batch_size) for stages, forward in kinds])
+    alone_s = min(
+        [stages * forward.seconds(task.num_tokens, task.batch_size) for stages, forward in kinds]
+    )
     due_s = task.arrival_s + (task.ttft_s or slo_times * alone_s)
     return Deadline(due_s, due_s - alone_s)
 
 
-# Of the requests of one priority: those that have waited for long, those that can be in time, and late ones.
+# Of the requests of one priority: those that have waited for long, those that can be in time, and
+# late ones.
 _AGED, _TIMELY, _LATE = range(3)
-# Priority, which of these, a deadline (0: as they came), and the number in which it came: sorted by these four.
+# Priority, which of these, a deadline (0: as they came), and the number in which it came: sorted by
+# these four.
 _Entry = tuple[int, int, float, int, Task]
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A request. part: of those of its priority, and due_s, as its entry has them; None: it has none, since it has come
-    since the order was last asked for.
+    """A request. part: of those of its priority, and due_s, as its entry has them; None: it has
+    none, since it has come since the order was last asked for.
     """
 
     number: int
@@ -134,20 +144,23 @@ class _Waiting:
 
 
 class DeadlineQueue:
-    """Requests by their priorities, and of one priority what has waited for long, then those that can be in time, by
-    their deadlines, then late ones. Training is placed after all that can be in time, what has waited for long of it
-    after requests that have waited so, too. Batch work is last, by when it should be done: nobody waits for it, and it
-    has no deadline here, however long it has waited. Where requests are shared out among tenants
-    (`ClusterView.tenants`), that decides in place of deadlines and of how long one has waited.
+    """Requests by their priorities, and of one priority what has waited for long, then those that
+    can be in time, by their deadlines, then late ones. Training is placed after all that can be in
+    time, what has waited for long of it after requests that have waited so, too. Batch work is
+    last, by when it should be done: nobody waits for it, and it has no deadline here, however long
+    it has waited. Where requests are shared out among tenants (`ClusterView.tenants`), that decides
+    in place of deadlines and of how long one has waited.
 
-    A request is late when it could not be in time if it began now, alone, on any node: which it stays. So each task
-    changes its place twice at most, and all that is done for one takes O(log n) of those that wait, but for copies of
-    arrays of pointers.
+    A request is late when it could not be in time if it began now, alone, on any node: which it
+    stays. So each task changes its place twice at most, and all that is done for one takes O(log n)
+    of those that wait, but for copies of arrays of pointers.
     """
 
-    def __init__(self, *, slo_times: float, max_defer_s: float, has_room: Callable[[NodeView], bool]) -> None:
-        """See `coserve.cluster.placement.slack_affinity`. has_room: whether a node may get a task; where none may,
-        nobody is looked for.
+    def __init__(
+        self, *, slo_times: float, max_defer_s: float, has_room: Callable[[NodeView], bool]
+    ) -> None:
+        """See `coserve.cluster.placement.slack_affinity`. has_room: whether a node may get a task;
+        where none may, nobody is looked for.
         """
         self._slo_times, self._max_defer_s, self._has_room = slo_times, max_defer_s, has_room
         self._numbers = count()
@@ -158,7 +171,9 @@ class DeadlineQueue:
         self._num_late = 0  # of the entries
         self._latest: list[tuple[float, int, str]] = []  # a heap of when they become late
         self._ageing: list[tuple[float, int, str]] = []  # and aged
-        self._batch: list[tuple[float, int, Task]] = []  # by when each should be done, and the number in which it came
+        self._batch: list[
+            tuple[float, int, Task]
+        ] = []  # by when each should be done, and the number in which it came
         self._numbers_of_batch: dict[str, int] = {}
         self._kinds: _Kinds = frozenset()
 
@@ -196,11 +211,15 @@ class DeadlineQueue:
         return self._ordered(view, stopped)
 
     def _ordered(self, view: ClusterView, stopped: Collection[TaskKind]) -> Iterator[Task]:
-        """Of tasks as they are when this begins, but for training and batch work, which are looked at later."""
+        """Of tasks as they are when this begins, but for training and batch work, which are looked
+        at later.
+        """
         aged_s = view.now_s - self._max_defer_s
         first = next(iter(self._training.values()), None)
         aged = [first] if first is not None and first.arrival_s <= aged_s else []
-        num_before = len(self._entries) - self._num_late  # of those that come, the ones that go before training
+        num_before = (
+            len(self._entries) - self._num_late
+        )  # of those that come, the ones that go before training
         is_aged_due, is_training_due = bool(aged), True
         requests = ((part, task) for _, part, _, _, task in tuple(self._entries))
         for part, task in requests if len(view.tenants) < 2 else self._shared_out(view):
@@ -221,8 +240,12 @@ class DeadlineQueue:
         yield from _until(stopped, (task for _, _, task in tuple(self._batch)))
 
     def _shared_out(self, view: ClusterView) -> Iterator[tuple[int, Task]]:
-        """Among tenants: of each priority those that can be in time or have waited for long, then late ones."""
-        for (_, is_late), group in groupby(tuple(self._entries), lambda entry: (entry[0], entry[1] == _LATE)):
+        """Among tenants: of each priority those that can be in time or have waited for long, then
+        late ones.
+        """
+        for (_, is_late), group in groupby(
+            tuple(self._entries), lambda entry: (entry[0], entry[1] == _LATE)
+        ):
             for task in _shared_out(view, [entry[-1] for entry in group]):
                 yield _LATE if is_late else _TIMELY, task
 
@@ -266,5 +289,8 @@ class DeadlineQueue:
         if waiting.part is not None:
             self._num_late -= waiting.part == _LATE
             del self._entries[
-                bisect_left(self._entries, (waiting.task.priority, waiting.part, waiting.due_s, waiting.number))
+                bisect_left(
+                    self._entries,
+                    (waiting.task.priority, waiting.part, waiting.due_s, waiting.number),
+                )
             ]

@@ -16,7 +16,9 @@ def first_line(error: BaseException) -> str:
 
 
 def last_words(stderr: str) -> str | None:
-    """Of a process that has ended, the error that it ended with, or else the last line; None: it has said nothing."""
+    """Of a process that has ended, the error that it ended with, or else the last line; None: it
+    has said nothing.
+    """
     lines = _lines(stderr)
     errors = [number for number, line in enumerate(lines) if _ERROR.match(line)]
     if errors:

@@ -1,7 +1,8 @@
-"""The front as an application of Ray Serve's: what its replicas run, and how they are deployed. `on_ray` asks it.
+"""The front as an application of Ray Serve's: what its replicas run, and how they are deployed.
+`on_ray` asks it.
 
-Ray keeps all alive: it starts a node's actor again wherever there is a free device, and a front where its files are.
-Ray Serve's interfaces are used as of the version that pyproject.toml pins.
+Ray keeps all alive: it starts a node's actor again wherever there is a free device, and a front
+where its files are. Ray Serve's interfaces are used as of the version that pyproject.toml pins.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ from coserve.server.home_lock import lock_home
 
 # How often Ray Serve looks whether the front lives.
 _HEALTH_S = 1.0
-# Where nobody may be there to try again: what a front needs may come later. Ray Serve allows three for each front.
+# Where nobody may be there to try again: what a front needs may come later. Ray Serve allows three
+# for each front.
 _MOST_STARTS = 20
 
 
@@ -45,7 +47,9 @@ class FrontApplication:
         self._standby = StandbyFront(front)
         self._front = self._standby.front
         await self._standby.begin(others=num_fronts > 1)
-        await asyncio.to_thread(tell_served, Served(model=config.model, num_ranks=config.tensor_parallel))
+        await asyncio.to_thread(
+            tell_served, Served(model=config.model, num_ranks=config.tensor_parallel)
+        )
 
     def __serve_build_asgi_app__(self) -> StandbyFront:
         return self._standby
@@ -60,7 +64,12 @@ class FrontApplication:
         """For those who ask without HTTP. drain_s: how long requests are waited for at the end."""
         link = self._front.link
         drain_s = self._front.config.drain_s
-        return {"pid": os.getpid(), "nodes": link.describe(), "waiting": link.waiting, "drain_s": drain_s}
+        return {
+            "pid": os.getpid(),
+            "nodes": link.describe(),
+            "waiting": link.waiting,
+            "drain_s": drain_s,
+        }
 
     async def drain(self, names: Sequence[str]) -> str | None:
         """See `ClusterLink.drain`; what is wrong, if anything."""
@@ -79,25 +88,30 @@ class FrontApplication:
         self._front.reload_keys()
 
     async def __del__(self) -> None:
-        if self._standby.stats[ANSWERS]:  # Ray Serve may be ended by its own commands, in a cluster that lives on
+        if self._standby.stats[
+            ANSWERS
+        ]:  # Ray Serve may be ended by its own commands, in a cluster that lives on
             await asyncio.to_thread(tell_nothing_served)
         await self._standby.stop()
 
 
 def check_http(config: ServerConfig) -> None:
-    """ClusterError if Ray Serve runs already, for others, and listens otherwise than is asked here: it keeps to what it
-    began with, and only logs that; what is to be encrypted would not be.
+    """ClusterError if Ray Serve runs already, for others, and listens otherwise than is asked here:
+    it keeps to what it began with, and only logs that; what is to be encrypted would not be.
     """
     try:
         running = _get_global_client(raise_if_no_controller_running=False)
     except SILENT as error:
-        raise FrontSilentError(f"Ray Serve does not say where it listens: {first_line(error)}") from None
+        raise FrontSilentError(
+            f"Ray Serve does not say where it listens: {first_line(error)}"
+        ) from None
     if running is None:
         return
     for name, value in _http_options(config).items():
         if (now := getattr(running.http_config, name)) != value:
             raise ClusterError(
-                f"Ray Serve runs in this cluster already, and its {name} is {now!r}, not {value!r}: ask for the same, "
+                f"Ray Serve runs in this cluster already, and its {name} is {now!r}, not "
+                f"{value!r}: ask for the same, "
                 "or end it first with serve shutdown"
             )
 
@@ -113,9 +127,11 @@ def _http_options(config: ServerConfig) -> dict[str, Any]:
     }
 
 
-def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float], num_fronts: int = 1) -> None:
-    """Have Ray Serve run the front. resources: of Ray's, that each of the fronts needs. ClusterError if it cannot
-    start.
+def deploy(
+    config: ServerConfig, placement: str, *, resources: dict[str, float], num_fronts: int = 1
+) -> None:
+    """Have Ray Serve run the front. resources: of Ray's, that each of the fronts needs.
+    ClusterError if it cannot start.
     """
     if num_fronts > 1:  # those would wait for it without a word
         with lock_home(config.directory):
@@ -124,11 +140,14 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
         serve.start(proxy_location="HeadOnly", http_options=_http_options(config))
     except SILENT as error:
         raise ClusterError(
-            f"Ray Serve cannot listen at {config.host}:{config.port}: {last_words(str(error))}; choose another --port "
+            f"Ray Serve cannot listen at {config.host}:{config.port}: {last_words(str(error))}; "
+            f"choose another --port "
             "or --host"
         ) from None
     try:
-        front = application(config, placement, resources, num_fronts, most_starts=1)  # somebody reads what is wrong
+        front = application(
+            config, placement, resources, num_fronts, most_starts=1
+        )  # somebody reads what is wrong
         serve.run(front, name=APPLICATION, route_prefix="/")
     except SILENT as error:
         reason = front_error() or first_line(error)
@@ -139,10 +158,14 @@ def deploy(config: ServerConfig, placement: str, *, resources: dict[str, float],
 
 
 def application(
-    config: ServerConfig, placement: str, resources: dict[str, float], num_fronts: int, most_starts: int = _MOST_STARTS
+    config: ServerConfig,
+    placement: str,
+    resources: dict[str, float],
+    num_fronts: int,
+    most_starts: int = _MOST_STARTS,
 ) -> Any:
-    """The front, for Ray Serve. resources: of Ray's, that each of the fronts needs. most_starts: that may fail before
-    any has succeeded; it is given up then.
+    """The front, for Ray Serve. resources: of Ray's, that each of the fronts needs. most_starts:
+    that may fail before any has succeeded; it is given up then.
     """
     front = serve.deployment(
         serve.ingress()(FrontApplication),
@@ -161,15 +184,17 @@ def application(
 
 
 def serve_application(arguments: dict[str, Any]) -> Any:
-    """The front, for configuration files of Ray Serve's. arguments: fields of `ServerConfig`, "placement" and
-    "fronts".
+    """The front, for configuration files of Ray Serve's. arguments: fields of `ServerConfig`,
+    "placement" and "fronts".
     """
     given = dict(arguments)
     placement, num_fronts = given.pop("placement", DEFAULT_PLACEMENT), given.pop("fronts", 1)
     try:
         config = ServerConfig(**given)
     except (TypeError, ValueError) as error:
-        raise ClusterError(f"the arguments of the application {APPLICATION} cannot be used: {error}") from None
+        raise ClusterError(
+            f"the arguments of the application {APPLICATION} cannot be used: {error}"
+        ) from None
     check_config(config)
     return application(config, placement, {}, num_fronts)
 

@@ -24,7 +24,8 @@ from coserve.version import VERSION
 DEVICE = "coserve_device"
 DEFAULT_PORT = 6379
 RAY_SETTINGS = {
-    # Ray lets its workers have what others leave of the CPU; the front and engines are to have their share.
+    # Ray lets its workers have what others leave of the CPU; the front and engines are to have
+    # their share.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "coserve.cluster.dead_fronts:http_middlewares",
 }
@@ -33,13 +34,14 @@ _OWN_SETTINGS = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 # Ray's label of the machine that a command has started, among those of the cluster.
 _LABEL = "coserve-machine"
 _CONNECT_S, _START_S = 3.0, 300.0
-# Where the front's words for machines that would join are, in what Ray keeps for a cluster as long as that lives.
+# Where the front's words for machines that would join are, in what Ray keeps for a cluster as long
+# as that lives.
 _KEY, _NAMESPACE = b"served", b"coserve"
 
 
 class ClusterKeys:
-    """What Ray keeps for the cluster at an address, of ours; this machine need not be one of it. Implements
-    `ClaimStore`.
+    """What Ray keeps for the cluster at an address, of ours; this machine need not be one of it.
+    Implements `ClaimStore`.
     """
 
     def __init__(self, address: str) -> None:
@@ -68,7 +70,9 @@ class ClusterKeys:
     def add(self, key: bytes, value: bytes) -> bool:
         """See `ClaimStore`."""
         with self._asking():
-            return bool(self._gcs.internal_kv_put(key, value, False, _NAMESPACE, timeout=_CONNECT_S))
+            return bool(
+                self._gcs.internal_kv_put(key, value, False, _NAMESPACE, timeout=_CONNECT_S)
+            )
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -83,7 +87,9 @@ class ClusterKeys:
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """Message of a front to machines that would join. version: of coserve. num_ranks: of each node."""
+    """Message of a front to machines that would join. version: of coserve. num_ranks: of each
+    node.
+    """
 
     model: str
     version: str = VERSION
@@ -91,7 +97,9 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell_served(served: Served | None) -> None:
-    """Have `served_at` return it; None: nothing is served. For processes that are connected to the cluster."""
+    """Have `served_at` return it; None: nothing is served. For processes that are connected to the
+    cluster.
+    """
     if served is None:
         _internal_kv_del(_KEY, namespace=_NAMESPACE)
     else:
@@ -99,8 +107,8 @@ def tell_served(served: Served | None) -> None:
 
 
 def served_at(address: str) -> Served | None:
-    """What the cluster at an address serves; None: nothing yet. This machine need not be one of it, and is not by this.
-    ClusterError if there is no cluster.
+    """What the cluster at an address serves; None: nothing yet. This machine need not be one of it,
+    and is not by this. ClusterError if there is no cluster.
     """
     found = ClusterKeys(address).get(_KEY)
     return None if found is None else msgspec.json.decode(found, type=Served)
@@ -115,13 +123,15 @@ class Machine:
 
 
 @contextmanager
-def ray_machine(address: str | None, num_devices: int, *, host: str, port: int = DEFAULT_PORT) -> Iterator[Machine]:
-    """Have this machine be one of Ray's while the context lasts: the first of a new cluster, or one that joins. port:
-    of a new cluster.
+def ray_machine(
+    address: str | None, num_devices: int, *, host: str, port: int = DEFAULT_PORT
+) -> Iterator[Machine]:
+    """Have this machine be one of Ray's while the context lasts: the first of a new cluster, or one
+    that joins. port: of a new cluster.
 
     Raises:
-        ClusterError: there is no cluster at the address, something else listens where a new one would, or Ray cannot be
-            started.
+        ClusterError: there is no cluster at the address, something else listens where a new one
+            would, or Ray cannot be started.
     """
     if address is not None:
         check_address(address)
@@ -131,13 +141,31 @@ def ray_machine(address: str | None, num_devices: int, *, host: str, port: int =
         command = ["--address", address]
     else:
         # Ray's machines find one another by an address that each can reach.
-        own = "127.0.0.1" if host in ("127.0.0.1", "localhost", "::1") else ray.util.get_node_ip_address()
+        own = (
+            "127.0.0.1"
+            if host in ("127.0.0.1", "localhost", "::1")
+            else ray.util.get_node_ip_address()
+        )
         address = f"{own}:{port}"
         _check_free(address)
-        command = ["--head", "--node-ip-address", own, "--port", str(port), "--include-dashboard=false"]
+        command = [
+            "--head",
+            "--node-ip-address",
+            own,
+            "--port",
+            str(port),
+            "--include-dashboard=false",
+        ]
     resources = msgspec.json.encode({DEVICE: num_devices}).decode()
     label = secrets.token_hex(8)
-    program = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    program = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--block",
+        "--disable-usage-stats",
+    ]
     process = subprocess.Popen(
         [*program, *command, "--resources", resources, "--labels", f"{_LABEL}={label}"],
         env=_OWN_SETTINGS | RAY_SETTINGS | os.environ,
@@ -163,7 +191,8 @@ def _check_free(address: str) -> None:
     except ClusterError:
         return
     raise ClusterError(
-        f"something listens at {address} already: join that cluster with --address {address}, or start another with "
+        f"something listens at {address} already: join that cluster with --address {address}, or "
+        f"start another with "
         "--ray-port"
     )
 
@@ -174,10 +203,14 @@ def _wait_for_ray(process: "subprocess.Popen[str]", address: str, label: str) ->
     while time.monotonic() < until_s:
         if process.poll() is not None:
             assert process.stderr is not None
-            raise ClusterError(f"Ray cannot be started here: {last_words(process.stderr.read()) or 'see its log'}")
+            raise ClusterError(
+                f"Ray cannot be started here: {last_words(process.stderr.read()) or 'see its log'}"
+            )
         with suppress(ClusterError, RayError, RuntimeError):
             check_address(address)
-            for id, node in GcsClient(address=address).get_all_node_info(timeout=_CONNECT_S).items():
+            for id, node in (
+                GcsClient(address=address).get_all_node_info(timeout=_CONNECT_S).items()
+            ):
                 if node.labels.get(_LABEL) == label:
                     found: str = id.hex()
                     return found
@@ -189,11 +222,15 @@ def check_address(address: str) -> None:
     """ClusterError unless something listens there."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
-        raise ClusterError(f"--address must be HOST:PORT, as the first coserve cluster up prints it, not {address!r}")
+        raise ClusterError(
+            f"--address must be HOST:PORT, as the first coserve cluster up prints it, not "
+            f"{address!r}"
+        )
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
     except OSError as error:
         raise ClusterError(
-            f"there is no Ray cluster at {address}: {error.strerror or error}; start one with coserve cluster up "
+            f"there is no Ray cluster at {address}: {error.strerror or error}; start one with "
+            f"coserve cluster up "
             "there, or leave out --address to start one here"
         ) from None

@@ -1,4 +1,6 @@
-"""Nodes on Ray: an actor each, which Ray starts again wherever there is a free device (its resource `DEVICE`)."""
+"""Nodes on Ray: an actor each, which Ray starts again wherever there is a free device (its resource
+`DEVICE`).
+"""
 
 import asyncio
 import logging
@@ -26,7 +28,8 @@ NAMESPACE = "coserve"
 # How often Ray is asked for devices that have joined.
 _COUNT_S = 2.0
 _CALL_S = 10.0
-# An actor that Ray does not start again, since its own start failed or somebody ended it, is made again after this.
+# An actor that Ray does not start again, since its own start failed or somebody ended it, is made
+# again after this.
 _MAKE_AGAIN_S = 10.0
 # Until Ray has forgotten an actor that it was told to end.
 _END_S, _POLL_S = 10.0, 0.1
@@ -65,13 +68,17 @@ class RayNode:
         except CoserveError as error:  # the actor's own
             raise EngineGoneError(first_line(error)) from None
         except ActorUnavailableError:
-            raise EngineGoneError("its actor is being started again, or waits for a free device") from None
+            raise EngineGoneError(
+                "its actor is being started again, or waits for a free device"
+            ) from None
         except RayError as error:
             raise EngineGoneError(first_line(error)) from None
 
 
 class RayNodes:
-    """An actor for each device of the cluster, made as devices join. One whose machine is gone waits for another."""
+    """An actor for each device of the cluster, made as devices join. One whose machine is gone
+    waits for another.
+    """
 
     def __init__(self, settings: NodeSettings, *, uses_gpu: bool) -> None:
         """uses_gpu: each rank of a node needs one of Ray's GPUs, if there are any."""
@@ -88,12 +95,14 @@ class RayNodes:
             try:
                 await asyncio.to_thread(self._make_missing)
             except RayError as error:
-                raise ClusterError(f"Ray does not say which devices there are: {first_line(error)}") from None
+                raise ClusterError(
+                    f"Ray does not say which devices there are: {first_line(error)}"
+                ) from None
         return dict(self._found)
 
     async def renew(self, name: str) -> None:
-        """Have another actor in the place of one that was found, with the settings that these nodes have. ClusterError
-        if Ray does not.
+        """Have another actor in the place of one that was found, with the settings that these nodes
+        have. ClusterError if Ray does not.
         """
         node = self._found[name]
         try:
@@ -106,7 +115,9 @@ class RayNodes:
         until_s = time.monotonic() + _END_S
         while name in _names():  # else it would be the old one that is found
             if time.monotonic() > until_s:
-                raise ClusterError(f"the actor with other settings has not ended within {_END_S:g} s")
+                raise ClusterError(
+                    f"the actor with other settings has not ended within {_END_S:g} s"
+                )
             time.sleep(_POLL_S)
         return self._make(name)
 
@@ -118,9 +129,13 @@ class RayNodes:
             if (node := self._found.get(name)) is None:
                 self._found[name] = RayNode(self._make(name))
             elif name not in existing and time.monotonic() - self._made_s[name] > _MAKE_AGAIN_S:
-                node.actor = self._make(name)  # its home could not be written, say, or somebody has ended it
+                node.actor = self._make(
+                    name
+                )  # its home could not be written, say, or somebody has ended it
         num_gpus, num_cpus = int(found.get("GPU", 0)), int(found.get("CPU", 0))
-        shortage = self._resources(num_gpus).shortage(num_devices, num_gpus=num_gpus, num_cpus=num_cpus)
+        shortage = self._resources(num_gpus).shortage(
+            num_devices, num_gpus=num_gpus, num_cpus=num_cpus
+        )
         if shortage and not self._has_warned:
             self._has_warned = True
             _log.warning("%s", shortage)

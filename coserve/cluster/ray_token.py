@@ -1,7 +1,9 @@
-"""The token that calls of Ray's processes need: without it, anybody who reaches their ports could run code.
+"""The token that calls of Ray's processes need: without it, anybody who reaches their ports could
+run code.
 
-Ray reads its settings when it is imported, so this is done first, and imports nothing of it. They are environment
-variables (https://docs.ray.io/en/latest/ray-security/token-auth.html), which Ray's processes inherit.
+Ray reads its settings when it is imported, so this is done first, and imports nothing of it. They
+are environment variables (https://docs.ray.io/en/latest/ray-security/token-auth.html), which Ray's
+processes inherit.
 """
 
 import os
@@ -24,10 +26,11 @@ def token_file() -> Path:
 
 
 def use_token(*, creates: bool) -> None:
-    """Have Ray use a token in this process and in those that it starts: one that Ray's variables name, or else the one
-    in the home. Where Ray's variables turn tokens off, there is none.
+    """Have Ray use a token in this process and in those that it starts: one that Ray's variables
+    name, or else the one in the home. Where Ray's variables turn tokens off, there is none.
 
-    creates: make one if there is none, for a new cluster; otherwise Ray is used without, as the cluster may have none.
+    creates: make one if there is none, for a new cluster; otherwise Ray is used without, as the
+    cluster may have none.
 
     Raises:
         ClusterError: other users can read the token, or it cannot be read or written.
@@ -43,29 +46,37 @@ def use_token(*, creates: bool) -> None:
                 return
             _check_is_private(path)
         except OSError as error:
-            raise ClusterError(f"the token of the cluster, {path}, cannot be used: {error.strerror or error}") from None
+            raise ClusterError(
+                f"the token of the cluster, {path}, cannot be used: {error.strerror or error}"
+            ) from None
         os.environ[_PATH] = str(path)
     os.environ[_MODE] = "token"
 
 
 def check_reach(host: str) -> None:
-    """Raise ClusterError for a new cluster that other machines would reach, and that asks for no token."""
+    """Raise ClusterError for a new cluster that other machines would reach, and that asks for no
+    token.
+    """
     if os.environ.get(_MODE) != "token" and not is_loopback(host):
         raise ClusterError(
-            f"anybody who reaches Ray's ports could run code: a cluster at {host} needs its token, which {_MODE}="
+            f"anybody who reaches Ray's ports could run code: a cluster at {host} needs its token, "
+            f"which {_MODE}="
             f"{os.environ.get(_MODE, '')} turns off; leave that out, or --host"
         )
 
 
 def token_in_use() -> Path | None:
     """Return the file of the token that Ray uses in this process; None if there is no such file."""
-    return Path(path) if os.environ.get(_MODE) == "token" and (path := os.environ.get(_PATH)) else None
+    return (
+        Path(path) if os.environ.get(_MODE) == "token" and (path := os.environ.get(_PATH)) else None
+    )
 
 
 def refused(address: str) -> ClusterError:
     """Return the error for a cluster that takes no call without its token."""
     return ClusterError(
-        f"the cluster at {address} asks for a token, and this machine has another or none: copy {TOKEN_FILE} from the "
+        f"the cluster at {address} asks for a token, and this machine has another or none: copy "
+        f"{TOKEN_FILE} from the "
         f"home of its first machine to {token_file()}, or have {_PATH} name a file with it"
     )
 
@@ -84,4 +95,6 @@ def _create(path: Path) -> None:
 def _check_is_private(path: Path) -> None:
     found = path.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OF_OTHERS:
-        raise ClusterError(f"other users can read or change the token of the cluster: chmod 600 {path}")
+        raise ClusterError(
+            f"other users can read or change the token of the cluster: chmod 600 {path}"
+        )

@@ -19,4 +19,6 @@ async def cluster(context: Context, is_operator: IsOperator) -> Response:
     if not is_operator:
         raise ApiError("Only operators may see the cluster: ask with the key of one.", status=403)
     link = cast(ClusterLink, context.link)
-    return json_response({"model": context.model_name, "nodes": link.describe(), "waiting": link.waiting})
+    return json_response(
+        {"model": context.model_name, "nodes": link.describe(), "waiting": link.waiting}
+    )

@@ -1,8 +1,10 @@
-"""The cluster's queue: tasks that have no node yet, what is known of the nodes, and which task goes to which node.
+"""The cluster's queue: tasks that have no node yet, what is known of the nodes, and which task goes
+to which node.
 
-It keeps books and asks the placement, which is pure; it reads no clock, sends nothing and knows no Ray, so that real
-nodes and modelled ones in virtual time are scheduled by the same code. Of LeMix's three levels (section V-C) this is
-the second: a load balancer may stand before several clusters, and each node's engine decides on its own steps.
+It keeps books and asks the placement, which is pure; it reads no clock, sends nothing and knows no
+Ray, so that real nodes and modelled ones in virtual time are scheduled by the same code. Of LeMix's
+three levels (section V-C) this is the second: a load balancer may stand before several clusters,
+and each node's engine decides on its own steps.
 
 Per decision, O(nodes) and what the placement takes.
 """
@@ -30,7 +32,9 @@ class _Node:
     def __init__(self, report: NodeView) -> None:
         self.report = report
         self.tasks: dict[str, PlannedTask | None] = {}
-        self._unknown = set[str]()  # counted as waiting here, until they begin, or a report counts them
+        self._unknown = set[
+            str
+        ]()  # counted as waiting here, until they begin, or a report counts them
         self._batch = set[str]()  # of the tasks, batch work that gives way
         self.last: PlannedTask | None = None
         self.lengths = Lengths()
@@ -40,7 +44,11 @@ class _Node:
         if self._view is None:
             queue = tuple([path for path in self.tasks.values() if path is not None])
             self._view = replace(
-                self.report, lengths=self.lengths, num_tasks=len(self.tasks), queue=queue, last=self.last
+                self.report,
+                lengths=self.lengths,
+                num_tasks=len(self.tasks),
+                queue=queue,
+                last=self.last,
             )
         return self._view
 
@@ -49,8 +57,8 @@ class _Node:
         self._unknown.clear()
 
     def place(self, task: Task, path: PlannedTask | None) -> None:
-        """Until the next report, as if the task had its pages already, its prefix and its adapter. Pages of batch work
-        are there for others as ever.
+        """Until the next report, as if the task had its pages already, its prefix and its adapter.
+        Pages of batch work are there for others as ever.
         """
         report = self.report
         gives_way = report.profile.gives_way(task)
@@ -98,7 +106,10 @@ class _Node:
         """One less of its sort waits here, and as many more run."""
         report, self._view = self.report, None
         if task in self._batch:
-            waiting, running = max(0, report.num_batch_waiting - 1), report.num_batch_running + running
+            waiting, running = (
+                max(0, report.num_batch_waiting - 1),
+                report.num_batch_running + running,
+            )
             self.report = replace(report, num_batch_waiting=waiting, num_batch_running=running)
         else:
             waiting, running = max(0, report.num_waiting - 1), report.num_running + running
@@ -118,20 +129,25 @@ def _ended_forward(path: PlannedTask, now_s: float) -> PlannedTask:
 class ClusterScheduler:
     """See the module.
 
-    Tasks are submitted once; `place` says where they go, and the caller tells of their ends. Nodes report as
-    often as they like. A node that is gone is removed, which returns what it had, for the caller to submit again.
+    Tasks are submitted once; `place` says where they go, and the caller tells of their ends. Nodes
+    report as often as they like. A node that is gone is removed, which returns what it had, for the
+    caller to submit again.
     """
 
     def __init__(self, placement: Placement, weights: TokenWeights | None = None) -> None:
-        """weights: what tokens cost tenants, where requests that wait are shared out among these, as by a policy that
-        does so on a device (`Policy.is_fair`); None: they are not.
+        """weights: what tokens cost tenants, where requests that wait are shared out among these,
+        as by a policy that does so on a device (`Policy.is_fair`); None: they are not.
         """
         self.placement = placement
         self._order = placement.queue()
         self._nodes: dict[str, _Node] = {}
-        self._ranks: dict[str, int] = {}  # of nodes that there ever were: one that comes back has its place again
+        self._ranks: dict[
+            str, int
+        ] = {}  # of nodes that there ever were: one that comes back has its place again
         self._waiting: dict[TaskKind, dict[str, Task]] = {kind: {} for kind in get_args(TaskKind)}
-        self._queues: dict[TaskKind, tuple[Task, ...] | None] = dict.fromkeys(self._waiting, ())  # None: they changed
+        self._queues: dict[TaskKind, tuple[Task, ...] | None] = dict.fromkeys(
+            self._waiting, ()
+        )  # None: they changed
         self._counters = None if weights is None else TokenCounters(weights)
         self._came_after_s: dict[str, float | None] = {}
         self._last_arrival_s: float | None = None
@@ -139,7 +155,8 @@ class ClusterScheduler:
         self._num_placed = {"request": 0, "training": 0}
         self._node_of: dict[str, str] = {}
         self._num_changes = 0  # of what is known of nodes
-        # Of each kind, the task that was last told to wait, until when, and the number of changes by then.
+        # Of each kind, the task that was last told to wait, until when, and the number of changes
+        # by then.
         self._told_to_wait: dict[TaskKind, tuple[str, float, int]] = {}
 
     # -- questions ----------------------------------------------------------------------
@@ -183,7 +200,9 @@ class ClusterScheduler:
             known.use(node)
 
     def remove(self, node: str) -> tuple[str, ...]:
-        """A node is gone. Returns the ids of the tasks that it had; no error if it was not there."""
+        """A node is gone. Returns the ids of the tasks that it had; no error if it was not
+        there.
+        """
         self._num_changes += 1
         gone = self._nodes.pop(node, None)
         tasks = tuple(gone.tasks) if gone is not None else ()
@@ -217,7 +236,8 @@ class ClusterScheduler:
     def place(self, now_s: float) -> Iterator[tuple[Task, Placed]]:
         """Place what can be placed now, one task after the other.
 
-        Of each kind of task, those after one that waits wait too, but for one that excludes nodes, which holds up none.
+        Of each kind of task, those after one that waits wait too, but for one that excludes nodes,
+        which holds up none.
         """
         stopped = set[TaskKind]()
         for task in self._order.order(self.view(now_s), stopped):
@@ -233,7 +253,9 @@ class ClusterScheduler:
             yield task, decision
 
     def _still_waits(self, task: Task, now_s: float) -> bool:
-        """Whether the placement need not be asked: it has said how long this task waits, and no node has changed."""
+        """Whether the placement need not be asked: it has said how long this task waits, and no
+        node has changed.
+        """
         id, until_s, num_changes = self._told_to_wait.get(task.kind, ("", 0.0, 0))
         return id == task.id and now_s < until_s and num_changes == self._num_changes
 
@@ -245,13 +267,17 @@ class ClusterScheduler:
         return None
 
     def calibrate(self, path: PlannedTask) -> None:
-        """What a task really took in place of what was planned (LeMix algorithm 2, lines 14 and 17)."""
+        """What a task really took in place of what was planned (LeMix algorithm 2, lines 14 and
+        17).
+        """
         if (node := self._node_of.get(path.task)) is not None:
             self._num_changes += 1
             self._nodes[node].calibrate(path)
 
     def begin(self, task: str, now_s: float) -> None:
-        """A request has its first token: it does not wait any more, and its forward pass took until now."""
+        """A request has its first token: it does not wait any more, and its forward pass took until
+        now.
+        """
         if (node := self._node_of.get(task)) is not None:
             self._num_changes += 1
             self._nodes[node].begin(task, now_s)

@@ -1,12 +1,14 @@
-"""The state of a job that is divided among nodes, while the same nodes have it: `apply(state, event)` is pure.
+"""The state of a job that is divided among nodes, while the same nodes have it: `apply(state,
+event)` is pure.
 
-Each node has a shard; nodes are numbered as their shards. What the shards report is told as if one node had the whole
-job: a step when all nodes have made it, and what the first one says of a step (its checkpoint, the validation set's
-loss) after that, so that nothing is known of a step that may be made again.
+Each node has a shard; nodes are numbered as their shards. What the shards report is told as if one
+node had the whole job: a step when all nodes have made it, and what the first one says of a step
+(its checkpoint, the validation set's loss) after that, so that nothing is known of a step that may
+be made again.
 
-What nodes contribute stands in one order, in which each of them takes it in. A node contributes, and then waits for
-what it is to take in: with a contribution that meets the others', until all have made theirs; else at once what has
-come since it last took something in, its own contribution last.
+What nodes contribute stands in one order, in which each of them takes it in. A node contributes,
+and then waits for what it is to take in: with a contribution that meets the others', until all have
+made theirs; else at once what has come since it last took something in, its own contribution last.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,7 +87,8 @@ class ShardedJob:
     num_spent: int = 0
     # Contributions of nodes that wait for all others.
     meeting: Mapping[int, Contributed] = field(default_factory=dict)
-    # By node: contributions that it has been told of, those that it has surely taken in, and those that it has made.
+    # By node: contributions that it has been told of, those that it has surely taken in, and those
+    # that it has made.
     num_told: tuple[int, ...] = ()
     num_taken: tuple[int, ...] = ()
     num_made: tuple[int, ...] = ()
@@ -93,7 +96,9 @@ class ShardedJob:
     contribution_steps: tuple[int, ...] = ()
 
     @classmethod
-    def begin(cls, start: JobStart, asked: DataParallel, *, num_shards: int, attempt: str) -> "ShardedJob":
+    def begin(
+        cls, start: JobStart, asked: DataParallel, *, num_shards: int, attempt: str
+    ) -> "ShardedJob":
         """Return the state of a job whose shards have not reported anything."""
         zeros = (0,) * num_shards
         return cls(
@@ -155,7 +160,9 @@ def apply(state: ShardedJob, event: Event) -> Outcome:
 
 
 def _told(state: ShardedJob, told: Sequence[Told]) -> Outcome:
-    """Note what is known of the whole job now. An end that was asked for is told when all shards have ended."""
+    """Note what is known of the whole job now. An end that was asked for is told when all shards
+    have ended.
+    """
     for each in told:
         if isinstance(each, Checkpointed):
             state = replace(state, checkpoint=each.directory)
@@ -177,7 +184,9 @@ def _reported(state: ShardedJob, shard: int, report: Told) -> tuple[ShardedJob, 
     if report.kind == "succeeded":
         state = replace(state, num_succeeded=state.num_succeeded + 1)
         return state, [report] if state.num_succeeded == state.num_shards else []
-    return state, [report] if report.kind == "failed" or (report.kind == "cancelled" and not shard) else []
+    return state, [report] if report.kind == "failed" or (
+        report.kind == "cancelled" and not shard
+    ) else []
 
 
 def _stepped(state: ShardedJob, report: JobEvent) -> tuple[ShardedJob, Sequence[Told]]:
@@ -197,23 +206,33 @@ def _released(state: ShardedJob) -> tuple[ShardedJob, Sequence[Told]]:
     return replace(state, held=tuple(each for each in state.held if each.step >= first)), ready
 
 
-def _published(state: ShardedJob, shard: int, report: JobEvent) -> tuple[ShardedJob, Sequence[Told]]:
+def _published(
+    state: ShardedJob, shard: int, report: JobEvent
+) -> tuple[ShardedJob, Sequence[Told]]:
     """Tell the newest version that all nodes have, or have had."""
     name, _, step = (report.version or "").rpartition("@")
     state = replace(state, versions={**state.versions, shard: int(step)})
     newest = min(state.versions.values())
     if len(state.versions) < state.num_shards or newest == state.last_version:
         return state, []
-    return replace(state, last_version=newest), [replace(report, version=f"{name}@{newest}", step=newest)]
+    return replace(state, last_version=newest), [
+        replace(report, version=f"{name}@{newest}", step=newest)
+    ]
 
 
 def joint_step(events: Sequence[JobEvent]) -> JobEvent:
-    """Return one optimizer step of all nodes: means over the trained tokens of all, and what the slowest took."""
+    """Return one optimizer step of all nodes: means over the trained tokens of all, and what the
+    slowest took.
+    """
     trained = [event for event in events if event.num_trained]
     num_trained = sum(event.num_trained for event in trained)
 
     def mean(values: Sequence[float | None]) -> float | None:
-        pairs = [(value, event.num_trained) for value, event in zip(values, trained, strict=True) if value is not None]
+        pairs = [
+            (value, event.num_trained)
+            for value, event in zip(values, trained, strict=True)
+            if value is not None
+        ]
         return sum(value * number for value, number in pairs) / num_trained if pairs else None
 
     names = trained[0].metrics if trained else ()
@@ -226,7 +245,9 @@ def joint_step(events: Sequence[JobEvent]) -> JobEvent:
         metrics={name: mean([event.metrics[name] for event in trained]) or 0.0 for name in names},
         num_trained=num_trained,
         num_tokens=sum(event.num_tokens for event in events),
-        norm=None if None in norms else sum(norm for norm in norms if norm is not None) / len(norms),
+        norm=None
+        if None in norms
+        else sum(norm for norm in norms if norm is not None) / len(norms),
         seconds=slowest.seconds,
     )
 
@@ -250,13 +271,17 @@ def _contributed(state: ShardedJob, shard: int, contributed: Contributed) -> Out
     if len(meeting) < state.num_shards:
         return _without_spent(replace(state, meeting=meeting), {})
     met = tuple(meeting[each] for each in sorted(meeting))
-    return _combined(replace(state, contributions=(*state.contributions, *met), meeting={}), range(state.num_shards))
+    return _combined(
+        replace(state, contributions=(*state.contributions, *met), meeting={}),
+        range(state.num_shards),
+    )
 
 
 def _combined(state: ShardedJob, shards: Sequence[int]) -> Outcome:
     """Tell these nodes all that they have not been told of.
 
-    As many contributions as all nodes make once are a version: each node that has taken in that many has the same.
+    As many contributions as all nodes make once are a version: each node that has taken in that
+    many has the same.
     """
     now = state.num_spent + len(state.contributions)
     num_versions, rest = divmod(now, state.num_shards)
@@ -271,7 +296,9 @@ def _combined(state: ShardedJob, shards: Sequence[int]) -> Outcome:
             version=state.contribution_steps[num_versions - 1] if num_in_version > 0 else None,
             num_in_version=max(0, num_in_version),
         )
-    told = tuple(now if shard in combinations else number for shard, number in enumerate(state.num_told))
+    told = tuple(
+        now if shard in combinations else number for shard, number in enumerate(state.num_told)
+    )
     return _without_spent(replace(state, num_told=told), combinations)
 
 
@@ -279,7 +306,9 @@ def _without_spent(state: ShardedJob, combinations: Mapping[int, Combination]) -
     """Let go of the contributions that every node has taken in."""
     number = min(state.num_taken) - state.num_spent
     spent = tuple(each.directory for each in state.contributions[:number])
-    state = replace(state, contributions=state.contributions[number:], num_spent=state.num_spent + number)
+    state = replace(
+        state, contributions=state.contributions[number:], num_spent=state.num_spent + number
+    )
     return Outcome(state=state, combinations=combinations, spent=spent)
 
 

@@ -1,5 +1,6 @@
-"""Whether a node sees by a path what the front sees there: each takes a digest of some of a file's bytes, and the front
-compares. Nothing heavy is imported here, since nodes do it before they have an engine.
+"""Whether a node sees by a path what the front sees there: each takes a digest of some of a file's
+bytes, and the front compares. Nothing heavy is imported here, since nodes do it before they have an
+engine.
 """
 
 import os
@@ -19,7 +20,9 @@ _PROBE = ".seen-by-nodes-"
 
 
 class SeenFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """As the front sees them. what: in words. digest: see `sampled_digest`. advice: to who has a node that does not."""
+    """As the front sees them. what: in words. digest: see `sampled_digest`. advice: to who has a
+    node that does not.
+    """
 
     what: str
     paths: tuple[str, ...]
@@ -28,15 +31,17 @@ class SeenFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedPaths(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node must see as the front does. home: where it writes, too; None: files come by a URL."""
+    """What a node must see as the front does. home: where it writes, too; None: files come by a
+    URL.
+    """
 
     files: tuple[SeenFiles, ...] = ()
     home: str | None = None
 
 
 def sampled_digest(paths: Iterable[str | Path]) -> str:
-    """Of names, sizes and some bytes of files: however large they are, it is there in milliseconds. OSError if one
-    cannot be read.
+    """Of names, sizes and some bytes of files: however large they are, it is there in milliseconds.
+    OSError if one cannot be read.
     """
     digest = blake2b(digest_size=16)
     for path in map(Path, paths):
@@ -55,14 +60,17 @@ def write_probe(home: Path) -> Path:
     make_private(home)
     for old in home.glob(f"{_PROBE}*"):
         old.unlink(missing_ok=True)
-    # Of a new name: what a file system remembers of another on another machine says nothing of this one.
+    # Of a new name: what a file system remembers of another on another machine says nothing of this
+    # one.
     path = home / f"{_PROBE}{uuid4().hex}"
     _write(path)
     return path
 
 
 def unseen(shared: SharedPaths) -> str | None:
-    """What a node, which this is, does not see as the front does, in one line; None: it sees all. Blocks."""
+    """What a node, which this is, does not see as the front does, in one line; None: it sees all.
+    Blocks.
+    """
     for seen in shared.files:
         try:
             reason = None if sampled_digest(seen.paths) == seen.digest else "there are others here"
@@ -76,7 +84,9 @@ def unseen(shared: SharedPaths) -> str | None:
             _write(path)
             path.unlink()
         except OSError as error:
-            return f"it cannot write {shared.home} ({error.strerror}): it must run as a user who may"
+            return (
+                f"it cannot write {shared.home} ({error.strerror}): it must run as a user who may"
+            )
     return None
 
 

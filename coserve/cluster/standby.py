@@ -1,8 +1,8 @@
-"""Fronts of which one answers: whichever has the home. The others stand by, with what they read of the model, and one
-of them takes over when that one's process ends.
+"""Fronts of which one answers: whichever has the home. The others stand by, with what they read of
+the model, and one of them takes over when that one's process ends.
 
-More than one cannot answer: the placement's queue, tenants' limits and jobs are in one place, so that all requests see
-the same nodes, wait in the same order and are held to the same limits.
+More than one cannot answer: the placement's queue, tenants' limits and jobs are in one place, so
+that all requests see the same nodes, wait in the same order and are held to the same limits.
 """
 
 import asyncio
@@ -20,7 +20,9 @@ _log = logging.getLogger(__name__)
 
 
 class StandbyFront:
-    """A front that answers as soon as it has the home. Belongs to one event loop; an ASGI application."""
+    """A front that answers as soon as it has the home. Belongs to one event loop; an ASGI
+    application.
+    """
 
     def __init__(self, front: Front) -> None:
         self.front = front
@@ -34,7 +36,8 @@ class StandbyFront:
         return {ANSWERS: self._app is not None}
 
     async def begin(self, *, others: bool) -> None:
-        """Answer from now on. others: there are other fronts; then this returns at once, if one of them has the home.
+        """Answer from now on. others: there are other fronts; then this returns at once, if one of
+        them has the home.
 
         Raises:
             CoserveError: see `Front.start`.
@@ -64,8 +67,8 @@ class StandbyFront:
         await self.front.stop()
 
     async def end(self, wait_s: float) -> None:
-        """Like `stop`, when open requests are over, or after this time; new ones are refused. To be asked of all fronts
-        at once, or another one takes over. Asked again, it is by the last time.
+        """Like `stop`, when open requests are over, or after this time; new ones are refused. To be
+        asked of all fronts at once, or another one takes over. Asked again, it is by the last time.
         """
         if self._app is not None:
             self._is_ending = True
@@ -74,8 +77,15 @@ class StandbyFront:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._is_ending and scope["type"] == "http":
-            await refuse("The server is shutting down: ask another, or later.", scope, receive, send)
+            await refuse(
+                "The server is shutting down: ask another, or later.", scope, receive, send
+            )
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await refuse("This front stands by for another: try again in a few seconds.", scope, receive, send)
+            await refuse(
+                "This front stands by for another: try again in a few seconds.",
+                scope,
+                receive,
+                send,
+            )

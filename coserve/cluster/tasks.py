@@ -6,7 +6,9 @@ from coserve.cluster.view import Task
 from coserve.engine.commands import AddRequest, JobStart
 
 
-def task_of_request(request: AddRequest, *, prefix: tuple[bytes, ...], excluded: frozenset[str]) -> Task:
+def task_of_request(
+    request: AddRequest, *, prefix: tuple[bytes, ...], excluded: frozenset[str]
+) -> Task:
     """prefix: see `coserve.cluster.prefixes`. excluded: nodes where it cannot go."""
     adapter, slo = request.adapter, request.slo
     assert request.arrival_s is not None, "a server says when requests came"

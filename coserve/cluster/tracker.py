@@ -1,4 +1,6 @@
-"""What a front knows of its nodes: the view that placements see, and the sums that a server shows."""
+"""What a front knows of its nodes: the view that placements see, and the sums that a server
+shows.
+"""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -12,11 +14,18 @@ from coserve.cluster.view import NodeProfile, NodeView
 from coserve.engine.records import EngineStats
 from coserve.protocol.messages import Ready, StepReport
 
-# The recent time over which utilisation is measured; without a step for as long, SLOs leave all of the time over.
+# The recent time over which utilisation is measured; without a step for as long, SLOs leave all of
+# the time over.
 _RECENT_S = 10.0
 # Counts since an engine began; all other numbers are as of now.
 _COUNTS = (
-    *("num_steps", "num_tokens_trained", "num_preemptions", "num_packs_dropped", "num_slos_clamped"),
+    *(
+        "num_steps",
+        "num_tokens_trained",
+        "num_preemptions",
+        "num_packs_dropped",
+        "num_slos_clamped",
+    ),
     *("num_swapped_out", "num_swapped_in", "num_pages_moved"),
     *("num_weight_bytes_copied", "weights_wait_s", "num_tasklets_declined"),
 )
@@ -33,7 +42,8 @@ class NodeTracker:
         self.prefixes = SentPrefixes(ready.num_pages)
         self.stats: EngineStats | None = None
         self.adapters: set[str] = set()
-        """Labels of those that were asked for here: the least used ones may have made room since."""
+        """Labels of those that were asked for here: the least used ones may have made room
+        since."""
         self._steps: deque[tuple[float, float]] = deque()  # end, and how long
         self._began_s: float | None = None
 
@@ -49,7 +59,9 @@ class NodeTracker:
         """As placements see it. jobs: that were placed here."""
         while self._steps and self._steps[0][0] < now_s - _RECENT_S:
             self._steps.popleft()
-        recent_s = min(_RECENT_S, max(1.0, now_s - (self._began_s if self._began_s is not None else now_s)))
+        recent_s = min(
+            _RECENT_S, max(1.0, now_s - (self._began_s if self._began_s is not None else now_s))
+        )
         busy_s = sum(step_s for _, step_s in self._steps)
         stats = self.stats
         return NodeView(
@@ -72,8 +84,8 @@ class NodeTracker:
 
 
 class Totals:
-    """The stats of all engines together, counted since one of them was last lost: as those who listen to a single
-    engine expect.
+    """The stats of all engines together, counted since one of them was last lost: as those who
+    listen to a single engine expect.
     """
 
     def __init__(self) -> None:
@@ -94,7 +106,9 @@ class Totals:
             if isinstance(getattr(whole[0], each.name), int | float)
         }
         for name in _COUNTS:
-            sums[name] -= sum(getattr(self._before[node], name) for node in stats if node in self._before)
+            sums[name] -= sum(
+                getattr(self._before[node], name) for node in stats if node in self._before
+            )
         sums |= {name: max(getattr(one, name) for one in whole) for name in _WORST}
         sums |= {name: min(getattr(one, name) for one in whole) for name in _LEAST}
         owners, grammars = Counter[str](), Counter[str]()

@@ -25,7 +25,9 @@ def _mallinfo() -> Any:
 
 
 def allocated_bytes() -> int:
-    """Return the bytes allocated and not freed; with another C library than glibc, the process's resident bytes."""
+    """Return the bytes allocated and not freed; with another C library than glibc, the process's
+    resident bytes.
+    """
     if (mallinfo := _mallinfo()) is not None:
         found = mallinfo()
         return int(found.uordblks + found.hblkhd)

@@ -1,4 +1,6 @@
-"""What the engine asks of a device. In this process, in another or modelled: the engine does not ask which it is."""
+"""What the engine asks of a device. In this process, in another or modelled: the engine does not
+ask which it is.
+"""
 
 from typing import Protocol
 
@@ -15,12 +17,14 @@ class Clock(Protocol):
 class Device(Protocol):
     """A model on a device. Commands and steps are done in the order in which they come.
 
-    At most one step is under way: `collect` comes after every `submit`. `execute` may be called only while no step is
-    under way, except for the commands of `messages.BESIDE_STEPS`, which may come at any time from any thread.
+    At most one step is under way: `collect` comes after every `submit`. `execute` may be called
+    only while no step is under way, except for the commands of `messages.BESIDE_STEPS`, which may
+    come at any time from any thread.
 
-    A caller can be interrupted (Ctrl-C) in any of these. Then the step is forgotten: its result is never handed out,
-    and the next `submit` begins another. How many of the commands were done, `CountCommands` says: a device answers
-    each command once, and counts it then. A command that was interrupted itself is not counted, and comes again.
+    A caller can be interrupted (Ctrl-C) in any of these. Then the step is forgotten: its result is
+    never handed out, and the next `submit` begins another. How many of the commands were done,
+    `CountCommands` says: a device answers each command once, and counts it then. A command that was
+    interrupted itself is not counted, and comes again.
     """
 
     @property
@@ -34,15 +38,16 @@ class Device(Protocol):
         ...
 
     def submit(self, batch: StepBatch) -> None:
-        """Begin a step. Returns at once where the device works by itself (a GPU, another process); what goes wrong is
-        raised by `collect`. If it does raise (the caller was interrupted), no step is under way, and which of the
-        batch's new pages the device has taken in is not known: requests must be closed, and opened again.
+        """Begin a step. Returns at once where the device works by itself (a GPU, another process);
+        what goes wrong is raised by `collect`. If it does raise (the caller was interrupted), no
+        step is under way, and which of the batch's new pages the device has taken in is not known:
+        requests must be closed, and opened again.
         """
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the step that was submitted. Running out of memory is a result (`StepFailure`); other errors are
-        raised, and leave the step's packs and optimizer steps in an unknown state.
+        """Wait for the step that was submitted. Running out of memory is a result (`StepFailure`);
+        other errors are raised, and leave the step's packs and optimizer steps in an unknown state.
         """
         ...
 

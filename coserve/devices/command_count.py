@@ -1,4 +1,6 @@
-"""Counts the commands that a device has answered; an interrupted engine asks for it before it replays its log."""
+"""Counts the commands that a device has answered; an interrupted engine asks for it before it
+replays its log.
+"""
 
 from coserve.devices.messages import BESIDE_STEPS, Command, CommandsCounted, CountCommands
 

@@ -66,7 +66,9 @@ def job_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
 
 
 def layerwise_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
-    """Count the training of an adapter whose packs run part by part, forward, through the loss and backward."""
+    """Count the training of an adapter whose packs run part by part, forward, through the loss and
+    backward.
+    """
     backbone = adapter.backbone
     forward = list(programs.program.values())
     backward = [programs.program[part] for part in programs.parts]
@@ -90,10 +92,13 @@ def layerwise_counts(adapter: Adapter, programs: TrainingPrograms) -> JobCounts:
 
 
 def trainer_opened(
-    adapter: Adapter, programs: TrainingPrograms, evaluation: TrainingPrograms, window: WeightWindow | None = None
+    adapter: Adapter,
+    programs: TrainingPrograms,
+    evaluation: TrainingPrograms,
+    window: WeightWindow | None = None,
 ) -> TrainerOpened:
-    """What a job costs; evaluation: the programs that measure the loss alone. window: that the weights of its model
-    pass through, if it is not the one on the device.
+    """What a job costs; evaluation: the programs that measure the loss alone. window: that the
+    weights of its model pass through, if it is not the one on the device.
     """
     architecture, other = adapter.backbone.architecture, None
     if window is not None:
@@ -107,7 +112,9 @@ def trainer_opened(
             all_bytes=window.all_bytes,
         )
     return TrainerOpened(
-        counts=job_counts(adapter, programs) if other is None else layerwise_counts(adapter, programs),
+        counts=job_counts(adapter, programs)
+        if other is None
+        else layerwise_counts(adapter, programs),
         training=_groups(adapter.backbone, programs),
         evaluation=_groups(adapter.backbone, evaluation),
         trained_parts=len(programs.parts),
@@ -134,7 +141,9 @@ def device_info(
 ) -> DeviceInfo:
     """What there is to know of a model on a device with a page pool."""
     page_bytes = kv_page_bytes(backbone, block_tokens)
-    weights = {id(tensor): tensor for held in backbone.weights.values() for tensor in weight_tensors(held)}
+    weights = {
+        id(tensor): tensor for held in backbone.weights.values() for tensor in weight_tensors(held)
+    }
     return DeviceInfo(
         model=backbone.name,
         dtype=str(backbone.dtype).removeprefix("torch."),
@@ -166,8 +175,13 @@ def device_info(
 def _groups(backbone: Backbone, programs: TrainingPrograms) -> tuple[tuple[TensorBytes, ...], ...]:
     """Bytes of each tensor, by the groups in which a pass takes them."""
     parts = backbone.local.parts[:-1]
-    groups = [workspace_shapes(programs, backbone, 1), *(saved_shapes(programs, backbone, part, 1) for part in parts)]
-    return tuple(tuple(_tensor_bytes(name, *each) for name, each in shapes.items()) for shapes in groups)
+    groups = [
+        workspace_shapes(programs, backbone, 1),
+        *(saved_shapes(programs, backbone, part, 1) for part in parts),
+    ]
+    return tuple(
+        tuple(_tensor_bytes(name, *each) for name, each in shapes.items()) for shapes in groups
+    )
 
 
 def _tensor_bytes(name: str, shape: tuple[int, ...], kind: torch.dtype) -> TensorBytes:

@@ -1,7 +1,9 @@
-"""Threads with a larger stack than a sandbox gives its calls: what was safe there is safe here, with a margin.
+"""Threads with a larger stack than a sandbox gives its calls: what was safe there is safe here,
+with a margin.
 
-A sandbox's call has 1 MiB, and is refused if that is not enough. By default threads have what `ulimit -s` says, which
-is 2 MiB where that says "unlimited". Pages of a stack that are not used take no memory.
+A sandbox's call has 1 MiB, and is refused if that is not enough. By default threads have what
+`ulimit -s` says, which is 2 MiB where that says "unlimited". Pages of a stack that are not used
+take no memory.
 """
 
 from concurrent.futures import ThreadPoolExecutor

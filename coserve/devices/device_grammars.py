@@ -18,10 +18,14 @@ _NUM_COMPILING = 2
 
 
 class DeviceGrammars:
-    """Compiles each grammar once, on threads with a large stack, and no grammar that has not passed a sandbox."""
+    """Compiles each grammar once, on threads with a large stack, and no grammar that has not passed
+    a sandbox.
+    """
 
     def __init__(self, *, compiles: bool = True) -> None:
-        """compiles: False on a rank that chooses no tokens, which keeps neither vocabulary nor grammars."""
+        """compiles: False on a rank that chooses no tokens, which keeps neither vocabulary nor
+        grammars.
+        """
         self._compiles = compiles
         self._compiler: GrammarCompiler | None = None
         self._checker: GrammarChecker | None = None
@@ -42,12 +46,17 @@ class DeviceGrammars:
                 self._compiled.clear()
                 if self._threads is None:
                     # One computes masks, since forward passes use the other cores.
-                    self._threads = deep_threads(1, "masks"), deep_threads(_NUM_COMPILING, "grammars")
+                    self._threads = (
+                        deep_threads(1, "masks"),
+                        deep_threads(_NUM_COMPILING, "grammars"),
+                    )
             if before is not None:
                 before.close()
 
     def open(self, grammar: Grammar, max_states: int = MAX_STATES) -> int:
-        """Carry out `OpenGrammar`, and return the bytes that the grammar takes before texts follow it."""
+        """Carry out `OpenGrammar`, and return the bytes that the grammar takes before texts follow
+        it.
+        """
         if not self._compiles:
             return 0
         return self._opened(grammar, max_states)[1]
@@ -60,9 +69,11 @@ class DeviceGrammars:
         if checker is not None:
             checker.rest()
 
-    def matcher(self, grammar: Grammar, output: Sequence[int], vocab_size: int | None = None) -> Matcher:
-        """Return a matcher for a sequence with these tokens. vocab_size: of its model, if it may be less than the
-        grammar's.
+    def matcher(
+        self, grammar: Grammar, output: Sequence[int], vocab_size: int | None = None
+    ) -> Matcher:
+        """Return a matcher for a sequence with these tokens. vocab_size: of its model, if it may be
+        less than the grammar's.
         """
         compiled, _ = self._opened(grammar, MAX_STATES)
         assert self._compiler is not None and self._threads is not None
@@ -77,10 +88,14 @@ class DeviceGrammars:
             self._checker.close()
 
     def _opened(self, grammar: Grammar, max_states: int) -> "tuple[LLMatcher, int]":
-        """Return the compiled form of a grammar and its bytes; compile it if it is not there yet."""
+        """Return the compiled form of a grammar and its bytes; compile it if it is not there
+        yet.
+        """
         with self._lock:
             compiler, checker = self._compiler, self._checker
-            assert compiler is not None and checker is not None and self._threads is not None, "no vocabulary was set"
+            assert compiler is not None and checker is not None and self._threads is not None, (
+                "no vocabulary was set"
+            )
             _, compiling = self._threads
             if (found := self._compiled.get(grammar)) is not None:
                 return found

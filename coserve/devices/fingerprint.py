@@ -1,4 +1,6 @@
-"""Fingerprints of weights: two devices with the same one hold the same model, whatever ranks divide it on either."""
+"""Fingerprints of weights: two devices with the same one hold the same model, whatever ranks divide
+it on either.
+"""
 
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -46,7 +48,10 @@ def fingerprint(backbone: Backbone) -> str:
         found = group.all_gather_on_hosts(torch.cat([_as_bytes(each) for each in own]))
         sizes = [each.nbytes for each in own]
         everywhere = [
-            [part.view(like.dtype).view(like.shape) for part, like in zip(torch.split(rank, sizes), own, strict=True)]
+            [
+                part.view(like.dtype).view(like.shape)
+                for part, like in zip(torch.split(rank, sizes), own, strict=True)
+            ]
             for rank in found
         ]
     for number, each in enumerate(held):
@@ -69,7 +74,9 @@ def _held(backbone: Backbone) -> Iterator[_Held]:
 
 
 def _state_of(tensor: Tensor, weight: object, state: AnyState) -> AnyState:
-    """Return the state of one of a weight's tensors: scales have no columns, and are whole where columns are cut."""
+    """Return the state of one of a weight's tensors: scales have no columns, and are whole where
+    columns are cut.
+    """
     rows = getattr(weight, "shape", tensor.shape)
     missing = len(rows) - tensor.ndim
     if not missing or not isinstance(state, Cut):
@@ -78,13 +85,19 @@ def _state_of(tensor: Tensor, weight: object, state: AnyState) -> AnyState:
 
 
 def _samples(held: _Held, rank: int) -> Tensor:
-    """Return values at places that do not depend on the ranks, on the host; zeros at places of other ranks."""
+    """Return values at places that do not depend on the ranks, on the host; zeros at places of
+    other ranks.
+    """
     steps = [max(1, size // _MOST_SAMPLES) for size in held.shape]
     if not isinstance(held.state, Cut):
         return held.tensor[tuple(slice(None, None, step) for step in steps)].cpu().contiguous()
     cut, dim = held.state, held.tensor.ndim + held.state.dim
     places = torch.arange(0, cut.width, steps[dim])
-    some = held.tensor[tuple(slice(None, None, step) if at != dim else slice(None) for at, step in enumerate(steps))]
+    some = held.tensor[
+        tuple(
+            slice(None, None, step) if at != dim else slice(None) for at, step in enumerate(steps)
+        )
+    ]
     shape = [*some.shape]
     shape[dim] = len(places)
     found, start = torch.zeros(shape, dtype=some.dtype), 0

@@ -1,4 +1,6 @@
-"""Tries grammars in a sandbox before any process that others need compiles them, and measures what they take."""
+"""Tries grammars in a sandbox before any process that others need compiles them, and measures what
+they take.
+"""
 
 from typing import Any, ClassVar
 
@@ -15,7 +17,10 @@ LIMITS = Limits(memory_bytes=256 << 20, stack_bytes=1 << 20, cpu_s=5, wall_s=30.
 # Of one compiled grammar.
 MAX_BYTES = 64 << 20
 _REASONS = {
-    "crashed": "it is nested too deeply, or refers to itself through too many steps, for the compiler's stack",
+    "crashed": (
+        "it is nested too deeply, or refers to itself through too many steps, for the compiler's "
+        "stack"
+    ),
     "memory": f"it takes more than {LIMITS.memory_bytes >> 20} MB to compile",
     "time": f"it takes more than {LIMITS.cpu_s} s to compile",
 }
@@ -50,11 +55,14 @@ class GrammarChecker:
     """The grammars of one vocabulary. May be used by several threads at once."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Start nothing yet. RequestError if llguidance is not installed, or this system has no sandboxes."""
+        """Start nothing yet. RequestError if llguidance is not installed, or this system has no
+        sandboxes.
+        """
         library()
         if not has_sandboxes():
             raise RequestError(
-                "structured output needs Linux: a grammar is first compiled in a process with limits on its memory, "
+                "structured output needs Linux: a grammar is first compiled in a process with "
+                "limits on its memory, "
                 "which no other system enforces"
             )
         self.vocabulary = vocabulary
@@ -69,8 +77,10 @@ class GrammarChecker:
         """Return the bytes that a grammar takes compiled.
 
         Raises:
-            RequestError: it cannot be used, or compiling it would end this process or take too much.
-            SandboxError: the machine is too busy to tell, or has no memory or threads to try it; it may pass later.
+            RequestError: it cannot be used, or compiling it would end this process or take too
+                much.
+            SandboxError: the machine is too busy to tell, or has no memory or threads to try it; it
+                may pass later.
         """
         try:
             verdict: Verdict = self._sandbox.run(grammar)
@@ -83,7 +93,8 @@ class GrammarChecker:
             raise RequestError(verdict.refused)
         if verdict.num_bytes > MAX_BYTES:
             raise RequestError(
-                f"the grammar takes {verdict.num_bytes >> 20} MB when it is compiled; {MAX_BYTES >> 20} MB are allowed"
+                f"the grammar takes {verdict.num_bytes >> 20} MB when it is compiled; "
+                f"{MAX_BYTES >> 20} MB are allowed"
             )
         return verdict.num_bytes
 

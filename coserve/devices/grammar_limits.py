@@ -1,7 +1,7 @@
 """Depth of grammars after their references are resolved: the compiler recurses once for each level.
 
-These limits answer the usual hostile inputs at once, with a message that names the limit. What passes them is still
-tried in a sandbox, whose stack is the limit that holds.
+These limits answer the usual hostile inputs at once, with a message that names the limit. What
+passes them is still tried in a sandbox, whose stack is the limit that holds.
 """
 
 import re
@@ -10,24 +10,35 @@ from typing import Any, TypeVar
 
 # Characters of a grammar, and of a JSON schema as JSON.
 MAX_CHARACTERS = 131_072
-# Steps from a schema to its deepest part: a reference, or from a schema to one within it. The sandbox's stack holds at
-# least twice as many of each kind.
+# Steps from a schema to its deepest part: a reference, or from a schema to one within it. The
+# sandbox's stack holds at least twice as many of each kind.
 MAX_SCHEMA_STEPS = 128
 # Schemas that are merged into one by `allOf`, through all references.
 MAX_MERGED = 2000
-# Rules and terminals from the first rule to the last one that it leads to, and all of them together.
+# Rules and terminals from the first rule to the last one that it leads to, and all of them
+# together.
 MAX_RULE_STEPS, MAX_RULES = 192, 4000
 # Groups within groups of a regular expression.
 MAX_GROUPS = 100
 
 _Node = TypeVar("_Node", bound=Hashable)
 # Keywords with one schema, with a list of schemas, and with schemas by name.
-_ONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
+_ONE = (
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+)
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "dependentSchemas")
-# In Lark's notation: comments, texts and patterns, which have no names in them; a rule's beginning; a name. All three
-# take time in proportion to what they read: no part is tried again in another way, and a text, a pattern or a class
-# that does not end takes the rest.
+# In Lark's notation: comments, texts and patterns, which have no names in them; a rule's beginning;
+# a name. All three take time in proportion to what they read: no part is tried again in another
+# way, and a text, a pattern or a class that does not end takes the rest.
 _LARK_PART = re.compile(
     r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])++/?"""
     r"""|(?:^|\n)[ \t]*+[?!]?+(?P<rule>[A-Za-z_]\w*+)[^:\n"/]*+:|(?P<name>[A-Za-z_]\w*+)"""
@@ -36,27 +47,35 @@ _GBNF_PART = re.compile(
     r"""\#[^\n]*|"(?:\\.|[^"\\\n])*+"?|\[(?:\\.|[^\]\\\n])*+\]?"""
     r"""|(?:^|\n)[ \t]*+(?P<rule>[\w-]++)[ \t]*+::=|(?P<name>[A-Za-z_][\w-]*+)"""
 )
-_REGEX_PART = re.compile(r"\\.|\[\^?+\]?+(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))", re.DOTALL)
+_REGEX_PART = re.compile(
+    r"\\.|\[\^?+\]?+(?:\\.|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))", re.DOTALL
+)
 
 
 def check_length(num_characters: int) -> None:
-    """Reject a grammar that is too long; ValueError. It comes before every check that reads the grammar."""
+    """Reject a grammar that is too long; ValueError. It comes before every check that reads the
+    grammar.
+    """
     if num_characters > MAX_CHARACTERS:
         raise ValueError(f"grammar has {num_characters} characters; it may have {MAX_CHARACTERS}")
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Reject a JSON schema that is too deep, or merges too much, once its references are resolved; ValueError."""
+    """Reject a JSON schema that is too deep, or merges too much, once its references are resolved;
+    ValueError.
+    """
     document = _Document(schema)
     steps = height(document.root, document.parts)
     if steps > MAX_SCHEMA_STEPS:
         raise ValueError(
-            f"grammar is a JSON schema of {steps} steps from its root to its deepest part, with its references "
+            f"grammar is a JSON schema of {steps} steps from its root to its deepest part, with "
+            f"its references "
             f"resolved; {MAX_SCHEMA_STEPS} are allowed"
         )
     if total(document.root, document.merged) > MAX_MERGED:
         raise ValueError(
-            f"grammar is a JSON schema in which allOf merges more than {MAX_MERGED} schemas into one, with its "
+            f"grammar is a JSON schema in which allOf merges more than {MAX_MERGED} schemas into "
+            f"one, with its "
             "references resolved"
         )
 
@@ -69,7 +88,8 @@ def check_rules(text: str, *, is_gbnf: bool) -> None:
     start = "root" if is_gbnf else "start"
     if (steps := height(start, lambda name: graph.get(name, ()))) > MAX_RULE_STEPS:
         raise ValueError(
-            f"grammar has a chain of {steps} rules and terminals, each of which needs the next; {MAX_RULE_STEPS} are "
+            f"grammar has a chain of {steps} rules and terminals, each of which needs the next; "
+            f"{MAX_RULE_STEPS} are "
             "allowed"
         )
 
@@ -81,20 +101,29 @@ def check_pattern(pattern: str) -> None:
         depth += (part.lastgroup == "open") - (part.lastgroup == "close")
         deepest = max(deepest, depth)
     if deepest > MAX_GROUPS:
-        raise ValueError(f"grammar is a pattern with {deepest} groups within one another; {MAX_GROUPS} are allowed")
+        raise ValueError(
+            f"grammar is a pattern with {deepest} groups within one another; {MAX_GROUPS} are "
+            f"allowed"
+        )
 
 
 def height(root: _Node, parts: Callable[[_Node], Iterable[_Node]]) -> int:
-    """Return the number of steps of the longest way down from a node; a way that meets itself ends there."""
+    """Return the number of steps of the longest way down from a node; a way that meets itself ends
+    there.
+    """
     return _folded(root, parts, lambda heights: 1 + max(heights, default=-1))
 
 
 def total(root: _Node, parts: Callable[[_Node], Iterable[_Node]]) -> int:
-    """Return how many nodes there are on all ways down from a node; a way that meets itself ends there."""
+    """Return how many nodes there are on all ways down from a node; a way that meets itself ends
+    there.
+    """
     return _folded(root, parts, lambda totals: 1 + sum(totals))
 
 
-def _folded(root: _Node, parts: Callable[[_Node], Iterable[_Node]], combine: Callable[[list[int]], int]) -> int:
+def _folded(
+    root: _Node, parts: Callable[[_Node], Iterable[_Node]], combine: Callable[[list[int]], int]
+) -> int:
     """Return a node's value, made of those of its parts; without recursion."""
     values: dict[_Node, int] = {}
     # Nodes whose parts are being gone through, each with those that are left and the values so far.
@@ -118,7 +147,9 @@ def _folded(root: _Node, parts: Callable[[_Node], Iterable[_Node]], combine: Cal
 
 
 class _Document:
-    """A schema and those within it, each named by the identity of its object: pointers would be as long as all keys."""
+    """A schema and those within it, each named by the identity of its object: pointers would be as
+    long as all keys.
+    """
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
@@ -166,7 +197,13 @@ def _step(value: Any, pointer: str) -> Any:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict):
             value = value.get(key)
-        elif isinstance(value, list) and key.isascii() and key.isdigit() and len(key) < 7 and int(key) < len(value):
+        elif (
+            isinstance(value, list)
+            and key.isascii()
+            and key.isdigit()
+            and len(key) < 7
+            and int(key) < len(value)
+        ):
             value = value[int(key)]
         else:
             return None

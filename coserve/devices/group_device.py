@@ -1,10 +1,13 @@
-"""A torch device that several processes hold together, its ranks; see `rank_device.py` for how they end calls alike.
+"""A torch device that several processes hold together, its ranks; see `rank_device.py` for how they
+end calls alike.
 
-    engine's process ── GroupDevice ══ socket pairs ══ ranks 0 … N-1 ── shared memory, or torch.distributed
+    engine's process ── GroupDevice ══ socket pairs ══ ranks 0 … N-1
+                                                            ╚═ shared memory or torch.distributed
 
-Each call is encoded once and written to all ranks, which carry out all calls in one order. Rank 0 answers for all where
-all have done it; a call that has failed is answered by each. The processes end together: where one has ended, or does
-not come in time, the others are ended, too, and every call is DeviceGoneError.
+Each call is encoded once and written to all ranks, which carry out all calls in one order. Rank 0
+answers for all where all have done it; a call that has failed is answered by each. The processes
+end together: where one has ended, or does not come in time, the others are ended, too, and every
+call is DeviceGoneError.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,21 +23,46 @@ from typing import NamedTuple
 from coserve.devices.clock import WallClock
 from coserve.devices.inverses import inverses_of
 from coserve.devices.job_messages import WriteCheckpoint
-from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, RanksDescribed, Reply, SaveAdapter
+from coserve.devices.messages import (
+    BESIDE_STEPS_OF_RANKS,
+    Command,
+    DeviceInfo,
+    RanksDescribed,
+    Reply,
+    SaveAdapter,
+)
 from coserve.devices.rank_places import kind_of
 from coserve.devices.rank_process import Answer, DeviceProcess, StartProcess, start_program
 from coserve.devices.rank_seats import seat_ranks
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.wire import Call, FromDevice, KernelsPrepared, LoadingProgress, Raised, Started, framed
+from coserve.devices.wire import (
+    Call,
+    FromDevice,
+    KernelsPrepared,
+    LoadingProgress,
+    Raised,
+    Started,
+    framed,
+)
 from coserve.errors import DeviceGoneError, RankError, RankGoneError, RequestError
 from coserve.models.shared_files import named_when_written
 
-_SAME = ("num_pages", "page_bytes", "num_host_pages", "num_state_pages", "block_tokens", "dtype", "weights", "kernels")
+_SAME = (
+    "num_pages",
+    "page_bytes",
+    "num_host_pages",
+    "num_state_pages",
+    "block_tokens",
+    "dtype",
+    "weights",
+    "kernels",
+)
 """Fields of `DeviceInfo` that all ranks must have alike."""
 
 
-# How long a rank may take to end once it has closed its socket, as the system does for one that is killed.
+# How long a rank may take to end once it has closed its socket, as the system does for one that is
+# killed.
 _END_S = 0.5
 
 
@@ -48,7 +76,8 @@ class GroupDevice:
         *,
         start: StartProcess = start_program,
     ) -> None:
-        """Start the processes of `settings.num_ranks` ranks, and wait until they have loaded the model.
+        """Start the processes of `settings.num_ranks` ranks, and wait until they have loaded the
+        model.
 
         Args:
             settings: of all ranks.
@@ -56,8 +85,8 @@ class GroupDevice:
             start: starts the process of a rank.
 
         Raises:
-            DeviceGoneError: a process has ended without saying why. RankError: the ranks do not fit together. All
-                others as `coserve.devices.loading.open_device`.
+            DeviceGoneError: a process has ended without saying why. RankError: the ranks do not fit
+                together. All others as `coserve.devices.loading.open_device`.
         """
         self.clock = WallClock()
         self._size, self._timeout_s = settings.num_ranks, settings.rank_timeout_s
@@ -66,7 +95,8 @@ class GroupDevice:
         self._gone = ""
         """Why the group has ended; "" while it has not."""
         self._returncode: int | None = None
-        """Exit code of the rank that ended the group, negative for a signal; None if it is not known."""
+        """Exit code of the rank that ended the group, negative for a signal; None if it is not
+        known."""
         self._has_ended = Event()
         self._has_started = self._is_closed = False
         self._step: _Sent | None = None  # under way
@@ -86,10 +116,12 @@ class GroupDevice:
         return tuple(each.pid for each in self._ranks)
 
     def execute(self, command: Command) -> Reply:
-        """Have all ranks carry out a command, or none; DeviceGoneError if a process ends before it has answered.
+        """Have all ranks carry out a command, or none; DeviceGoneError if a process ends before it
+        has answered.
 
-        The error of the lowest rank that failed is raised, which says the rank unless all have failed alike, or a
-        request is refused. Files that the command writes are there once all ranks have written them.
+        The error of the lowest rank that failed is raised, which says the rank unless all have
+        failed alike, or a request is refused. Files that the command writes are there once all
+        ranks have written them.
         """
         with _files_of(command):
             reply = self._reply(self._call(command))
@@ -97,7 +129,8 @@ class GroupDevice:
         return reply
 
     def submit(self, batch: StepBatch) -> None:
-        # Each step has a number of its own: the result of one that was forgotten is nobody's when it comes.
+        # Each step has a number of its own: the result of one that was forgotten is nobody's when
+        # it comes.
         self._step = None
         try:
             self._step = self._call(batch)
@@ -167,7 +200,9 @@ class GroupDevice:
             if not self._has_started:
                 return
         # A rank that notices the end of another one ends, too, and may be heard of first.
-        codes = [each.returncode(_END_S if each is self._ranks[rank] else 0.0) for each in self._ranks]
+        codes = [
+            each.returncode(_END_S if each is self._ranks[rank] else 0.0) for each in self._ranks
+        ]
         returncode = min((code for code in codes if code), default=None)
         self._end(self._ranks[rank].why_group_ends or f"{self._named(rank)} has ended", returncode)
 
@@ -194,7 +229,9 @@ class GroupDevice:
             number = next(self._numbers)
             frame = framed(Call(number, command))
             try:
-                return _Sent(number, command, tuple([each.call(number, frame) for each in self._ranks]))
+                return _Sent(
+                    number, command, tuple([each.call(number, frame) for each in self._ranks])
+                )
             except DeviceGoneError as error:
                 raise self._gone_error(error) from None
             except BaseException:
@@ -226,18 +263,21 @@ class GroupDevice:
         raise _error_of(errors, self._size)
 
     def _wait_for_all(self, sent: "_Sent") -> None:
-        """Wait until all ranks have answered, and end the group if one stands still. A command that ranks carry out
-        beside steps has no collective in which another rank could notice that.
+        """Wait until all ranks have answered, and end the group if one stands still. A command that
+        ranks carry out beside steps has no collective in which another rank could notice that.
         """
         wait(sent.answers, return_when=FIRST_COMPLETED)
         late = wait(sent.answers, timeout=self._timeout_s).not_done
         for rank, answer in enumerate(sent.answers):
             if answer in late:
-                self._end(f"{self._named(rank)} did not answer within {self._timeout_s:g} s of another one")
+                self._end(
+                    f"{self._named(rank)} did not answer within {self._timeout_s:g} s of another "
+                    f"one"
+                )
 
     def _gone_error(self, error: BaseException) -> DeviceGoneError:
-        """Return why the group has ended, of which this error may be a consequence: another rank may have noticed the
-        end of one before it is known here how that has ended.
+        """Return why the group has ended, of which this error may be a consequence: another rank
+        may have noticed the end of one before it is known here how that has ended.
         """
         self._has_ended.wait(2 * _END_S)
         return DeviceGoneError(self._gone or str(error), self._returncode)
@@ -253,7 +293,9 @@ class _Sent(NamedTuple):
 
 
 def _files_of(command: Command) -> AbstractContextManager[None]:
-    """Return what names the files that ranks have written when the context ends; of other commands, nothing."""
+    """Return what names the files that ranks have written when the context ends; of other commands,
+    nothing.
+    """
     if isinstance(command, WriteCheckpoint | SaveAdapter):
         return named_when_written(Path(command.directory))
     return nullcontext()
@@ -287,4 +329,7 @@ def _check_alike(infos: Mapping[int, DeviceInfo]) -> None:
         for name in _SAME:
             mine, its = getattr(infos[0], name), getattr(info, name)
             if mine != its:
-                raise RankError(f"ranks 0 and {rank} differ: {name} is {mine} and {its}; all ranks must have the same")
+                raise RankError(
+                    f"ranks 0 and {rank} differ: {name} is {mine} and {its}; all ranks must have "
+                    f"the same"
+                )

@@ -1,4 +1,6 @@
-"""What takes a command back: a command that fails on one rank of a group is undone on those ranks where it was done."""
+"""What takes a command back: a command that fails on one rank of a group is undone on those ranks
+where it was done.
+"""
 
 from coserve.devices.job_messages import (
     BeginPack,
@@ -23,12 +25,13 @@ from coserve.devices.swap_messages import MovePages
 
 
 def inverses_of(command: Command) -> tuple[Command, ...]:
-    """Return the commands that take a command back, in order; none for one that leaves nothing on the device.
+    """Return the commands that take a command back, in order; none for one that leaves nothing on
+    the device.
 
-    The device itself takes `TakeContribution` back, since no command could give the gradients back that it took.
-    `ReadContributions` need not be: sent again, it replaces what was read. Nor is `CombineContributions`: sent again,
-    it does what is missing; where that needs collectives on some ranks alone, the group ends, and the engine starts
-    anew.
+    The device itself takes `TakeContribution` back, since no command could give the gradients back
+    that it took. `ReadContributions` need not be: sent again, it replaces what was read. Nor is
+    `CombineContributions`: sent again, it does what is missing; where that needs collectives on
+    some ranks alone, the group ends, and the engine starts anew.
     """
     match command:
         case OpenRequest():

@@ -1,4 +1,5 @@
-"""What the engine tells a device of jobs: trainers, their packs, copies of them; and what it hears of a new one.
+"""What the engine tells a device of jobs: trainers, their packs, copies of them; and what it hears
+of a new one.
 
 See `messages.py`.
 """
@@ -17,18 +18,20 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class OpenTrainer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Make the tensors of a job. Reply: `TrainerOpened`. One of three says where the adapter comes from.
+    """Make the tensors of a job. Reply: `TrainerOpened`. One of three says where the adapter comes
+    from.
 
-    adapter: the fields of PEFT's adapter_config.json, for a fresh one. version: a copy of a served one. checkpoint: a
-    directory that `WriteCheckpoint` made; then the optimizer's state comes from there, too, and `adapter` says what
-    the job began with, if it is known. mean_context_len: mean
+    adapter: the fields of PEFT's adapter_config.json, for a fresh one. version: a copy of a served
+    one. checkpoint: a directory that `WriteCheckpoint` made; then the optimizer's state comes from
+    there, too, and `adapter` says what the job began with, if it is known. mean_context_len: mean
     number of tokens that a row attends to, for choosing what to recompute.
 
-    model: that it trains, where that is not the one on the device: a directory or hub id (`find_model`), whose weights
-    pass through the pages of `ResizeWindow`; "" for the one on the device. shard: this is one node's part of the job.
+    model: that it trains, where that is not the one on the device: a directory or hub id
+    (`find_model`), whose weights pass through the pages of `ResizeWindow`; "" for the one on the
+    device. shard: this is one node's part of the job.
 
-    AdapterError: it fits nowhere on this model, or the checkpoint is damaged. ModelError: there is no such model.
-    DeviceMemoryError.
+    AdapterError: it fits nowhere on this model, or the checkpoint is damaged. ModelError: there is
+    no such model. DeviceMemoryError.
     """
 
     job: str
@@ -42,8 +45,8 @@ class OpenTrainer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ResizeWindow(msgspec.Struct, tag=True, frozen=True):
-    """The run of pages that weights of models other than the device's own pass through, from now on. What lies in
-    others is let go of before anything is written to them.
+    """The run of pages that weights of models other than the device's own pass through, from now
+    on. What lies in others is let go of before anything is written to them.
     """
 
     first_page: int
@@ -51,9 +54,10 @@ class ResizeWindow(msgspec.Struct, tag=True, frozen=True):
 
 
 class PlaceOptimizer(msgspec.Struct, tag=True, frozen=True):
-    """The moments of a job's optimizer lie in this run of pages from now on, or beside the pool (0 pages): those that
-    there are, or will be after its first step, or come back from the host. Nothing if they do, or are gone. No error if
-    there is no memory beside the pool: then the optimizer step that needs them fails of it.
+    """The moments of a job's optimizer lie in this run of pages from now on, or beside the pool (0
+    pages): those that there are, or will be after its first step, or come back from the host.
+    Nothing if they do, or are gone. No error if there is no memory beside the pool: then the
+    optimizer step that needs them fails of it.
     """
 
     job: str
@@ -62,7 +66,9 @@ class PlaceOptimizer(msgspec.Struct, tag=True, frozen=True):
 
 
 class CloseTrainer(msgspec.Struct, tag=True, frozen=True):
-    """The job has ended: pack, gradients and the optimizer's state go; the adapter itself stays until `DropTrainer`."""
+    """The job has ended: pack, gradients and the optimizer's state go; the adapter itself stays
+    until `DropTrainer`.
+    """
 
     job: str
 
@@ -74,13 +80,14 @@ class DropTrainer(msgspec.Struct, tag=True, frozen=True):
 
 
 class BeginPack(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Lay a pack out on the pages that it was given; DeviceMemoryError begins nothing. It takes the place of one that
-    was begun and never done, of which the engine does not know.
+    """Lay a pack out on the pages that it was given; DeviceMemoryError begins nothing. It takes the
+    place of one that was begun and never done, of which the engine does not know.
 
-    sequences: token ids, and for each whether it is trained on. first_row: its first row among all that the job ever
-    trains on. runs: (first page, number of pages) of each group of tensors, in the order of `TrainerOpened`. evaluate:
-    measure the loss alone. is_reference: of the model without the adapter, for the pack that comes next, which is the
-    same. values, labels: what examples bring for the objective (see `Example`).
+    sequences: token ids, and for each whether it is trained on. first_row: its first row among all
+    that the job ever trains on. runs: (first page, number of pages) of each group of tensors, in
+    the order of `TrainerOpened`. evaluate: measure the loss alone. is_reference: of the model
+    without the adapter, for the pack that comes next, which is the same. values, labels: what
+    examples bring for the objective (see `Example`).
     """
 
     job: str
@@ -94,7 +101,8 @@ class BeginPack(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class DropPack(msgspec.Struct, tag=True, frozen=True):
-    """Forget the pack that was begun last, at any moment, also if it was done in a step whose result nobody took.
+    """Forget the pack that was begun last, at any moment, also if it was done in a step whose
+    result nobody took.
 
     Gradients of earlier packs stay.
     """
@@ -103,21 +111,26 @@ class DropPack(msgspec.Struct, tag=True, frozen=True):
 
 
 class PublishVersion(msgspec.Struct, tag=True, frozen=True):
-    """Keep a copy of a job's adapter as it is, to be served as `version`; DeviceMemoryError keeps none."""
+    """Keep a copy of a job's adapter as it is, to be served as `version`; DeviceMemoryError keeps
+    none.
+    """
 
     job: str
     version: str
 
 
 class TakeCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Copy a job's adapter, and its optimizer's state unless the trainer is closed; DeviceMemoryError takes none."""
+    """Copy a job's adapter, and its optimizer's state unless the trainer is closed;
+    DeviceMemoryError takes none.
+    """
 
     job: str
     checkpoint: str
 
 
 class WriteCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Write a copy to files in a directory that exists; AdapterError or OSError if it cannot be written.
+    """Write a copy to files in a directory that exists; AdapterError or OSError if it cannot be
+    written.
 
     May come from any thread, and is done beside steps.
     """
@@ -133,9 +146,9 @@ class DropCheckpoint(msgspec.Struct, tag=True, frozen=True):
 
 
 class TakeContribution(msgspec.Struct, tag=True, frozen=True):
-    """Take what a job's other nodes are to have of it (`coserve.tuning.shard`): the gradients since the last optimizer
-    step, which are then the trainer's no more; or its progress. A copy as of `TakeCheckpoint`, with the same commands.
-    Nothing if there is a copy of this name already.
+    """Take what a job's other nodes are to have of it (`coserve.tuning.shard`): the gradients since
+    the last optimizer step, which are then the trainer's no more; or its progress. A copy as of
+    `TakeCheckpoint`, with the same commands. Nothing if there is a copy of this name already.
     """
 
     job: str
@@ -143,8 +156,8 @@ class TakeContribution(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReadContributions(msgspec.Struct, tag=True, frozen=True):
-    """Read what nodes have written, for `CombineContributions`, in place of what was read before and not combined;
-    AdapterError for their files.
+    """Read what nodes have written, for `CombineContributions`, in place of what was read before
+    and not combined; AdapterError for their files.
 
     May come from any thread, and is done beside steps; no error if the job is not there any more.
     """
@@ -154,8 +167,8 @@ class ReadContributions(msgspec.Struct, tag=True, frozen=True):
 
 
 class CombineContributions(msgspec.Struct, tag=True, frozen=True):
-    """Take in those that were read, up to the `up_to`th since the trainer was opened; nothing if that has been done.
-    meets: with them, all nodes hold the same.
+    """Take in those that were read, up to the `up_to`th since the trainer was opened; nothing if
+    that has been done. meets: with them, all nodes hold the same.
     """
 
     job: str
@@ -164,7 +177,9 @@ class CombineContributions(msgspec.Struct, tag=True, frozen=True):
 
 
 class TensorBytes(msgspec.Struct, frozen=True, array_like=True):
-    """Of a tensor that a pack takes: for each row, for each chunk of as many rows that is begun, and in any case."""
+    """Of a tensor that a pack takes: for each row, for each chunk of as many rows that is begun,
+    and in any case.
+    """
 
     row: int
     chunk: int = 0
@@ -177,13 +192,15 @@ class TensorBytes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What a job costs. training, evaluation: the groups of tensors that a pack takes: first the workspace, then what
-    is saved of every part before the head, in forward order. (`coserve.memory.pack_pages` says when each goes back.)
-    trained_parts: how many of these parts, from the last one down, run backward. version_bytes, optimizer_bytes: of the
-    parameters, and of the optimizer's moments after its first step, as they go to the host. num_virtual_tokens: rows
-    that stand before every example (see `VersionOpened`). other: of a job on a model of its own. changes_model: each of
-    its steps changes the weights that serve. moments_need_pages: the device has no memory for the moments beside the
-    pool, and keeps them in the host's while they have no pages: then no step can be made.
+    """What a job costs. training, evaluation: the groups of tensors that a pack takes: first the
+    workspace, then what is saved of every part before the head, in forward order.
+    (`coserve.memory.pack_pages` says when each goes back.) trained_parts: how many of these parts,
+    from the last one down, run backward. version_bytes, optimizer_bytes: of the parameters, and of
+    the optimizer's moments after its first step, as they go to the host. num_virtual_tokens: rows
+    that stand before every example (see `VersionOpened`). other: of a job on a model of its own.
+    changes_model: each of its steps changes the weights that serve. moments_need_pages: the device
+    has no memory for the moments beside the pool, and keeps them in the host's while they have no
+    pages: then no step can be made.
     """
 
     counts: JobCounts
@@ -200,11 +217,12 @@ class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class OtherModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a job trains beside the one on the device; all that its packs run are tasklets, part by part.
+    """A model that a job trains beside the one on the device; all that its packs run are tasklets,
+    part by part.
 
-    forward_turns, loss_turns: of these, before the first part goes backward; evaluation_loss_turns: of a pack that only
-    measures the loss. least_bytes, all_bytes: of a window in which the next part can come while one
-    computes, and of one in which all of them stay.
+    forward_turns, loss_turns: of these, before the first part goes backward; evaluation_loss_turns:
+    of a pack that only measures the loss. least_bytes, all_bytes: of a window in which the next
+    part can come while one computes, and of one in which all of them stay.
     """
 
     vocab_size: int

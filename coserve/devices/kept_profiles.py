@@ -1,6 +1,8 @@
-"""The profile of a model on this device: measured at the first start, and kept on disk by what it depends on.
+"""The profile of a model on this device: measured at the first start, and kept on disk by what it
+depends on.
 
-Where several ranks hold the model they measure together, rank 0 reads and writes the file, and all have its numbers.
+Where several ranks hold the model they measure together, rank 0 reads and writes the file, and all
+have its numbers.
 """
 
 import hashlib
@@ -34,14 +36,17 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def load_profile(
-    backbone: Backbone, directory: Path | None = None, progress: Callable[[int, int], None] | None = None
+    backbone: Backbone,
+    directory: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Return the profile of a model on this device: from disk, or measured now and kept there.
 
     Args:
-        directory: where profiles are kept (default: `profiles` in the cache of this user and machine).
-        progress: called with the number of finished measurements and about how many there are; without one, a warning
-            says what is being waited for.
+        directory: where profiles are kept (default: `profiles` in the cache of this user and
+            machine).
+        progress: called with the number of finished measurements and about how many there are;
+            without one, a warning says what is being waited for.
     """
     path = profile_path(backbone, directory)
     if (stored := _read_agreed(backbone, path)) is not None:
@@ -49,16 +54,24 @@ def load_profile(
     level = logging.WARNING if progress is None else logging.INFO
     message = "measuring how fast %s runs on %s, once: this takes some seconds, up to minutes on a busy machine"
     if backbone.ranks.rank == 0:
-        _log.log(level, message, backbone.name, device_name(backbone.device, num_ranks=backbone.ranks.size))
+        _log.log(
+            level,
+            message,
+            backbone.name,
+            device_name(backbone.device, num_ranks=backbone.ranks.size),
+        )
     profile = agreed_profile(backbone, measure_profile(backbone, progress))
     keep_profile(backbone, profile, directory)
     return profile
 
 
 def profile_to_start_with(
-    backbone: Backbone, directory: Path | None = None, progress: Callable[[int, int], None] | None = None
+    backbone: Backbone,
+    directory: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Profile, bool]:
-    """Return the profile from disk, or a quick and cautious one to serve with until a whole one is measured.
+    """Return the profile from disk, or a quick and cautious one to serve with until a whole one is
+    measured.
 
     Only a CPU is measured beside requests: a GPU is measured whole, as by `load_profile`.
 
@@ -107,14 +120,22 @@ def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
     return directory / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".json")
 
 
-def stored_profile(config: "PretrainedConfig", directory: Path | None = None) -> tuple[str, Profile] | None:
-    """The newest profile of a whole model of this shape that is kept, and what it was measured with; None if there is
-    none. The model itself is not needed.
+def stored_profile(
+    config: "PretrainedConfig", directory: Path | None = None
+) -> tuple[str, Profile] | None:
+    """The newest profile of a whole model of this shape that is kept, and what it was measured
+    with; None if there is none. The model itself is not needed.
     """
     directory, shape = directory or _directory(), _of_shape(config)
-    for path in sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in sorted(
+        directory.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True
+    ):
         of = read_identity(path) or {}
-        if shape.items() <= of.items() and "ranks" not in of and (profile := read_profile(path)) is not None:
+        if (
+            shape.items() <= of.items()
+            and "ranks" not in of
+            and (profile := read_profile(path)) is not None
+        ):
             return f"{of['device']}, {str(of['dtype']).removeprefix('torch.')}", profile
     return None
 
@@ -125,9 +146,13 @@ def _directory() -> Path:
 
 def _of_shape(config: "PretrainedConfig") -> dict[str, Any]:
     """Of what a profile depends on, what is not of the device."""
-    shape = {name: value for name, value in sorted(config.to_dict().items()) if not name.startswith("_")}
+    shape = {
+        name: value for name, value in sorted(config.to_dict().items()) if not name.startswith("_")
+    }
     return {
-        "model": hashlib.sha256(json.dumps(shape, default=str, sort_keys=True).encode()).hexdigest(),
+        "model": hashlib.sha256(
+            json.dumps(shape, default=str, sort_keys=True).encode()
+        ).hexdigest(),
         "torch": torch.__version__,
         "coserve": VERSION,
         "code": _code(),
@@ -153,14 +178,17 @@ def _code() -> str:
     """A digest of the code that is measured: while it is worked on, its version says too little."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.glob("*/**/*.*")):
-        if path.suffix in (".py", ".cpp", ".h") and path.relative_to(_PACKAGE).parts[0] in _MEASURED:
+        if (
+            path.suffix in (".py", ".cpp", ".h")
+            and path.relative_to(_PACKAGE).parts[0] in _MEASURED
+        ):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def device_name(device: torch.device, threads: int | None = None, *, num_ranks: int = 1) -> str:
-    """The device that runs the model, with the threads that it has there (None: those of this process); "2 x " before
-    that where two ranks hold the model together, on such a device each.
+    """The device that runs the model, with the threads that it has there (None: those of this
+    process); "2 x " before that where two ranks hold the model together, on such a device each.
     """
     several = f"{num_ranks} x " if num_ranks > 1 else ""
     if device.type == "cuda":

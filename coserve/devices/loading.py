@@ -1,4 +1,6 @@
-"""From a name to a device that is ready: the model's weights, a page pool of the right size, the profile."""
+"""From a name to a device that is ready: the model's weights, a page pool of the right size, the
+profile.
+"""
 
 from collections.abc import Callable
 
@@ -26,25 +28,28 @@ def open_device(
     source: ModelSource | None = None,
     group: RankGroup | None = None,
 ) -> TorchDevice:
-    """Load a model in this process, and take the memory; the first start on a device measures its profile, which takes
-    some seconds.
+    """Load a model in this process, and take the memory; the first start on a device measures its
+    profile, which takes some seconds.
 
     Args:
         settings: all ranks of a group have the same.
         progress: told how far it is.
         source: the settings' model, if it has been found already.
-        group: of a model that several processes hold together: this process's rank of it; all ranks call this.
+        group: of a model that several processes hold together: this process's rank of it; all ranks
+            call this.
 
     Raises:
-        ModelError: there is no such model or device, or it cannot be used. BudgetError: memory_bytes is too little.
-        DeviceMemoryError.
+        ModelError: there is no such model or device, or it cannot be used. BudgetError:
+        memory_bytes is too little. DeviceMemoryError.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = find_device(settings.device)
     prepare_kernels(device, progress)
     if source is None:
-        source = find_model(settings.model) if settings.num_ranks == 1 else find_fetched(settings.model)
+        source = (
+            find_model(settings.model) if settings.num_ranks == 1 else find_fetched(settings.model)
+        )
     backbone = build_backbone(
         source,
         dtype=settings.dtype,
@@ -58,11 +63,15 @@ def open_device(
     return device_on(backbone, settings, progress)
 
 
-def device_on(backbone: Backbone, settings: DeviceSettings, progress: LoadProgress | None) -> TorchDevice:
-    """Return a device in this process on a model that is loaded; of the settings, memory, pages and profile count.
+def device_on(
+    backbone: Backbone, settings: DeviceSettings, progress: LoadProgress | None
+) -> TorchDevice:
+    """Return a device in this process on a model that is loaded; of the settings, memory, pages and
+    profile count.
 
     Raises:
-        BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page. DeviceMemoryError.
+        BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page.
+            DeviceMemoryError.
     """
     return torch_device(
         backbone,
@@ -77,7 +86,9 @@ def device_on(backbone: Backbone, settings: DeviceSettings, progress: LoadProgre
 
 
 def prepare_kernels(device: torch.device, progress: LoadProgress | None = None) -> None:
-    """Compile the kernels of a device, if that was not done before on this machine; weights are loaded next."""
+    """Compile the kernels of a device, if that was not done before on this machine; weights are
+    loaded next.
+    """
     prepare_backends(device, _stage(progress, "compiling kernels"))
     if progress is not None:
         progress("loading weights", 0, 0)
@@ -97,23 +108,29 @@ def torch_device(
     """A device in this process, on a model that is loaded.
 
     Args:
-        memory_bytes: of the page pool; None: a share of what is free. Where ranks hold the model together it is the
-            bytes on the device of each; ranks on one CPU take their sum of its memory.
+        memory_bytes: of the page pool; None: a share of what is free. Where ranks hold the model
+            together it is the bytes on the device of each; ranks on one CPU take their sum of its
+            memory.
         host_memory_bytes: see `EngineConfig`.
         profile: None: from disk, or measured now, which takes some seconds.
         deterministic: see `EngineConfig`.
-        may_be_provisional: whether a quick and cautious profile will do, which `MeasureDevice` replaces.
+        may_be_provisional: whether a quick and cautious profile will do, which `MeasureDevice`
+            replaces.
         progress: called with the number of finished measurements and about how many there are.
 
     Raises:
-        BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page. DeviceMemoryError: there
-            is less than that.
+        BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page.
+            DeviceMemoryError: there is less than that.
     """
     backbone = backbone.deterministic(is_so=deterministic)
     page_bytes = kv_page_bytes(backbone, block_tokens)
     num_pages = (memory_bytes or _pool_bytes(backbone)) // page_bytes
     if num_pages < (least := 2 + num_state_pages(backbone.local, page_bytes)):
-        what = "two pages" if least == 2 else f"{least} pages, of which a request's states fill {least - 2}"
+        what = (
+            "two pages"
+            if least == 2
+            else f"{least} pages, of which a request's states fill {least - 2}"
+        )
         raise BudgetError(f"the page pool needs {least * page_bytes} bytes or more, for {what}")
     if 0 < host_memory_bytes < page_bytes:
         raise BudgetError(f"host memory needs {page_bytes} bytes or more, for a page; 0 is none")
@@ -133,9 +150,11 @@ def torch_device(
 
 
 def _pool_bytes(backbone: Backbone) -> int:
-    """Return the bytes for the page pool; of several ranks the bytes that the fullest device can bear.
+    """Return the bytes for the page pool; of several ranks the bytes that the fullest device can
+    bear.
 
-    All ranks have loaded their weights when the first one looks, and none has taken its pool when the last one does.
+    All ranks have loaded their weights when the first one looks, and none has taken its pool when
+    the last one does.
     """
     group = backbone.group
     group.barrier()

@@ -1,14 +1,16 @@
-"""Grammars as masks of a vocabulary: which tokens may come next, so that the output stays a text of the grammar.
+"""Grammars as masks of a vocabulary: which tokens may come next, so that the output stays a text of
+the grammar.
 
-llguidance computes them (https://github.com/guidance-ai/llguidance): a lexer of derivatives below an Earley parser,
-walked over a trie of the vocabulary. It counts its work, and ends with an error where a grammar asks for too much. But
-it recurses over the parts of a grammar, so that deep ones overflow the stack: a grammar is tried in a sandbox first
-(`grammar_check.py`). It releases Python's lock meanwhile.
+llguidance computes them (https://github.com/guidance-ai/llguidance): a lexer of derivatives below
+an Earley parser, walked over a trie of the vocabulary. It counts its work, and ends with an error
+where a grammar asks for too much. But it recurses over the parts of a grammar, so that deep ones
+overflow the stack: a grammar is tried in a sandbox first (`grammar_check.py`). It releases Python's
+lock meanwhile.
 
-The device chooses tokens, so it has the matchers: a mask is needed where logits are, and is computed there
-while the forward pass runs. The engine sends a request's grammar with `OpenRequest`, and the tokens so far with it, as
-for penalties; so a request that was preempted, or is replayed, gets its state back, and no masks cross or are
-recorded. Nothing here needs torch.
+The device chooses tokens, so it has the matchers: a mask is needed where logits are, and is
+computed there while the forward pass runs. The engine sends a request's grammar with `OpenRequest`,
+and the tokens so far with it, as for penalties; so a request that was preempted, or is replayed,
+gets its state back, and no masks cross or are recorded. Nothing here needs torch.
 """
 
 import json
@@ -29,15 +31,16 @@ if TYPE_CHECKING:
 
 # Of llguidance's own units of work; about a second for the first, some hundredths for the others.
 _COMPILE_FUEL, _STEP_FUEL, _STEP_ITEMS = 500_000, 200_000, 50_000
-# How far a grammar is followed before it is accepted: what is too much for a step shows mostly in its first ones.
+# How far a grammar is followed before it is accepted: what is too much for a step shows mostly in
+# its first ones.
 _NUM_TRIED = 24
 _MESSAGE = 300
 _NO_TEXT = "it allows no text that the model's tokens can make up"
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """What tokens stand for. pieces: bytes by id, empty for tokens that have none. special: ids whose piece is a name
-    and no text; a grammar can ask for them alone. ends: ids that end a text.
+    """What tokens stand for. pieces: bytes by id, empty for tokens that have none. special: ids
+    whose piece is a name and no text; a grammar can ask for them alone. ends: ids that end a text.
     """
 
     pieces: tuple[bytes, ...]
@@ -54,15 +57,18 @@ class GrammarCompiler:
         self.vocabulary = vocabulary
         with _errors("structured output cannot be used with this vocabulary"):
             self._tokenizer: LLTokenizer = _tokenizer(self._library, vocabulary)
-        self._special = {vocabulary.pieces[token].decode(errors="replace"): token for token in vocabulary.special}
+        self._special = {
+            vocabulary.pieces[token].decode(errors="replace"): token for token in vocabulary.special
+        }
 
     def compile(self, grammar: Grammar, *, max_states: int = MAX_STATES) -> "LLMatcher":
-        """Return a matcher at its beginning; RequestError if the grammar is wrong, too large, or allows no text.
+        """Return a matcher at its beginning; RequestError if the grammar is wrong, too large, or
+        allows no text.
 
         max_states: states that its lexer may make, now and while texts follow it.
 
-        Deep grammars overflow the stack, which ends the process: only what has passed in a sandbox may be compiled in a
-        process that others need.
+        Deep grammars overflow the stack, which ends the process: only what has passed in a sandbox
+        may be compiled in a process that others need.
         """
         with _errors():
             matcher = self._built(grammar, max_states)
@@ -70,8 +76,8 @@ class GrammarCompiler:
             return matcher
 
     def measure(self, grammar: Grammar) -> int:
-        """Return the bytes that a grammar takes when it is compiled and has been followed for some tokens; errors as of
-        `compile`. To be called where no other thread allocates.
+        """Return the bytes that a grammar takes when it is compiled and has been followed for some
+        tokens; errors as of `compile`. To be called where no other thread allocates.
         """
         before = allocated_bytes()
         with _errors():
@@ -88,7 +94,9 @@ class GrammarCompiler:
             max_lexer_states=max_states,
             verbose_errors=False,
         )
-        matcher: LLMatcher = self._library.LLMatcher(self._tokenizer, self._source(grammar), log_level=0, limits=limits)
+        matcher: LLMatcher = self._library.LLMatcher(
+            self._tokenizer, self._source(grammar), log_level=0, limits=limits
+        )
         _check(matcher)
         return matcher
 
@@ -99,7 +107,10 @@ class GrammarCompiler:
             return source
         is_lark = grammar.kind in ("lark", "gbnf")
         inner = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
-        outer = {"name": "outer", "lark_grammar": text_before(grammar.after, grammar.begun_by, "inner", self._special)}
+        outer = {
+            "name": "outer",
+            "lark_grammar": text_before(grammar.after, grammar.begun_by, "inner", self._special),
+        }
         return json.dumps({"grammars": [outer, {**inner, "name": "inner"}]})
 
     def _plain_source(self, grammar: Grammar) -> str:
@@ -112,7 +123,9 @@ class GrammarCompiler:
                 "lenient": lenient,
                 "coerce_one_of": lenient,
             }
-            return matcher.grammar_from_json_schema(_without_options(grammar.text), overrides=options)
+            return matcher.grammar_from_json_schema(
+                _without_options(grammar.text), overrides=options
+            )
         if grammar.kind == "regex":
             return matcher.grammar_from_regex(grammar.text)
         if grammar.kind == "lark":
@@ -137,7 +150,9 @@ class GrammarCompiler:
 
 
 class Matcher:
-    """One sequence on its way through a grammar; its next mask is computed as soon as its last token is known."""
+    """One sequence on its way through a grammar; its next mask is computed as soon as its last
+    token is known.
+    """
 
     def __init__(
         self,
@@ -147,8 +162,8 @@ class Matcher:
         output: Sequence[int],
         vocab_size: int | None = None,
     ) -> None:
-        """num_tokens: of the vocabulary. output: the tokens so far. vocab_size: of the sequence's model, where that may
-        have fewer tokens.
+        """num_tokens: of the vocabulary. output: the tokens so far. vocab_size: of the sequence's
+        model, where that may have fewer tokens.
         """
         self._matcher, self._num_tokens, self._thread = matcher, num_tokens, thread
         self._num_usable = num_tokens if vocab_size is None else min(num_tokens, vocab_size)
@@ -160,12 +175,16 @@ class Matcher:
         self._advance()
 
     def mask(self) -> bytes:
-        """A bit for each token that may come next, in whole words of 32; all of them after an error, or the end."""
+        """A bit for each token that may come next, in whole words of 32; all of them after an
+        error, or the end.
+        """
         num_bytes = -(-self._num_tokens // 32) * 4
         if self._mask is None:
             return b"\xff" * num_bytes
         mask = self._mask.result()[:num_bytes]
-        if self._matcher.is_error() or not int.from_bytes(mask, "little") & ((1 << self._num_usable) - 1):
+        if self._matcher.is_error() or not int.from_bytes(mask, "little") & (
+            (1 << self._num_usable) - 1
+        ):
             self._mask, self.error = None, _told(self._matcher) or _NO_TEXT
             return self.mask()
         return mask
@@ -188,7 +207,9 @@ class Matcher:
 
 @contextmanager
 def _errors(message: str = "the grammar cannot be used") -> Iterator[None]:
-    """Turn all that the compiler raises into RequestError. message: the beginning of the error's message."""
+    """Turn all that the compiler raises into RequestError. message: the beginning of the error's
+    message.
+    """
     try:
         yield
     except (RequestError, KeyboardInterrupt, MemoryError):
@@ -202,7 +223,9 @@ def library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise RequestError("structured output needs the package llguidance: pip install llguidance") from None
+        raise RequestError(
+            "structured output needs the package llguidance: pip install llguidance"
+        ) from None
     return llguidance
 
 
@@ -214,7 +237,9 @@ def _tokenizer(library: Any, vocabulary: Vocabulary) -> "LLTokenizer":
         pieces.append(b"<end>")
     special = sorted({*vocabulary.special, *ends})
     tokens = _Tokens(pieces, ends[0], special)
-    made: LLTokenizer = library.LLTokenizer(library.TokenizerWrapper(tokens), n_vocab=len(pieces), eos_token=ends)
+    made: LLTokenizer = library.LLTokenizer(
+        library.TokenizerWrapper(tokens), n_vocab=len(pieces), eos_token=ends
+    )
     return made
 
 
@@ -227,7 +252,9 @@ class _Tokens:
         self.tokens = [piece or b"<end>" * (token in special) for token, piece in enumerate(pieces)]
         self.eos_token_id, self.special_token_ids = end, special
         without = set(special)
-        self._ids = {piece: token for token, piece in enumerate(pieces) if piece and token not in without}
+        self._ids = {
+            piece: token for token, piece in enumerate(pieces) if piece and token not in without
+        }
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
@@ -244,7 +271,9 @@ class _Tokens:
 
 def _without_options(schema: str) -> str:
     """A schema must not choose the compiler's own options."""
-    return json.dumps({name: value for name, value in json.loads(schema).items() if name != "x-guidance"})
+    return json.dumps(
+        {name: value for name, value in json.loads(schema).items() if name != "x-guidance"}
+    )
 
 
 def _lark_of(gbnf: str) -> str:

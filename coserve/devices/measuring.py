@@ -1,8 +1,9 @@
 """Seconds of a piece of work, so that two starts on one machine find the same.
 
-What is slow by accident (the first touch of a page of weights, a product that is compiled at its first use, another
-process) is told from what is slow: a piece is run until its two fastest runs agree. A short time stays a short time
-whatever else happens, so the fastest runs are believed, and a curve never falls.
+What is slow by accident (the first touch of a page of weights, a product that is compiled at its
+first use, another process) is told from what is slow: a piece is run until its two fastest runs
+agree. A short time stays a short time whatever else happens, so the fastest runs are believed, and
+a curve never falls.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -10,9 +11,11 @@ from typing import TypeVar
 
 from coserve.kernels.groups.base import RankGroup
 
-# Two fastest runs agree if they are this near; how many runs there are at least and at most, and seconds of all.
+# Two fastest runs agree if they are this near; how many runs there are at least and at most, and
+# seconds of all.
 _AGREE, _LEAST_RUNS, _MOST_RUNS, _MOST_S = 0.03, 3, 25, 1.5
-# Warming up ends when a run is no faster than the one before, by more than this; or after this long.
+# Warming up ends when a run is no faster than the one before, by more than this; or after this
+# long.
 _WARM, _WARM_UP_S = 0.1, 4.0
 
 
@@ -22,9 +25,11 @@ Timing = Generator[None, None, float]
 
 
 def shared_clock(time_s: Callable[[], float], group: RankGroup) -> Callable[[], float]:
-    """Return a clock that shows the same on all ranks of a group: rank 0's, once all ranks are there.
+    """Return a clock that shows the same on all ranks of a group: rank 0's, once all ranks are
+    there.
 
-    Loops that end by the clock then end alike on all ranks, and a piece has taken as long as the slowest rank took.
+    Loops that end by the clock then end alike on all ranks, and a piece has taken as long as the
+    slowest rank took.
 
     Args:
         time_s: this rank's clock; itself the result where there is one rank.
@@ -56,13 +61,15 @@ def finish(measurement: Generator[None, None, T]) -> T:
 class Stopwatch:
     """A clock with ways to time a piece of work over several runs."""
 
-    def __init__(self, time_s: Callable[[], float], *, num_uncounted: int = 1, max_runs: int = _MOST_RUNS) -> None:
+    def __init__(
+        self, time_s: Callable[[], float], *, num_uncounted: int = 1, max_runs: int = _MOST_RUNS
+    ) -> None:
         """Set the clock.
 
         Args:
             time_s: the seconds now, once the device has finished what it was given.
-            num_uncounted: first runs of a piece that are not counted: where calls are captured, the second is the one
-                in which they are.
+            num_uncounted: first runs of a piece that are not counted: where calls are captured, the
+                second is the one in which they are.
             max_runs: counted runs of a piece at most.
         """
         self._time_s, self.num_uncounted, self._max_runs = time_s, num_uncounted, max_runs
@@ -119,7 +126,9 @@ class Stopwatch:
         return sum(found[:2]) / len(found[:2])
 
     def _with_own_time(self, measurement: Timing) -> Generator[None, None, tuple[float, float]]:
-        """Return a measurement's result and how long it took, without what ran while it had yielded."""
+        """Return a measurement's result and how long it took, without what ran while it had
+        yielded.
+        """
         own_s = 0.0
         while True:
             start_s = self._time_s()
@@ -132,7 +141,9 @@ class Stopwatch:
 
 
 def rising(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Seconds by rows without outliers: more rows take no less, so what is above a later point was held up."""
+    """Seconds by rows without outliers: more rows take no less, so what is above a later point was
+    held up.
+    """
     found: dict[int, float] = {}
     least = float("inf")
     for rows in sorted(seconds, reverse=True):

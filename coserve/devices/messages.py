@@ -1,11 +1,14 @@
-"""What crosses between the engine and a device: frozen, serialisable values that hold ids and numbers only.
+"""What crosses between the engine and a device: frozen, serialisable values that hold ids and
+numbers only.
 
-The engine sends commands and steps in one ordered stream; a device answers each. Requests, jobs, adapter versions and
-pages are ids that the engine gives out; what they stand for (tensors, trainers, copies of adapters) is the device's
-own. Pages count from 0; times are seconds. Everything here can be encoded by msgspec, written to a file and replayed.
+The engine sends commands and steps in one ordered stream; a device answers each. Requests, jobs,
+adapter versions and pages are ids that the engine gives out; what they stand for (tensors,
+trainers, copies of adapters) is the device's own. Pages count from 0; times are seconds. Everything
+here can be encoded by msgspec, written to a file and replayed.
 
-Here are what a device says of itself, and the commands on requests, pages and adapters; those on jobs are in
-`job_messages.py`, those on host memory in `swap_messages.py`, a step in `step_messages.py`.
+Here are what a device says of itself, and the commands on requests, pages and adapters; those on
+jobs are in `job_messages.py`, those on host memory in `swap_messages.py`, a step in
+`step_messages.py`.
 """
 
 import msgspec
@@ -30,22 +33,30 @@ from coserve.devices.job_messages import (
 )
 from coserve.devices.matching import Vocabulary
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
+from coserve.devices.swap_messages import (
+    MovePack,
+    MovePages,
+    SwapIn,
+    SwapInTensors,
+    SwapOut,
+    SwapOutTensors,
+)
 from coserve.scheduling.profile import Profile
 
 
 class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A device with a model on it, and its page pool.
 
-    weights: how those of linear layers are stored, "dense" or "int8". device: such as "cpu" or "cuda:0". num_layers:
-    blocks. weight_bytes: of the backbone. threads: of the CPU.
-    page_bytes: of one page, which holds K and V of `block_tokens` tokens in all blocks. profile: what pieces of a step
-    take here. num_state_pages: of each request, before those of its keys and values, for what it carries from row to
-    row. profile_path: the file that it comes from; "" if it is not kept. deterministic: whether tokens and
-    gradients are the same bit for bit, whatever runs beside them. num_units: among which sides of a step it can be
-    divided (`Partition`): threads of a CPU, shares of a GPU's multiprocessors; 1: it cannot. num_host_pages: slots of
-    a page's size in host memory, for pages that give way (`SwapOut`). fingerprint: of the weights, so that two devices
-    can be told to hold the same model; "" if there are none.
+    weights: how those of linear layers are stored, "dense" or "int8". device: such as "cpu" or
+    "cuda:0". num_layers: blocks. weight_bytes: of the backbone. threads: of the CPU. page_bytes: of
+    one page, which holds K and V of `block_tokens` tokens in all blocks. profile: what pieces of a
+    step take here. num_state_pages: of each request, before those of its keys and values, for what
+    it carries from row to row. profile_path: the file that it comes from; "" if it is not kept.
+    deterministic: whether tokens and gradients are the same bit for bit, whatever runs beside them.
+    num_units: among which sides of a step it can be divided (`Partition`): threads of a CPU, shares
+    of a GPU's multiprocessors; 1: it cannot. num_host_pages: slots of a page's size in host memory,
+    for pages that give way (`SwapOut`). fingerprint: of the weights, so that two devices can be
+    told to hold the same model; "" if there are none.
     """
 
     model: str
@@ -72,10 +83,11 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     kernels_warning: str = ""
     """Why a faster kernel backend does not run, as one line; "" if none is missing."""
     num_ranks: int = 1
-    """Number of processes that hold the model together; sizes in bytes and pages are those of each."""
+    """Number of processes that hold the model together; sizes in bytes and pages are those of
+    each."""
     whole_page_bytes: int = 0
-    """Bytes that a page would have if one rank held the model: those of a place of a page file. 0 in recordings from
-    before there were ranks."""
+    """Bytes that a page would have if one rank held the model: those of a place of a page file. 0
+    in recordings from before there were ranks."""
     is_provisional: bool = False
     """Whether the profile is a quick and cautious one, which `MeasureDevice` replaces."""
 
@@ -86,10 +98,11 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A request has its pages: a handle for it. pages: those that it shares with earlier requests, in order.
+    """A request has its pages: a handle for it. pages: those that it shares with earlier requests,
+    in order.
 
-    prompt, output: the tokens so far, for requests whose params penalize used tokens; empty for all others, but that
-    those with a grammar have their output, too.
+    prompt, output: the tokens so far, for requests whose params penalize used tokens; empty for all
+    others, but that those with a grammar have their output, too.
     """
 
     request: str
@@ -102,14 +115,16 @@ class OpenRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class CloseRequest(msgspec.Struct, tag=True, frozen=True):
-    """The request has ended, or was preempted: its pages are no longer its own. No error if it was not open."""
+    """The request has ended, or was preempted: its pages are no longer its own. No error if it was
+    not open.
+    """
 
     request: str
 
 
 class ExportPages(msgspec.Struct, tag=True, frozen=True):
-    """Copy pages to places of a page file (`coserve.memory.page_files`), one to one: another instance reads them there
-    as soon as this is done. OSError if the file is not there.
+    """Copy pages to places of a page file (`coserve.memory.page_files`), one to one: another
+    instance reads them there as soon as this is done. OSError if the file is not there.
     """
 
     path: str
@@ -118,8 +133,8 @@ class ExportPages(msgspec.Struct, tag=True, frozen=True):
 
 
 class ImportPages(msgspec.Struct, tag=True, frozen=True):
-    """Copy places of a page file to pages. data: what lay there, page after page; only in recordings, which are run
-    again when the file has gone.
+    """Copy places of a page file to pages. data: what lay there, page after page; only in
+    recordings, which are run again when the file has gone.
     """
 
     path: str
@@ -131,14 +146,16 @@ class ImportPages(msgspec.Struct, tag=True, frozen=True):
 class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
     """What the model's tokens stand for; before the first grammar.
 
-    May come from any thread, and is done beside steps. RequestError if the device has no library for grammars.
+    May come from any thread, and is done beside steps. RequestError if the device has no library
+    for grammars.
     """
 
     vocabulary: Vocabulary
 
 
 class OpenGrammar(msgspec.Struct, tag=True, frozen=True):
-    """Compile a grammar, and keep it for requests. Reply: `GrammarOpened`. RequestError if it cannot be used.
+    """Compile a grammar, and keep it for requests. Reply: `GrammarOpened`. RequestError if it
+    cannot be used.
 
     May come from any thread, and is done beside steps.
     """
@@ -158,12 +175,14 @@ class CloseGrammar(msgspec.Struct, tag=True, frozen=True):
 
 
 class OpenVersion(msgspec.Struct, tag=True, frozen=True):
-    """Put an adapter in PEFT's format on the device, to be served as `version`. Reply: `VersionOpened`.
+    """Put an adapter in PEFT's format on the device, to be served as `version`. Reply:
+    `VersionOpened`.
 
-    May come from any thread, and is done beside steps; none of them names the version yet. AdapterError for its files;
-    DeviceMemoryError. model: that it is of, if that is not the one on the device (see `OpenTrainer`): it can be trained
-    further, not served. changed_by: the job whose full fine-tuning has made what is there, a model and no adapter: the
-    device, on which there is nothing yet, serves its weights from now on, and the version names them.
+    May come from any thread, and is done beside steps; none of them names the version yet.
+    AdapterError for its files; DeviceMemoryError. model: that it is of, if that is not the one on
+    the device (see `OpenTrainer`): it can be trained further, not served. changed_by: the job whose
+    full fine-tuning has made what is there, a model and no adapter: the device, on which there is
+    nothing yet, serves its weights from now on, and the version names them.
     """
 
     version: str
@@ -186,14 +205,16 @@ class DropVersion(msgspec.Struct, tag=True, frozen=True):
 
 
 class MeasureDevice(msgspec.Struct, tag=True, frozen=True):
-    """Run one more piece of the measurement of a device whose profile is provisional; no step is under way.
+    """Run one more piece of the measurement of a device whose profile is provisional; no step is
+    under way.
 
     Reply: `DeviceMeasured`. A piece takes as long as a forward pass of some hundred rows at most.
     """
 
 
 class CountCommands(msgspec.Struct, tag=True, frozen=True):
-    """Count the commands of the ordered stream that the device has answered since its start, within steps and without.
+    """Count the commands of the ordered stream that the device has answered since its start, within
+    steps and without.
 
     Reply: `CommandsCounted`. Neither this command is counted, nor are those of `BESIDE_STEPS`.
     """
@@ -210,10 +231,19 @@ BESIDE_STEPS = (
     *(OpenVersion, WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar),
     DescribeRanks,
 )
-"""Commands that may come from any thread and are done beside steps; all others stand in one ordered stream."""
+"""Commands that may come from any thread and are done beside steps; all others stand in one ordered
+stream."""
 
-BESIDE_STEPS_OF_RANKS = (WriteCheckpoint, ReadContributions, SetVocabulary, OpenGrammar, CloseGrammar, DescribeRanks)
-"""Those of them that ranks of a group do beside steps, each for itself: none of them uses a collective."""
+BESIDE_STEPS_OF_RANKS = (
+    WriteCheckpoint,
+    ReadContributions,
+    SetVocabulary,
+    OpenGrammar,
+    CloseGrammar,
+    DescribeRanks,
+)
+"""Those of them that ranks of a group do beside steps, each for itself: none of them uses a
+collective."""
 
 Command = (
     MeasureDevice
@@ -256,9 +286,9 @@ Command = (
 
 
 class VersionOpened(msgspec.Struct, tag=True, frozen=True):
-    """num_bypasses: sites of the adapter. num_bytes: of its parameters, as they go to the host. num_virtual_tokens:
-    rows that stand before every prompt, with the ids -1, -2, …. vocab_size: of the adapter's model, where that is
-    another than the device's; 0: the same.
+    """num_bypasses: sites of the adapter. num_bytes: of its parameters, as they go to the host.
+    num_virtual_tokens: rows that stand before every prompt, with the ids -1, -2, …. vocab_size: of
+    the adapter's model, where that is another than the device's; 0: the same.
     """
 
     num_bypasses: int
@@ -312,4 +342,12 @@ class RanksDescribed(msgspec.Struct, tag=True, frozen=True):
     """The states of all ranks, in their order."""
 
 
-Reply = VersionOpened | TrainerOpened | DeviceMeasured | GrammarOpened | CommandsCounted | RanksDescribed | None
+Reply = (
+    VersionOpened
+    | TrainerOpened
+    | DeviceMeasured
+    | GrammarOpened
+    | CommandsCounted
+    | RanksDescribed
+    | None
+)

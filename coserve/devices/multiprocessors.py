@@ -1,9 +1,10 @@
 """The two sides of a step on a GPU, each on some of its multiprocessors: streams of green contexts.
 
-What is launched in a stream of a green context runs on the multiprocessors that the context holds, in the memory of the
-device (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__GREEN__CONTEXTS.html; CUDA 12.4 and newer). They are
-made by `cuda.bindings`, which PyTorch's builds for GPUs bring along: PyTorch's own green contexts all begin at the
-first multiprocessor, so that two of them overlap.
+What is launched in a stream of a green context runs on the multiprocessors that the context holds,
+in the memory of the device
+(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__GREEN__CONTEXTS.html; CUDA 12.4 and
+newer). They are made by `cuda.bindings`, which PyTorch's builds for GPUs bring along: PyTorch's own
+green contexts all begin at the first multiprocessor, so that two of them overlap.
 """
 
 import logging
@@ -27,13 +28,17 @@ _NUM_UNITS = 4
 
 
 def stream_sides(device: torch.device) -> "StreamSides | None":
-    """Those of a GPU; None where it cannot be divided, for want of `cuda.bindings` or of a driver that can."""
+    """Those of a GPU; None where it cannot be divided, for want of `cuda.bindings` or of a driver
+    that can.
+    """
     streams = _streams(torch.cuda.current_device() if device.index is None else device.index)
     return None if streams is None else StreamSides(streams)
 
 
 class StreamSides:
-    """See `coserve.devices.sides.Sides`. The forward pass has the first units, what runs beside it the last."""
+    """See `coserve.devices.sides.Sides`. The forward pass has the first units, what runs beside it
+    the last.
+    """
 
     num_units = _NUM_UNITS
 
@@ -87,7 +92,9 @@ def _run(work: Work, ended: Callable[[], bool], stream: torch.cuda.Stream) -> No
 
 @cache
 def _streams(index: int) -> "_Streams | None":
-    """Of the device with this number, made once for a process, which keeps them: calls are captured for them."""
+    """Of the device with this number, made once for a process, which keeps them: calls are captured
+    for them.
+    """
     try:
         return _Streams(torch.device("cuda", index))
     except (ImportError, RuntimeError) as error:
@@ -110,9 +117,13 @@ class _Streams:
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         whole = self._done(driver.cuDeviceGetDevResource(self._place, kind))
         least = whole.sm.smCount // _NUM_UNITS // 8 * 8  # newer devices give them in eights
-        groups, number, _ = self._done(driver.cuDevSmResourceSplitByCount(_NUM_UNITS, whole, 0, max(1, least)))
+        groups, number, _ = self._done(
+            driver.cuDevSmResourceSplitByCount(_NUM_UNITS, whole, 0, max(1, least))
+        )
         if number < _NUM_UNITS:
-            raise RuntimeError(f"{whole.sm.smCount} multiprocessors make {number} groups, not {_NUM_UNITS}")
+            raise RuntimeError(
+                f"{whole.sm.smCount} multiprocessors make {number} groups, not {_NUM_UNITS}"
+            )
         self._groups: Sequence[Any] = groups[:_NUM_UNITS]
         for units in range(1, _NUM_UNITS):
             self._streams["forward", units] = self._made(self._groups[:units])
@@ -126,7 +137,9 @@ class _Streams:
         what = self._done(driver.cuDevResourceGenerateDesc(groups, len(groups)))
         flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
         context = self._done(driver.cuGreenCtxCreate(what, self._place, flag))
-        stream = self._done(driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
+        stream = self._done(
+            driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0)
+        )
         return torch.cuda.ExternalStream(int(stream), device=self.device)  # type: ignore[no-untyped-call]
 
     def _done(self, result: tuple[Any, ...]) -> Any:

@@ -1,7 +1,9 @@
-"""`oneOf` in JSON schemas: the compiler of grammars has `anyOf` alone, which is the same where branches cannot overlap.
+"""`oneOf` in JSON schemas: the compiler of grammars has `anyOf` alone, which is the same where
+branches cannot overlap.
 
-Branches cannot overlap where their types, values, bounds or lengths differ, where both have a property with values that
-differ and one requires it, or where one requires a property that the other does not allow.
+Branches cannot overlap where their types, values, bounds or lengths differ, where both have a
+property with values that differ and one requires it, or where one requires a property that the
+other does not allow.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +26,9 @@ _Schema = Mapping[str, Any]
 
 
 def with_any_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with `anyOf` in the place of each `oneOf`; ValueError names branches that may overlap."""
+    """Return a schema with `anyOf` in the place of each `oneOf`; ValueError names branches that may
+    overlap.
+    """
     branches = _Branches(schema)
     found: dict[str, Any] = branches.rewritten(schema)
     return found
@@ -41,7 +45,8 @@ class _Branches:
         self._document, self._num_read = document, 0
         # Names and places from the document to the schema that is rewritten.
         self._way: list[str] = []
-        # By a keyword and the identity of its value: the value, so that it stays, and what stands for its parts.
+        # By a keyword and the identity of its value: the value, so that it stays, and what stands
+        # for its parts.
         self._keys: dict[tuple[str, int], tuple[Any, frozenset[Any]]] = {}
 
     def rewritten(self, value: Any, *, is_map: bool = False) -> Any:
@@ -55,7 +60,8 @@ class _Branches:
                 self._check(branches, value)
             except _TooMuchError:
                 raise ValueError(
-                    f"grammar has a oneOf at {self._where()} whose branches take too long to compare, so that two may "
+                    f"grammar has a oneOf at {self._where()} whose branches take too long to "
+                    f"compare, so that two may "
                     "both match a value: write anyOf"
                 ) from None
             value = _renamed(value)
@@ -79,15 +85,21 @@ class _Branches:
         for (first, one), (second, other) in combinations(enumerate(branches), 2):
             if not self.are_disjoint(self._branch(holder, one), self._branch(holder, other), 0):
                 raise ValueError(
-                    f"grammar has a oneOf at {self._where()} whose branches {first} and {second} may both match a "
-                    "value: write anyOf, or make them differ by type, or by the const of a property that both require"
+                    f"grammar has a oneOf at {self._where()} whose branches {first} and {second} "
+                    f"may both match a "
+                    "value: write anyOf, or make them differ by type, or by the const of a "
+                    "property that both require"
                 )
 
     def _branch(self, holder: _Schema, branch: Any) -> Any:
-        """Return a branch, with its reference resolved, and what the schema that has it says of all branches."""
+        """Return a branch, with its reference resolved, and what the schema that has it says of all
+        branches.
+        """
         resolved = self._resolved(branch)
         for schema in (holder, resolved):
-            self._read(schema, len(_mapping(schema, "properties")) if isinstance(schema, Mapping) else 0)
+            self._read(
+                schema, len(_mapping(schema, "properties")) if isinstance(schema, Mapping) else 0
+            )
         return _within(holder, resolved)
 
     def are_disjoint(self, one: Any, other: Any, steps: int) -> bool:
@@ -108,21 +120,35 @@ class _Branches:
         )
 
     def _parts_are_disjoint(self, one: _Schema, other: _Schema, steps: int) -> bool:
-        """Return whether each alternative of the first, or one of the parts that it merges, is apart from the other."""
+        """Return whether each alternative of the first, or one of the parts that it merges, is
+        apart from the other.
+        """
         for name in ("anyOf", "oneOf"):
             parts = one.get(name)
-            if isinstance(parts, list) and parts and all(self.are_disjoint(part, other, steps) for part in parts):
+            if (
+                isinstance(parts, list)
+                and parts
+                and all(self.are_disjoint(part, other, steps) for part in parts)
+            ):
                 return True
         merged = one.get("allOf")
-        if isinstance(merged, list) and any(self.are_disjoint(part, other, steps) for part in merged):
+        if isinstance(merged, list) and any(
+            self.are_disjoint(part, other, steps) for part in merged
+        ):
             return True
         types = _types(one) & _types(other)
         return types == {"object"} and self._objects_are_disjoint(one, other, steps)
 
     def _objects_are_disjoint(self, one: _Schema, other: _Schema, steps: int) -> bool:
         """Return whether a property that the first requires sets it apart from the other."""
-        required, here, there = _names(one.get("required")), _mapping(one, "properties"), _mapping(other, "properties")
-        is_closed = other.get("additionalProperties") is False and not other.get("patternProperties")
+        required, here, there = (
+            _names(one.get("required")),
+            _mapping(one, "properties"),
+            _mapping(other, "properties"),
+        )
+        is_closed = other.get("additionalProperties") is False and not other.get(
+            "patternProperties"
+        )
         for name in required:
             if name not in there:
                 if is_closed:
@@ -158,17 +184,25 @@ class _Branches:
     def _resolved(self, schema: Any) -> Any:
         """Return what a reference leads to, unless there is more beside it."""
         for _ in range(_MAX_STEPS):
-            if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
+            if not isinstance(schema, Mapping) or not isinstance(
+                reference := schema.get("$ref"), str
+            ):
                 return schema
             self._read(schema, len(reference))
             found = _at(self._document, reference)
             beside = {name: value for name, value in schema.items() if name != "$ref"}
-            schema = {"allOf": [found, beside]} if beside.keys() & {"type", "properties", "const", "enum"} else found
+            schema = (
+                {"allOf": [found, beside]}
+                if beside.keys() & {"type", "properties", "const", "enum"}
+                else found
+            )
         return {}
 
 
 def _num_parts(schema: Any) -> int:
-    """Return how many parts of a schema a comparison reads, without the schemas within it; at least 5."""
+    """Return how many parts of a schema a comparison reads, without the schemas within it; at least
+    5.
+    """
     if not isinstance(schema, Mapping):
         return 5
     lists = (schema.get(name) for name in ("enum", "required", "type"))
@@ -180,7 +214,10 @@ def _renamed(schema: dict[str, Any]) -> dict[str, Any]:
         return {("anyOf" if name == "oneOf" else name): value for name, value in schema.items()}
     rest = {name: value for name, value in schema.items() if name not in ("oneOf", "allOf")}
     merged = schema.get("allOf")
-    return {**rest, "allOf": [*(merged if isinstance(merged, list) else []), {"anyOf": schema["oneOf"]}]}
+    return {
+        **rest,
+        "allOf": [*(merged if isinstance(merged, list) else []), {"anyOf": schema["oneOf"]}],
+    }
 
 
 def _within(holder: _Schema, branch: Any) -> Any:
@@ -204,7 +241,12 @@ def _at(document: Any, reference: str) -> Any:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(document, Mapping) and key in document:
             document = document[key]
-        elif isinstance(document, list) and key.isascii() and key.isdigit() and int(key[:6]) < len(document):
+        elif (
+            isinstance(document, list)
+            and key.isascii()
+            and key.isdigit()
+            and int(key[:6]) < len(document)
+        ):
             document = document[int(key[:6])]
         else:
             return {}
@@ -231,7 +273,13 @@ def _types_of(value: Any) -> tuple[str, ...]:
         return ("number", "integer")
     if isinstance(value, float):
         return ("number", "integer") if value.is_integer() else ("number",)
-    return ("string",) if isinstance(value, str) else ("array",) if isinstance(value, list) else ("object",)
+    return (
+        ("string",)
+        if isinstance(value, str)
+        else ("array",)
+        if isinstance(value, list)
+        else ("object",)
+    )
 
 
 def _values(schema: _Schema) -> list[Any] | None:
@@ -243,7 +291,9 @@ def _values(schema: _Schema) -> list[Any] | None:
 
 
 def _key(value: Any) -> Any:
-    """Return what is equal for two values exactly if they are the same as JSON has it: 1 and 1.0 are, true is not."""
+    """Return what is equal for two values exactly if they are the same as JSON has it: 1 and 1.0
+    are, true is not.
+    """
     if isinstance(value, Mapping):
         return "object", frozenset((name, _key(each)) for name, each in value.items())
     if isinstance(value, list):
@@ -251,7 +301,9 @@ def _key(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return type(value).__name__, value
     # As a text, whose hash nobody can foresee: numbers can be chosen to have the same.
-    return "number", hex(int(value)) if isinstance(value, int) or value.is_integer() else value.hex()
+    return "number", hex(int(value)) if isinstance(
+        value, int
+    ) or value.is_integer() else value.hex()
 
 
 def _may_match_any(values: list[Any], schema: _Schema) -> bool:
@@ -259,7 +311,11 @@ def _may_match_any(values: list[Any], schema: _Schema) -> bool:
     types, (lowest, highest) = _types(schema), _range(schema)
     return any(
         not types.isdisjoint(_types_of(value))
-        and (isinstance(value, bool) or not isinstance(value, int | float) or lowest <= value <= highest)
+        and (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or lowest <= value <= highest
+        )
         for value in values
     )
 
@@ -293,4 +349,8 @@ def _mapping(schema: _Schema, name: str) -> Mapping[str, Any]:
 
 
 def _names(required: Any) -> Iterator[str]:
-    return (name for name in required if isinstance(name, str)) if isinstance(required, list) else iter(())
+    return (
+        (name for name in required if isinstance(name, str))
+        if isinstance(required, list)
+        else iter(())
+    )

@@ -1,4 +1,6 @@
-"""Where the moments of a job's optimizer lie: in a run of the page pool, beside the pool, or on the host."""
+"""Where the moments of a job's optimizer lie: in a run of the page pool, beside the pool, or on the
+host.
+"""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,10 +17,16 @@ from coserve.tuning.optimizer import AdapterOptimizer
 
 
 class OptimizerMemory:
-    """Of one optimizer, which takes its moments as they come: they are moved, never computed with here."""
+    """Of one optimizer, which takes its moments as they come: they are moved, never computed with
+    here.
+    """
 
-    def __init__(self, optimizer: AdapterOptimizer, device: torch.device, *, need_pages: bool = False) -> None:
-        """need_pages: they lie on the host while they have no pages (`TrainerOpened.moments_need_pages`)."""
+    def __init__(
+        self, optimizer: AdapterOptimizer, device: torch.device, *, need_pages: bool = False
+    ) -> None:
+        """need_pages: they lie on the host while they have no pages
+        (`TrainerOpened.moments_need_pages`).
+        """
         self.need_pages = need_pages
         self._optimizer, self._device = optimizer, device
         self._run: tuple[int, int] | None = None
@@ -58,10 +66,14 @@ class OptimizerMemory:
         self._optimizer.room = room
 
     def fetch(self) -> None:
-        """The optimizer is to make a step: moments for which there was no memory must have some now."""
+        """The optimizer is to make a step: moments for which there was no memory must have some
+        now.
+        """
         moments = self._optimizer.moments
         if any(moment.device != self._device for moment in moments.values()):
-            self._optimizer.replace_moments({name: moment.to(self._device) for name, moment in moments.items()})
+            self._optimizer.replace_moments(
+                {name: moment.to(self._device) for name, moment in moments.items()}
+            )
 
     def put_away(self, host: HostPages, slots: tuple[int, ...]) -> None:
         """See `SwapOutTensors`; the run of pages is theirs no more."""
@@ -85,10 +97,14 @@ class OptimizerMemory:
         if self._away is None:
             return {}
         (host, slots), moments = self._away, self._optimizer.moments
-        return dict(zip(moments, host.load(list(moments.values()), slots, on_device=on_device), strict=True))
+        return dict(
+            zip(moments, host.load(list(moments.values()), slots, on_device=on_device), strict=True)
+        )
 
     def _room(self, pages: PagedKv, run: tuple[int, int]) -> dict[str, Tensor]:
-        """Each right after the one before, and laid out as its parameter is, as fused AdamW needs them."""
+        """Each right after the one before, and laid out as its parameter is, as fused AdamW needs
+        them.
+        """
         whole, start, room = pages.run(*run).view(torch.float32), 0, {}
         for name, shape in self._optimizer.moment_shapes().items():
             part = part_of(whole, (shape.numel(),), start)
@@ -98,8 +114,8 @@ class OptimizerMemory:
         return room
 
     def _beside(self, moments: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies beside the pool: on the device, or, where it has no memory for them, in the host's until `fetch`, or
-        until they have pages.
+        """Copies beside the pool: on the device, or, where it has no memory for them, in the host's
+        until `fetch`, or until they have pages.
         """
         if not self.need_pages:
             with suppress(DeviceMemoryError), memory_errors():

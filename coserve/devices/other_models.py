@@ -1,5 +1,5 @@
-"""Models that jobs train beside the one on the device: their weights stay in their files, and pass through a window of
-the page pool.
+"""Models that jobs train beside the one on the device: their weights stay in their files, and pass
+through a window of the page pool.
 """
 
 from torch import Tensor
@@ -14,7 +14,8 @@ from coserve.models.source import find_model
 
 
 class OtherModels:
-    """By name; each is found once. One of them at a time has the window: the one whose pack was begun last.
+    """By name; each is found once. One of them at a time has the window: the one whose pack was
+    begun last.
 
     waited_s: for which others waited for weights; num_bytes_copied: of weights, so far.
     """
@@ -37,8 +38,8 @@ class OtherModels:
         return sum([window.num_bytes_copied for window in self._windows.values()])
 
     def backbone(self, name: str) -> Backbone:
-        """Of a directory or hub id; ModelError if there is no such model, or it cannot be trained so, as
-        on a device that is one of several ranks.
+        """Of a directory or hub id; ModelError if there is no such model, or it cannot be trained
+        so, as on a device that is one of several ranks.
         """
         if name not in self._backbones:
             self._open(name)
@@ -75,12 +76,17 @@ class OtherModels:
     def _open(self, name: str) -> None:
         if (num_ranks := self._served.group.size) > 1:
             raise UnsupportedModelError(
-                f"a job that trains {name} needs it whole on the device, where {num_ranks} ranks divide "
-                f"{self._served.name}: train that model, or start a server without --tensor-parallel"
+                f"a job that trains {name} needs it whole on the device, where {num_ranks} ranks "
+                f"divide "
+                f"{self._served.name}: train that model, or start a server without "
+                f"--tensor-parallel"
             )
         source = find_model(name)
         if source.directory is None:
-            raise ModelError(f"{name} has no weights in files; a model that is trained through a window needs them")
+            raise ModelError(
+                f"{name} has no weights in files; a model that is trained through a window needs "
+                f"them"
+            )
         served, architecture = self._served, build_architecture(source.config)
         rotary, max_positions = architecture.rotary_tables(), architecture.max_positions
         mapped = MappedWeights(architecture, source.directory)
@@ -90,7 +96,10 @@ class OtherModels:
             name=name,
             architecture=architecture,
             weights=window,
-            rotary={prefix: table.up_to(max_positions).to(served.device) for prefix, table in rotary.items()},
+            rotary={
+                prefix: table.up_to(max_positions).to(served.device)
+                for prefix, table in rotary.items()
+            },
             max_positions=max_positions,
             dtype=served.dtype,
             device=served.device,

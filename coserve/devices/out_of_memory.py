@@ -10,7 +10,9 @@ from coserve.errors import DeviceMemoryError
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """What PyTorch raises when memory runs out, as DeviceMemoryError; other errors pass as they are."""
+    """What PyTorch raises when memory runs out, as DeviceMemoryError; other errors pass as they
+    are.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:

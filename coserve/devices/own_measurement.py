@@ -1,4 +1,6 @@
-"""The measurement of a device that serves meanwhile: one piece at a time, whenever the engine has time for it."""
+"""The measurement of a device that serves meanwhile: one piece at a time, whenever the engine has
+time for it.
+"""
 
 import torch
 
@@ -9,7 +11,9 @@ from coserve.models.backbone import Backbone
 
 
 class OwnMeasurement:
-    """A whole profile under way; its memory is taken with the first piece and freed with the last."""
+    """A whole profile under way; its memory is taken with the first piece and freed with the
+    last.
+    """
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone

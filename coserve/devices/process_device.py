@@ -1,4 +1,6 @@
-"""A torch device in another process, over a socket pair: the engine plans and serves while it works."""
+"""A torch device in another process, over a socket pair: the engine plans and serves while it
+works.
+"""
 
 from concurrent.futures import Future
 from itertools import count
@@ -17,8 +19,9 @@ class ProcessDevice:
     """See `coserve.devices.base.Device`."""
 
     def __init__(self, settings: DeviceSettings, progress: LoadProgress | None = None) -> None:
-        """Start the process, and wait until the model is loaded; errors as `coserve.devices.loading.open_device`, and
-        DeviceGoneError if the process ends without saying why.
+        """Start the process, and wait until the model is loaded; errors as
+        `coserve.devices.loading.open_device`, and DeviceGoneError if the process ends without
+        saying why.
         """
         self.clock = WallClock()
         self._numbers = count()
@@ -44,7 +47,8 @@ class ProcessDevice:
         return reply
 
     def submit(self, batch: StepBatch) -> None:
-        # Each step has a number of its own: the result of one that was forgotten is nobody's when it comes.
+        # Each step has a number of its own: the result of one that was forgotten is nobody's when
+        # it comes.
         self._step = None
         try:
             self._step = self._call(batch)
@@ -68,7 +72,9 @@ class ProcessDevice:
         return self._process.call(number, framed(Call(number, command)))
 
 
-def _wait_for_start(messages: "SimpleQueue[FromDevice | None]", progress: LoadProgress | None) -> Started:
+def _wait_for_start(
+    messages: "SimpleQueue[FromDevice | None]", progress: LoadProgress | None
+) -> Started:
     while (message := messages.get()) is not None:
         if isinstance(message, Raised):
             raise message.error()

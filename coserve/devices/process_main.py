@@ -1,4 +1,5 @@
-"""A process with a device, or one rank of it: it does what comes over a socket, and ends when the socket does.
+"""A process with a device, or one rank of it: it does what comes over a socket, and ends when the
+socket does.
 
     python -m coserve.devices.process_main SOCKET [TRANSPORT PLACE RANK SIZE]
 
@@ -20,13 +21,32 @@ from msgspec.structs import replace
 
 from coserve.devices.cpu_threads import bind_to_share, worthwhile_threads
 from coserve.devices.loading import open_device, prepare_kernels
-from coserve.devices.messages import BESIDE_STEPS, BESIDE_STEPS_OF_RANKS, Command, DescribeRanks, Reply
-from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
+from coserve.devices.messages import (
+    BESIDE_STEPS,
+    BESIDE_STEPS_OF_RANKS,
+    Command,
+    DescribeRanks,
+    Reply,
+)
+from coserve.devices.process_memory import (
+    bound_compiled_products,
+    give_back_freed_memory,
+    keep_freed_memory,
+)
 from coserve.devices.rank_device import RankDevice
 from coserve.devices.rank_seats import Seat, device_of_rank, seat_of
 from coserve.devices.settings import DeviceSettings
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.wire import Call, Connection, Done, KernelsPrepared, LoadingProgress, Started, ToDevice, raised
+from coserve.devices.wire import (
+    Call,
+    Connection,
+    Done,
+    KernelsPrepared,
+    LoadingProgress,
+    Started,
+    ToDevice,
+    raised,
+)
 from coserve.errors import RankGoneError
 from coserve.kernels.groups.base import RankGroup, SingleRank
 from coserve.sandbox.parent_death import end_with_parent
@@ -40,7 +60,9 @@ _REST_S = 1.0
 def main(descriptor: int, seat: Seat | None = None) -> None:
     """Serve a device until the other end is gone."""
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the other end decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends it to all; the other end decides
     if seat is not None and seat.has_own_cores:
         bind_to_share(seat.rank, seat.size)
     connection = Connection(socket.socket(fileno=descriptor), ToDevice)
@@ -64,10 +86,13 @@ def main(descriptor: int, seat: Seat | None = None) -> None:
 
 
 def _receive(
-    connection: Connection, messages: "SimpleQueue[Any]", beside: "SimpleQueue[Call]", kinds: tuple[type, ...]
+    connection: Connection,
+    messages: "SimpleQueue[Any]",
+    beside: "SimpleQueue[Call]",
+    kinds: tuple[type, ...],
 ) -> None:
-    """Take messages while the device works; at their end, or at one that cannot be understood, end the process in the
-    middle of it.
+    """Take messages while the device works; at their end, or at one that cannot be understood, end
+    the process in the middle of it.
 
     Args:
         connection: to the process that gives the commands.
@@ -87,7 +112,9 @@ def _receive(
         os._exit(1)
 
 
-def _start(settings: DeviceSettings, connection: Connection, seat: Seat | None) -> RankDevice | None:
+def _start(
+    settings: DeviceSettings, connection: Connection, seat: Seat | None
+) -> RankDevice | None:
     def progress(stage: str, done: int, total: int) -> None:
         connection.send(LoadingProgress(stage, done, total))
 
@@ -117,8 +144,8 @@ def _start(settings: DeviceSettings, connection: Connection, seat: Seat | None) 
 
 
 def _answer(device: RankDevice, call: Call, connection: Connection) -> None:
-    """Carry out a call of the ordered stream. Once it is done on all ranks, one of them says so; what has failed, each
-    rank says.
+    """Carry out a call of the ordered stream. Once it is done on all ranks, one of them says so;
+    what has failed, each rank says.
     """
     try:
         reply = _do(device, call.command)
@@ -134,7 +161,9 @@ def _answer(device: RankDevice, call: Call, connection: Connection) -> None:
         connection.send(Done(call.call, reply))
 
 
-def _answer_all_beside(device: RankDevice, calls: "SimpleQueue[Call]", connection: Connection) -> None:
+def _answer_all_beside(
+    device: RankDevice, calls: "SimpleQueue[Call]", connection: Connection
+) -> None:
     """Answer calls that need no turn among the others, each in a thread of its own."""
     while True:
         Thread(target=_answer_beside, args=(device, calls.get(), connection)).start()

@@ -1,4 +1,6 @@
-"""How large a page pool a device can bear, when no setting says so; and memory that is used again."""
+"""How large a page pool a device can bear, when no setting says so; and memory that is used
+again.
+"""
 
 import ctypes
 import os
@@ -7,15 +9,18 @@ from pathlib import Path
 
 import torch
 
-# Shares of what is free: a GPU is the engine's own but for transient tensors; a computer's memory is shared.
+# Shares of what is free: a GPU is the engine's own but for transient tensors; a computer's memory
+# is shared.
 _GPU_SHARE, _CPU_SHARE = 0.85, 0.25
-# Of a GPU's free memory, for transient tensors; and the least that the pool has of it, whatever jobs would need.
+# Of a GPU's free memory, for transient tensors; and the least that the pool has of it, whatever
+# jobs would need.
 _TRANSIENT_SHARE, _LEAST_GPU_SHARE = 0.05, 0.25
 # However little is said to be free.
 _LEAST_BYTES = 64 << 20
 # Options of glibc's mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-# oneDNN's own bound is 1,024; a step has few kinds of products, and of the rest most are hardly ever used again.
+# oneDNN's own bound is 1,024; a step has few kinds of products, and of the rest most are hardly
+# ever used again.
 _MOST_COMPILED_PRODUCTS = 256
 
 
@@ -35,7 +40,9 @@ def pool_bytes(device: torch.device, beside_bytes: int, num_ranks: int = 1) -> i
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that tensors on a device may still take now, together with what the system would give back for them."""
+    """Bytes that tensors on a device may still take now, together with what the system would give
+    back for them.
+    """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
@@ -45,7 +52,9 @@ def available_bytes(device: torch.device) -> int:
         available = int(fields["MemAvailable"].split()[0]) * 1024
     with suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
-        counts = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+        counts = dict(
+            line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines()
+        )
         used = int((group / "memory.current").read_text()) - int(counts.get("inactive_file", 0))
         available = min(available, int((group / "memory.max").read_text()) - used)
     return max(available, _LEAST_BYTES)
@@ -54,14 +63,17 @@ def available_bytes(device: torch.device) -> int:
 def keep_freed_memory() -> None:
     """Have this process keep what it frees for its next tensors, where the C library is glibc.
 
-    By default every tensor of some ten megabytes comes from the system and goes back there, and its pages are made and
-    cleared anew: a quarter of the time of the loss over a large vocabulary. For a process that is the engine's own.
+    By default every tensor of some ten megabytes comes from the system and goes back there, and its
+    pages are made and cleared anew: a quarter of the time of the loss over a large vocabulary. For
+    a process that is the engine's own.
 
-    All threads share one heap: of each other heap `give_back_freed_memory` would leave the end, up to 64 MB.
+    All threads share one heap: of each other heap `give_back_freed_memory` would leave the end, up
+    to 64 MB.
 
-    Even so a large tensor gets new pages where what is kept lies in smaller pieces. So PyTorch asks for huge pages,
-    which are 512 times fewer: to be called before the first tensor of some megabytes. What the user's environment says
-    stands. https://github.com/pytorch/pytorch/pull/93888
+    Even so a large tensor gets new pages where what is kept lies in smaller pieces. So PyTorch asks
+    for huge pages, which are 512 times fewer: to be called before the first tensor of some
+    megabytes. What the user's environment says stands.
+    https://github.com/pytorch/pytorch/pull/93888
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with suppress(OSError, AttributeError):
@@ -71,16 +83,19 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Let the system have what was kept so; it takes some milliseconds, for an engine without work."""
+    """Let the system have what was kept so; it takes some milliseconds, for an engine without
+    work.
+    """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def bound_compiled_products() -> None:
-    """Have oneDNN keep fewer of the products that it compiled, each of which takes some 0.4 MB: one for every shape.
+    """Have oneDNN keep fewer of the products that it compiled, each of which takes some 0.4 MB: one
+    for every shape.
 
-    The number of rows is part of a shape, and a server sees most numbers sooner or later. To be called before the first
-    product; what the user's environment says stands.
+    The number of rows is part of a shape, and a server sees most numbers sooner or later. To be
+    called before the first product; what the user's environment says stands.
     https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_MOST_COMPILED_PRODUCTS))

@@ -13,12 +13,14 @@ _log = logging.getLogger(__name__)
 
 
 def read_profile(path: Path) -> Profile | None:
-    """The profile in a file; None if there is none, anything is wrong with it, or another user can have written it: it
-    can be measured again.
+    """The profile in a file; None if there is none, anything is wrong with it, or another user can
+    have written it: it can be measured again.
     """
     try:
         if not is_trusted(path):
-            _log.warning("another user can write %s, so it is not used: the device is measured again", path)
+            _log.warning(
+                "another user can write %s, so it is not used: the device is measured again", path
+            )
             return None
         return Profile.from_json(json.loads(path.read_text())["profile"])
     except (OSError, ValueError, TypeError, KeyError):

@@ -1,5 +1,6 @@
-"""The pieces of a step, each timed by itself on a model: spans in pages through all blocks, the head with sampling, the
-loss, windows, tasklets and the optimizer step of a reference adapter (LoRA of rank 16 at every linear layer).
+"""The pieces of a step, each timed by itself on a model: spans in pages through all blocks, the
+head with sampling, the loss, windows, tasklets and the optimizer step of a reference adapter (LoRA
+of rank 16 at every linear layer).
 """
 
 import time
@@ -32,7 +33,8 @@ from coserve.tuning.rank_gradients import RankGradients
 from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.training_pass import TrainingPass
 
-# Rows of each of the packs of joined tasklets; how often these are timed, unless it takes as long as this.
+# Rows of each of the packs of joined tasklets; how often these are timed, unless it takes as long
+# as this.
 _JOINED_ROWS, _JOINED_TURNS, _JOINED_MOST_S = 64, 4, 4.0
 _BLOCK_TOKENS = 16
 _COPIED_PAGES = 32
@@ -77,7 +79,9 @@ class ProfiledPieces:
         )
         self._captured = CapturedWindows.of(self.adapter)
 
-    def forward(self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None) -> Timing:
+    def forward(
+        self, spans: int, *, rows: int = 1, past: int = 0, bypasses: Bypasses | None = None
+    ) -> Timing:
         """Time spans of `rows` rows each, after `past` tokens in the cache."""
         what = ("forward", spans, rows, past, bypasses is not None, self.pages.may_run_at_once)
         return self._time(what, self.spans(spans, rows=rows, past=past, bypasses=bypasses))
@@ -127,7 +131,9 @@ class ProfiledPieces:
         return seconds
 
     def tasklet(self, rows: int) -> Timing:
-        """Time one of all tasklets of a pass, so that weights come from memory as they do in a step."""
+        """Time one of all tasklets of a pass, so that weights come from memory as they do in a
+        step.
+        """
 
         def measure() -> Timing:
             training = self.ready_pass(rows)
@@ -140,8 +146,9 @@ class ProfiledPieces:
         return self._keep(("tasklet", rows), (yield from self.watch.stable_s(measure)))
 
     def joining(self, rows: int, pair_s: float) -> Timing:
-        """Return what joined tasklets of as many rows take, as a multiple of one pack's: in turns, the fastest of
-        each, so that what else the machine does meets both. pair_s: seconds of a row and a key in one block.
+        """Return what joined tasklets of as many rows take, as a multiple of one pack's: in turns,
+        the fastest of each, so that what else the machine does meets both. pair_s: seconds of a row
+        and a key in one block.
         """
         num_packs = max(2, rows // _JOINED_ROWS)
         fastest_s = {1: inf, num_packs: inf}
@@ -168,9 +175,15 @@ class ProfiledPieces:
         """Time rows through the head, with a token chosen of each."""
         hidden, backbone = self._hidden(rows), self.backbone
         mask = b"\x55" * (-(-backbone.architecture.vocab_size // 32) * 4) if is_masked else b""
-        chosen = [SamplingRow(params=SamplingParams(temperature=temperature), seed=0, mask=mask) for _ in range(rows)]
+        chosen = [
+            SamplingRow(params=SamplingParams(temperature=temperature), seed=0, mask=mask)
+            for _ in range(rows)
+        ]
         if backbone.group.size > 1 and not (temperature or is_masked):
-            return self._time(("head", rows, temperature, is_masked), lambda: likeliest_on_rank_0(backbone, hidden))
+            return self._time(
+                ("head", rows, temperature, is_masked),
+                lambda: likeliest_on_rank_0(backbone, hidden),
+            )
 
         def choose() -> None:
             scores = logits_on_rank_0(backbone, hidden)
@@ -181,7 +194,10 @@ class ProfiledPieces:
 
     def score(self, rows: int) -> Timing:
         """Time log-probabilities of the next tokens of a prompt's rows."""
-        hidden, most = self._hidden(rows), chunk_rows(self.backbone.architecture.vocab_size, torch.float32)
+        hidden, most = (
+            self._hidden(rows),
+            chunk_rows(self.backbone.architecture.vocab_size, torch.float32),
+        )
         pieces = [hidden[start : start + most] for start in range(0, rows, most)]
 
         def score() -> None:
@@ -214,12 +230,19 @@ class ProfiledPieces:
     def update(self) -> Timing:
         """Time an optimizer step of the reference adapter."""
         graphs, masters = self.adapter.graphs, self.adapter.masters
-        ranks, gradients = RankGradients(self.backbone.group, graphs.states, graphs.summed), zeros_like_all(masters)
+        ranks, gradients = (
+            RankGradients(self.backbone.group, graphs.states, graphs.summed),
+            zeros_like_all(masters),
+        )
         optimizer = AdapterOptimizer(masters, OptimizerConfig(learning_rate=1e-12), ranks.norm)
-        return self._time("update", lambda: optimizer.step(ranks.complete(gradients), num_trained=1, num_steps=1))
+        return self._time(
+            "update", lambda: optimizer.step(ranks.complete(gradients), num_trained=1, num_steps=1)
+        )
 
     def copied_byte(self) -> Timing:
-        """Time a byte of pages to the host and back, each copied by itself: they are seldom neighbours."""
+        """Time a byte of pages to the host and back, each copied by itself: they are seldom
+        neighbours.
+        """
         num_pages = min(_COPIED_PAGES, self.pages.num_pages // 2)
         pages, slots = range(0, 2 * num_pages, 2), range(num_pages)
         host = HostPages(self.pages, num_slots=num_pages)
@@ -268,7 +291,9 @@ class ProfiledPieces:
 
     def _hidden(self, rows: int) -> Tensor:
         architecture = self.backbone.architecture
-        return torch.zeros(rows, architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device)
+        return torch.zeros(
+            rows, architecture.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device
+        )
 
 
 def _tasklets(passes: Sequence[TrainingPass], rows: int) -> Iterator[Callable[[], object]]:

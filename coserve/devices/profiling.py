@@ -1,6 +1,8 @@
-"""The profile of a model on this device, from measurements of the engine's own pieces (`ProfiledPieces`).
+"""The profile of a model on this device, from measurements of the engine's own pieces
+(`ProfiledPieces`).
 
-A quick profile has few measurements and a margin: a server starts with it, and measures the whole one beside requests.
+A quick profile has few measurements and a margin: a server starts with it, and measures the whole
+one beside requests.
 """
 
 import logging
@@ -25,10 +27,11 @@ _MANY_SPANS, _SHORT = 8, 16
 _NUM_SINGLE = 15
 # A curve ends where one measurement takes too long.
 _TOO_LONG_S = 1.0
-# Where the forward pass is faster or slower at the end than it was at the start, by more than this, all is measured
-# again: the machine was busy with something else.
+# Where the forward pass is faster or slower at the end than it was at the start, by more than this,
+# all is measured again: the machine was busy with something else.
 _HELD_UP = 0.1
-# By how much a quick profile says that pieces take longer than they took: one run of each tells little.
+# By how much a quick profile says that pieces take longer than they took: one run of each tells
+# little.
 QUICK_MARGIN = 1.3
 
 # A profile that is being measured; what needs the device meanwhile may run whenever it yields.
@@ -117,10 +120,14 @@ def quick_profile(
 ) -> Profile:
     """Measure a few pieces once each, and add a margin; see `measure_profile`."""
     with torch.inference_mode():
-        return finish(_Measurement(backbone, QUICK, progress, time_s).profile()).slower(QUICK_MARGIN)
+        return finish(_Measurement(backbone, QUICK, progress, time_s).profile()).slower(
+            QUICK_MARGIN
+        )
 
 
-def measurement(backbone: Backbone, progress: Callable[[int, int], None] | None = None) -> Measurement:
+def measurement(
+    backbone: Backbone, progress: Callable[[int, int], None] | None = None
+) -> Measurement:
     """Begin to measure as `measure_profile` does, piece by piece."""
     return _Measurement(backbone, WHOLE, progress).profile()
 
@@ -150,7 +157,9 @@ class _Measurement:
         )
 
     def profile(self) -> Measurement:
-        """Measure in one round; in more if the machine was busy meanwhile: of each measurement the fastest."""
+        """Measure in one round; in more if the machine was busy meanwhile: of each measurement the
+        fastest.
+        """
         pieces = self.pieces
         for rows in (1, self.most_rows // 2):
             yield from pieces.watch.warm_up(pieces.spans(1, rows=rows))
@@ -177,7 +186,9 @@ class _Measurement:
             return (yield from self.pieces.head(n, is_masked=True)) - profile.head.at(n)
 
         mask = yield from self._curve(self.effort.head_rows, masked)
-        joining = yield from self.pieces.joining(profile.backward.rows[-1], profile.backward_s_per_pair)
+        joining = yield from self.pieces.joining(
+            profile.backward.rows[-1], profile.backward_s_per_pair
+        )
         yield
         sharing = yield from self._sharing()
         return replace(profile, mask=mask, joining=joining, sharing=sharing)
@@ -190,7 +201,10 @@ class _Measurement:
         try:
             return (
                 yield from measure_sharing(
-                    sides, self.backbone.device, lambda rows: pieces.spans(1, rows=rows), pieces.ready_pass
+                    sides,
+                    self.backbone.device,
+                    lambda rows: pieces.spans(1, rows=rows),
+                    pieces.ready_pass,
                 )
             )
         finally:
@@ -231,8 +245,15 @@ class _Measurement:
         def trunk(n: int) -> Timing:
             """Of n rows, block by block."""
             pairs = n * n / 2
-            seconds = (yield from pieces.forward(1, rows=n)) - pairs * s_per_pair - n * s_per_key - s_per_span
-            return seconds + (saved_s if n <= most_rows and (n == 1 or pairs <= most_pairs) else 0.0)
+            seconds = (
+                (yield from pieces.forward(1, rows=n))
+                - pairs * s_per_pair
+                - n * s_per_key
+                - s_per_span
+            )
+            return seconds + (
+                saved_s if n <= most_rows and (n == 1 or pairs <= most_pairs) else 0.0
+            )
 
         forward = yield from self._curve(effort.forward_rows, trunk)
 
@@ -247,15 +268,21 @@ class _Measurement:
 
         def saved_by_window(n: int) -> Timing:
             """Of n rows beside a request that decodes."""
-            apart_s = rows_s(n) - forward.at(n) + forward.at(n + 1) + s_per_span + n * s_per_window_row
+            apart_s = (
+                rows_s(n) - forward.at(n) + forward.at(n + 1) + s_per_span + n * s_per_window_row
+            )
             return apart_s - (yield from pieces.fused(n))
 
         window_saved_s = saved_s_per_window_row = 0.0
         if most_rows > 1:
-            few_rows, many_rows = (min(n, most_rows - 1, self.most_rows - 1) for n in effort.fused_rows)
+            few_rows, many_rows = (
+                min(n, most_rows - 1, self.most_rows - 1) for n in effort.fused_rows
+            )
             few_s = yield from saved_by_window(few_rows)
             many_s = yield from saved_by_window(many_rows)
-            saved_s_per_window_row = min(s_per_window_row, max(0.0, (many_s - few_s) / max(1, many_rows - few_rows)))
+            saved_s_per_window_row = min(
+                s_per_window_row, max(0.0, (many_s - few_s) / max(1, many_rows - few_rows))
+            )
             window_saved_s = max(0.0, few_s - few_rows * saved_s_per_window_row)
         head = yield from self._curve(effort.head_rows, pieces.head)
         pair_backward = 2.5 * s_per_pair / num_layers
@@ -274,7 +301,11 @@ class _Measurement:
             sample=(yield from self._curve(effort.head_rows, drawn)),
             score=(yield from self._curve(effort.score_rows, pieces.score)),
             loss=(yield from self._curve(effort.loss_rows, pieces.loss)),
-            backward=(yield from self._curve(effort.backward_rows, backward, num_pieces=len(pieces.programs.parts))),
+            backward=(
+                yield from self._curve(
+                    effort.backward_rows, backward, num_pieces=len(pieces.programs.parts)
+                )
+            ),
             s_per_pair=s_per_pair,
             backward_s_per_pair=pair_backward,
             s_per_key=s_per_key,

@@ -1,7 +1,9 @@
-"""A rank's device: every command and every step of the ordered stream ends alike on all ranks of the group.
+"""A rank's device: every command and every step of the ordered stream ends alike on all ranks of
+the group.
 
-After each of them the ranks meet once (some microseconds). So a rank that has done its part learns whether all have,
-before anybody is told: where one failed, the command is undone on the others, and the step fails on all.
+After each of them the ranks meet once (some microseconds). So a rank that has done its part learns
+whether all have, before anybody is told: where one failed, the command is undone on the others, and
+the step fails on all.
 """
 
 from msgspec.structs import replace
@@ -14,7 +16,9 @@ from coserve.kernels.groups.base import RankGroup
 
 
 class RankDevice:
-    """A device with its place in a group, which may be a group of one. One thread calls all but `execute_beside`."""
+    """A device with its place in a group, which may be a group of one. One thread calls all but
+    `execute_beside`.
+    """
 
     def __init__(self, device: TorchDevice, group: RankGroup) -> None:
         self._device, self._group = device, group
@@ -30,14 +34,17 @@ class RankDevice:
         return self._group.rank == 0
 
     def execute_beside(self, command: Command) -> Reply:
-        """Carry out a command of `BESIDE_STEPS_OF_RANKS`, from any thread; it may fail here and be done on others."""
+        """Carry out a command of `BESIDE_STEPS_OF_RANKS`, from any thread; it may fail here and be
+        done on others.
+        """
         return self._device.execute(command)
 
     def execute(self, command: Command) -> Reply:
         """Carry out a command on all ranks, or on none.
 
         Raises:
-            RankGoneError: the group is over. RankError: another rank has failed, and the command was undone here.
+            RankGoneError: the group is over. RankError: another rank has failed, and the command
+                was undone here.
             CoserveError: see each command.
         """
         try:
@@ -68,7 +75,9 @@ class RankDevice:
         return self._device.collect()
 
     def _undo(self, command: Command) -> None:
-        """Take a command back; RankGoneError if it cannot be, since ranks would differ from then on."""
+        """Take a command back; RankGoneError if it cannot be, since ranks would differ from then
+        on.
+        """
         try:
             self._device.undo(command)
         except Exception as error:
@@ -79,5 +88,7 @@ class RankDevice:
         """Have a call that has failed here fail on all ranks, and the group ready for the next."""
         if isinstance(error, RankGoneError):
             return
-        self._group.fail(f"{type(error).__name__}: {error}")  # of no effect if another rank has failed first
+        self._group.fail(
+            f"{type(error).__name__}: {error}"
+        )  # of no effect if another rank has failed first
         self._group.reset()

@@ -19,15 +19,21 @@ def check_places(num_ranks: int, device: str) -> None:
         device: such as "cpu" or "cuda"; "auto" takes GPUs if there are any.
 
     Raises:
-        ModelError: there are too few GPUs or CPU cores, GPUs have no NCCL, or the device is a single one.
+        ModelError: there are too few GPUs or CPU cores, GPUs have no NCCL, or the device is a
+            single one.
     """
     if num_ranks == 1:
         return
     if missing := [name for name in _SYSTEM_CALLS if not hasattr(os, name)]:
-        raise ModelError(f"{num_ranks} ranks cannot run on this system: it has no {missing[0]}, which Linux has")
+        raise ModelError(
+            f"{num_ranks} ranks cannot run on this system: it has no {missing[0]}, which Linux has"
+        )
     kind = kind_of(device)
     if ":" in device:
-        raise ModelError(f"{num_ranks} ranks cannot run on the single device {device!r}: set the device to {kind!r}")
+        raise ModelError(
+            f"{num_ranks} ranks cannot run on the single device {device!r}: set the device to "
+            f"{kind!r}"
+        )
     if kind == "cuda":
         needed, there = "GPUs", torch.cuda.device_count()
     else:
@@ -35,9 +41,14 @@ def check_places(num_ranks: int, device: str) -> None:
     if num_ranks > MAX_RANKS:
         raise ModelError(f"{num_ranks} ranks are too many: a group has {MAX_RANKS} at most")
     if num_ranks > there:
-        raise ModelError(f"{num_ranks} ranks need {num_ranks} {needed}, one for each, and this machine has {there}")
+        raise ModelError(
+            f"{num_ranks} ranks need {num_ranks} {needed}, one for each, and this machine has "
+            f"{there}"
+        )
     if kind == "cuda" and not _has_nccl():
-        raise ModelError(f"{num_ranks} ranks on GPUs need a PyTorch with NCCL, which this one was built without")
+        raise ModelError(
+            f"{num_ranks} ranks on GPUs need a PyTorch with NCCL, which this one was built without"
+        )
 
 
 def why_not(num_ranks: int, device: str, threads: int) -> str:
@@ -68,16 +79,20 @@ def num_usable_cores() -> int:
 
 
 def crowding(num_ranks: int, threads: int) -> str:
-    """Return a warning if ranks would share CPU cores, as one line; "" if each thread can have its own.
+    """Return a warning if ranks would share CPU cores, as one line; "" if each thread can have its
+    own.
 
-    A rank that waits for another one spins, so ranks without cores of their own take time from one another.
+    A rank that waits for another one spins, so ranks without cores of their own take time from one
+    another.
     """
     cores = num_usable_cores()
     if num_ranks == 1 or num_ranks * threads <= cores:
         return ""
     return (
-        f"{num_ranks} ranks of {threads} thread{'s' * (threads > 1)} have {cores} CPU core{'s' * (cores > 1)}: a step "
-        "may take several times as long; lower --threads or --tensor-parallel, so that each thread has a core"
+        f"{num_ranks} ranks of {threads} thread{'s' * (threads > 1)} have {cores} CPU "
+        f"core{'s' * (cores > 1)}: a step "
+        "may take several times as long; lower --threads or --tensor-parallel, so that each thread "
+        "has a core"
     )
 
 

@@ -1,7 +1,7 @@
 """A process that runs a device, or one rank of it: it is started, called by number, and ended.
 
-The process ends with this one, however this one ends: it sees the end of the socket, and on Linux the kernel kills it
-with the thread that started it, which is one that lasts as long.
+The process ends with this one, however this one ends: it sees the end of the socket, and on Linux
+the kernel kills it with the thread that started it, which is one that lasts as long.
 """
 
 import logging
@@ -15,7 +15,15 @@ from typing import Protocol
 
 from coserve.devices.messages import Reply
 from coserve.devices.step_messages import StepResult
-from coserve.devices.wire import Connection, FromDevice, KernelsPrepared, LoadingProgress, Raised, Started, framed
+from coserve.devices.wire import (
+    Connection,
+    FromDevice,
+    KernelsPrepared,
+    LoadingProgress,
+    Raised,
+    Started,
+    framed,
+)
 from coserve.errors import DeviceGoneError, RankGoneError
 
 _log = logging.getLogger(__name__)
@@ -27,7 +35,9 @@ Answer = Future[Reply | StepResult]
 
 
 class StartedProcess(Protocol):
-    """A process of `process_main` as `subprocess.Popen` shows one; any thread may call its methods."""
+    """A process of `process_main` as `subprocess.Popen` shows one; any thread may call its
+    methods.
+    """
 
     @property
     def pid(self) -> int: ...
@@ -42,7 +52,8 @@ class StartedProcess(Protocol):
 
 
 StartProcess = Callable[[Sequence[str], Sequence[int]], StartedProcess]
-"""Starts a process of `process_main`, given its arguments and the descriptors that these name, which it inherits."""
+"""Starts a process of `process_main`, given its arguments and the descriptors that these name,
+which it inherits."""
 
 
 def start_program(arguments: Sequence[str], descriptors: Sequence[int]) -> StartedProcess:
@@ -55,7 +66,9 @@ def start_program(arguments: Sequence[str], descriptors: Sequence[int]) -> Start
 
 
 class DeviceProcess:
-    """A process of `process_main`, and the connection to it. A thread of its own takes what the process sends."""
+    """A process of `process_main`, and the connection to it. A thread of its own takes what the
+    process sends.
+    """
 
     def __init__(
         self,
@@ -69,7 +82,8 @@ class DeviceProcess:
         """Start the process, which waits for its settings then.
 
         Args:
-            on_start: called with each message of the start, and with None once nothing can come any more.
+            on_start: called with each message of the start, and with None once nothing can come any
+                more.
             on_end: called once the process has ended, or has closed its end, before its calls fail.
             arguments: for `process_main`, after the socket.
             inherited: file descriptors that the process gets.
@@ -81,13 +95,16 @@ class DeviceProcess:
         self._calls: dict[int, Answer] = {}
         self._lock, self._has_ended = Lock(), False
         self.why_group_ends = ""
-        """What the process has said last, if that is that its group cannot continue; "" otherwise."""
+        """What the process has said last, if that is that its group cannot continue; ""
+        otherwise."""
         started: Future[StartedProcess] = Future()
 
         def run() -> None:
             with its:
                 try:
-                    self._process = start([str(its.fileno()), *arguments], [its.fileno(), *inherited])
+                    self._process = start(
+                        [str(its.fileno()), *arguments], [its.fileno(), *inherited]
+                    )
                 except BaseException as error:
                     started.set_exception(error)
                     return
@@ -115,7 +132,9 @@ class DeviceProcess:
         return self._has_ended
 
     def returncode(self, wait_s: float = 0.0) -> int | None:
-        """Return how the process has ended, negative for a signal; None if it has not within this time."""
+        """Return how the process has ended, negative for a signal; None if it has not within this
+        time.
+        """
         try:
             return self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -162,7 +181,9 @@ class DeviceProcess:
             raise DeviceGoneError(self._gone) from None
 
     def _receive(self) -> None:
-        """Hand out what comes, until nothing can come any more: nobody waits for a device that is gone."""
+        """Hand out what comes, until nothing can come any more: nobody waits for a device that is
+        gone.
+        """
         try:
             while True:
                 self._take(self._connection.receive())

@@ -1,6 +1,8 @@
-"""Places of ranks in a group of processes, by transport: what the parent makes, and what a rank's process joins by.
+"""Places of ranks in a group of processes, by transport: what the parent makes, and what a rank's
+process joins by.
 
-Seats of one group share an arena of memory (ranks on CPUs), or find each other by a store on loopback (ranks on GPUs).
+Seats of one group share an arena of memory (ranks on CPUs), or find each other by a store on
+loopback (ranks on GPUs).
 """
 
 import os
@@ -78,7 +80,8 @@ def seat_ranks(transport: RankTransport, size: int, kind: str) -> SeatedRanks:
 
 
 def device_of_rank(device: str, rank: int) -> torch.device:
-    """Return the device of a rank, which is this process's from now on: of GPUs the one with the rank's number.
+    """Return the device of a rank, which is this process's from now on: of GPUs the one with the
+    rank's number.
 
     Args:
         device: such as "cpu" or "cuda"; "auto" takes GPUs if there are any.
@@ -165,7 +168,14 @@ class _StoreSeat(Seat):
         host = RankStore.HOST
         if device.type == "cuda":  # all ranks are on this machine: nothing is to be open to others
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        return TorchGroup(rank=self.rank, size=self.size, host=host, port=self._port, own_address=host, device=device)
+        return TorchGroup(
+            rank=self.rank,
+            size=self.size,
+            host=host,
+            port=self._port,
+            own_address=host,
+            device=device,
+        )
 
     def end(self, reason: str) -> None:
         from coserve.kernels.groups.torch_distributed import tell_end

@@ -1,4 +1,6 @@
-"""State of the rank that runs in this process: who it is, what memory it holds, how long it has waited for others."""
+"""State of the rank that runs in this process: who it is, what memory it holds, how long it has
+waited for others.
+"""
 
 import os
 from pathlib import Path

@@ -1,8 +1,8 @@
 """How the ranks of a group end what they did together: all alike, whatever happened on one of them.
 
-A rank that fails calls `RankGroup.fail`, so that no other rank waits for it. At the end of every step all ranks call
-`agree_on_end`. Where one has failed, all clear the failure together and learn which it was, so that they continue, or
-raise, as one.
+A rank that fails calls `RankGroup.fail`, so that no other rank waits for it. At the end of every
+step all ranks call `agree_on_end`. Where one has failed, all clear the failure together and learn
+which it was, so that they continue, or raise, as one.
 """
 
 import os
@@ -20,7 +20,8 @@ from coserve.kernels.groups.base import RankGroup
 
 # What of a message crosses, and the bytes of everything that does.
 _MAX_CHARACTERS, _MAX_BYTES = 500, 4096
-# Of the failures of several ranks the first of these is told: one that was stopped by another is nobody's fault.
+# Of the failures of several ranks the first of these is told: one that was stopped by another is
+# nobody's fault.
 _KINDS = ("error", "memory", "stopped")
 
 
@@ -40,7 +41,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         """Return what an exception of a rank stands for.
 
         Raises:
-            RankGoneError: that was the exception: no rank can learn anything from another one any more.
+            RankGoneError: that was the exception: no rank can learn anything from another one any
+                more.
         """
         if isinstance(error, RankGoneError):
             raise error
@@ -66,9 +68,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 def agree_on_end(group: RankGroup, own: Failure | None) -> Failure | None:
     """Return what went wrong on any rank: the same failure on all ranks, None where nothing did.
 
-    Every rank calls this once at the end of what ranks do together; one that has failed has called `RankGroup.fail`
-    before, as soon as it had. No rank can pass while another one has failed, and a rank that has passed has nothing
-    left that could fail.
+    Every rank calls this once at the end of what ranks do together; one that has failed has called
+    `RankGroup.fail` before, as soon as it had. No rank can pass while another one has failed, and a
+    rank that has passed has nothing left that could fail.
 
     Args:
         group: this rank's end of the group.
@@ -92,14 +94,17 @@ def agree_on_end(group: RankGroup, own: Failure | None) -> Failure | None:
 
 
 def fail_on_all(group: RankGroup, error: Exception) -> None:
-    """Have a step fail on all ranks that this one cannot begin: the others are in it, and call `agree_on_end`."""
+    """Have a step fail on all ranks that this one cannot begin: the others are in it, and call
+    `agree_on_end`.
+    """
     group.fail(one_line(error))
     agree_on_end(group, msgspec.structs.replace(Failure.of(error, group.rank), kind="error"))
 
 
 @contextmanager
 def last_word(group: RankGroup) -> Iterator[None]:
-    """Run what follows after all ranks have agreed that all is well, and must not fail any more on one of them.
+    """Run what follows after all ranks have agreed that all is well, and must not fail any more on
+    one of them.
 
     Raises:
         RankGoneError: it did fail: other ranks have a result, so that the group is over.
@@ -109,7 +114,9 @@ def last_word(group: RankGroup) -> Iterator[None]:
     except Exception as error:
         if group.size == 1:
             raise
-        raise RankGoneError(f"rank {group.rank} failed after all ranks had ended: {one_line(error)}") from error
+        raise RankGoneError(
+            f"rank {group.rank} failed after all ranks had ended: {one_line(error)}"
+        ) from error
 
 
 def one_line(reason: object) -> str:
@@ -118,7 +125,8 @@ def one_line(reason: object) -> str:
 
 
 def check_alike(group: RankGroup, what: object, name: str) -> None:
-    """Raise RankError on all ranks if one of them has something else; with COSERVE_RANK_CHECK=1, else do nothing.
+    """Raise RankError on all ranks if one of them has something else; with COSERVE_RANK_CHECK=1,
+    else do nothing.
 
     Args:
         group: this rank's end of the group.
@@ -137,7 +145,9 @@ def _encoded(failure: Failure) -> Tensor:
     """Return a failure as uint8 [_MAX_BYTES]: its length, and its bytes."""
     data = msgspec.msgpack.encode(failure)
     assert len(data) <= _MAX_BYTES - 2, "a message has an end"
-    return torch.frombuffer(bytearray(len(data).to_bytes(2, "big") + data).ljust(_MAX_BYTES, b"\0"), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(len(data).to_bytes(2, "big") + data).ljust(_MAX_BYTES, b"\0"), dtype=torch.uint8
+    )
 
 
 def _decoded(row: Tensor) -> Failure:

@@ -1,11 +1,14 @@
-"""The frames between an engine and its device, written to a file: commands, replies, steps, results, clock readings.
+"""The frames between an engine and its device, written to a file: commands, replies, steps,
+results, clock readings.
 
-A recording is a sequence of frames, each a length and msgpack: first the header, then what happened, in order. The
-frames of the device are those of its wire (`coserve.devices.wire`), and `ClockRead`; the engine adds the commands that
-it handled (`coserve.engine.recording`). What leaves no trace in the engine or on the device is left out: files being
-written, and copies for checkpoints being let go, which happens whenever Python collects them; how many commands were
-answered; the states of ranks; and grammars that are compiled ahead. What is read from files is in the recording: pages
-of another instance within their command, contributions and adapters with the engine's command that takes them in.
+A recording is a sequence of frames, each a length and msgpack: first the header, then what
+happened, in order. The frames of the device are those of its wire (`coserve.devices.wire`), and
+`ClockRead`; the engine adds the commands that it handled (`coserve.engine.recording`). What leaves
+no trace in the engine or on the device is left out: files being written, and copies for checkpoints
+being let go, which happens whenever Python collects them; how many commands were answered; the
+states of ranks; and grammars that are compiled ahead. What is read from files is in the recording:
+pages of another instance within their command, contributions and adapters with the engine's command
+that takes them in.
 """
 
 import os
@@ -40,16 +43,22 @@ _TRACELESS = (
     *(SetVocabulary, OpenGrammar, CloseGrammar, DescribeRanks),
 )
 
-# The files that a directory of an adapter, a checkpoint or a contribution may have in a recording. Replaying writes
-# them to a directory, so any other name is an error of the recording.
+# The files that a directory of an adapter, a checkpoint or a contribution may have in a recording.
+# Replaying writes them to a directory, so any other name is an error of the recording.
 FileName = Literal[
-    "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "job.json", "contribution.safetensors"
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "optimizer.safetensors",
+    "job.json",
+    "contribution.safetensors",
 ]
 Files = dict[FileName, bytes]
 
 
 def files_in(directory: str | Path) -> Files:
-    """Return the contents of those files of an adapter, a checkpoint or a contribution that are there."""
+    """Return the contents of those files of an adapter, a checkpoint or a contribution that are
+    there.
+    """
     names: tuple[FileName, ...] = get_args(FileName)
     return {name: path.read_bytes() for name in names if (path := Path(directory) / name).is_file()}
 
@@ -86,7 +95,9 @@ class FrameWriter:
 
 
 def read_frames(path: str | Path) -> Iterator[bytes]:
-    """The frames of a file, up to the first that is not there as a whole: its process may have been killed."""
+    """The frames of a file, up to the first that is not there as a whole: its process may have been
+    killed.
+    """
     with Path(path).open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         while len(head := file.read(LENGTH.size)) == LENGTH.size:
@@ -146,7 +157,9 @@ class RecordingDevice:
         return result
 
     def _with_data(self, command: Command) -> Command:
-        """With the pages that come from a file, which will be gone when the recording is run again."""
+        """With the pages that come from a file, which will be gone when the recording is run
+        again.
+        """
         if not isinstance(command, ImportPages):
             return command
         size, found = self.info.place_bytes, []

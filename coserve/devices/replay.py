@@ -1,7 +1,8 @@
-"""A recorded stream as a device: it says what was said then, and has another device do the same work to compare.
+"""A recorded stream as a device: it says what was said then, and has another device do the same
+work to compare.
 
-The engine that is on it must do what the recorded one did: the same commands, the same steps. Where it does not,
-`DivergedError` says what was expected.
+The engine that is on it must do what the recorded one did: the same commands, the same steps. Where
+it does not, `DivergedError` says what was expected.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,12 @@ from msgspec.structs import asdict, replace
 
 from coserve.devices.base import Clock, Device
 from coserve.devices.command_count import CommandCount
-from coserve.devices.job_messages import OpenTrainer, PublishVersion, ReadContributions, TrainerOpened
+from coserve.devices.job_messages import (
+    OpenTrainer,
+    PublishVersion,
+    ReadContributions,
+    TrainerOpened,
+)
 from coserve.devices.messages import (
     CloseGrammar,
     CloseRequest,
@@ -37,15 +43,21 @@ _SOME_MODEL = "another"
 
 
 class DivergedError(Exception):
-    """The engine did something else than in the recording. Not one of coserve's own errors: nothing may handle it."""
+    """The engine did something else than in the recording. Not one of coserve's own errors: nothing
+    may handle it.
+    """
 
 
 class DamagedRecordingError(Exception):
-    """A line of the recording cannot be read. Like `DivergedError`, nothing in the engine may handle it."""
+    """A line of the recording cannot be read. Like `DivergedError`, nothing in the engine may
+    handle it.
+    """
 
 
 class Lines:
-    """The lines of a recording, one after the other; DamagedRecordingError at one that cannot be read."""
+    """The lines of a recording, one after the other; DamagedRecordingError at one that cannot be
+    read.
+    """
 
     def __init__(self, lines: Iterator[Any]) -> None:
         self._lines = lines
@@ -76,9 +88,10 @@ class EndOfRecordingError(Exception):
 
 
 class ReplayDevice:
-    """See the module. `num_steps`: that were the same. `raised`: by the last step or command that ended with an error.
-    `stopped`: DivergedError or EndOfRecordingError, once there is one. `tokens_equal`, `max_loss_difference` (of the
-    mean loss of a pack): of the other device's results beside the recorded ones.
+    """See the module. `num_steps`: that were the same. `raised`: by the last step or command that
+    ended with an error. `stopped`: DivergedError or EndOfRecordingError, once there is one.
+    `tokens_equal`, `max_loss_difference` (of the mean loss of a pack): of the other device's
+    results beside the recorded ones.
     """
 
     def __init__(self, info: DeviceInfo, other: Device, lines: Lines) -> None:
@@ -92,7 +105,9 @@ class ReplayDevice:
         self.raised: Exception | None = None
         self.stopped: Exception | None = None
         self._runs: StepBatch | None = None
-        self._ended: Done | Raised | None = None  # how the step that is under way ended when it was recorded
+        self._ended: Done | Raised | None = (
+            None  # how the step that is under way ended when it was recorded
+        )
         self._vocabularies = _Vocabularies(info.vocab_size)
         self._count = CommandCount()
 
@@ -115,7 +130,9 @@ class ReplayDevice:
         self._check_pages(recorded)
         reply = self._other.execute(recorded if isinstance(command, ImportPages) else command)
         expected = ended.reply
-        if isinstance(expected, StepResult) or self._without_sizes(reply) != self._without_sizes(expected):
+        if isinstance(expected, StepResult) or self._without_sizes(reply) != self._without_sizes(
+            expected
+        ):
             self._stop(DivergedError(f"{command} was answered by {expected}, now by {reply}"))
         self._vocabularies.note(command, expected)
         return expected
@@ -138,7 +155,11 @@ class ReplayDevice:
         result: StepResult | None = None
         if isinstance(self._ended, Done):
             if not isinstance(self._ended.reply, StepResult):
-                self._stop(DivergedError(f"step {batch.step} was recorded with {self._ended.reply} as its result"))
+                self._stop(
+                    DivergedError(
+                        f"step {batch.step} was recorded with {self._ended.reply} as its result"
+                    )
+                )
             result = self._ended.reply
             self._check_result(result, batch)
         self._runs = as_it_ran(batch, result, num_units=self._other.info.num_units)
@@ -169,37 +190,64 @@ class ReplayDevice:
         return now_s
 
     def _without_sizes(self, reply: Reply) -> object:
-        """Return what of a reply is compared: where ranks are more, or fewer, than in the recording, each holds less,
-        or more, than it did then.
+        """Return what of a reply is compared: where ranks are more, or fewer, than in the
+        recording, each holds less, or more, than it did then.
         """
         if self.info.num_ranks == self._other.info.num_ranks:
             return reply
         if isinstance(reply, VersionOpened):
             return replace(reply, num_bytes=0)
         if isinstance(reply, TrainerOpened):
-            return reply.trained_parts, reply.num_virtual_tokens, reply.changes_model, reply.vocab_size
+            return (
+                reply.trained_parts,
+                reply.num_virtual_tokens,
+                reply.changes_model,
+                reply.vocab_size,
+            )
         return reply
 
     def _check_pages(self, command: Command) -> None:
-        """Raise DivergedError if recorded pages are not as many bytes as they must be: no file takes their place."""
-        if isinstance(command, ImportPages) and len(command.data) != len(command.places) * self.info.place_bytes:
-            self._stop(DivergedError(f"{len(command.places)} pages were recorded with {len(command.data)} bytes"))
+        """Raise DivergedError if recorded pages are not as many bytes as they must be: no file
+        takes their place.
+        """
+        if (
+            isinstance(command, ImportPages)
+            and len(command.data) != len(command.places) * self.info.place_bytes
+        ):
+            self._stop(
+                DivergedError(
+                    f"{len(command.places)} pages were recorded with {len(command.data)} bytes"
+                )
+            )
 
     def _check_result(self, result: StepResult, batch: StepBatch) -> None:
-        """Raise DivergedError for a result that no device can have: the engine works on with its tokens and counts."""
+        """Raise DivergedError for a result that no device can have: the engine works on with its
+        tokens and counts.
+        """
         for request, chosen in result.tokens.items():
             if not 0 <= chosen.token < self._vocabularies.size_of(request):
                 self._stop(
-                    DivergedError(f"token {chosen.token} was recorded for request {request!r}; no such token exists")
+                    DivergedError(
+                        f"token {chosen.token} was recorded for request {request!r}; no such token "
+                        f"exists"
+                    )
                 )
         for part in batch.tasklets:
-            if result.failure is None and not 0 <= result.num_tasklets.get(part.job, -1) <= part.num_tasklets:
+            if (
+                result.failure is None
+                and not 0 <= result.num_tasklets.get(part.job, -1) <= part.num_tasklets
+            ):
                 self._stop(
-                    DivergedError(f"step {batch.step} was recorded with other tasklets than job {part.job!r} has")
+                    DivergedError(
+                        f"step {batch.step} was recorded with other tasklets than job {part.job!r} "
+                        f"has"
+                    )
                 )
 
     def _stop(self, error: Exception) -> NoReturn:
-        """Raise an error that ends the replay; once there is one, it is raised by whatever the engine does next."""
+        """Raise an error that ends the replay; once there is one, it is raised by whatever the
+        engine does next.
+        """
         if self.stopped is None:
             self.stopped = error
         raise self.stopped
@@ -225,17 +273,25 @@ class ReplayDevice:
 
     def _compare(self, recorded: StepResult, own: StepResult) -> None:
         if recorded.packs.keys() != own.packs.keys():
-            self._stop(DivergedError(f"packs {list(recorded.packs)} were done, now {list(own.packs)}"))
+            self._stop(
+                DivergedError(f"packs {list(recorded.packs)} were done, now {list(own.packs)}")
+            )
         for mine, theirs in ((recorded.tokens, own.tokens), (recorded.prompts, own.prompts)):
             self.tokens_equal &= mine.keys() == theirs.keys()
         shared = recorded.tokens.keys() & own.tokens.keys()
-        self.tokens_equal &= all(recorded.tokens[name].token == own.tokens[name].token for name in shared)
+        self.tokens_equal &= all(
+            recorded.tokens[name].token == own.tokens[name].token for name in shared
+        )
         for job, sums in recorded.packs.items():
-            self.max_loss_difference = max(self.max_loss_difference, _loss_difference(sums, own.packs[job]))
+            self.max_loss_difference = max(
+                self.max_loss_difference, _loss_difference(sums, own.packs[job])
+            )
 
 
 class _Vocabularies:
-    """The number of tokens that each request's model has: adapters may have vocabularies of their own."""
+    """The number of tokens that each request's model has: adapters may have vocabularies of their
+    own.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         """vocab_size: of the device's model."""
@@ -279,16 +335,19 @@ class _ReplayClock:
 
 
 def as_it_ran(batch: StepBatch, result: StepResult | None, *, num_units: int = 1) -> StepBatch:
-    """What ran of a step: of tasklets those that came before the time limit; of a step that failed, the optimizer steps
-    that had been made (and requests got their pages).
+    """What ran of a step: of tasklets those that came before the time limit; of a step that failed,
+    the optimizer steps that had been made (and requests got their pages).
 
-    num_units: of the device that is to run it again; where there are too few, one side follows the other.
+    num_units: of the device that is to run it again; where there are too few, one side follows the
+    other.
     """
     if result is not None and result.failure is None:
         ran = [replace(part, num_tasklets=result.num_tasklets[part.job]) for part in batch.tasklets]
         parts, divided = tuple([part for part in ran if part.num_tasklets]), batch.partition
         if divided is not None:
-            fits = divided.forward_units + divided.backward_units <= num_units and (batch.losses or parts)
+            fits = divided.forward_units + divided.backward_units <= num_units and (
+                batch.losses or parts
+            )
             divided = divided._replace(stops=False) if fits else None
         return replace(batch, tasklets=parts, backward_limit_s=None, partition=divided)
     made = {} if result is None else result.norms
@@ -296,7 +355,9 @@ def as_it_ran(batch: StepBatch, result: StepResult | None, *, num_units: int = 1
         step=batch.step,
         commands=batch.commands,
         updates=tuple(update for update in batch.updates if update.job in made),
-        requests=tuple(replace(rows, tokens=(), samples=False, targets=()) for rows in batch.requests),
+        requests=tuple(
+            replace(rows, tokens=(), samples=False, targets=()) for rows in batch.requests
+        ),
     )
 
 
@@ -326,12 +387,15 @@ def _with_pages(batch: StepBatch, pages: list[ImportPages]) -> StepBatch:
     if not pages:
         return batch
     found = iter(pages)
-    return replace(batch, commands=tuple(next(found) if isinstance(c, ImportPages) else c for c in batch.commands))
+    return replace(
+        batch,
+        commands=tuple(next(found) if isinstance(c, ImportPages) else c for c in batch.commands),
+    )
 
 
 def _without_files(command: Command) -> Command:
-    """Return a command without what differs when a recording is replayed: directories of models, adapters and
-    checkpoints, and the data of pages, which the engine does not have.
+    """Return a command without what differs when a recording is replayed: directories of models,
+    adapters and checkpoints, and the data of pages, which the engine does not have.
     """
     if isinstance(command, ImportPages):
         return replace(command, data=b"")

@@ -1,4 +1,6 @@
-"""What comes of requests' rows in a step: tokens, scores of prompts and embeddings, once its numbers have been read."""
+"""What comes of requests' rows in a step: tokens, scores of prompts and embeddings, once its
+numbers have been read.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import nan
@@ -48,11 +50,18 @@ class RequestsResult:
 
     def prompts(self) -> dict[str, tuple[TokenLogprob, ...]]:
         """Of those whose prompts were scored."""
-        return {request: tuple(one for chunk in chunks for one in chunk()) for request, chunks in self._prompts.items()}
+        return {
+            request: tuple(one for chunk in chunks for one in chunk())
+            for request, chunks in self._prompts.items()
+        }
 
 
-def score_rows(scores: Tensor, targets: Sequence[int], k: int, readout: Readout) -> Callable[[], list[TokenLogprob]]:
-    """Log-probabilities and ranks of a token in each row of scores [n, vocab_size], and the k likeliest."""
+def score_rows(
+    scores: Tensor, targets: Sequence[int], k: int, readout: Readout
+) -> Callable[[], list[TokenLogprob]]:
+    """Log-probabilities and ranks of a token in each row of scores [n, vocab_size], and the k
+    likeliest.
+    """
     logprobs = scores.float().log_softmax(-1)
     tokens = on_device(targets, scores.device)
     own = logprobs.gather(1, tokens[:, None])
@@ -66,10 +75,17 @@ def score_rows(scores: Tensor, targets: Sequence[int], k: int, readout: Readout)
 
 
 class Lines:
-    """Tokens [n] with their logprobs [n] (or [0]: none), and the likeliest [n, k] with theirs, of some rows."""
+    """Tokens [n] with their logprobs [n] (or [0]: none), and the likeliest [n, k] with theirs, of
+    some rows.
+    """
 
     def __init__(
-        self, readout: Readout, tokens: Tensor, logprobs: Tensor, top_tokens: Tensor, top_logprobs: Tensor
+        self,
+        readout: Readout,
+        tokens: Tensor,
+        logprobs: Tensor,
+        top_tokens: Tensor,
+        top_logprobs: Tensor,
     ) -> None:
         self._tokens, self._logprobs = readout.add(tokens), readout.add(logprobs)
         self._top_tokens, self._top_logprobs = readout.add(top_tokens), readout.add(top_logprobs)
@@ -79,10 +95,19 @@ class Lines:
         tokens = self._tokens.ints()
         logprobs = self._logprobs.floats() or [nan] * len(tokens)
         if not any(numbers):
-            return [TokenLogprob(token=token, logprob=logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+            return [
+                TokenLogprob(token=token, logprob=logprob)
+                for token, logprob in zip(tokens, logprobs, strict=True)
+            ]
         likeliest = list(zip(self._top_tokens.ints(), self._top_logprobs.floats(), strict=True))
         k = len(likeliest) // max(1, len(tokens))
         return [
-            TokenLogprob(token=token, logprob=logprob, top=tuple(likeliest[row * k : row * k + min(number, k)]))
-            for row, (token, logprob, number) in enumerate(zip(tokens, logprobs, numbers, strict=True))
+            TokenLogprob(
+                token=token,
+                logprob=logprob,
+                top=tuple(likeliest[row * k : row * k + min(number, k)]),
+            )
+            for row, (token, logprob, number) in enumerate(
+                zip(tokens, logprobs, numbers, strict=True)
+            )
         ]

@@ -1,8 +1,9 @@
 """Choosing the next token of many requests in one batched pass.
 
-The order: penalties on the logits, logit bias, forbidden and allowed tokens, the grammar's mask, temperature, min-p,
-top-k, top-p. A draw uses one uniform number that is a pure function of the request's seed and the token's place in it,
-so a seeded request gives the same tokens in any company. Log-probabilities are those of the model, before all of that.
+The order: penalties on the logits, logit bias, forbidden and allowed tokens, the grammar's mask,
+temperature, min-p, top-k, top-p. A draw uses one uniform number that is a pure function of the
+request's seed and the token's place in it, so a seeded request gives the same tokens in any
+company. Log-probabilities are those of the model, before all of that.
 """
 
 from array import array
@@ -18,15 +19,16 @@ from coserve.kernels.base import Backend
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.transfer import on_device
 
-# A CPU works on few rows at a time, so that they stay in its caches, or on some more of a small vocabulary; an
-# accelerator on enough to be busy.
+# A CPU works on few rows at a time, so that they stay in its caches, or on some more of a small
+# vocabulary; an accelerator on enough to be busy.
 _ROWS_AT_ONCE_ON_CPU, _SCORES_AT_ONCE_ON_CPU = 8, 1 << 18
 _ROWS_AT_ONCE_ELSEWHERE = 64
 _BITS, _STEP = 2**64 - 1, 0x9E3779B97F4A7C15
 
 
 class TokenCounts:
-    """Which tokens a request has used, for its penalties: those of its prompt, and how often each is in its output.
+    """Which tokens a request has used, for its penalties: those of its prompt, and how often each
+    is in its output.
 
     A request whose params penalize keeps one and adds every token it is given; no others need one.
     """
@@ -48,18 +50,21 @@ class TokenCounts:
         return len(self._tokens)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Distinct tokens int64 [n], n above 0, and their uses in the output float32 [n]; views on the CPU, to be
-        dropped before the next `add`.
+        """Distinct tokens int64 [n], n above 0, and their uses in the output float32 [n]; views on
+        the CPU, to be dropped before the next `add`.
         """
-        return torch.frombuffer(self._tokens, dtype=torch.int64), torch.frombuffer(self._uses, dtype=torch.float32)
+        return torch.frombuffer(self._tokens, dtype=torch.int64), torch.frombuffer(
+            self._uses, dtype=torch.float32
+        )
 
 
 class SamplingRow(msgspec.Struct, frozen=True, kw_only=True):
     """One request, at the point where its next token is chosen.
 
-    seed: of its draws. place: how many tokens it has been given so far. counts: of its tokens, for params that penalize
-    (ValueError if they are missing). forbidden: ids that must not come now (the ends of a request that is still below
-    its min_tokens). mask: of its grammar, a bit for each token that may come, the lowest first; empty: all may.
+    seed: of its draws. place: how many tokens it has been given so far. counts: of its tokens, for
+    params that penalize (ValueError if they are missing). forbidden: ids that must not come now
+    (the ends of a request that is still below its min_tokens). mask: of its grammar, a bit for each
+    token that may come, the lowest first; empty: all may.
     """
 
     params: SamplingParams
@@ -76,8 +81,9 @@ class SamplingRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """tokens int64 [n]; logprobs float32 [n], of the chosen tokens, or [0] if no row asked for any; the likeliest
-    tokens of each row and their logprobs [n, k], with k the most that any row asked for.
+    """tokens int64 [n]; logprobs float32 [n], of the chosen tokens, or [0] if no row asked for any;
+    the likeliest tokens of each row and their logprobs [n, k], with k the most that any row asked
+    for.
     """
 
     tokens: Tensor
@@ -87,26 +93,43 @@ class Sampled:
 
 
 class SampledParams:
-    """Params of the rows that are sampled in a step, with what is the same in every step of these rows.
+    """Params of the rows that are sampled in a step, with what is the same in every step of these
+    rows.
 
-    drawn: rows whose tokens are drawn; temperature, min_p (None: all 0): float32 [drawn, 1]; top_k, top_p: theirs.
-    num_top: of the likeliest tokens, how many each row reports. last_tokens: the last token of each row's model, int64
-    [n], or None where each has as many tokens as there are logits.
+    drawn: rows whose tokens are drawn; temperature, min_p (None: all 0): float32 [drawn, 1]; top_k,
+    top_p: theirs. num_top: of the likeliest tokens, how many each row reports. last_tokens: the
+    last token of each row's model, int64 [n], or None where each has as many tokens as there are
+    logits.
     """
 
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device, vocab_sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        device: torch.device,
+        vocab_sizes: Sequence[int] = (),
+    ) -> None:
         """vocab_sizes: of each row's model, where some have fewer tokens than there are logits."""
-        self.last_tokens = on_device([size - 1 for size in vocab_sizes], device) if vocab_sizes else None
+        self.last_tokens = (
+            on_device([size - 1 for size in vocab_sizes], device) if vocab_sizes else None
+        )
         self.biased = {index for index, each in enumerate(params) if each.biases}
         self.num_top = [each.num_top for each in params]
         if vocab_sizes:
-            self.num_top = [min(number, size) for number, size in zip(self.num_top, vocab_sizes, strict=True)]
+            self.num_top = [
+                min(number, size) for number, size in zip(self.num_top, vocab_sizes, strict=True)
+            ]
         self.reports = any(each.logprobs is not None for each in params)
-        self.named = [(index, each.logprob_token_ids) for index, each in enumerate(params) if each.logprob_token_ids]
+        self.named = [
+            (index, each.logprob_token_ids)
+            for index, each in enumerate(params)
+            if each.logprob_token_ids
+        ]
         self.drawn = [index for index, each in enumerate(params) if each.draws]
         own = [params[index] for index in self.drawn]
         self.top_k, self.top_p = [each.top_k for each in own], [each.top_p for each in own]
-        self.temperature = on_device([each.temperature for each in own], device, torch.float32)[:, None]
+        self.temperature = on_device([each.temperature for each in own], device, torch.float32)[
+            :, None
+        ]
         min_p = [each.min_p for each in own]
         self.min_p = on_device(min_p, device, torch.float32)[:, None] if any(min_p) else None
 
@@ -117,15 +140,24 @@ def sample(
     backend: Backend | None = None,
     params: SampledParams | None = None,
 ) -> Sampled:
-    """Choose a token for each row of logits [n, vocabulary], which stay as they are. backend: by default the plain.
-    params: the rows', where they are kept.
+    """Choose a token for each row of logits [n, vocabulary], which stay as they are. backend: by
+    default the plain. params: the rows', where they are kept.
     """
     device = logits.device
-    backend, params = backend or PlainBackend(device), params or SampledParams([row.params for row in rows], device)
-    changed = params.biased.union([i for i, row in enumerate(rows) if row.counts or row.forbidden or row.mask])
+    backend, params = (
+        backend or PlainBackend(device),
+        params or SampledParams([row.params for row in rows], device),
+    )
+    changed = params.biased.union(
+        [i for i, row in enumerate(rows) if row.counts or row.forbidden or row.mask]
+    )
     drawn, adjusted = params.drawn, sorted(changed.difference(params.drawn))
     is_plain = len(drawn) + len(adjusted) < len(rows)
-    tokens = backend.argmax(logits) if is_plain else torch.empty(len(rows), dtype=torch.int64, device=device)
+    tokens = (
+        backend.argmax(logits)
+        if is_plain
+        else torch.empty(len(rows), dtype=torch.int64, device=device)
+    )
     uniform = _uniform([rows[index] for index in drawn])
 
     def scores_of(few: Sequence[int], which: Tensor) -> Tensor:
@@ -160,7 +192,9 @@ def _few(number: int, logits: Tensor) -> list[slice]:
 def _report(logits: Tensor, tokens: Tensor, params: SampledParams) -> Sampled:
     if not params.reports:
         none = logits.new_empty(len(tokens), 0, dtype=torch.float32)
-        return Sampled(tokens=tokens, logprobs=none.new_empty(0), top_tokens=none.long(), top_logprobs=none)
+        return Sampled(
+            tokens=tokens, logprobs=none.new_empty(0), top_tokens=none.long(), top_logprobs=none
+        )
     raw = logits.float()
     norm = raw.logsumexp(-1)
     top_values, top_tokens = raw.topk(min(max(params.num_top), raw.shape[1]), -1)
@@ -180,9 +214,15 @@ def _column(rows: Sequence[SamplingRow], name: str, device: torch.device) -> Ten
 
 
 def _adjust_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Penalties, logit bias and forbidden tokens, as sparse changes, and masks: most rows and most tokens have none."""
+    """Penalties, logit bias and forbidden tokens, as sparse changes, and masks: most rows and most
+    tokens have none.
+    """
     _penalize_(scores, rows)
-    if biases := [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias.items()]:
+    if biases := [
+        (i, token, bias)
+        for i, row in enumerate(rows)
+        for token, bias in row.params.logit_bias.items()
+    ]:
         where = on_device([(index, token) for index, token, _ in biases], scores.device).T
         addends = on_device([bias for *_, bias in biases], scores.device, torch.float32)
         scores[where[0], where[1]] += addends
@@ -200,12 +240,18 @@ def _adjust_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _mask_(scores: Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
-    """Let only the tokens of some rows' masks come. They go to the device as bits, and become bytes there."""
+    """Let only the tokens of some rows' masks come. They go to the device as bits, and become bytes
+    there.
+    """
     packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(rows), -1)
     packed = on_device(packed, scores.device)
-    bits = torch.bitwise_right_shift(packed[:, :, None], torch.arange(8, dtype=torch.uint8, device=scores.device))
+    bits = torch.bitwise_right_shift(
+        packed[:, :, None], torch.arange(8, dtype=torch.uint8, device=scores.device)
+    )
     is_out = (bits.bitwise_and_(1) == 0).view(len(rows), -1)[:, : scores.shape[1]]
-    if (more := scores.shape[1] - is_out.shape[1]) > 0:  # tokens of adapters, which no grammar knows
+    if (
+        more := scores.shape[1] - is_out.shape[1]
+    ) > 0:  # tokens of adapters, which no grammar knows
         is_out = torch.nn.functional.pad(is_out, (0, more), value=True)
     if len(rows) == len(scores):
         scores.masked_fill_(is_out, float("-inf"))
@@ -215,16 +261,23 @@ def _mask_(scores: Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
 
 
 def _penalize_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    counted = [(index, row.counts.tensors()) for index, row in enumerate(rows) if row.params.penalizes and row.counts]
+    counted = [
+        (index, row.counts.tensors())
+        for index, row in enumerate(rows)
+        if row.params.penalizes and row.counts
+    ]
     if not counted:
         return
     device = scores.device
     sizes = torch.tensor([len(tokens) for _, (tokens, _) in counted])
-    index = on_device(torch.tensor([index for index, _ in counted]).repeat_interleave(sizes), device)
+    index = on_device(
+        torch.tensor([index for index, _ in counted]).repeat_interleave(sizes), device
+    )
     tokens = on_device(torch.cat([tokens for _, (tokens, _) in counted]), device)
     uses = on_device(torch.cat([uses for _, (_, uses) in counted]), device)
     repetition, presence, frequency = (
-        _column(rows, f"{kind}_penalty", device)[index, 0] for kind in ("repetition", "presence", "frequency")
+        _column(rows, f"{kind}_penalty", device)[index, 0]
+        for kind in ("repetition", "presence", "frequency")
     )
     values = scores[index, tokens]
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -237,9 +290,9 @@ def _uniform(rows: Sequence[SamplingRow]) -> list[float]:
 
 
 def _mixed(number: int) -> int:
-    """64 bits that look random, another for every number modulo 2^64. With numbers that are `_STEP` apart it is the
-    generator SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 16), of which any number is had without those
-    before it.
+    """64 bits that look random, another for every number modulo 2^64. With numbers that are `_STEP`
+    apart it is the generator SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 16), of which
+    any number is had without those before it.
     """
     number &= _BITS
     number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _BITS

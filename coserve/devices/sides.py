@@ -1,8 +1,9 @@
-"""The two sides of a step on a divided device: the forward pass on some of its units, a job's work beside it on others.
+"""The two sides of a step on a divided device: the forward pass on some of its units, a job's work
+beside it on others.
 
-Each side is launched by a thread of its own: the forward pass by the caller's, the other by one that stays. The units
-of a CPU are its threads (`coserve.devices.threads`), those of a GPU groups of its multiprocessors
-(`coserve.devices.multiprocessors`).
+Each side is launched by a thread of its own: the forward pass by the caller's, the other by one
+that stays. The units of a CPU are its threads (`coserve.devices.threads`), those of a GPU groups of
+its multiprocessors (`coserve.devices.multiprocessors`).
 """
 
 from collections.abc import Callable
@@ -22,9 +23,9 @@ class Sides(Protocol):
     num_units: int
 
     def running(self, work: Work, partition: Partition) -> AbstractContextManager[None]:
-        """Run `work` on the partition's backward units while the body, which is the forward pass, runs on its forward
-        units; ends when both are done, or on a GPU launched, before whatever comes after. An error of either is raised;
-        of two, the body's.
+        """Run `work` on the partition's backward units while the body, which is the forward pass,
+        runs on its forward units; ends when both are done, or on a GPU launched, before whatever
+        comes after. An error of either is raised; of two, the body's.
         """
 
     def alone(self, side: Side, units: int) -> AbstractContextManager[None]:

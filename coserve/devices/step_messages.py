@@ -1,4 +1,6 @@
-"""A step as it crosses between the engine and a device: what is to run, and what came of it; see `messages.py`."""
+"""A step as it crosses between the engine and a device: what is to run, and what came of it; see
+`messages.py`.
+"""
 
 import msgspec
 
@@ -19,12 +21,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Consecutive rows of a request: the tokens from position `start` on; none where it only gets pages.
+    """Consecutive rows of a request: the tokens from position `start` on; none where it only gets
+    pages.
 
-    new_pages: join the request's page table before anything runs, so also if the step fails. samples: whether a token
-    is chosen after the last row; then place says how many were chosen before, and forbidden lists ids that must not
-    come now. targets: tokens to be scored, the first after row `scored_row` (counted in the sequence), each next one
-    after the next row.
+    new_pages: join the request's page table before anything runs, so also if the step fails.
+    samples: whether a token is chosen after the last row; then place says how many were chosen
+    before, and forbidden lists ids that must not come now. targets: tokens to be scored, the first
+    after row `scored_row` (counted in the sequence), each next one after the next row.
     """
 
     request: str
@@ -55,8 +58,8 @@ class LossRows(msgspec.Struct, frozen=True, array_like=True):
 class Tasklets(msgspec.Struct, frozen=True, array_like=True):
     """The next tasklets of a job's pack, each of at most `num_rows` rows.
 
-    group: jobs of one group take their turns together: in each, those of them that have done the fewest parts of the
-    model run a tasklet each, as one batch of rows. None: by itself.
+    group: jobs of one group take their turns together: in each, those of them that have done the
+    fewest parts of the model run a tasklet each, as one batch of rows. None: by itself.
     """
 
     job: str
@@ -74,17 +77,18 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """One step: first losses, all rows as one batch, then tasklets, group by group, then optimizer steps, then the
-    forward pass over all rows.
+    """One step: first losses, all rows as one batch, then tasklets, group by group, then optimizer
+    steps, then the forward pass over all rows.
 
-    commands: done before it, in order; none of them has a reply, nor fails. requests: rows of one adapter version
-    stand side by side. backward_limit_s: seconds after the step's start at which no further tasklet begins (None: no
-    limit); the step's first tasklet runs in any case, so that no job stands still.
+    commands: done before it, in order; none of them has a reply, nor fails. requests: rows of one
+    adapter version stand side by side. backward_limit_s: seconds after the step's start at which no
+    further tasklet begins (None: no limit); the step's first tasklet runs in any case, so that no
+    job stands still.
 
-    partition: of a step with rows, and with losses or tasklets; then losses, and tasklets as long as the forward pass
-    lasts, run beside it, each side on its units, from the step's start. A tasklet that is under way when it ends is
-    finished on the whole device, and what tasklets are left follow, unless the partition stops them; then optimizer
-    steps.
+    partition: of a step with rows, and with losses or tasklets; then losses, and tasklets as long
+    as the forward pass lasts, run beside it, each side on its units, from the step's start. A
+    tasklet that is under way when it ends is finished on the whole device, and what tasklets are
+    left follow, unless the partition stops them; then optimizer steps.
     """
 
     step: int
@@ -99,8 +103,8 @@ class StepBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class PackSums(msgspec.Struct, frozen=True, array_like=True):
-    """Sums over a pack's trained rows. num_correct: rows whose likeliest token is the target. Of an objective over
-    sequences: sums over its units, and its metrics.
+    """Sums over a pack's trained rows. num_correct: rows whose likeliest token is the target. Of an
+    objective over sequences: sums over its units, and its metrics.
     """
 
     loss: float
@@ -110,9 +114,10 @@ class PackSums(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """The device ran out of memory within the step. Packs that took part must be dropped; requests may run the same
-    rows again, but for those that carry states, which must be closed. broken_update: the job whose optimizer step was
-    under way, so that its parameters may be half moved.
+    """The device ran out of memory within the step. Packs that took part must be dropped; requests
+    may run the same rows again, but for those that carry states, which must be closed.
+    broken_update: the job whose optimizer step was under way, so that its parameters may be half
+    moved.
     """
 
     message: str
@@ -122,19 +127,22 @@ class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What came of a step, by id.
 
-    tokens: of the requests that sampled. ended: those of them whose grammar lets nothing come after the token. refused:
-    those for which no token could be chosen, with the reason; what is in `tokens` is none. embeddings: of those that
-    sampled and ask for them. prompts: of those whose targets were scored. num_tasklets: of each job, how many ran
-    before the time limit. packs: sums of the packs that are done with this step; their gradients join those of the
-    optimizer step, unless `DropPack` follows. norms: gradient norms of the optimizer steps that were made, None where
-    the gradient was not finite and the step was skipped. Seconds that each section took; beside_s: losses and tasklets
-    beside the forward pass, which are in none of the others, and num_beside: how many of a job's tasklets these were;
-    copy_s: for which all waited for copies from and to the host. failure: None if the step ran as a whole.
+    tokens: of the requests that sampled. ended: those of them whose grammar lets nothing come after
+    the token. refused: those for which no token could be chosen, with the reason; what is in
+    `tokens` is none. embeddings: of those that sampled and ask for them. prompts: of those whose
+    targets were scored. num_tasklets: of each job, how many ran before the time limit. packs: sums
+    of the packs that are done with this step; their gradients join those of the optimizer step,
+    unless `DropPack` follows. norms: gradient norms of the optimizer steps that were made, None
+    where the gradient was not finite and the step was skipped. Seconds that each section took;
+    beside_s: losses and tasklets beside the forward pass, which are in none of the others, and
+    num_beside: how many of a job's tasklets these were; copy_s: for which all waited for copies
+    from and to the host. failure: None if the step ran as a whole.
 
-    broken: jobs whose model's weights cannot be read any more, and why. num_declined: tasklets that were not begun
-    since weights were not there. weights_wait_s: for which others waited for weights, within backward_s or beside_s;
-    weight_bytes: that were brought since the last step. weights_room_s: which weights took to make room for others
-    since the last step, before this one began.
+    broken: jobs whose model's weights cannot be read any more, and why. num_declined: tasklets that
+    were not begun since weights were not there. weights_wait_s: for which others waited for
+    weights, within backward_s or beside_s; weight_bytes: that were brought since the last step.
+    weights_room_s: which weights took to make room for others since the last step, before this one
+    began.
     """
 
     step: int
@@ -163,4 +171,10 @@ class StepResult(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return max(self.forward_s, self.beside_s) + self.loss_s + self.backward_s + self.update_s + self.copy_s
+        return (
+            max(self.forward_s, self.beside_s)
+            + self.loss_s
+            + self.backward_s
+            + self.update_s
+            + self.copy_s
+        )

@@ -1,5 +1,5 @@
-"""Commands that copy pages: to and from host memory, in slots of a page's size, and to other pages. See
-`coserve.devices.messages`.
+"""Commands that copy pages: to and from host memory, in slots of a page's size, and to other pages.
+See `coserve.devices.messages`.
 """
 
 import msgspec
@@ -20,8 +20,9 @@ class SwapIn(msgspec.Struct, tag=True, frozen=True):
 
 
 class SwapOutTensors(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Copy tensors that nothing runs with to slots of host memory, each right after the one before, and let go of them:
-    the parameters of a version, or the moments of a job's optimizer. Nothing if they are there already, or gone.
+    """Copy tensors that nothing runs with to slots of host memory, each right after the one before,
+    and let go of them: the parameters of a version, or the moments of a job's optimizer. Nothing if
+    they are there already, or gone.
     """
 
     version: str = ""
@@ -30,7 +31,9 @@ class SwapOutTensors(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class SwapInTensors(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The inverse, from the same slots. Nothing if they are back already; DeviceMemoryError brings nothing back."""
+    """The inverse, from the same slots. Nothing if they are back already; DeviceMemoryError brings
+    nothing back.
+    """
 
     version: str = ""
     job: str = ""
@@ -38,8 +41,8 @@ class SwapInTensors(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class MovePages(msgspec.Struct, tag=True, frozen=True):
-    """Copy pages to others, one to one, where they are from now on for the requests that have them: something else is
-    to come into their places. No page is both a source and a target.
+    """Copy pages to others, one to one, where they are from now on for the requests that have them:
+    something else is to come into their places. No page is both a source and a target.
     """
 
     pages: tuple[int, ...]
@@ -47,9 +50,11 @@ class MovePages(msgspec.Struct, tag=True, frozen=True):
 
 
 class MovePack(msgspec.Struct, tag=True, frozen=True):
-    """The job's pack lies in other pages now: what was in its own has been copied there (`SwapOut`, `SwapIn`).
+    """The job's pack lies in other pages now: what was in its own has been copied there (`SwapOut`,
+    `SwapIn`).
 
-    runs: as those of `BeginPack`, of the groups of tensors that it still has, each as long as before.
+    runs: as those of `BeginPack`, of the groups of tensors that it still has, each as long as
+    before.
     """
 
     job: str

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from coserve.devices.step_messages import Tasklets
 
 
-def tasklet_turns(tasklets: Sequence[Tasklets], num_parts_done: Callable[[str], int]) -> Iterator[list[Tasklets]]:
+def tasklet_turns(
+    tasklets: Sequence[Tasklets], num_parts_done: Callable[[str], int]
+) -> Iterator[list[Tasklets]]:
     """What runs a tasklet now, turn by turn; each turn must have run before the next is asked for.
 
-    Groups come one after the other (temporal); of a group, those that have done the fewest parts run at once (spatial;
-    MuxTune section 3.3).
+    Groups come one after the other (temporal); of a group, those that have done the fewest parts
+    run at once (spatial; MuxTune section 3.3).
 
     Args:
         num_parts_done: of a job's pack, now.

@@ -1,8 +1,8 @@
 """The two sides of a step on a CPU, each on some of its threads.
 
-How many threads an operator uses is a setting of the thread that calls it, in PyTorch, in its libraries and in the
-kernels of this package. So a second thread with a setting of its own is all it takes; operators let go of Python's lock
-while they compute.
+How many threads an operator uses is a setting of the thread that calls it, in PyTorch, in its
+libraries and in the kernels of this package. So a second thread with a setting of its own is all it
+takes; operators let go of Python's lock while they compute.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,9 @@ class ThreadSides:
         finally:
             ended.set()
             wait([found])
-            torch.set_num_threads(before)  # after the other thread's: later threads begin with the last
+            torch.set_num_threads(
+                before
+            )  # after the other thread's: later threads begin with the last
         found.result()
 
     @contextmanager

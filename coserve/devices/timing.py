@@ -1,4 +1,6 @@
-"""What the sections of a step take on a device: on a GPU by its own events, so that nothing waits in between."""
+"""What the sections of a step take on a device: on a GPU by its own events, so that nothing waits
+in between.
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -13,7 +15,9 @@ _RUN_AHEAD = 2
 
 
 class StepTimer(ABC):
-    """Starts with the step. `mark` ends a section; `sections_s` is asked when the device is done with the last."""
+    """Starts with the step. `mark` ends a section; `sections_s` is asked when the device is done
+    with the last.
+    """
 
     @abstractmethod
     def mark(self) -> None:
@@ -25,14 +29,14 @@ class StepTimer(ABC):
 
     @abstractmethod
     def lap(self) -> Callable[[], float]:
-        """Seconds from the step's start until the device is done with what the calling thread has given it; to be asked
-        when it is.
+        """Seconds from the step's start until the device is done with what the calling thread has
+        given it; to be asked when it is.
         """
 
     @abstractmethod
     def elapsed_s(self) -> float:
-        """Seconds since the step's start, as far as the device has come with what it was given; it may lag by
-        some pieces.
+        """Seconds since the step's start, as far as the device has come with what it was given; it
+        may lag by some pieces.
         """
 
 

@@ -1,4 +1,6 @@
-"""Copies of a job's tensors that are written to files, and the optimizer's state as it is read again."""
+"""Copies of a job's tensors that are written to files, and the optimizer's state as it is read
+again.
+"""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -17,10 +19,16 @@ from coserve.errors import AdapterError
 
 
 class TorchCopy:
-    """A copy of tensors, which later training does not touch; may be written from any thread, beside steps."""
+    """A copy of tensors, which later training does not touch; may be written from any thread,
+    beside steps.
+    """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], held: HeldTensors, device: torch.device, file: str = CONTRIBUTION_FILE
+        self,
+        tensors: Mapping[str, Tensor],
+        held: HeldTensors,
+        device: torch.device,
+        file: str = CONTRIBUTION_FILE,
     ) -> None:
         """Keep tensors that are copies already.
 
@@ -58,8 +66,12 @@ class TorchCopy:
 class TorchCheckpoint(TorchCopy):
     """Of a job: its adapter, and the optimizer's state unless that is gone."""
 
-    def __init__(self, adapter: Adapter, optimizer: dict[str, Tensor] | None, held: HeldTensors) -> None:
-        """optimizer: its state, by name; None: it is gone. held: what of the whole tensors that is."""
+    def __init__(
+        self, adapter: Adapter, optimizer: dict[str, Tensor] | None, held: HeldTensors
+    ) -> None:
+        """optimizer: its state, by name; None: it is gone. held: what of the whole tensors that
+        is.
+        """
         super().__init__(optimizer or {}, held, adapter.backbone.device, OPTIMIZER_FILE)
         self._adapter, self._has_optimizer = adapter, optimizer is not None
 
@@ -70,8 +82,8 @@ class TorchCheckpoint(TorchCopy):
 
 
 def read_state(path: Path, masters: Mapping[str, Tensor], held: HeldTensors) -> dict[str, Tensor]:
-    """Return what was written of an optimizer, or this rank's pieces of it. It is read only if its shapes are those of
-    the parameters (or of single numbers).
+    """Return what was written of an optimizer, or this rank's pieces of it. It is read only if its
+    shapes are those of the parameters (or of single numbers).
 
     Args:
         path: the file.
@@ -86,9 +98,12 @@ def read_state(path: Path, masters: Mapping[str, Tensor], held: HeldTensors) -> 
         for key, header in file.headers.items():
             shape = shapes.get(key.rpartition("/")[0])
             if header.shape and header.shape != shape:
-                needed = "is of no parameter" if shape is None else f"must have the shape {list(shape)}"
+                needed = (
+                    "is of no parameter" if shape is None else f"must have the shape {list(shape)}"
+                )
                 raise AdapterError(
-                    f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, {needed} (a job is resumed "
+                    f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, {needed} "
+                    f"(a job is resumed "
                     "with the settings of the adapter that it began with)"
                 )
         return {key: held.read(file, key, torch.float32) for key in file.headers}

@@ -1,9 +1,10 @@
 """The device on torch, for CPUs and GPUs by one code path.
 
-A step is launched section by section and waited for once: everything that it computes for the engine (tokens,
-log-probabilities, loss sums, gradient norms) is read together at its end, and sections are timed by the device's own
-events. It can be divided (`Partition`, `coserve.devices.sides`), but not where results must be the same bit for bit:
-there it says that it has one unit.
+A step is launched section by section and waited for once: everything that it computes for the
+engine (tokens, log-probabilities, loss sums, gradient norms) is read together at its end, and
+sections are timed by the device's own events. It can be divided (`Partition`,
+`coserve.devices.sides`), but not where results must be the same bit for bit: there it says that it
+has one unit.
 """
 
 from collections.abc import Callable
@@ -69,7 +70,14 @@ from coserve.devices.own_measurement import OwnMeasurement
 from coserve.devices.rank_state import describe_rank
 from coserve.devices.rank_verdicts import check_alike, fail_on_all
 from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
+from coserve.devices.swap_messages import (
+    MovePack,
+    MovePages,
+    SwapIn,
+    SwapInTensors,
+    SwapOut,
+    SwapOutTensors,
+)
 from coserve.devices.torch_copies import TorchCopy
 from coserve.devices.torch_requests import TorchRequests
 from coserve.devices.torch_step import TorchStep
@@ -124,28 +132,38 @@ class TorchDevice:
             self._pages.capture()
         self._page_files, self._others = PageFiles(self._pages), OtherModels(backbone, self._pages)
         self._adapter_memory = AdapterMemory(
-            backbone.device, backbone.dtype, group=backbone.group, num_held=partial(num_held_parameters, backbone)
+            backbone.device,
+            backbone.dtype,
+            group=backbone.group,
+            num_held=partial(num_held_parameters, backbone),
         )
         self._versions, self._trainers = dict[str, Adapter](), dict[str, TorchTrainer]()
         self._requests = TorchRequests(self._pages, self._versions)
-        # The job that trains the backbone's own weights, or did; now, and before the last trainer was opened.
+        # The job that trains the backbone's own weights, or did; now, and before the last trainer
+        # was opened.
         self._changed_by = self._changed_before = ""
         self._checkpoints: dict[str, TorchCopy] = {}
-        self._contributed = ""  # the copy that the last `TakeContribution` made; "" if it was there before
+        self._contributed = (
+            ""  # the copy that the last `TakeContribution` made; "" if it was there before
+        )
         self._placing_s = 0.0  # of moments since the last step
         self._step: TorchStep | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
             MeasureDevice: lambda command: self._measure(),
             CountCommands: lambda command: self._count.reply(),
             DescribeRanks: lambda command: describe_rank(backbone),
-            ResizeWindow: lambda command: self._others.resize(command.first_page, command.num_pages),
+            ResizeWindow: lambda command: self._others.resize(
+                command.first_page, command.num_pages
+            ),
             PlaceOptimizer: self._place_optimizer,
             OpenRequest: lambda command: self._requests.open(command),
             CloseRequest: lambda command: self._requests.close(command.request),
             SwapOut: lambda command: self._host.copy_out(command.pages, command.slots),
             SwapIn: lambda command: self._host.copy_in(command.pages, command.slots),
             MovePages: self._move_pages,
-            ExportPages: lambda command: self._page_files.export(command.path, command.pages, command.places),
+            ExportPages: lambda command: self._page_files.export(
+                command.path, command.pages, command.places
+            ),
             ImportPages: self._import_pages,
             SwapOutTensors: self._swap_out_tensors,
             SwapInTensors: self._swap_in_tensors,
@@ -155,7 +173,9 @@ class TorchDevice:
             ),
             CloseGrammar: lambda command: self._requests.grammars.close(command.grammar),
             OpenVersion: self._open_version,
-            SaveAdapter: lambda command: save_adapter(self._versions[command.version], command.directory),
+            SaveAdapter: lambda command: save_adapter(
+                self._versions[command.version], command.directory
+            ),
             DropVersion: self._drop_version,
             OpenTrainer: self._open_trainer,
             CloseTrainer: self._close_trainer,
@@ -165,7 +185,9 @@ class TorchDevice:
             DropPack: lambda command: self._trainers[command.job].drop_pack(),
             PublishVersion: self._publish,
             TakeCheckpoint: self._take_checkpoint,
-            WriteCheckpoint: lambda command: self._checkpoints[command.checkpoint].write(Path(command.directory)),
+            WriteCheckpoint: lambda command: self._checkpoints[command.checkpoint].write(
+                Path(command.directory)
+            ),
             DropCheckpoint: self._drop_checkpoint,
             TakeContribution: self._take_contribution,
             ReadContributions: self._read_contributions,
@@ -183,7 +205,9 @@ class TorchDevice:
         return reply
 
     def undo(self, command: Command) -> None:
-        """Take back a command that was done here and has failed on another rank; it stays counted."""
+        """Take back a command that was done here and has failed on another rank; it stays
+        counted.
+        """
         for inverse in inverses_of(command):
             self._handlers[type(inverse)](inverse)
         if isinstance(command, MeasureDevice):
@@ -206,7 +230,9 @@ class TorchDevice:
         self._step = step
 
     def collect(self) -> StepResult:
-        """Wait for the step; where ranks divide the model, for all of them, which end it alike (`rank_verdicts`)."""
+        """Wait for the step; where ranks divide the model, for all of them, which end it alike
+        (`rank_verdicts`).
+        """
         step, self._step = self._step, None
         assert step is not None, "no step was submitted"
         return step.result()
@@ -217,7 +243,9 @@ class TorchDevice:
         for command in batch.commands:
             self.execute(command)
         self._requests.extend_tables(batch.requests)
-        assert batch.partition is None or _num_used(batch.partition) <= self.info.num_units, "it has not as many units"
+        assert batch.partition is None or _num_used(batch.partition) <= self.info.num_units, (
+            "it has not as many units"
+        )
         copy_s = self._host.take_seconds() + self._page_files.take_seconds() + self._placing_s
         self._placing_s = 0.0
         return TorchStep(
@@ -244,7 +272,9 @@ class TorchDevice:
         assert self.info.is_provisional, "its profile is measured"
         measured = self._measurement.run_piece()
         if measured.profile is not None:
-            self.info = msgspec.structs.replace(self.info, profile=measured.profile, is_provisional=False)
+            self.info = msgspec.structs.replace(
+                self.info, profile=measured.profile, is_provisional=False
+            )
         return measured
 
     def _move_pages(self, command: MovePages) -> None:
@@ -271,7 +301,9 @@ class TorchDevice:
         if (trainer := self._trainers.get(command.job)) is not None:
             if trainer.optimizer is not None:
                 trainer.moments.put_away(self._host, command.slots)
-        elif (adapter := self._versions.get(command.version)) is not None and not is_away(adapter.masters):
+        elif (adapter := self._versions.get(command.version)) is not None and not is_away(
+            adapter.masters
+        ):
             self._host.store(list(adapter.masters.values()), command.slots)
             self._versions[command.version] = adapter.with_masters(shapes_of(adapter.masters))
 
@@ -279,15 +311,22 @@ class TorchDevice:
         if (trainer := self._trainers.get(command.job)) is not None:
             if trainer.optimizer is not None:
                 trainer.moments.bring_back()
-        elif (adapter := self._versions.get(command.version)) is not None and is_away(adapter.masters):
+        elif (adapter := self._versions.get(command.version)) is not None and is_away(
+            adapter.masters
+        ):
             masters = self._host.load(list(adapter.masters.values()), command.slots)
-            self._versions[command.version] = adapter.with_masters(dict(zip(adapter.masters, masters, strict=True)))
+            self._versions[command.version] = adapter.with_masters(
+                dict(zip(adapter.masters, masters, strict=True))
+            )
 
     def _require_own_weights(self, what: str) -> None:
-        """AdapterError for what belongs to the weights that were loaded, once a job has changed them."""
+        """AdapterError for what belongs to the weights that were loaded, once a job has changed
+        them.
+        """
         if self._changed_by:
             raise AdapterError(
-                f"{what}: job {self._changed_by} has changed the weights of {self.backbone.name}; start a server with "
+                f"{what}: job {self._changed_by} has changed the weights of {self.backbone.name}; "
+                f"start a server with "
                 "the model that the adapter is of, or with the job's checkpoint"
             )
 
@@ -301,16 +340,22 @@ class TorchDevice:
         adapter = load_adapter(backbone, command.directory, taking=self._adapter_memory.for_serving)
         self._versions[command.version] = adapter
         return VersionOpened(
-            len(adapter.sites), adapter.num_bytes, adapter.config.num_virtual_tokens, adapter.vocab_size
+            len(adapter.sites),
+            adapter.num_bytes,
+            adapter.config.num_virtual_tokens,
+            adapter.vocab_size,
         )
 
     def _serve_full_model(self, command: OpenVersion) -> VersionOpened:
         if others := [*self._versions, *self._trainers]:
             raise AdapterError(
-                f"{command.directory} would change the weights that others were trained on: {some_of(others)}"
+                f"{command.directory} would change the weights that others were trained on: "
+                f"{some_of(others)}"
             )
         self._changed_by = command.changed_by  # also where it cannot be read to its end
-        adapter = serve_full_model(self.backbone, Path(command.directory), self._adapter_memory.for_serving)
+        adapter = serve_full_model(
+            self.backbone, Path(command.directory), self._adapter_memory.for_serving
+        )
         self._versions[command.version] = adapter
         return VersionOpened(0, adapter.num_bytes, 0)
 
@@ -320,23 +365,31 @@ class TorchDevice:
     def _open_trainer(self, command: OpenTrainer) -> TrainerOpened:
         backbone, window = self.backbone, None
         if command.model:
-            backbone, window = self._others.backbone(command.model), self._others.window(command.model)
+            backbone, window = (
+                self._others.backbone(command.model),
+                self._others.window(command.model),
+            )
         job = command.job if command.shard is None else command.shard.job
         resumes = self._changed_by == job
         self._changed_before = self._changed_by
         if not command.model and not resumes:
             self._require_own_weights(f"job {command.job}")
-        trainer = open_trainer(command, backbone, self._versions, self._adapter_memory, window, restores=resumes)
+        trainer = open_trainer(
+            command, backbone, self._versions, self._adapter_memory, window, restores=resumes
+        )
         opened = trainer.opened()
         if opened.changes_model:
             others = [*self._versions, *(job for job in self._trainers if job != command.job)]
             if others and not resumes:
                 raise AdapterError(
-                    f"job {command.job} would change the weights that others were trained on: {some_of(others)}; "
+                    f"job {command.job} would change the weights that others were trained on: "
+                    f"{some_of(others)}; "
                     "unload adapters and end jobs first"
                 )
             if command.model:
-                raise AdapterError("full fine-tuning trains the model that serves, not one beside it")
+                raise AdapterError(
+                    "full fine-tuning trains the model that serves, not one beside it"
+                )
             self._changed_by = job
         self._trainers[command.job] = trainer
         return opened

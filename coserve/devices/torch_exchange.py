@@ -1,8 +1,8 @@
-"""What the nodes of a data-parallel job give each other of its tensors, and how that is combined; see
-`coserve.tuning.shard`.
+"""What the nodes of a data-parallel job give each other of its tensors, and how that is combined;
+see `coserve.tuning.shard`.
 
-Everything is combined in the order that all nodes are told, so that all come to the same values, bit for bit where they
-compute alike.
+Everything is combined in the order that all nodes are told, so that all come to the same values,
+bit for bit where they compute alike.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,9 @@ class TorchExchange:
             held: what of the whole tensors that is.
         """
         self._shard, self._trained, self.held = shard, trained, held
-        self._base: dict[str, Tensor] = {}  # what all contributions so far have made, in the order of all nodes
+        self._base: dict[
+            str, Tensor
+        ] = {}  # what all contributions so far have made, in the order of all nodes
         self._next_base: dict[str, Tensor] | None = None  # what it is once `note_taken` says so
         self._read: list[dict[str, Tensor]] = []  # on the CPU; not taken in yet
         self.num_taken = 0
@@ -50,9 +52,11 @@ class TorchExchange:
             self._base = {name: tensor.detach().clone() for name, tensor in self._trained.items()}
 
     @torch.inference_mode()
-    def take(self, gradients: Mapping[str, Tensor] | None, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the others are to have: gradients, complete ones (None: it has none), or how far the values have come
-        since nodes last exchanged them, and the optimizer's moments.
+    def take(
+        self, gradients: Mapping[str, Tensor] | None, moments: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What the others are to have: gradients, complete ones (None: it has none), or how far the
+        values have come since nodes last exchanged them, and the optimizer's moments.
         """
         if self._shard.gives_gradients:
             return dict(gradients or {})
@@ -60,7 +64,8 @@ class TorchExchange:
         return progress | {name: tensor.clone() for name, tensor in moments.items()}
 
     def read(self, directories: tuple[str, ...]) -> None:
-        """Read contributions (this rank's pieces) for later, in place of what was read before and not taken in.
+        """Read contributions (this rank's pieces) for later, in place of what was read before and
+        not taken in.
 
         May be called from any thread.
 
@@ -68,20 +73,25 @@ class TorchExchange:
             AdapterError: for their files; then nothing has changed.
         """
         found = []
-        shapes = {name: self.held.whole_shape(name, tensor) for name, tensor in self._trained.items()}
+        shapes = {
+            name: self.held.whole_shape(name, tensor) for name, tensor in self._trained.items()
+        }
         for directory in directories:
             path = Path(directory) / CONTRIBUTION_FILE
             with open_tensors(path) as file:
                 for name, header in file.headers.items():
                     if header.shape != shapes.get(name.rpartition("/")[0] or name):
-                        raise AdapterError(f"{path} is no contribution to this job: {name}, {list(header.shape)}")
+                        raise AdapterError(
+                            f"{path} is no contribution to this job: {name}, {list(header.shape)}"
+                        )
                 found.append({name: self.held.read(file, name) for name in file.headers})
         self._read = found
 
     @torch.inference_mode()
     def advance(self, up_to: int, optimizer: AdapterOptimizer, *, meets: bool) -> None:
-        """Continue with the progress of the contributions up to this one: the values are what it has made of them, and
-        where nodes meet, so are the moments. `note_taken` is to follow; until then it can be repeated.
+        """Continue with the progress of the contributions up to this one: the values are what it
+        has made of them, and where nodes meet, so are the moments. `note_taken` is to follow; until
+        then it can be repeated.
         """
         taken = self._read[: up_to - self.num_taken]
         base = {name: tensor.clone() for name, tensor in self._base.items()}
@@ -91,7 +101,10 @@ class TorchExchange:
         means: dict[str, Tensor] = {}
         if meets:
             last = taken[-self._shard.count :]  # one of each node
-            means = {name: torch.stack([each[name] for each in last]).mean(0) for name in optimizer.moments}
+            means = {
+                name: torch.stack([each[name] for each in last]).mean(0)
+                for name in optimizer.moments
+            }
         for name, tensor in self._trained.items():
             tensor.copy_(base[name])
         for name, mean in means.items():

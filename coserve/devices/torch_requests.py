@@ -1,7 +1,8 @@
-"""Requests on a torch device: their pages, the rows that they run, the tokens that are chosen for them.
+"""Requests on a torch device: their pages, the rows that they run, the tokens that are chosen for
+them.
 
-Of several ranks that hold a model together, rank 0 alone chooses tokens and scores prompts. The others run the same
-rows, keep no tokens, and learn what was chosen from the rows of the next step.
+Of several ranks that hold a model together, rank 0 alone chooses tokens and scores prompts. The
+others run the same rows, keep no tokens, and learn what was chosen from the rows of the next step.
 """
 
 from array import array
@@ -39,7 +40,12 @@ class RequestHandle:
     """A request as a device keeps it. pages: its page table. vocab_size: of its model."""
 
     def __init__(
-        self, command: OpenRequest, grammars: DeviceGrammars, vocab_size: int, *, samples: bool = True
+        self,
+        command: OpenRequest,
+        grammars: DeviceGrammars,
+        vocab_size: int,
+        *,
+        samples: bool = True,
     ) -> None:
         """samples: whether this rank chooses its tokens, and so keeps what they depend on."""
         self.vocab_size = vocab_size
@@ -86,16 +92,21 @@ class RequestHandle:
             self.matcher.accept(token)
 
 
-# The last row that a request runs in a step, counted among the rows of all, and what the step says of it.
+# The last row that a request runs in a step, counted among the rows of all, and what the step says
+# of it.
 _LastRow = tuple[int, RequestRows]
 
 
 class _Rows:
-    """Requests that have rows in a step, in this order, with what is the same in every step of theirs."""
+    """Requests that have rows in a step, in this order, with what is the same in every step of
+    theirs.
+    """
 
     def __init__(self, ids: Sequence[str], handles: Sequence[RequestHandle]) -> None:
         self.ids, self.handles = ids, handles
-        self.by_version = [(key, len(list(own))) for key, own in groupby([handle.version for handle in handles])]
+        self.by_version = [
+            (key, len(list(own))) for key, own in groupby([handle.version for handle in handles])
+        ]
 
     @cached_property
     def tables(self) -> PageTables:
@@ -107,7 +118,11 @@ class _Samplers(_Rows):
     """Requests that sample in a step."""
 
     def __init__(
-        self, ids: Sequence[str], handles: Sequence[RequestHandle], device: torch.device, vocab_size: int
+        self,
+        ids: Sequence[str],
+        handles: Sequence[RequestHandle],
+        device: torch.device,
+        vocab_size: int,
     ) -> None:
         """vocab_size: of the backbone."""
         super().__init__(ids, handles)
@@ -128,7 +143,9 @@ class _Samplers(_Rows):
         """How the tokens after these rows of theirs are to be chosen."""
         if self._constant is not None and not any(rows.forbidden for rows in sampled):
             return self._constant
-        return [handle.sampling_row(rows) for handle, rows in zip(self.handles, sampled, strict=True)]
+        return [
+            handle.sampling_row(rows) for handle, rows in zip(self.handles, sampled, strict=True)
+        ]
 
     @cached_property
     def matchers(self) -> Mapping[str, Matcher]:
@@ -145,7 +162,9 @@ class TorchRequests:
         self._handles: dict[str, RequestHandle] = {}
         # Those of the last step; the same requests decode step after step, until one comes or goes.
         self._rows: _Rows | None = None
-        self._samplers: dict[bool, _Samplers] = {}  # by whether the likeliest token is all that is asked for
+        self._samplers: dict[
+            bool, _Samplers
+        ] = {}  # by whether the likeliest token is all that is asked for
         group = pages.backbone.group
         self._is_divided, self._samples = group.size > 1, group.rank == 0
         self.grammars = DeviceGrammars(compiles=self._samples)
@@ -199,12 +218,21 @@ class TorchRequests:
             [(number, self._bypasses(version)) for version, number in self._rows.by_version],
         )
 
-    def finish(self, hidden: Tensor, requests: Sequence[RequestRows], readout: Readout) -> RequestsResult:
-        """Choose tokens and score prompts after the requests' rows, which are the first of hidden [n, hidden_size]."""
+    def finish(
+        self, hidden: Tensor, requests: Sequence[RequestRows], readout: Readout
+    ) -> RequestsResult:
+        """Choose tokens and score prompts after the requests' rows, which are the first of hidden
+        [n, hidden_size].
+        """
         ends = list(accumulate([len(rows.tokens) for rows in requests]))
-        sampled = [(end - 1, rows) for end, rows in zip(ends, requests, strict=True) if rows.samples]
+        sampled = [
+            (end - 1, rows) for end, rows in zip(ends, requests, strict=True) if rows.samples
+        ]
         likeliest, others = self._by_choice(sampled)
-        takers, samplers = self._those_of(likeliest, are_takers=True), self._those_of(others, are_takers=False)
+        takers, samplers = (
+            self._those_of(likeliest, are_takers=True),
+            self._those_of(others, are_takers=False),
+        )
         return RequestsResult(
             (
                 self._take_likeliest(hidden, likeliest, takers, readout),
@@ -212,27 +240,39 @@ class TorchRequests:
             ),
             self._score_prompts(hidden, ends, requests, readout),
             samplers.matchers,
-            self._embeddings(hidden, likeliest, takers, readout) | self._embeddings(hidden, others, samplers, readout),
+            self._embeddings(hidden, likeliest, takers, readout)
+            | self._embeddings(hidden, others, samplers, readout),
         )
 
-    def _by_choice(self, sampled: Sequence[_LastRow]) -> tuple[Sequence[_LastRow], Sequence[_LastRow]]:
-        """Return the rows of which ranks exchange their likeliest tokens, and those whose whole logits rank 0 gets.
+    def _by_choice(
+        self, sampled: Sequence[_LastRow]
+    ) -> tuple[Sequence[_LastRow], Sequence[_LastRow]]:
+        """Return the rows of which ranks exchange their likeliest tokens, and those whose whole
+        logits rank 0 gets.
 
-        All rows are of one kind: the head's weights are read once, which takes longer than sending logits.
+        All rows are of one kind: the head's weights are read once, which takes longer than sending
+        logits.
         """
         if not self._is_divided:
             return (), sampled
-        takes = [self._handles[rows.request].params.takes_likeliest and not rows.forbidden for _, rows in sampled]
+        takes = [
+            self._handles[rows.request].params.takes_likeliest and not rows.forbidden
+            for _, rows in sampled
+        ]
         return (sampled, ()) if all(takes) else ((), sampled)
 
     def _those_of(self, sampled: Sequence[_LastRow], *, are_takers: bool) -> _Samplers:
-        """The requests of these rows: those of the step before, unless they are others, or one has come or gone."""
+        """The requests of these rows: those of the step before, unless they are others, or one has
+        come or gone.
+        """
         ids = [rows.request for _, rows in sampled]
         found = self._samplers.get(are_takers)
         if found is None or ids != found.ids:
             handles = [self._handles[request] for request in ids]
             vocab_size = self._backbone.architecture.vocab_size
-            found = self._samplers[are_takers] = _Samplers(ids, handles, self._backbone.device, vocab_size)
+            found = self._samplers[are_takers] = _Samplers(
+                ids, handles, self._backbone.device, vocab_size
+            )
         return found
 
     def _bypasses(self, version: str) -> Bypasses | None:
@@ -243,7 +283,9 @@ class TorchRequests:
     ) -> tuple[Tensor, list[tuple[int, Bypasses | None]]]:
         """Return the rows after which tokens are chosen, and their adapters."""
         rows = hidden[on_device(int_tensor([row for row, _ in sampled]), hidden.device)]
-        return rows, [(num_rows, self._bypasses(version)) for version, num_rows in samplers.by_version]
+        return rows, [
+            (num_rows, self._bypasses(version)) for version, num_rows in samplers.by_version
+        ]
 
     def _take_likeliest(
         self, hidden: Tensor, sampled: Sequence[_LastRow], samplers: _Samplers, readout: Readout
@@ -272,7 +314,9 @@ class TorchRequests:
         points = samplers.sampling_rows([rows for _, rows in sampled])
         with record_function(SAMPLING):
             chosen = sample(scores, points, self._backbone.backend, samplers.params)
-        read = Lines(readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs)
+        read = Lines(
+            readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs
+        )
 
         def result() -> dict[str, TokenLogprob]:
             lines = read.lines(samplers.params.num_top)
@@ -302,7 +346,9 @@ class TorchRequests:
         """
         most = chunk_rows(self._backbone.architecture.vocab_size, torch.float32)
         found: dict[str, list[Callable[[], list[TokenLogprob]]]] = {}
-        for end, rows in [(end, rows) for end, rows in zip(ends, requests, strict=True) if rows.targets]:
+        for end, rows in [
+            (end, rows) for end, rows in zip(ends, requests, strict=True) if rows.targets
+        ]:
             handle = self._handles[rows.request]
             first = end - len(rows.tokens) + rows.scored_row - rows.start
             for start in range(0, len(rows.targets), most):

@@ -1,4 +1,6 @@
-"""One step on torch, between its launch and its result: section by section, in the order of `StepBatch`."""
+"""One step on torch, between its launch and its result: section by section, in the order of
+`StepBatch`.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +15,14 @@ from coserve.devices.rank_verdicts import Failure, agree_on_end, check_alike, la
 from coserve.devices.readout import Pending, Readout
 from coserve.devices.requests_result import RequestsResult
 from coserve.devices.sides import Sides
-from coserve.devices.step_messages import LossRows, PackSums, StepBatch, StepFailure, StepResult, Tasklets
+from coserve.devices.step_messages import (
+    LossRows,
+    PackSums,
+    StepBatch,
+    StepFailure,
+    StepResult,
+    Tasklets,
+)
 from coserve.devices.tasklet_turns import tasklet_turns
 from coserve.devices.timing import StepTimer, step_timer
 from coserve.devices.torch_requests import TorchRequests
@@ -29,7 +38,8 @@ from coserve.tuning.layerwise import LayerwisePass
 from coserve.tuning.tasklet import Tasklet
 from coserve.tuning.training_pass import TrainingPass
 
-# How long a step without a time limit waits for weights, at most: who arrives meanwhile waits with it.
+# How long a step without a time limit waits for weights, at most: who arrives meanwhile waits with
+# it.
 _MOST_WAIT_S = 0.1
 
 
@@ -49,9 +59,17 @@ class TorchStep:
         copy_s: float,
     ) -> None:
         """copy_s: of copies since the last step."""
-        self._backbone, self._requests, self._trainers, self._batch = backbone, requests, trainers, batch
+        self._backbone, self._requests, self._trainers, self._batch = (
+            backbone,
+            requests,
+            trainers,
+            batch,
+        )
         self._sides, self._host, self._others, self._copy_s = sides, host, others, copy_s
-        self._weights_before, self._room_s = (others.waited_s, others.num_bytes_copied), others.take_resized_s()
+        self._weights_before, self._room_s = (
+            (others.waited_s, others.num_bytes_copied),
+            others.take_resized_s(),
+        )
         self._rows = [rows for rows in batch.requests if rows.tokens]
         self._spans: list[Span] = []
         self._timer: StepTimer = step_timer(backbone.device)
@@ -63,7 +81,9 @@ class TorchStep:
         self._num_beside: dict[str, int] = {}
         self._num_declined = 0
         self._broken: dict[str, str] = {}
-        self._waited_s = self._forward_s = self._beside_s = _no_time  # of the sides of a divided device
+        self._waited_s = self._forward_s = self._beside_s = (
+            _no_time  # of the sides of a divided device
+        )
         self._norms: dict[str, Pending] = {}
         self._updating: str | None = None
         self._served: RequestsResult | None = None
@@ -72,8 +92,8 @@ class TorchStep:
         self._error: Exception | None = None
 
     def launch(self) -> None:
-        """Everything, in the order of `StepBatch`; the requests' tokens and pages go to the device before anything runs
-        there.
+        """Everything, in the order of `StepBatch`; the requests' tokens and pages go to the device
+        before anything runs there.
         """
         try:
             with torch.inference_mode(), memory_errors(), self._fixed_order():
@@ -81,7 +101,9 @@ class TorchStep:
                     section()
                     self._timer.mark()
                 self._totals = {
-                    job: self._readout.add(training.totals) for job, training in self._passes() if training.done
+                    job: self._readout.add(training.totals)
+                    for job, training in self._passes()
+                    if training.done
                 }
         except DeviceMemoryError as error:
             self._failure = str(error)  # the error itself holds what was computed
@@ -102,7 +124,8 @@ class TorchStep:
 
         Raises:
             RankGoneError: the group of ranks is over.
-            Exception: what went wrong, other than running out of memory, here or (RankError) on another rank.
+            Exception: what went wrong, other than running out of memory, here or (RankError) on
+                another rank.
         """
         group = self._backbone.group
         with torch.inference_mode():
@@ -113,7 +136,11 @@ class TorchStep:
             self._readout.read()
         with torch.inference_mode(), last_word(group):
             result = self._success() if self._failure is None else self._failed(self._failure)
-        check_alike(group, (result.num_tasklets, result.packs, result.norms, result.failure), "results of a step")
+        check_alike(
+            group,
+            (result.num_tasklets, result.packs, result.norms, result.failure),
+            "results of a step",
+        )
         return result
 
     def _agree_on_end(self) -> None:
@@ -129,7 +156,8 @@ class TorchStep:
         if own is None and self._failure is not None:
             own = DeviceMemoryError(self._failure)
         failure = agree_on_end(
-            group, None if own is None else Failure.of(own, group.rank, broken_update=self._updating)
+            group,
+            None if own is None else Failure.of(own, group.rank, broken_update=self._updating),
         )
         if failure is None:
             return
@@ -176,11 +204,16 @@ class TorchStep:
 
     @contextmanager
     def _fixed_order(self) -> Iterator[None]:
-        """On a GPU, sums that threads add to come out in another order each time, unless PyTorch is asked not to."""
+        """On a GPU, sums that threads add to come out in another order each time, unless PyTorch is
+        asked not to.
+        """
         if self._backbone.block_rows is None or self._backbone.device.type != "cuda":
             yield
             return
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -193,13 +226,21 @@ class TorchStep:
         """Always six, so that their times can be told apart."""
         partition = self._batch.partition
         if partition is None:
-            return self._prepare, self._losses, self._backward, self._updates, self._host.wait, self._forward
+            return (
+                self._prepare,
+                self._losses,
+                self._backward,
+                self._updates,
+                self._host.wait,
+                self._forward,
+            )
         rest = _nothing if partition.stops else self._backward
         return partial(self._divided, partition), _nothing, rest, self._updates, _nothing, _nothing
 
     def _divided(self, partition: Partition) -> None:
-        """The forward pass here, losses and tasklets in another thread, each on its units; and what was under way there
-        when the forward pass ended, on all of them. The first tasklet runs in any case.
+        """The forward pass here, losses and tasklets in another thread, each on its units; and what
+        was under way there when the forward pass ended, on all of them. The first tasklet runs in
+        any case.
         """
         assert self._sides is not None, "it cannot be divided"
         with self._sides.running(self._work_beside, partition):
@@ -232,7 +273,9 @@ class TorchStep:
         run_losses(joined)
 
     def _backward(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """As many tasklets as there is time for, until it is stopped, perhaps in the middle of one."""
+        """As many tasklets as there is time for, until it is stopped, perhaps in the middle of
+        one.
+        """
         while not stopped() and self._begin_turn():
             self._run_turn(stopped)
 
@@ -251,8 +294,9 @@ class TorchStep:
         return False
 
     def _is_declined(self, job: str) -> bool:
-        """Whether a tasklet does not begin, since the weights that it needs are not there. They are waited for where
-        no request is in the step, as long as tasklets may begin, and without a limit for a moment.
+        """Whether a tasklet does not begin, since the weights that it needs are not there. They are
+        waited for where no request is in the step, as long as tasklets may begin, and without a
+        limit for a moment.
         """
         training = self._pass(job)
         if not isinstance(training, LayerwisePass):
@@ -276,8 +320,8 @@ class TorchStep:
         self._turn, self._tasklet = [], None
 
     def _has_time(self) -> bool:
-        """Whether another tasklet may begin; the step's first always may. Beside a forward pass the host is asked for
-        the time in any case: it must not run far ahead of the device.
+        """Whether another tasklet may begin; the step's first always may. Beside a forward pass the
+        host is asked for the time in any case: it must not run far ahead of the device.
         """
         limit_s, partition = self._batch.backward_limit_s, self._batch.partition
         if (limit_s is None and partition is None) or not any(self._num_tasklets.values()):
@@ -288,8 +332,8 @@ class TorchStep:
 
     def _updates(self) -> None:
         for update in self._batch.updates:
-            # No rank begins while another one may still fail in what came before: so at most one update is broken,
-            # and the same on all ranks.
+            # No rank begins while another one may still fail in what came before: so at most one
+            # update is broken, and the same on all ranks.
             self._backbone.group.barrier()
             self._updating = update.job
             norm = self._trainers[update.job].update(update.num_trained, update.num_steps)
@@ -320,9 +364,13 @@ class TorchStep:
     def _pieces(
         self, pieces: Sequence[LossRows] | Sequence[Tasklets]
     ) -> tuple[list[tuple[TrainingPass, int]], list[tuple[TrainingPass, int]]]:
-        """Passes and their rows: those that may run as one, and those that each run by themselves."""
+        """Passes and their rows: those that may run as one, and those that each run by
+        themselves.
+        """
         found = [(self._pass(piece.job), piece.num_rows) for piece in pieces]
-        return [each for each in found if each[0].joins_others], [each for each in found if not each[0].joins_others]
+        return [each for each in found if each[0].joins_others], [
+            each for each in found if not each[0].joins_others
+        ]
 
     def _pass(self, job: str) -> TrainingPass:
         training = self._trainers[job].training_pass
@@ -344,7 +392,10 @@ class TorchStep:
         training = self._pass(job)
         self._trainers[job].finish_pack()
         return PackSums(
-            loss=loss, num_correct=int(num_correct), num_trained=training.num_units, metrics=training.metrics
+            loss=loss,
+            num_correct=int(num_correct),
+            num_trained=training.num_units,
+            metrics=training.metrics,
         )
 
     def _read_norms(self) -> dict[str, float | None]:

@@ -1,4 +1,6 @@
-"""A job's tensors on a torch device: its adapter, the optimizer's state, the gradients of the step, and one pack."""
+"""A job's tensors on a torch device: its adapter, the optimizer's state, the gradients of the step,
+and one pack.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -44,7 +46,9 @@ from coserve.tuning.training_pass import TrainingPass
 
 
 class TorchTrainer:
-    """See `OpenTrainer` and the commands that follow it. `training_pass`: the pack in memory, None if there is none."""
+    """See `OpenTrainer` and the commands that follow it. `training_pass`: the pack in memory, None
+    if there is none.
+    """
 
     def __init__(
         self,
@@ -57,9 +61,9 @@ class TorchTrainer:
         shard: Shard | None = None,
         moments_need_pages: bool = False,
     ) -> None:
-        """window: that the weights of the adapter's backbone pass through; None: they are all there. reparametrization:
-        what is trained in place of the adapter's parameters. shard: this is one node's part of a job.
-        moments_need_pages: see `TrainerOpened`.
+        """window: that the weights of the adapter's backbone pass through; None: they are all
+        there. reparametrization: what is trained in place of the adapter's parameters. shard: this
+        is one node's part of a job. moments_need_pages: see `TrainerOpened`.
         """
         self.adapter, self.window, self._reparametrization = adapter, window, reparametrization
         self.training_pass: TrainingPass | None = None
@@ -68,15 +72,25 @@ class TorchTrainer:
         self.states: Mapping[str, AnyState] = dict(graphs.states)
         """How ranks divide what is trained, by name; what is left out is whole."""
         if reparametrization is not None:
-            self.states = {name: reparametrization.state_of(name, graphs.states) for name in trained}
+            self.states = {
+                name: reparametrization.state_of(name, graphs.states) for name in trained
+            }
         self._rank_gradients = RankGradients(group, graphs.states, graphs.summed)
         norm_of = RankGradients(group, self.states, ()).norm
-        self.optimizer: AdapterOptimizer | None = AdapterOptimizer(trained, config.optimizer, norm_of)
-        self.moments = OptimizerMemory(self.optimizer, adapter.backbone.device, need_pages=moments_need_pages)
+        self.optimizer: AdapterOptimizer | None = AdapterOptimizer(
+            trained, config.optimizer, norm_of
+        )
+        self.moments = OptimizerMemory(
+            self.optimizer, adapter.backbone.device, need_pages=moments_need_pages
+        )
         self._moments_need_pages = moments_need_pages
         self.exchange: TorchExchange | None = None
         if shard is not None:
-            given = (adapter.masters, adapter.graphs.states) if shard.gives_gradients else (trained, self.states)
+            given = (
+                (adapter.masters, adapter.graphs.states)
+                if shard.gives_gradients
+                else (trained, self.states)
+            )
             self.exchange = TorchExchange(shard, given[0], self._held(given[1]))
         self._programs = training_programs(
             adapter,
@@ -88,15 +102,21 @@ class TorchTrainer:
         self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)
         self._objective = config.make_objective()
         if self._objective is not None:
-            check_trains(config.objective, adapter.config, trains_head=bool(adapter.parameters("head")))
+            check_trains(
+                config.objective, adapter.config, trains_head=bool(adapter.parameters("head"))
+            )
             if window is not None:
                 what = f"{config.objective} trains on the model that serves"
                 raise AdapterError(f"{what}; jobs on other models have the method supervised")
-        self._reference: Tensor | None = None  # log-probabilities of the next pack's rows without the adapter
+        self._reference: Tensor | None = (
+            None  # log-probabilities of the next pack's rows without the adapter
+        )
         self._seed = config.seed
         self._gradients: dict[str, Tensor] | None = None  # of the optimizer step
         self._is_complete = False  # these gradients: whether ranks have added up theirs
-        self._last: dict[str, Tensor] | None = None  # of the last pack that is done, which may still be dropped
+        self._last: dict[str, Tensor] | None = (
+            None  # of the last pack that is done, which may still be dropped
+        )
 
     def opened(self) -> TrainerOpened:
         opened = trainer_opened(self.adapter, self._programs, self._evaluation, self.window)
@@ -187,9 +207,14 @@ class TorchTrainer:
         return norm
 
     def _complete(self) -> None:
-        """Add up what ranks have of the gradients: once for all packs of an optimizer step, on all ranks."""
+        """Add up what ranks have of the gradients: once for all packs of an optimizer step, on all
+        ranks.
+        """
         if self._gradients is not None and not self._is_complete:
-            self._gradients, self._is_complete = self._rank_gradients.complete(self._gradients), True
+            self._gradients, self._is_complete = (
+                self._rank_gradients.complete(self._gradients),
+                True,
+            )
 
     def _apply(self) -> None:
         """What is computed with is made of what was trained."""
@@ -207,17 +232,24 @@ class TorchTrainer:
         moments = self.optimizer.moments | self.moments.away(on_device=False)
         given = self.exchange.take(self._gradients, moments)
         taken = TorchCopy(given, self.exchange.held, self.adapter.backbone.device)
-        self._gradients, self._is_complete = None, False  # last: where there was no memory, they are there still
+        self._gradients, self._is_complete = (
+            None,
+            False,
+        )  # last: where there was no memory, they are there still
         return taken
 
     def take_back(self, contribution: TorchCopy) -> None:
-        """Have the gradients again, complete as they are, that a contribution has taken; progress takes none."""
+        """Have the gradients again, complete as they are, that a contribution has taken; progress
+        takes none.
+        """
         assert self.exchange is not None
         if self.exchange.gives_gradients and contribution.tensors:
             self._gradients, self._is_complete = dict(contribution.tensors), True
 
     def combine(self, up_to: int, *, meets: bool) -> None:
-        """Carry out `CombineContributions`; what needs memory comes first, so that an error changes nothing."""
+        """Carry out `CombineContributions`; what needs memory comes first, so that an error changes
+        nothing.
+        """
         assert self.exchange is not None and self.optimizer is not None
         if up_to <= self.exchange.num_taken:
             return
@@ -245,11 +277,15 @@ class TorchTrainer:
 
     @torch.inference_mode()
     def version(self, *, for_checkpoint: bool = False) -> Adapter:
-        """A copy of the adapter as it is now, to be served, or saved with all that a job needs to resume."""
+        """A copy of the adapter as it is now, to be served, or saved with all that a job needs to
+        resume.
+        """
         if self._reparametrization is None:
             return self.adapter.checkpoint_copy() if for_checkpoint else self.adapter.snapshot()
         published = self._reparametrization.published()
-        return self.adapter.with_masters({name: published[name].clone() for name in self.adapter.masters})
+        return self.adapter.with_masters(
+            {name: published[name].clone() for name in self.adapter.masters}
+        )
 
     def load_state(self, path: Path) -> None:
         """Continue where a checkpoint was taken; AdapterError if the file is not this job's."""
@@ -283,8 +319,9 @@ def open_trainer(
     *,
     restores: bool = False,
 ) -> TorchTrainer:
-    """The tensors of a job, as the command says; AdapterError as there. window: see `TorchTrainer`. restores: the job
-    has changed the model's weights before, so that without a checkpoint it begins with those of its files.
+    """The tensors of a job, as the command says; AdapterError as there. window: see `TorchTrainer`.
+    restores: the job has changed the model's weights before, so that without a checkpoint it begins
+    with those of its files.
     """
     checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
     config = None if command.adapter is None else adapter_config(command.adapter)
@@ -294,13 +331,19 @@ def open_trainer(
             adapter = config.create(backbone, seed=command.config.seed)
     elif checkpoint is not None:
         adapter = load_adapter(
-            backbone, checkpoint, taking=lambda what, layout: memory.for_training(what, layout, more)
+            backbone,
+            checkpoint,
+            taking=lambda what, layout: memory.for_training(what, layout, more),
         )
     elif config is None:
         adapter = versions[command.version or ""]
         with memory.for_training(f"job {command.job}", _sizes(adapter), more):
             is_model = adapter.config.is_model
-            adapter = adapter.config.create(backbone, seed=command.config.seed) if is_model else adapter.snapshot()
+            adapter = (
+                adapter.config.create(backbone, seed=command.config.seed)
+                if is_model
+                else adapter.snapshot()
+            )
     else:
         with memory.for_training(f"job {command.job}", config.sizes(backbone.architecture), more):
             adapter = config.create(backbone, seed=command.config.seed)

@@ -1,4 +1,6 @@
-"""What a device's process and the engine's say to each other: msgpack frames, each after its length."""
+"""What a device's process and the engine's say to each other: msgpack frames, each after its
+length.
+"""
 
 import socket
 import struct
@@ -39,11 +41,17 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
     message: str
 
     def error(self) -> Exception:
-        """Return the error: one of coserve's own or of the system's as it was, anything else as RuntimeError."""
+        """Return the error: one of coserve's own or of the system's as it was, anything else as
+        RuntimeError.
+        """
         own = error_of_kind(self.kind)
         if own is not None:
             return own(self.message)
-        return OSError(self.message) if self.kind == "OSError" else RuntimeError(f"{self.kind}: {self.message}")
+        return (
+            OSError(self.message)
+            if self.kind == "OSError"
+            else RuntimeError(f"{self.kind}: {self.message}")
+        )
 
 
 class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
@@ -71,7 +79,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def framed(message: Any) -> bytes:
-    """Encode a message as the frame that a connection sends: one encoding does for several of them."""
+    """Encode a message as the frame that a connection sends: one encoding does for several of
+    them.
+    """
     encoded = _encode(message)
     return LENGTH.pack(len(encoded)) + encoded
 
@@ -91,8 +101,8 @@ class Connection:
     def send_frame(self, frame: bytes) -> None:
         """Send what `framed` has encoded; OSError if the other end is gone.
 
-        A call that is interrupted closes the connection: a part of the frame may have been sent, and what came after
-        could not be told from the rest of it.
+        A call that is interrupted closes the connection: a part of the frame may have been sent,
+        and what came after could not be told from the rest of it.
         """
         with self._sending:
             try:
@@ -104,7 +114,9 @@ class Connection:
                 raise
 
     def receive(self) -> Any:
-        """The next message; EOFError if the other end is gone, msgspec.DecodeError if what it sends is no message."""
+        """The next message; EOFError if the other end is gone, msgspec.DecodeError if what it sends
+        is no message.
+        """
         try:
             (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
             return self._decoder.decode(self._exactly(length))
@@ -129,7 +141,9 @@ class Connection:
 
 
 def raised(call: int | None, error: BaseException) -> Raised:
-    """An error as a message; kinds of OSError are one, except that a full disk can be told from the others."""
+    """An error as a message; kinds of OSError are one, except that a full disk can be told from the
+    others.
+    """
     kind = type(error).__name__
     if isinstance(error, OSError):
         kind = "DiskFullError" if is_disk_full(error) else "OSError"

@@ -1,4 +1,6 @@
-"""The profile that predictions rest on: measured before the engine served, or measured while it serves."""
+"""The profile that predictions rest on: measured before the engine served, or measured while it
+serves.
+"""
 
 from coserve.devices.messages import DeviceInfo, DeviceMeasured, MeasureDevice
 from coserve.engine.command_log import CommandLog
@@ -7,19 +9,24 @@ from coserve.scheduling.slo import DefaultSlo
 
 
 class Calibration:
-    """Replaces a provisional profile by a measured one, piece by piece, whenever its caller has time for a piece."""
+    """Replaces a provisional profile by a measured one, piece by piece, whenever its caller has
+    time for a piece.
+    """
 
-    def __init__(self, log: CommandLog, info: DeviceInfo, latency: LatencyModel, default_slo: DefaultSlo) -> None:
+    def __init__(
+        self, log: CommandLog, info: DeviceInfo, latency: LatencyModel, default_slo: DefaultSlo
+    ) -> None:
         self._log, self._latency, self._default_slo = log, latency, default_slo
         self.is_provisional = info.is_provisional
         """Return whether predictions still rest on a quick and cautious profile."""
 
     def run_piece(self) -> tuple[int, int]:
-        """Run one more piece of the device's measurement; only while it is provisional, and between two steps.
+        """Run one more piece of the device's measurement; only while it is provisional, and between
+        two steps.
 
         Returns:
-            How many measurements are finished, and about how many there are. With the last one, predictions and the
-            default SLO follow what was measured.
+            How many measurements are finished, and about how many there are. With the last one,
+            predictions and the default SLO follow what was measured.
         """
         measured = self._log.execute(MeasureDevice())
         assert isinstance(measured, DeviceMeasured)

@@ -22,28 +22,34 @@ def check_request(
     *,
     has_text: bool,
 ) -> None:
-    """Raise RequestError with what is wrong, and what would be right. version: of the request's adapter. has_text:
-    whether there is a tokenizer.
+    """Raise RequestError with what is wrong, and what would be right. version: of the request's
+    adapter. has_text: whether there is a tokenizer.
     """
     num_virtual = 0 if version is None else version.num_virtual_tokens
-    vocab_size = info.vocab_size if version is None or not version.vocab_size else version.vocab_size
+    vocab_size = (
+        info.vocab_size if version is None or not version.vocab_size else version.vocab_size
+    )
     if not prompt:
         raise RequestError("the prompt has no tokens")
     if params.stop and not has_text:
         raise RequestError("stop strings need a tokenizer, and this model has none")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise RequestError(f"token {wrong} of the prompt is out of vocabulary; the model has {vocab_size} tokens")
+        raise RequestError(
+            f"token {wrong} of the prompt is out of vocabulary; the model has {vocab_size} tokens"
+        )
     length = num_virtual + len(prompt) + params.max_tokens
     if length > info.max_positions:
         virtual = f"{num_virtual} virtual tokens of the adapter, " if num_virtual else ""
         raise RequestError(
-            f"{virtual}{len(prompt)} tokens of prompt and {params.max_tokens} to come are {length}; "
+            f"{virtual}{len(prompt)} tokens of prompt and {params.max_tokens} to come are "
+            f"{length}; "
             f"the model has {info.max_positions} positions"
         )
     if (pages := info.num_state_pages + -(-length // info.block_tokens)) > info.num_pages:
         raise RequestError(
-            f"{length} tokens need {pages} pages; there are {info.num_pages}: give the engine more memory"
+            f"{length} tokens need {pages} pages; there are {info.num_pages}: give the engine more "
+            f"memory"
         )
     try:
         params.check_vocabulary(vocab_size)
@@ -51,9 +57,11 @@ def check_request(
         raise RequestError(str(error)) from None
 
 
-def check_examples(examples: Sequence[Example], info: DeviceInfo | OtherModel, *, vocab_size: int = 0) -> None:
-    """Raise JobError with the example, and what would be right. info: of the model that they are for. vocab_size: of
-    the adapter that is trained further, where it has its own.
+def check_examples(
+    examples: Sequence[Example], info: DeviceInfo | OtherModel, *, vocab_size: int = 0
+) -> None:
+    """Raise JobError with the example, and what would be right. info: of the model that they are
+    for. vocab_size: of the adapter that is trained further, where it has its own.
     """
     vocab_size = vocab_size or info.vocab_size
     for index, example in enumerate(examples):
@@ -69,14 +77,19 @@ def check_examples(examples: Sequence[Example], info: DeviceInfo | OtherModel, *
             raise JobError(f"example {index} has a token beyond the model's {vocab_size}")
 
 
-def with_virtual_tokens(examples: Sequence[Example], number: int, max_positions: int) -> Sequence[Example]:
-    """Examples after the virtual tokens of an adapter, none of which has a target; JobError for one too long."""
+def with_virtual_tokens(
+    examples: Sequence[Example], number: int, max_positions: int
+) -> Sequence[Example]:
+    """Examples after the virtual tokens of an adapter, none of which has a target; JobError for one
+    too long.
+    """
     if not number:
         return examples
     longest = max((length for example in examples for length in example.lengths), default=0)
     if longest + number > max_positions:
         raise JobError(
-            f"{number} virtual tokens and an example of {longest} tokens are more than the model's {max_positions} "
+            f"{number} virtual tokens and an example of {longest} tokens are more than the model's "
+            f"{max_positions} "
             "positions: lower max_sequence_length or num_virtual_tokens"
         )
     virtual, nothing = tuple(virtual_tokens(number)), (False,) * (number + 1)
@@ -84,7 +97,9 @@ def with_virtual_tokens(examples: Sequence[Example], number: int, max_positions:
         replace(
             example,
             tokens=tuple(token for tokens, _ in example.sequences for token in (*virtual, *tokens)),
-            trained=tuple(mark for _, trained in example.sequences for mark in (*nothing, *trained[1:])),
+            trained=tuple(
+                mark for _, trained in example.sequences for mark in (*nothing, *trained[1:])
+            ),
             parts=tuple(number + length for length in example.parts),
         )
         for example in examples
@@ -94,7 +109,9 @@ def with_virtual_tokens(examples: Sequence[Example], number: int, max_positions:
 def check_adapter_name(name: str, jobs: Iterable[Job], versions: AdapterVersions) -> None:
     """AdapterError if no adapter can have it, or one has it, or will."""
     if not isinstance(name, str) or not name or "@" in name:
-        raise AdapterError(f"{shown(name)} is no name for an adapter: it must not be empty, nor have an @")
+        raise AdapterError(
+            f"{shown(name)} is no name for an adapter: it must not be empty, nor have an @"
+        )
     if any(job.name == name and not job.is_terminal for job in jobs):
         raise AdapterError(f"a job is making the adapter {name!r}")
     if name in versions:

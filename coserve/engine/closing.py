@@ -8,12 +8,15 @@ from coserve.devices.base import Device
 
 
 class HoldsDevice:
-    """An owner of a device, which lets go of it when it is closed, or at the end of a `with` block."""
+    """An owner of a device, which lets go of it when it is closed, or at the end of a `with`
+    block.
+    """
 
     device: Device
 
     def close(self) -> None:
-        """Let go of the device: end the processes of its ranks, if it has several. The engine cannot be used any more.
+        """Let go of the device: end the processes of its ranks, if it has several. The engine
+        cannot be used any more.
 
         May be called again.
         """

@@ -1,29 +1,34 @@
 """The ordered log of all commands to the device.
 
-**The rule.** Every command is appended to one list at the moment at which the engine's books change, and the device
-carries the list out in that order, each command once. So a part that sends a command need not know which others are
-still to come: what leaves a page stands before what comes into it, because the books had it in that order.
+**The rule.** Every command is appended to one list at the moment at which the engine's books
+change, and the device carries the list out in that order, each command once. So a part that sends a
+command need not know which others are still to come: what leaves a page stands before what comes
+into it, because the books had it in that order.
 
-- `send` appends a command that has no reply. It reaches the device with the next step, or before it.
-- A step takes all of the list (`head`, `submit`), and acknowledges it when it has ended (`collect`), also if it ran out
-  of memory.
-- `execute` carries out the list, then its own command, and returns the reply. `flush` carries out the list.
-- After an interruption (Ctrl-C in a call, an error of a step) it is not known how much of what was handed to the device
-  was done. The device is asked (`CountCommands`), and what `send` has appended of the rest is replayed before anything
-  else. What was done, however its caller ended, is not done again: what steps have written to pages since is never read
-  as if it were older. A command of `execute` whose caller was interrupted has been done by then, or never will be.
-- An error of a command is its answer: it has changed nothing, and is not replayed. One of `execute` is raised to its
-  caller. One of `send` has no caller, so it ends as a failed step does: requests that run, which may read what is not
-  there, are closed and opened again (`on_lost`), and `LostCommandError` is raised, which is not mistaken for an answer;
-  in a replay it is only logged. An interruption among commands of `send` closes them, too: one of them may have failed.
+- `send` appends a command that has no reply. It reaches the device with the next step, or before
+  it.
+- A step takes all of the list (`head`, `submit`), and acknowledges it when it has ended
+  (`collect`), also if it ran out of memory.
+- `execute` carries out the list, then its own command, and returns the reply. `flush` carries out
+  the list.
+- After an interruption (Ctrl-C in a call, an error of a step) it is not known how much of what was
+  handed to the device was done. The device is asked (`CountCommands`), and what `send` has appended
+  of the rest is replayed before anything else. What was done, however its caller ended, is not done
+  again: what steps have written to pages since is never read as if it were older. A command of
+  `execute` whose caller was interrupted has been done by then, or never will be.
+- An error of a command is its answer: it has changed nothing, and is not replayed. One of `execute`
+  is raised to its caller. One of `send` has no caller, so it ends as a failed step does: requests
+  that run, which may read what is not there, are closed and opened again (`on_lost`), and
+  `LostCommandError` is raised, which is not mistaken for an answer; in a replay it is only logged.
+  An interruption among commands of `send` closes them, too: one of them may have failed.
 - A device that is gone is owed nothing.
 
-A caller that is interrupted in `execute` gives up what may have come of it by a further command (`DropTrainer` after
-`OpenTrainer`), or asks again where that changes nothing.
+A caller that is interrupted in `execute` gives up what may have come of it by a further command
+(`DropTrainer` after `OpenTrainer`), or asks again where that changes nothing.
 
-The commands of `messages.BESIDE_STEPS` go to the device beside this list: they may come from any thread, and their
-order with the others does not matter. All else comes through here: with a group of devices, each of them gets this
-list.
+The commands of `messages.BESIDE_STEPS` go to the device beside this list: they may come from any
+thread, and their order with the others does not matter. All else comes through here: with a group
+of devices, each of them gets this list.
 """
 
 import logging
@@ -54,7 +59,8 @@ _WRITE_PAGES = (SwapIn, ImportPages, MovePages, MovePack, BeginPack, PlaceOptimi
 class LostCommandError(Exception):
     """A command for which nobody waits has failed; its error is the cause.
 
-    Not one of coserve's own errors: who meets it has asked for something else, and may not handle it.
+    Not one of coserve's own errors: who meets it has asked for something else, and may not handle
+    it.
     """
 
 
@@ -81,11 +87,11 @@ class _Sent(NamedTuple):
 
 
 class CommandLog:
-    """The ordered log that the module describes. All but `send` is for the engine's thread and, except for `collect`,
-    for the time between two steps.
+    """The ordered log that the module describes. All but `send` is for the engine's thread and,
+    except for `collect`, for the time between two steps.
 
-    Ctrl-C may come between any two of the statements here. So what is set first says that the outcome is not known
-    (`_sent`), and what follows from an answer can be set again.
+    Ctrl-C may come between any two of the statements here. So what is set first says that the
+    outcome is not known (`_sent`), and what follows from an answer can be set again.
     """
 
     def __init__(self, device: Device) -> None:
@@ -96,7 +102,8 @@ class CommandLog:
         self._num_answered: int | None = None  # by the device; None: not known, as after an error
         self._openings: set[str] = set()  # requests that a command in the log opens, and some more
         self.on_lost: Callable[[], None] = lambda: None
-        """Called where a command that nobody waits for has failed, or may have: what it was to bring is not there."""
+        """Called where a command that nobody waits for has failed, or may have: what it was to
+        bring is not there."""
         self._is_gone = False
 
     def send(self, command: Command) -> None:
@@ -134,7 +141,9 @@ class CommandLog:
         return bool(self._entries)
 
     def flush(self) -> None:
-        """Carry out all that is in the log, without a step. LostCommandError: one of it has failed."""
+        """Carry out all that is in the log, without a step. LostCommandError: one of it has
+        failed.
+        """
         self.replay()
         while self._entries:
             self._do_first()
@@ -192,8 +201,8 @@ class CommandLog:
         return reply
 
     def _note_failure(self, entry: _Entry) -> None:
-        """Note that a command's answer is an error; that it was sent is forgotten last, so that an interruption here
-        counts as one of the command.
+        """Note that a command's answer is an error; that it was sent is forgotten last, so that an
+        interruption here counts as one of the command.
         """
         if not entry.is_awaited:
             self.on_lost()
@@ -203,9 +212,9 @@ class CommandLog:
         self._trim()
 
     def replay(self) -> None:
-        """Find out what the device has done of what it was handed last, and carry out the rest, but for commands whose
-        callers have given up; nothing if there was no interruption. It may close requests that run (`on_lost`), so
-        this comes before a plan.
+        """Find out what the device has done of what it was handed last, and carry out the rest, but
+        for commands whose callers have given up; nothing if there was no interruption. It may close
+        requests that run (`on_lost`), so this comes before a plan.
         """
         if self._sent is not None:
             self._settle(self._sent)
@@ -245,7 +254,9 @@ class CommandLog:
             self._openings.clear()
 
     def _known_count(self) -> int:
-        """Return how many commands the device has answered; it is asked only if that is not known."""
+        """Return how many commands the device has answered; it is asked only if that is not
+        known.
+        """
         if self._num_answered is None:
             try:
                 reply = self._device.execute(CountCommands())
@@ -264,7 +275,9 @@ class CommandLog:
     # -- what later commands make needless ------------------------------------------------
 
     def _forget_opening(self, closed: CloseRequest) -> None:
-        """Put a command to close a request in the place of those that open it: its grammar may be gone by now."""
+        """Put a command to close a request in the place of those that open it: its grammar may be
+        gone by now.
+        """
         if closed.request not in self._openings:
             return
         for entry in self._entries:
@@ -272,10 +285,11 @@ class CommandLog:
                 entry.command = closed
 
     def _forget_resize(self) -> None:
-        """Drop the last size of the window if nothing is written to pages between it and the next one.
+        """Drop the last size of the window if nothing is written to pages between it and the next
+        one.
 
-        A request takes pages one by one, and a window that is replaced shrinks to nothing first: weights that have room
-        in the last size stay where they are.
+        A request takes pages one by one, and a window that is replaced shrinks to nothing first:
+        weights that have room in the last size stay where they are.
         """
         num_sent = 0 if self._sent is None else len(self._sent.entries)
         for place in range(len(self._entries) - 1, num_sent - 1, -1):

@@ -1,8 +1,9 @@
-"""What an engine is commanded: every change of its state is one of these, handled one after the other (`EngineCore`).
+"""What an engine is commanded: every change of its state is one of these, handled one after the
+other (`EngineCore`).
 
-The server's process sends most of them over the wire (`coserve.protocol`), a library's caller makes them by the methods
-of `Engine`, and a recording has them as they were handled. Those with a `call` are answered by one `Reply` with the
-same number where a server has sent them.
+The server's process sends most of them over the wire (`coserve.protocol`), a library's caller makes
+them by the methods of `Engine`, and a recording has them as they were handled. Those with a `call`
+are answered by one `Reply` with the same number where a server has sent them.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ NO_CALL = -1
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRef:
-    """An adapter by the name under which the engine serves it; directory: where to load it from if it is not on the
-    device.
+    """An adapter by the name under which the engine serves it; directory: where to load it from if
+    it is not on the device.
     """
 
     name: str
@@ -37,15 +38,16 @@ class AdapterRef:
 class JobStart:
     """All that an engine needs to start a job, or to resume it where a checkpoint was taken.
 
-    name: of the adapter that it makes, and serves when it is done (when live, from the first step on). examples,
-    validation: files that `coserve.jobs.examples` wrote ("" where a library's caller has the examples). adapter: a
-    fresh one, by its configuration in PEFT's format; or start: one to train further. checkpoint: a directory that a
-    `Checkpointed` named; then neither is used. checkpoints: the directory in which the engine writes `step-<n>`: every
-    `checkpoint_every_steps` optimizer steps (0: not while it runs), at a pause, at a cancellation, and at the end.
-    paused: it waits to be resumed. tenant: whose it is. alone_until_step: until then, no step of the engine works for
-    another job as well. model: that it trains, by the engine's name for it, if that is not the one that serves.
-    data_parallel: how it is to be divided among nodes; None: not at all, and an engine alone trains all of it in any
-    case. shard: the part that this engine gets.
+    name: of the adapter that it makes, and serves when it is done (when live, from the first step
+    on). examples, validation: files that `coserve.jobs.examples` wrote ("" where a library's caller
+    has the examples). adapter: a fresh one, by its configuration in PEFT's format; or start: one to
+    train further. checkpoint: a directory that a `Checkpointed` named; then neither is used.
+    checkpoints: the directory in which the engine writes `step-<n>`: every `checkpoint_every_steps`
+    optimizer steps (0: not while it runs), at a pause, at a cancellation, and at the end. paused:
+    it waits to be resumed. tenant: whose it is. alone_until_step: until then, no step of the engine
+    works for another job as well. model: that it trains, by the engine's name for it, if that is
+    not the one that serves. data_parallel: how it is to be divided among nodes; None: not at all,
+    and an engine alone trains all of it in any case. shard: the part that this engine gets.
     """
 
     id: str
@@ -70,16 +72,19 @@ class JobStart:
     @property
     def changes_model(self) -> bool:
         """Whether it trains the weights that serve."""
-        from coserve.adapters.methods import changes_model  # with torch, which not all that pass jobs on have
+        from coserve.adapters.methods import (
+            changes_model,
+        )  # with torch, which not all that pass jobs on have
 
         return changes_model(self.adapter)
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Answered by chunks, the last of each sequence with a finish_reason; or by `Refused`, if it cannot be served.
+    """Answered by chunks, the last of each sequence with a finish_reason; or by `Refused`, if it
+    cannot be served.
 
-    Chunks have tokens and no text, and params no stop strings: text is made where the tokens come out. priority,
-    batch_due_s, without_jobs: see `TokenEngine.add_tokens`.
+    Chunks have tokens and no text, and params no stop strings: text is made where the tokens come
+    out. priority, batch_due_s, without_jobs: see `TokenEngine.add_tokens`.
     """
 
     id: str
@@ -115,8 +120,8 @@ class CancelRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopSequence(msgspec.Struct, tag=True, frozen=True):
-    """End a sequence with its first `num_tokens` tokens: its text has a stop string. What the engine has run beyond
-    that does not count; its last chunk, without tokens, says "stop".
+    """End a sequence with its first `num_tokens` tokens: its text has a stop string. What the
+    engine has run beyond that does not count; its last chunk, without tokens, says "stop".
     """
 
     id: str
@@ -125,14 +130,16 @@ class StopSequence(msgspec.Struct, tag=True, frozen=True):
 
 
 class HoldRequest(msgspec.Struct, tag=True, frozen=True):
-    """Keep a request that waits from starting before `DeliverBlocks`: another instance computes its prompt."""
+    """Keep a request that waits from starting before `DeliverBlocks`: another instance computes its
+    prompt.
+    """
 
     id: str
 
 
 class DeliverBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Deliver the handed-over blocks of a held request; None means that the handover failed. The file must exist until
-    the request is admitted.
+    """Deliver the handed-over blocks of a held request; None means that the handover failed. The
+    file must exist until the request is admitted.
     """
 
     id: str
@@ -142,15 +149,16 @@ class DeliverBlocks(msgspec.Struct, tag=True, frozen=True):
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
     """Put an adapter on the device under its name, unless it is there; it was used now.
 
-    changed_by: see `OpenVersion`. Where a thread has read the adapter beside steps, `EngineCore.handle` is given what
-    came of that.
+    changed_by: see `OpenVersion`. Where a thread has read the adapter beside steps,
+    `EngineCore.handle` is given what came of that.
     """
 
     call: int
     adapter: AdapterRef
     changed_by: str = ""
     model: str = ""
-    """Name of the model that the adapter is of, one of the config's `trainable_models`; "" for the one that serves."""
+    """Name of the model that the adapter is of, one of the config's `trainable_models`; "" for the
+    one that serves."""
     stays: bool = False
     """Whether it is never evicted. Then an adapter of that name must not be there."""
 
@@ -170,14 +178,18 @@ class SaveVersion(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartJob(msgspec.Struct, tag=True, frozen=True):
-    """Start a job, or resume it. `EngineCore.handle` is given its examples, which are read beside steps."""
+    """Start a job, or resume it. `EngineCore.handle` is given its examples, which are read beside
+    steps.
+    """
 
     call: int
     job: JobStart
 
 
 class PauseJob(msgspec.Struct, tag=True, frozen=True):
-    """Pause a job; its current pack is discarded and begun again on resume. A server's engine writes a checkpoint."""
+    """Pause a job; its current pack is discarded and begun again on resume. A server's engine
+    writes a checkpoint.
+    """
 
     call: int
     id: str
@@ -191,7 +203,9 @@ class ResumeJob(msgspec.Struct, tag=True, frozen=True):
 
 
 class CancelJob(msgspec.Struct, tag=True, frozen=True):
-    """End a job; versions that it has published stay. A server's engine writes a checkpoint, if it is wanted."""
+    """End a job; versions that it has published stay. A server's engine writes a checkpoint, if it
+    is wanted.
+    """
 
     call: int
     id: str
@@ -199,7 +213,9 @@ class CancelJob(msgspec.Struct, tag=True, frozen=True):
 
 
 class CombineJob(msgspec.Struct, tag=True, frozen=True):
-    """Take in what the nodes of a job have contributed, and continue; after a `Contributed`, once."""
+    """Take in what the nodes of a job have contributed, and continue; after a `Contributed`,
+    once.
+    """
 
     call: int
     id: str
@@ -207,7 +223,9 @@ class CombineJob(msgspec.Struct, tag=True, frozen=True):
 
 
 class CopyCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Copy a job as it is after its last whole optimizer step (one that is over: without the optimizer's state)."""
+    """Copy a job as it is after its last whole optimizer step (one that is over: without the
+    optimizer's state).
+    """
 
     id: str
 
@@ -229,7 +247,9 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
 
 class FlushCommands(msgspec.Struct, tag=True, frozen=True):
-    """Carry out what is in the log to the device now: where no step is coming, or an unrecorded command follows."""
+    """Carry out what is in the log to the device now: where no step is coming, or an unrecorded
+    command follows.
+    """
 
 
 # fmt: off

@@ -7,7 +7,8 @@ from typing import Any
 from coserve.scheduling.policies import DEFAULT_POLICY, make_policy
 from coserve.settings import check_whole, is_number
 
-# Beside a far larger weight the share of a tenant would be 0 in floating point, and plans divide by shares.
+# Beside a far larger weight the share of a tenant would be 0 in floating point, and plans divide by
+# shares.
 MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
 
 
@@ -15,19 +16,22 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
 class EngineConfig:
     """ValueError when created names the field and its range.
 
-    policy, policy_settings: see `coserve.scheduling.policies`; settings by name, as values or as text. ttft_s: SLO of
-    requests that bring none, seconds to the first token. tpot_s: likewise, mean seconds between later tokens; None:
-    what `coserve.scheduling.slo` makes of a decode step alone on this device. memory_bytes: of the page pool, for keys
-    and values and fine-tuning's activations; None: a share of what is free. host_memory_bytes: for keys and values of
-    preempted requests and packs that gave way, which come back from there where that is quicker than computing them
-    again; for the optimizers of paused jobs, and for adapters that no request reads; 0: none. block_tokens: tokens of a
-    page. max_requests: sequences that run at once. max_step_rows: rows of a forward pass. max_adapters: how many of
-    those that lie on disk stay on the device; with host memory, how many of all, as far as there is room for the
-    others. deterministic: answers and adapters are the same bit for bit, whatever runs beside them; steps take longer
-    (docs/engine.md). trainable_models: directories or hub ids of models that jobs may train beside the one that serves,
-    by the names that jobs give. tenant_weights: the parts of the device that tenants have beside one another, of those
-    whose part is not 1. share_prefixes: whether all tenants share what is known of prompts' beginnings; otherwise each
-    has its own, but for those that are public. weight_window_bytes: of the page pool, that the weights of trainable
+    policy, policy_settings: see `coserve.scheduling.policies`; settings by name, as values or as
+    text. ttft_s: SLO of requests that bring none, seconds to the first token. tpot_s: likewise,
+    mean seconds between later tokens; None: what `coserve.scheduling.slo` makes of a decode step
+    alone on this device. memory_bytes: of the page pool, for keys and values and fine-tuning's
+    activations; None: a share of what is free. host_memory_bytes: for keys and values of preempted
+    requests and packs that gave way, which come back from there where that is quicker than
+    computing them again; for the optimizers of paused jobs, and for adapters that no request reads;
+    0: none. block_tokens: tokens of a page. max_requests: sequences that run at once.
+    max_step_rows: rows of a forward pass. max_adapters: how many of those that lie on disk stay on
+    the device; with host memory, how many of all, as far as there is room for the others.
+    deterministic: answers and adapters are the same bit for bit, whatever runs beside them; steps
+    take longer (docs/engine.md). trainable_models: directories or hub ids of models that jobs may
+    train beside the one that serves, by the names that jobs give. tenant_weights: the parts of the
+    device that tenants have beside one another, of those whose part is not 1. share_prefixes:
+    whether all tenants share what is known of prompts' beginnings; otherwise each has its own, but
+    for those that are public. weight_window_bytes: of the page pool, that the weights of trainable
     models may take at once; None: all that requests and packs leave.
     """
 
@@ -45,7 +49,8 @@ class EngineConfig:
     trainable_models: Mapping[str, str] = field(default_factory=dict)
     weight_window_bytes: int | None = None
     tensor_parallel: int = 1
-    """Number of ranks: processes that hold the model together, each on a device of its own (docs/parallel.md).
+    """Number of ranks: processes that hold the model together, each on a device of its own
+    (docs/parallel.md).
 
     `memory_bytes` and `host_memory_bytes` are then those of each rank.
     """
@@ -58,7 +63,14 @@ class EngineConfig:
             value = getattr(self, name)
             if (value is not None or name == "ttft_s") and (not is_number(value) or value <= 0):
                 raise ValueError(f"{name} must be a number of seconds above 0, not {value!r}")
-        numbers = ("memory_bytes", "block_tokens", "max_requests", "max_step_rows", "max_adapters", "tensor_parallel")
+        numbers = (
+            "memory_bytes",
+            "block_tokens",
+            "max_requests",
+            "max_step_rows",
+            "max_adapters",
+            "tensor_parallel",
+        )
         for name in numbers:
             value = getattr(self, name)
             if value is None and name == "memory_bytes":
@@ -72,6 +84,12 @@ class EngineConfig:
                 wanted = f"tenant_weights must be numbers from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
                 raise ValueError(f"{wanted}, not {weight!r} of {tenant!r}")
         if self.trainable_models and self.deterministic:
-            raise ValueError("trainable_models must be empty where deterministic is set: their sums depend on the plan")
+            raise ValueError(
+                "trainable_models must be empty where deterministic is set: their sums depend on "
+                "the plan"
+            )
         if self.trainable_models and self.tensor_parallel > 1:
-            raise ValueError("trainable_models must be empty where tensor_parallel is above 1: ranks hold one model")
+            raise ValueError(
+                "trainable_models must be empty where tensor_parallel is above 1: ranks hold one "
+                "model"
+            )

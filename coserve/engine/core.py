@@ -1,7 +1,9 @@
-"""The engine without text: it handles commands on requests of token ids, adapters and jobs, one after the other.
+"""The engine without text: it handles commands on requests of token ids, adapters and jobs, one
+after the other.
 
-Requests, jobs and pages by number; a device has the tensors. It is plain Python, and deterministic: the same commands,
-clock readings and results of the device give the same steps. The loop that takes them is `coserve.engine.step_loop`.
+Requests, jobs and pages by number; a device has the tensors. It is plain Python, and deterministic:
+the same commands, clock readings and results of the device give the same steps. The loop that takes
+them is `coserve.engine.step_loop`.
 """
 
 from collections import deque
@@ -28,7 +30,12 @@ from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
 from coserve.engine.request_queue import RequestQueue
-from coserve.engine.served_adapters import AdapterLoad, AdapterVersion, AdapterVersions, ServedAdapters
+from coserve.engine.served_adapters import (
+    AdapterLoad,
+    AdapterVersion,
+    AdapterVersions,
+    ServedAdapters,
+)
 from coserve.engine.serving import Serving, TextStreamMaker
 from coserve.engine.step_loop import StepLoop
 from coserve.memory.kv_cache import KvCache
@@ -61,10 +68,13 @@ class EngineCore:
 
         Args:
             end_tokens: ids that end every request.
-            text_stream: makes text of a request's tokens, given its prompt and params; None: no text, no stop strings.
+            text_stream: makes text of a request's tokens, given its prompt and params; None: no
+                text, no stop strings.
             decode: the text of answers to validation sets.
-            find_pieces: what tokens stand for, asked with the first grammar unless `UseVocabulary` has told.
-            keep_profile: called with a corrected profile once measured step times have drifted from the device's.
+            find_pieces: what tokens stand for, asked with the first grammar unless `UseVocabulary`
+                has told.
+            keep_profile: called with a corrected profile once measured step times have drifted from
+                the device's.
         """
         self.device, self.latency, self.config = device, latency, config
         self._numbers = count()  # of requests and jobs whose callers have not named them
@@ -102,7 +112,9 @@ class EngineCore:
             emit=self._emit,
             send=send,
         )
-        self._opener = JobOpener(device, self.pages, self.adapters, self.log, config.trainable_models)
+        self._opener = JobOpener(
+            device, self.pages, self.adapters, self.log, config.trainable_models
+        )
         self._answers = Answers(self.adapters, self._serving, device, decode=decode)
         self.jobs = JobSet(
             device,
@@ -149,7 +161,9 @@ class EngineCore:
 
     @property
     def slo(self) -> Slo:
-        """Of requests that bring none; unless the config says it, or it was set, its TPOT follows what steps take."""
+        """Of requests that bring none; unless the config says it, or it was set, its TPOT follows
+        what steps take.
+        """
         return self._default_slo.value
 
     @slo.setter
@@ -216,7 +230,13 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Count everything as of now; see `EngineStats`."""
-        loop, requests, jobs, pages, swap = self.loop, self.requests, self.jobs, self.pages, self.swap
+        loop, requests, jobs, pages, swap = (
+            self.loop,
+            self.requests,
+            self.jobs,
+            self.pages,
+            self.swap,
+        )
         owned, optimizers = pages.pool.num_pages_by_owner(), pages.cache.optimizers
         num_held = owned.get(PACK_OWNER, 0) + optimizers.num_pages - optimizers.num_lendable
         num_batch_running, num_batch_waiting = requests.num_batch()
@@ -254,23 +274,34 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        """Assert that every page, here and on the host, is free, or owned by somebody who knows of it."""
+        """Assert that every page, here and on the host, is free, or owned by somebody who knows of
+        it.
+        """
         self.requests.check_integrity()
-        self.swap.check_integrity([*self.requests.waiting, *self.jobs.on_host, *self.adapters.on_host])
-        held = {page for each in self.requests.running.values() if each.sequence for page in each.sequence.pages}
+        self.swap.check_integrity(
+            [*self.requests.waiting, *self.jobs.on_host, *self.adapters.on_host]
+        )
+        held = {
+            page
+            for each in self.requests.running.values()
+            if each.sequence
+            for page in each.sequence.pages
+        }
         self.pages.check_integrity(held, self.jobs.packs, self.jobs.with_optimizer)
 
     # -- commands -------------------------------------------------------------------
 
-    def handle(self, command: EngineCommand, read: AdapterLoad | JobExamples | None = None) -> Any:
+    def handle(self, command: EngineCommand, read: AdapterLoad | JobExamples | None = None) -> Any:  # noqa: C901
         """Do a command between two steps.
 
         Args:
-            read: what was read for the command beside steps: the examples of a job that starts, or an adapter.
+            read: what was read for the command beside steps: the examples of a job that starts, or
+                an adapter.
 
         Returns:
-            What its caller in this process gets, where it has one: whether there is a step to `finish_step`, whether
-            the request was there, the loaded `AdapterVersion`, the `Checkpoint`, the `TakenCopy`.
+            What its caller in this process gets, where it has one: whether there is a step to
+            `finish_step`, whether the request was there, the loaded `AdapterVersion`, the
+            `Checkpoint`, the `TakenCopy`.
 
         Raises:
             CoserveError: the command is refused, and has changed nothing.
@@ -283,7 +314,9 @@ class EngineCore:
             case commands.CancelRequest():
                 return self._ended(self._serving.cancel(command.id))
             case commands.StopSequence():
-                return self._ended(self._serving.stop(command.id, command.index, command.num_tokens))
+                return self._ended(
+                    self._serving.stop(command.id, command.index, command.num_tokens)
+                )
             case commands.HoldRequest():
                 self.requests.hold(command.id)
             case commands.DeliverBlocks():
@@ -347,8 +380,8 @@ class EngineCore:
         )
 
     def begin_load(self, name: str, directory: str) -> AdapterLoad | None:
-        """Return an adapter whose `read` any thread may call beside steps, before a `LoadAdapter` is handled with it;
-        None if there is nothing to load.
+        """Return an adapter whose `read` any thread may call beside steps, before a `LoadAdapter`
+        is handled with it; None if there is nothing to load.
 
         Raises:
             AdapterError: it cannot have this name.
@@ -358,7 +391,9 @@ class EngineCore:
         check_adapter_name(name, self.jobs.values(), self.versions)
         return self.adapters.begin_load(name, directory)
 
-    def _load_adapter(self, command: commands.LoadAdapter, load: AdapterLoad | None) -> AdapterVersion | None:
+    def _load_adapter(
+        self, command: commands.LoadAdapter, load: AdapterLoad | None
+    ) -> AdapterVersion | None:
         name, directory = command.adapter.name, command.adapter.directory
         version: AdapterVersion | None = None
         if load is not None:

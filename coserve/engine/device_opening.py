@@ -1,4 +1,6 @@
-"""Opens the device of an engine: torch in this process, or a group of ranks, each a process of its own."""
+"""Opens the device of an engine: torch in this process, or a group of ranks, each a process of its
+own.
+"""
 
 import logging
 
@@ -26,9 +28,9 @@ def open_device_of(
         start_rank: starts the process of a rank.
 
     Raises:
-        ModelError: the device is not there, or the model cannot be used on it; or there are too few devices for the
-            ranks. ValueError: the number of threads. BudgetError, DeviceMemoryError: as
-            `coserve.devices.loading.open_device`.
+        ModelError: the device is not there, or the model cannot be used on it; or there are too few
+            devices for the ranks. ValueError: the number of threads. BudgetError,
+            DeviceMemoryError: as `coserve.devices.loading.open_device`.
     """
     from coserve.devices.rank_places import check_places, crowding
 
@@ -39,7 +41,9 @@ def open_device_of(
         from coserve.devices.group_device import GroupDevice
 
         group = GroupDevice(settings, progress, start=start_rank)
-        if group.info.device == "cpu" and (warning := crowding(settings.num_ranks, group.info.threads)):
+        if group.info.device == "cpu" and (
+            warning := crowding(settings.num_ranks, group.info.threads)
+        ):
             _log.warning("%s", warning)
         return group
     from coserve.devices.loading import open_device

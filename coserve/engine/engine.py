@@ -1,4 +1,6 @@
-"""The engine as a library: text in, text out, jobs from files; on torch, in this process or on ranks of their own."""
+"""The engine as a library: text in, text out, jobs from files; on torch, in this process or on
+ranks of their own.
+"""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,7 +60,9 @@ class Completion:
 
 
 class Engine(TokenEngine, HoldsDevice):
-    """One model on one device, serving and fine-tuning, with text in and out. Not to be shared between threads."""
+    """One model on one device, serving and fine-tuning, with text in and out. Not to be shared
+    between threads.
+    """
 
     def __init__(
         self,
@@ -72,9 +76,9 @@ class Engine(TokenEngine, HoldsDevice):
     ) -> None:
         """device: whose memory and pages are those that the config asks for (`open_device`).
 
-        answers_tokenizer: reads one for answers to validation sets, where the engine has none for text otherwise.
-        end_tokens: ids that end a text; those that the model does not have are of no effect. latency: default, what the
-        device's profile says.
+        answers_tokenizer: reads one for answers to validation sets, where the engine has none for
+        text otherwise. end_tokens: ids that end a text; those that the model does not have are of
+        no effect. latency: default, what the device's profile says.
         """
         self.tokenizer = tokenizer
         self.answers_tokenizer = cache(answers_tokenizer or (lambda: tokenizer))
@@ -86,7 +90,9 @@ class Engine(TokenEngine, HoldsDevice):
             end_tokens=end_tokens,
             text_stream=None if tokenizer is None else partial(_text_stream, tokenizer),
             decode=None if answers_tokenizer is None and tokenizer is None else self._decode,
-            find_pieces=None if tokenizer is None else lambda: TokenBytes(tokenizer).all(device.info.vocab_size),
+            find_pieces=None
+            if tokenizer is None
+            else lambda: TokenBytes(tokenizer).all(device.info.vocab_size),
             keep_profile=partial(correct_profile, Path(path)) if path else None,
         )
 
@@ -107,18 +113,22 @@ class Engine(TokenEngine, HoldsDevice):
         """Make an engine on torch, in this process, with weights that are there.
 
         Args:
-            may_be_provisional: whether a quick and cautious profile, which `calibration` replaces, will do.
+            may_be_provisional: whether a quick and cautious profile, which `calibration` replaces,
+                will do.
             wrap: puts something between the engine and the device.
 
         Raises:
-            BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page. ValueError: the
-                config asks for several ranks, which `load` starts.
+            BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page.
+                ValueError: the config asks for several ranks, which `load` starts.
         """
         from coserve.devices.loading import device_on
 
         config = config or EngineConfig()
         if config.tensor_parallel > 1:
-            raise ValueError("tensor_parallel must be 1 for a model that is loaded: Engine.load starts several ranks")
+            raise ValueError(
+                "tensor_parallel must be 1 for a model that is loaded: Engine.load starts several "
+                "ranks"
+            )
         settings = replace(
             device_settings(config, backbone.name),
             profile=None if latency is None else latency.profile,
@@ -153,25 +163,29 @@ class Engine(TokenEngine, HoldsDevice):
         start_rank: StartProcess = start_program,
         wrap: Callable[[Device], Device] | None = None,
     ) -> Self:
-        """Load a model: a directory, a hub id, or a `dummy:` preset with random weights (from `seed`).
+        """Load a model: a directory, a hub id, or a `dummy:` preset with random weights (from
+        `seed`).
 
         Args:
             dtype: "float32", "bfloat16", "float16", or "auto" for the model's own.
-            weights: how those of linear layers are stored: "dense" in the dtype, or quantised to "int8".
-            device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one. Several ranks take "cpu" or "cuda",
-                as many cores or GPUs as there are ranks.
-            threads: number of CPU threads of each rank; None leaves one rank those that PyTorch has, and gives several
-                ranks an equal share of them, or one each for a small model.
-            max_positions: tokens of the longest sequence, prompt and answer or an example; None: as many as the model
-                was made for. Of a model with LongRoPE it decides which of its two sets of factors is used.
-            with_text: whether chunks have text; without, there are token ids alone, in and out, and no stop strings.
+            weights: how those of linear layers are stored: "dense" in the dtype, or quantised to
+                "int8".
+            device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one. Several ranks
+                take "cpu" or "cuda", as many cores or GPUs as there are ranks.
+            threads: number of CPU threads of each rank; None leaves one rank those that PyTorch
+                has, and gives several ranks an equal share of them, or one each for a small model.
+            max_positions: tokens of the longest sequence, prompt and answer or an example; None: as
+                many as the model was made for. Of a model with LongRoPE it decides which of its two
+                sets of factors is used.
+            with_text: whether chunks have text; without, there are token ids alone, in and out, and
+                no stop strings.
             may_be_provisional, wrap: see `from_backbone`.
             progress: told what is being done, how much of it is done, and how much there is.
             start_rank: starts the process of each of several ranks.
 
         Raises:
-            ModelError: there is no such model or device, or it cannot be used; or there are too few devices for the
-                ranks. BudgetError, DeviceMemoryError: see `from_backbone`.
+            ModelError: there is no such model or device, or it cannot be used; or there are too few
+                devices for the ranks. BudgetError, DeviceMemoryError: see `from_backbone`.
         """
         config = check_kind("config", config, EngineConfig) or EngineConfig()
         source = find_model(model)
@@ -209,17 +223,25 @@ class Engine(TokenEngine, HoldsDevice):
     ) -> str:
         """Queue a request (see `add_tokens`); `step` brings its chunks."""
         params = SamplingParams() if params is None else params
-        return self.add_tokens(self.tokens_of(prompt), params, adapter=adapter, slo=slo, request_id=request_id)
+        return self.add_tokens(
+            self.tokens_of(prompt), params, adapter=adapter, slo=slo, request_id=request_id
+        )
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, adapter: str | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Completion]:
-        """Answer prompts, all at once; jobs run meanwhile. Of each prompt, its `n` completions one after the other.
+        """Answer prompts, all at once; jobs run meanwhile. Of each prompt, its `n` completions one
+        after the other.
 
         What else happens meanwhile comes out of the next `step`; so it is with `stream` and `tune`.
 
         Raises:
-            RequestError: one of them cannot be served, the device failed it, or the policy never runs it; then none is.
+            RequestError: one of them cannot be served, the device failed it, or the policy never
+                runs it; then none is.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise RequestError("generate takes a list of prompts; for one prompt, a list of one")
@@ -236,7 +258,9 @@ class Engine(TokenEngine, HoldsDevice):
             for name in collected.names:
                 self.cancel(name)
             self.outbox.take(collected.wants)
-        return [completion for name in collected.names for completion in collected.completions(name)]
+        return [
+            completion for name in collected.names for completion in collected.completions(name)
+        ]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
@@ -248,7 +272,9 @@ class Engine(TokenEngine, HoldsDevice):
         name = self.add(prompt, params, adapter=adapter)
 
         def take() -> list[Chunk]:
-            mine = self.outbox.take(lambda event: isinstance(event, Chunk) and event.request == name)
+            mine = self.outbox.take(
+                lambda event: isinstance(event, Chunk) and event.request == name
+            )
             return [chunk for chunk in mine if isinstance(chunk, Chunk)]
 
         try:
@@ -280,13 +306,15 @@ class Engine(TokenEngine, HoldsDevice):
         """Start a fine-tuning job on data; `step` brings its events. Returns its id.
 
         Args:
-            adapter: a fresh one of this kind (default: LoRA at every linear layer), or the label of one to continue.
+            adapter: a fresh one of this kind (default: LoRA at every linear layer), or the label of
+                one to continue.
             name: of the adapter that it publishes; requests name it, or `name@step`.
-            model: that it trains, one of the config's `trainable_models`; see `submit_examples`. Its own tokenizer
-                reads the data.
+            model: that it trains, one of the config's `trainable_models`; see `submit_examples`.
+                Its own tokenizer reads the data.
 
         Raises:
-            DataError: lines that cannot be used, by number. JobError, AdapterError: see `submit_examples`.
+            DataError: lines that cannot be used, by number. JobError, AdapterError: see
+                `submit_examples`.
         """
         config = check_kind("config", config, TuningConfig) or TuningConfig()
         return self.submit_examples(
@@ -313,17 +341,25 @@ class Engine(TokenEngine, HoldsDevice):
         Raises:
             JobError: it failed; and as `submit`.
         """
-        job_id = self.submit(data, config, adapter=adapter, name=name, validation=validation, model=model)
+        job_id = self.submit(
+            data, config, adapter=adapter, name=name, validation=validation, model=model
+        )
         events: list[Event] = []
         num_empty = 0
         while not self.jobs[job_id].is_terminal:
             num_empty = self._turn(num_empty)
             if num_empty == _MOST_EMPTY_STEPS:
                 self.cancel_job(job_id)
-                raise JobError(f"job {job_id} does not move on: policy {self.config.policy} runs no jobs")
-            events += self.outbox.take(lambda event: isinstance(event, JobEvent) and event.job == job_id)
+                raise JobError(
+                    f"job {job_id} does not move on: policy {self.config.policy} runs no jobs"
+                )
+            events += self.outbox.take(
+                lambda event: isinstance(event, JobEvent) and event.job == job_id
+            )
         if self.jobs[job_id].state != "succeeded":
-            raise JobError(f"job {job_id} has {self.jobs[job_id].state}: {self.jobs[job_id].error or ''}")
+            raise JobError(
+                f"job {job_id} has {self.jobs[job_id].state}: {self.jobs[job_id].error or ''}"
+            )
         return [event for event in events if isinstance(event, JobEvent)]
 
     def _turn(self, num_empty: int) -> int:
@@ -336,7 +372,9 @@ class Engine(TokenEngine, HoldsDevice):
         """The same for requests; RequestError once it is clear that they are not run."""
         num_empty = self._turn(num_empty)
         if num_empty == _MOST_EMPTY_STEPS:
-            raise RequestError(f"the request does not move on: policy {self.config.policy} runs no requests")
+            raise RequestError(
+                f"the request does not move on: policy {self.config.policy} runs no requests"
+            )
         return num_empty
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -390,7 +428,9 @@ class _Collector:
             )
 
 
-def _text_stream(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], params: SamplingParams) -> TextStream:
+def _text_stream(
+    tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], params: SamplingParams
+) -> TextStream:
     return TextStream(
         tokenizer,
         prompt,

@@ -1,12 +1,13 @@
 """Grammars of requests: which of them the device keeps compiled, counted in bytes.
 
-A grammar is compiled ahead of its request, held while the request is under way, and kept for the next one as far as
-there is room: for all tenants, and for each of them. `rest` gives all back.
+A grammar is compiled ahead of its request, held while the request is under way, and kept for the
+next one as far as there is room: for all tenants, and for each of them. `rest` gives all back.
 
-Its bytes are measured when it is tried in a sandbox. Then it grows with the texts that follow it: its lexer makes
-states as they are needed, and keeps them. That cannot be measured beside other work. So it may make a number of states
-that there is room for, and counts from the beginning as if it had made them; where there is little room, it gets fewer.
-A request that needs more states than its grammar has ends with an error.
+Its bytes are measured when it is tried in a sandbox. Then it grows with the texts that follow it:
+its lexer makes states as they are needed, and keeps them. That cannot be measured beside other
+work. So it may make a number of states that there is room for, and counts from the beginning as if
+it had made them; where there is little room, it gets fewer. A request that needs more states than
+its grammar has ends with an error.
 """
 
 from collections import Counter, OrderedDict
@@ -26,7 +27,8 @@ FindPieces = Callable[[], tuple[Sequence[bytes], Sequence[int]]]
 
 # Bytes of compiled grammars of all tenants, and of each.
 MAX_BYTES, MAX_TENANT_BYTES = 512 << 20, 256 << 20
-# The part of the room left that the states of one grammar may take, and the states that each gets at least.
+# The part of the room left that the states of one grammar may take, and the states that each gets
+# at least.
 _PART_OF_ROOM, MIN_STATES = 8, 500
 
 
@@ -52,11 +54,17 @@ class _Compiled:
 class Grammars:
     """The compiled grammars of one device. `prepare` may be called from any thread."""
 
-    def __init__(self, device: Device, end_tokens: frozenset[int], find_pieces: FindPieces | None) -> None:
-        """find_pieces: asked with the first grammar, unless somebody has told; None if there is no tokenizer to ask."""
+    def __init__(
+        self, device: Device, end_tokens: frozenset[int], find_pieces: FindPieces | None
+    ) -> None:
+        """find_pieces: asked with the first grammar, unless somebody has told; None if there is no
+        tokenizer to ask.
+        """
         self._device, self._end_tokens, self._find_pieces = device, end_tokens, find_pieces
         self.vocabulary: Vocabulary | None = None
-        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()  # the one that was used last is last
+        self._compiled: OrderedDict[Grammar, _Compiled] = (
+            OrderedDict()
+        )  # the one that was used last is last
         self._of_request: dict[str, Grammar] = {}
         self._lock = Lock()
 
@@ -93,7 +101,8 @@ class Grammars:
             request: A request that follows it, for which it is held from then on; "" for none.
 
         Raises:
-            RequestError: it cannot be used. GrammarMemoryError: grammars under way take all that there is room for.
+            RequestError: it cannot be used. GrammarMemoryError: grammars under way take all that
+                there is room for.
         """
         with self._lock:
             if self._use(grammar, tenant, request):
@@ -103,7 +112,9 @@ class Grammars:
         with self._lock:
             if self._use(grammar, tenant, request):  # another thread has compiled it meanwhile
                 return
-            self._compiled[grammar] = _Compiled(own_bytes=own_bytes, max_states=max_states, tenant=tenant)
+            self._compiled[grammar] = _Compiled(
+                own_bytes=own_bytes, max_states=max_states, tenant=tenant
+            )
             evicted = self._evicted(MAX_BYTES, MAX_TENANT_BYTES, kept=grammar)
             too_much = self._excess(tenant)
             if too_much:
@@ -139,7 +150,9 @@ class Grammars:
         self._close(evicted)
 
     def rest(self) -> bool:
-        """Give all back, as no request is under way now; returns whether there was anything to give."""
+        """Give all back, as no request is under way now; returns whether there was anything to
+        give.
+        """
         with self._lock:
             for each in self._compiled.values():
                 each.requests.clear()  # of a request whose opening was interrupted
@@ -149,7 +162,9 @@ class Grammars:
         return bool(evicted)
 
     def _use(self, grammar: Grammar, tenant: str, request: str) -> bool:
-        """Return whether a grammar is compiled; if so, it is the one used last, and held for the request, if any."""
+        """Return whether a grammar is compiled; if so, it is the one used last, and held for the
+        request, if any.
+        """
         if (known := self._compiled.get(grammar)) is None:
             return False
         known.tenant = tenant
@@ -162,7 +177,9 @@ class Grammars:
     # -- bounds -----------------------------------------------------------------------
 
     def _states_for(self, tenant: str) -> int:
-        """Return how many states a further grammar of a tenant may make, beside those that requests follow."""
+        """Return how many states a further grammar of a tenant may make, beside those that requests
+        follow.
+        """
         held: Counter[str] = Counter()
         for each in self._compiled.values():
             if each.requests:
@@ -177,7 +194,8 @@ class Grammars:
         except RequestError as error:
             if max_states < MAX_STATES and TOO_MANY_STATES in str(error):
                 raise GrammarMemoryError(
-                    f"the grammar needs more than the {max_states} states that there is room for beside those of "
+                    f"the grammar needs more than the {max_states} states that there is room for "
+                    f"beside those of "
                     "requests under way; try again when some of them are done"
                 ) from None
             raise
@@ -190,11 +208,19 @@ class Grammars:
             found[each.tenant] += each.num_bytes
         return found
 
-    def _evicted(self, most: int, most_of_tenant: int, kept: Grammar | None = None) -> list[Grammar]:
-        """Forget grammars that no request follows, the longest unused first, until the others are within bounds."""
+    def _evicted(
+        self, most: int, most_of_tenant: int, kept: Grammar | None = None
+    ) -> list[Grammar]:
+        """Forget grammars that no request follows, the longest unused first, until the others are
+        within bounds.
+        """
         evicted = []
         by_tenant = self._by_tenant()
-        free = [grammar for grammar, each in self._compiled.items() if not each.requests and grammar != kept]
+        free = [
+            grammar
+            for grammar, each in self._compiled.items()
+            if not each.requests and grammar != kept
+        ]
         for grammar in free:
             tenant = self._compiled[grammar].tenant
             # Room for all comes from the tenant that has most.
@@ -212,12 +238,16 @@ class Grammars:
         return evicted
 
     def _excess(self, tenant: str) -> str:
-        """Return which bound the grammars are beyond that nothing could be evicted for; empty if they are within."""
+        """Return which bound the grammars are beyond that nothing could be evicted for; empty if
+        they are within.
+        """
         by_tenant = self._by_tenant()
         if by_tenant[tenant] > MAX_TENANT_BYTES:
             return f"compiled grammars of this tenant's requests would take more than {MAX_TENANT_BYTES >> 20} MB"
         if by_tenant.total() > MAX_BYTES:
-            return f"compiled grammars of requests under way would take more than {MAX_BYTES >> 20} MB"
+            return (
+                f"compiled grammars of requests under way would take more than {MAX_BYTES >> 20} MB"
+            )
         return ""
 
     def _close(self, grammars: Sequence[Grammar]) -> None:

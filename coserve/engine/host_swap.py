@@ -1,13 +1,16 @@
-"""What gave way and lies on the host: keys and values of preempted requests, packs of jobs, and tensors that nothing
-runs with: adapters that no request reads, moments of the optimizers of paused jobs.
+"""What gave way and lies on the host: keys and values of preempted requests, packs of jobs, and
+tensors that nothing runs with: adapters that no request reads, moments of the optimizers of paused
+jobs.
 
-A request that is preempted leaves its full blocks on the device, as prefixes that nobody uses: often it is back before
-they are needed. So a block is copied to the host only when its page goes to somebody else, and only where that is worth
-it (`scheduling.swapping`). When the request is admitted, what it still finds on the device is shared, what lies on the
-host is copied back, and the rest is computed again; so are the tokens after its last full block.
+A request that is preempted leaves its full blocks on the device, as prefixes that nobody uses:
+often it is back before they are needed. So a block is copied to the host only when its page goes to
+somebody else, and only where that is worth it (`scheduling.swapping`). When the request is
+admitted, what it still finds on the device is shared, what lies on the host is copied back, and the
+rest is computed again; so are the tokens after its last full block.
 
-A pack that gives way goes to the host at once, or not at all; it comes back to any pages. So do tensors, whether they
-lie in pages or beside them: the commands for them are their owners' (`optimizer_swap.py`, `served_adapters.py`).
+A pack that gives way goes to the host at once, or not at all; it comes back to any pages. So do
+tensors, whether they lie in pages or beside them: the commands for them are their owners'
+(`optimizer_swap.py`, `served_adapters.py`).
 """
 
 from collections import deque
@@ -30,8 +33,8 @@ HostOwner = tuple[Literal["pack", "optimizer", "version"], str]
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedPack:
-    """A pack that lies on the host: how far it has come, and the pages that it needs, by group of tensors (None: one
-    that it has let go).
+    """A pack that lies on the host: how far it has come, and the pages that it needs, by group of
+    tensors (None: one that it has let go).
     """
 
     cursor: Cursor
@@ -47,14 +50,19 @@ _NUM_WAITS = 64
 
 
 class HostSwap:
-    """num_swapped_out, num_swapped_in: pages that were copied so far. give_back_s: within how many seconds pages were
-    somebody else's: the most that a step has waited lately for copies to the host, for optimizers to leave their pages,
-    and for weights of other models to leave their window; 0 if there were none of these: a pack that is dropped, or a
-    prefix that is forgotten, is free at once.
+    """num_swapped_out, num_swapped_in: pages that were copied so far. give_back_s: within how many
+    seconds pages were somebody else's: the most that a step has waited lately for copies to the
+    host, for optimizers to leave their pages, and for weights of other models to leave their
+    window; 0 if there were none of these: a pack that is dropped, or a prefix that is forgotten, is
+    free at once.
     """
 
     def __init__(
-        self, cache: KvCache, info: DeviceInfo, latency: LatencyModel, send: Callable[[Command], None]
+        self,
+        cache: KvCache,
+        info: DeviceInfo,
+        latency: LatencyModel,
+        send: Callable[[Command], None],
     ) -> None:
         """send: has the device make the copies, in the order in which they are asked for."""
         self._blocks, self._block_tokens = HostBlocks(info.num_host_pages), cache.block_tokens
@@ -80,21 +88,27 @@ class HostSwap:
     # -- requests -------------------------------------------------------------------
 
     def keep(self, request: str, keys: Sequence[bytes], num_tokens: int) -> None:
-        """A request with this many tokens in the cache was preempted: its blocks go to the host when their pages go, if
-        that pays and there is room for them. keys: of its blocks.
+        """A request with this many tokens in the cache was preempted: its blocks go to the host
+        when their pages go, if that pays and there is room for them. keys: of its blocks.
         """
         keys = keys[: num_tokens // self._block_tokens]
         if keys and self._blocks.num_slots:
             num_bytes = len(keys) * self._page_bytes
-            if swap_pays(self._latency, num_tokens=len(keys) * self._block_tokens, num_bytes=num_bytes):
+            if swap_pays(
+                self._latency, num_tokens=len(keys) * self._block_tokens, num_bytes=num_bytes
+            ):
                 self._blocks.want(request, keys)
 
     def num_tokens_kept(self, keys: Sequence[bytes], num_known: int, num_tokens: int) -> int:
-        """Of a sequence of num_tokens tokens, those on the host that follow the first num_known ones."""
+        """Of a sequence of num_tokens tokens, those on the host that follow the first num_known
+        ones.
+        """
         return len(self._slots(keys, num_known, num_tokens)) * self._block_tokens
 
     def bring_back(self, sequence: PagedSequence, keys: Sequence[bytes], num_tokens: int) -> None:
-        """Copy what follows the sequence's tokens and lies on the host into its pages, which it has taken."""
+        """Copy what follows the sequence's tokens and lies on the host into its pages, which it has
+        taken.
+        """
         slots = self._slots(keys, sequence.length, num_tokens)
         if slots:
             first = sequence.length // self._block_tokens
@@ -109,7 +123,9 @@ class HostSwap:
     # -- packs ----------------------------------------------------------------------
 
     def keep_pack(self, job: JobProgress, pages: Sequence[int]) -> bool:
-        """A job's pack gives these pages back: copy them, if that pays and there is room. Returns whether."""
+        """A job's pack gives these pages back: copy them, if that pays and there is room. Returns
+        whether.
+        """
         owner, num_bytes = ("pack", job.id), len(pages) * self._page_bytes
         if not self.num_pages or not pack_swap_pays(self._latency, job, num_bytes=num_bytes):
             return False
@@ -119,7 +135,9 @@ class HostSwap:
         return True
 
     def command_to_bring_back_pack(self, job: str, pages: Sequence[int]) -> SwapIn:
-        """Return the command that copies it to these pages. It has its places on the host until `release_pack`."""
+        """Return the command that copies it to these pages. It has its places on the host until
+        `release_pack`.
+        """
         self.num_swapped_in += len(pages)
         return SwapIn(tuple(pages), tuple(self._blocks.slots_of(_keys(("pack", job), len(pages)))))
 
@@ -155,20 +173,24 @@ class HostSwap:
         """At least one token is left to compute."""
         if not self._blocks.num_used:
             return []
-        return self._blocks.slots_of(keys[num_known // self._block_tokens : (num_tokens - 1) // self._block_tokens])
+        return self._blocks.slots_of(
+            keys[num_known // self._block_tokens : (num_tokens - 1) // self._block_tokens]
+        )
 
     def _store(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
         """The pages that hold this are somebody else's from now on."""
         if found := self._blocks.store(keys):
-            self._send(SwapOut(tuple([pages[place] for place, _ in found]), tuple([to for _, to in found])))
+            self._send(
+                SwapOut(tuple([pages[place] for place, _ in found]), tuple([to for _, to in found]))
+            )
             self.num_swapped_out += len(found)
             self._has_copied_out = True
 
     # -- the device -----------------------------------------------------------------
 
     def note_step(self, copy_s: float, weights_s: float, *, have_left: bool = False) -> None:
-        """A step has waited since the one before: for copies, and for weights that made room. have_left: whether
-        moments of optimizers left pages.
+        """A step has waited since the one before: for copies, and for weights that made room.
+        have_left: whether moments of optimizers left pages.
         """
         has_copied = self._has_copied_out or have_left
         if has_copied or weights_s:
@@ -177,7 +199,9 @@ class HostSwap:
             self._has_copied_out = False
 
     def check_integrity(self, owners: Iterable[Hashable]) -> None:
-        """Assert that each page of the host is free, or wanted by these: ids of requests that wait, `HostOwner`s."""
+        """Assert that each page of the host is free, or wanted by these: ids of requests that wait,
+        `HostOwner`s.
+        """
         self._blocks.check_integrity(owners)
 
 

@@ -1,5 +1,5 @@
-"""Who holds which pages: requests' keys and values, packs and optimizers of jobs, and prefixes that may be shared
-again.
+"""Who holds which pages: requests' keys and values, packs and optimizers of jobs, and prefixes that
+may be shared again.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,7 +34,9 @@ class MomentsNeed(NamedTuple):
 
 
 class PageBroker:
-    """One pool of pages, and what it is lent for. num_moved: pages of requests that were copied to others."""
+    """One pool of pages, and what it is lent for. num_moved: pages of requests that were copied to
+    others.
+    """
 
     def __init__(
         self,
@@ -46,15 +48,21 @@ class PageBroker:
         num_state_pages: int = 0,
         max_window_bytes: int | None = None,
     ) -> None:
-        """send: has the device follow with moments and weights. num_state_pages: see `KvCache`. max_window_bytes: of
-        the window of weights; None: of the whole pool.
+        """send: has the device follow with moments and weights. num_state_pages: see `KvCache`.
+        max_window_bytes: of the window of weights; None: of the whole pool.
         """
-        self.max_window_bytes = num_pages * page_bytes if max_window_bytes is None else max_window_bytes
+        self.max_window_bytes = (
+            num_pages * page_bytes if max_window_bytes is None else max_window_bytes
+        )
         self.pool = PagePool(num_pages, page_bytes)
         self.cache = KvCache(self.pool, block_tokens=block_tokens, num_state_pages=num_state_pages)
-        self.window = self.cache.window  # of weights of models that jobs train beside the one that serves
+        self.window = (
+            self.cache.window
+        )  # of weights of models that jobs train beside the one that serves
         self.window.on_resize = lambda run: send(ResizeWindow(run.start, len(run)))
-        self.cache.optimizers.on_place = lambda job, run: send(PlaceOptimizer(job, run.start, len(run)))
+        self.cache.optimizers.on_place = lambda job, run: send(
+            PlaceOptimizer(job, run.start, len(run))
+        )
         # Sizes of groups that could not be had since the last change, and why.
         self._refused: dict[tuple[int, ...], str] = {}
         self._refused_at = 0
@@ -65,8 +73,8 @@ class PageBroker:
 
     @property
     def num_available(self) -> int:
-        """Pages that could be had now: free ones, those of prefixes that no request uses, and what the window of
-        weights and the optimizers of jobs can lend.
+        """Pages that could be had now: free ones, those of prefixes that no request uses, and what
+        the window of weights and the optimizers of jobs can lend.
         """
         return self.cache.num_available
 
@@ -77,7 +85,9 @@ class PageBroker:
     def window_need(self, other: OtherModel) -> WindowNeed:
         """Of packs of a job on another model."""
         least, most = self.num_pages(other.least_bytes), self.num_pages(other.all_bytes)
-        return WindowNeed(least, max(least, min(most, self.max_window_bytes // self.pool.page_bytes)))
+        return WindowNeed(
+            least, max(least, min(most, self.max_window_bytes // self.pool.page_bytes))
+        )
 
     def take_pack(
         self,
@@ -86,15 +96,17 @@ class PageBroker:
         window: WindowNeed | None = None,
         moments: MomentsNeed | None = None,
     ) -> PackPages:
-        """Runs for a pack's groups (None: for this one none); BudgetError, and nothing is taken, if one cannot be had.
+        """Runs for a pack's groups (None: for this one none); BudgetError, and nothing is taken, if
+        one cannot be had.
 
-        Prefixes are forgotten for it only where that makes a run, and pages of requests move aside (`on_move`) where no
-        run can be had otherwise. What cannot be had is not looked for again until a page has become free or evictable.
+        Prefixes are forgotten for it only where that makes a run, and pages of requests move aside
+        (`on_move`) where no run can be had otherwise. What cannot be had is not looked for again
+        until a page has become free or evictable.
 
-        window: of weights that it needs, which is taken with it if it is not there, and grows as far as it can, also
-        into prefixes that no request has used since the last such pack was begun, and with pages of requests moved
-        aside. At most one pack has it. moments: that it needs in pages, which are taken with it if they have none, or
-        are in the way.
+        window: of weights that it needs, which is taken with it if it is not there, and grows as
+        far as it can, also into prefixes that no request has used since the last such pack was
+        begun, and with pages of requests moved aside. At most one pack has it. moments: that it
+        needs in pages, which are taken with it if they have none, or are in the way.
         """
         sizes = group_pages
         if moments is not None and moments.job in self.cache.optimizers.runs:
@@ -106,7 +118,9 @@ class PageBroker:
         runs = self._take_groups(sizes) if window is None else self._take_with_window(sizes, window)
         if moments is not None and (run := runs.pop()) is not None:
             self._give_to_optimizer(moments.job, run)
-        return PackPages(self.pool, runs, num_trained_parts, None if window is None else self.window)
+        return PackPages(
+            self.pool, runs, num_trained_parts, None if window is None else self.window
+        )
 
     def _take_groups(self, group_pages: Sequence[int | None]) -> list[range | None]:
         runs = self._take_sizes(tuple([size for size in group_pages if size is not None]))
@@ -115,13 +129,16 @@ class PageBroker:
         taken = iter(runs)
         return [None if size is None else next(taken) for size in group_pages]
 
-    def _take_with_window(self, group_pages: Sequence[int | None], need: WindowNeed) -> list[range | None]:
+    def _take_with_window(
+        self, group_pages: Sequence[int | None], need: WindowNeed
+    ) -> list[range | None]:
         sizes, window = tuple([size for size in group_pages if size is not None]), self.window
         runs: list[range] = []
         self.cache.optimizers.lend(self.pool.num_pages)
         if len(window.run) >= need.least_pages:
             window.require(need.least_pages)
-            # Before the pack, whose runs would lie in its way, and so far that they find room elsewhere.
+            # Before the pack, whose runs would lie in its way, and so far that they find room
+            # elsewhere.
             self._grow_window(need, num_kept=sum(sizes), may_move=self.on_move is not None)
             with suppress(BudgetError):
                 runs = self._take_free_runs(sizes)
@@ -142,8 +159,8 @@ class PageBroker:
         return [None if size is None else next(given) for size in group_pages]
 
     def _grow_window(self, need: WindowNeed, *, num_kept: int, may_move: bool) -> None:
-        """Into what is free and what nobody has used since a pack had it, right below it, but for as many pages; those
-        of requests that are in the way may move aside.
+        """Into what is free and what nobody has used since a pack had it, right below it, but for
+        as many pages; those of requests that are in the way may move aside.
         """
         prefixes, window, pool = self.cache.prefixes, self.window, self.pool
         unused = prefixes.unused_since(self._window_grew_at)
@@ -172,20 +189,28 @@ class PageBroker:
         try:
             return self._take_runs(sizes)
         except BudgetError as refused:
-            self._refused_at = self._num_changes  # what it took for a moment, or the window lent, is no change
+            self._refused_at = (
+                self._num_changes
+            )  # what it took for a moment, or the window lent, is no change
             self._refused[sizes] = str(refused)
             raise
 
-    def place_optimizer(self, job: str, num_bytes: int, *, num_pack_pages: int, needs_pages: bool = False) -> None:
-        """A run for a job's moments, which have none, if it can be had beside a pack of this many pages.
+    def place_optimizer(
+        self, job: str, num_bytes: int, *, num_pack_pages: int, needs_pages: bool = False
+    ) -> None:
+        """A run for a job's moments, which have none, if it can be had beside a pack of this many
+        pages.
 
-        needs_pages: others give way to them, as to a pack; otherwise they get pages that are free, if optimizers have
-        no more than half of the pool then, and there is no window of weights, which has more use for them.
+        needs_pages: others give way to them, as to a pack; otherwise they get pages that are free,
+        if optimizers have no more than half of the pool then, and there is no window of weights,
+        which has more use for them.
         """
         num_pages, optimizers = self.num_pages(num_bytes), self.cache.optimizers
         if num_pages > (self.num_available if needs_pages else self.pool.num_free) - num_pack_pages:
             return
-        if not needs_pages and (self.window.run or num_pages + optimizers.num_pages > self.pool.num_pages // 2):
+        if not needs_pages and (
+            self.window.run or num_pages + optimizers.num_pages > self.pool.num_pages // 2
+        ):
             return
         if not needs_pages:
             for run in self.pool.take_runs(OPTIMIZER_OWNER, (num_pages,)):
@@ -201,8 +226,12 @@ class PageBroker:
         self.pool.take_these(OPTIMIZER_OWNER, run)
         self.cache.optimizers.begin(job, run)
 
-    def check_integrity(self, held: set[int], packs: Sequence[PackPages], jobs: Collection[str] = ()) -> None:
-        """Assert that every page is free or owned, and that those owned are these requests', packs', and jobs'."""
+    def check_integrity(
+        self, held: set[int], packs: Sequence[PackPages], jobs: Collection[str] = ()
+    ) -> None:
+        """Assert that every page is free or owned, and that those owned are these requests',
+        packs', and jobs'.
+        """
         self.cache.check_integrity()
         owned = self.pool.num_pages_by_owner()
         kept = owned.get(KV_OWNER, 0) - self.cache.prefixes.num_evictable
@@ -210,7 +239,9 @@ class PageBroker:
         assert owned.get(PACK_OWNER, 0) == sum(pack.num_pages for pack in packs)
         assert owned.get(WINDOW_OWNER, 0) == len(self.window.run)
         assert owned.get(OPTIMIZER_OWNER, 0) == self.cache.optimizers.num_pages
-        assert self.cache.optimizers.runs.keys() <= set(jobs), "an optimizer that is not there has pages"
+        assert self.cache.optimizers.runs.keys() <= set(jobs), (
+            "an optimizer that is not there has pages"
+        )
 
     @property
     def _num_changes(self) -> int:
@@ -226,7 +257,9 @@ class PageBroker:
             try:
                 return self._take_free_runs(sizes)
             except BudgetError:
-                if sum(sizes) > self.num_available or not (self.window.num_lendable or optimizers.num_lendable):
+                if sum(sizes) > self.num_available or not (
+                    self.window.num_lendable or optimizers.num_lendable
+                ):
                     raise
             if self.window.num_lendable:
                 self.window.lend(self.window.num_lendable)
@@ -245,7 +278,8 @@ class PageBroker:
         runs = search.place(sizes)
         if len(runs) < len(sizes):
             first_without = sizes[len(runs)]
-            # Each group where it costs fewest prefixes may leave no run for the last: then all of them side by side.
+            # Each group where it costs fewest prefixes may leave no run for the last: then all of
+            # them side by side.
             runs = search.place_together(sizes)
             if not runs:
                 raise no_such_run(pool, first_without)
@@ -260,8 +294,14 @@ class PageBroker:
     def _move(self, pages: Sequence[int], inside: Collection[int]) -> bool:
         """Have pages of requests copied to others, not to these; whether that was done."""
         assert self.on_move is not None
-        self.cache.evict(len(pages) - (self.pool.num_free - sum([self.pool.is_free(page) for page in inside])))
-        places = (page for page, is_free in enumerate(self.pool.free_flags()) if is_free and page not in inside)
+        self.cache.evict(
+            len(pages) - (self.pool.num_free - sum([self.pool.is_free(page) for page in inside]))
+        )
+        places = (
+            page
+            for page, is_free in enumerate(self.pool.free_flags())
+            if is_free and page not in inside
+        )
         targets = dict(zip(pages, places, strict=False))
         assert len(targets) == len(pages)
         if not self.on_move(targets):

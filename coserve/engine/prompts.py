@@ -1,5 +1,5 @@
-"""From prompts to token ids: text, ids, or the messages of a chat. The engine reads them so, and so does the server,
-which has no engine in its process.
+"""From prompts to token ids: text, ids, or the messages of a chat. The engine reads them so, and so
+does the server, which has no engine in its process.
 """
 
 import json
@@ -32,7 +32,9 @@ def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.directory, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source.directory, local_files_only=True
+        )
     except Exception as error:  # many kinds, for what is missing and what is damaged
         raise ModelError(
             f"the tokenizer in {source.directory} cannot be read: {' '.join(str(error).split())}"
@@ -40,19 +42,29 @@ def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
     return tokenizer
 
 
-def end_tokens_of(source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:
-    """Return the ids that end a text, by the configuration, the one for generation, and the tokenizer."""
+def end_tokens_of(
+    source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None"
+) -> frozenset[int]:
+    """Return the ids that end a text, by the configuration, the one for generation, and the
+    tokenizer.
+    """
     named = [getattr(source.config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
     if source.directory is not None:
         with suppress(OSError, ValueError, AttributeError, RecursionError):
-            named.append(json.loads((source.directory / "generation_config.json").read_text()).get("eos_token_id"))
-    ids = [one for value in named for one in (value if isinstance(value, list | tuple) else [value])]
+            named.append(
+                json.loads((source.directory / "generation_config.json").read_text()).get(
+                    "eos_token_id"
+                )
+            )
+    ids = [
+        one for value in named for one in (value if isinstance(value, list | tuple) else [value])
+    ]
     return frozenset(one for one in ids if isinstance(one, int))
 
 
 def _check_sentencepiece(directory: Path) -> None:
-    """ModelError where a model's only vocabulary is a tokenizer.model that cannot be read: transformers takes a damaged
-    one for tiktoken's, and an empty one for a vocabulary of nothing.
+    """ModelError where a model's only vocabulary is a tokenizer.model that cannot be read:
+    transformers takes a damaged one for tiktoken's, and an empty one for a vocabulary of nothing.
     """
     path = directory / "tokenizer.model"
     if not path.exists() or (directory / "tokenizer.json").exists():
@@ -68,7 +80,8 @@ def _check_sentencepiece(directory: Path) -> None:
         num_pieces = 0
     if not num_pieces:
         raise ModelError(
-            f"the tokenizer in {directory} cannot be read: tokenizer.model is neither SentencePiece's nor tiktoken's; "
+            f"the tokenizer in {directory} cannot be read: tokenizer.model is neither "
+            f"SentencePiece's nor tiktoken's; "
             "it is damaged or was not copied whole"
         )
 
@@ -82,8 +95,9 @@ def tokens_of(
 ) -> list[int]:
     """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt.
 
-    template: what a chat's template is given beside its messages, such as `tools`. special: whether the tokenizer adds
-    special tokens such as that of the beginning; None: to text, not to chats, whose template writes them.
+    template: what a chat's template is given beside its messages, such as `tools`. special: whether
+    the tokenizer adds special tokens such as that of the beginning; None: to text, not to chats,
+    whose template writes them.
     """
     if not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is text, token ids or messages, not {shown(prompt)}")
@@ -116,5 +130,7 @@ def _text_tokens(text: str, tokenizer: "PreTrainedTokenizerBase", *, special: bo
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"the prompt has half a character (a lone surrogate) at {error.start}") from None
+        raise RequestError(
+            f"the prompt has half a character (a lone surrogate) at {error.start}"
+        ) from None
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

@@ -1,8 +1,10 @@
-"""The frames of a recording that the engine adds to those of its device, and the reader of a recording's file.
+"""The frames of a recording that the engine adds to those of its device, and the reader of a
+recording's file.
 
-A recording may come from anyone. Reading one therefore checks everything that later decides about memory, files or
-code: commands are of fixed kinds, names of files come from a fixed set, directories that a command names are never
-read, the device's sizes have bounds, and no grammar counts as tried.
+A recording may come from anyone. Reading one therefore checks everything that later decides about
+memory, files or code: commands are of fixed kinds, names of files come from a fixed set,
+directories that a command names are never read, the device's sizes have bounds, and no grammar
+counts as tried.
 """
 
 from collections.abc import Iterable, Iterator
@@ -60,8 +62,8 @@ def read_recording(path: str | Path) -> tuple[Header, Iterator[Frame]]:
     """Read a recording's header, and return it with an iterator over the other frames.
 
     Raises:
-        DataError: the file is not a recording, or its device cannot exist. The iterator raises it at a frame that is
-            damaged.
+        DataError: the file is not a recording, or its device cannot exist. The iterator raises it
+            at a frame that is damaged.
     """
     try:
         frames = read_frames(path)
@@ -70,7 +72,9 @@ def read_recording(path: str | Path) -> tuple[Header, Iterator[Frame]]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is no recording of `coserve up --record`: {error}") from None
     if header.format != FORMAT:
-        raise DataError(f"{path} is a recording of format {header.format}; this version reads format {FORMAT}")
+        raise DataError(
+            f"{path} is a recording of format {header.format}; this version reads format {FORMAT}"
+        )
     return header, _frames(path, frames)
 
 
@@ -96,7 +100,9 @@ def _with_untried_grammar(frame: Frame) -> Frame:
 
 
 def _check_device(info: DeviceInfo) -> None:
-    """Raise ValueError for sizes that no device has, which would take memory or time before anything is compared."""
+    """Raise ValueError for sizes that no device has, which would take memory or time before
+    anything is compared.
+    """
     for name, least, most in (
         ("threads", 1, _MAX_THREADS),
         ("vocab_size", 1, _MAX_TOKENS),
@@ -114,12 +120,18 @@ def _check_device(info: DeviceInfo) -> None:
 
 
 def _check_numbers(where: str, value: Any) -> None:
-    """Raise ValueError for a number that is not finite or too large: predictions would be meaningless."""
+    """Raise ValueError for a number that is not finite or too large: predictions would be
+    meaningless.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
             _check_numbers(f"{where}.{name}", inner)
     elif isinstance(value, list | tuple):
         for inner in value:
             _check_numbers(where, inner)
-    elif isinstance(value, int | float) and not (isfinite(value) and abs(value) <= _MAX_PROFILE_NUMBER):
-        raise ValueError(f"{where} must have finite numbers of at most {_MAX_PROFILE_NUMBER:g}, not {value!r}")
+    elif isinstance(value, int | float) and not (
+        isfinite(value) and abs(value) <= _MAX_PROFILE_NUMBER
+    ):
+        raise ValueError(
+            f"{where} must have finite numbers of at most {_MAX_PROFILE_NUMBER:g}, not {value!r}"
+        )

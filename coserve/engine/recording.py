@@ -1,7 +1,9 @@
-"""An engine that writes everything that decides its steps to a file: commands, clock readings, and the device's work.
+"""An engine that writes everything that decides its steps to a file: commands, clock readings, and
+the device's work.
 
-A recording holds the files of the adapters and checkpoints that the engine loaded; of the model it holds only the name.
-The frames of the file are those of `coserve.engine.commands`, `coserve.devices.recording` and `recorded_lines.py`.
+A recording holds the files of the adapters and checkpoints that the engine loaded; of the model it
+holds only the name. The frames of the file are those of `coserve.engine.commands`,
+`coserve.devices.recording` and `recorded_lines.py`.
 """
 
 from itertools import count
@@ -30,7 +32,9 @@ class RecordingEngine(Engine):
     """An engine that does everything in view of a recording."""
 
     def __init__(self, plain: Engine, writer: FrameWriter) -> None:
-        """Begin where an engine is that has not done anything yet; that one must not be used any more."""
+        """Begin where an engine is that has not done anything yet; that one must not be used any
+        more.
+        """
         self._writer, self._plain_device = writer, plain.device
         self._recorded = RecordingDevice(plain.device, writer)
         writer.write(
@@ -53,10 +57,14 @@ class RecordingEngine(Engine):
 
     def handle(self, command: EngineCommand, read: AdapterLoad | JobExamples | None = None) -> Any:
         """Write the command with what it reads, then do it."""
-        if isinstance(command, FlushCommands) and not self.log.has_commands:  # a server without work asks all the time
+        if (
+            isinstance(command, FlushCommands) and not self.log.has_commands
+        ):  # a server without work asks all the time
             return None
         if isinstance(command, AddRequest) and not isinstance(command.prompt, list | tuple):
-            command = replace(command, prompt=list(command.prompt))  # a library's caller may give any sequence
+            command = replace(
+                command, prompt=list(command.prompt)
+            )  # a library's caller may give any sequence
         found = self._what_it_reads(command, read)
         self._writer.write(*(() if found is None else (found,)), command)
         if isinstance(read, AdapterLoad):
@@ -69,16 +77,24 @@ class RecordingEngine(Engine):
     def begin_load(self, name: str, directory: str) -> AdapterLoad | None:
         load = super().begin_load(name, directory)
         if load is not None:
-            load.device = self._plain_device  # read at any moment, but written down when it is served
+            load.device = (
+                self._plain_device
+            )  # read at any moment, but written down when it is served
         return load
 
-    def _what_it_reads(self, command: EngineCommand, read: AdapterLoad | JobExamples | None) -> Read | None:
-        """Return the contents of the files that a command names, and what was read for it; None if it reads none."""
+    def _what_it_reads(
+        self, command: EngineCommand, read: AdapterLoad | JobExamples | None
+    ) -> Read | None:
+        """Return the contents of the files that a command names, and what was read for it; None if
+        it reads none.
+        """
         if isinstance(read, AdapterLoad):
             return Read(directories=(files_in(read.directory),), version=read.key)
         match command:
             case LoadAdapter(adapter=adapter):
-                is_read = adapter.directory is not None and (command.stays or adapter.name not in self.versions)
+                is_read = adapter.directory is not None and (
+                    command.stays or adapter.name not in self.versions
+                )
                 return Read(directories=(files_in(adapter.directory or ""),)) if is_read else None
             case StartJob(job=job):
                 assert isinstance(read, JobExamples)
@@ -93,9 +109,9 @@ class RecordingEngine(Engine):
 
 
 def record(engine: Engine, path: str) -> RecordingEngine:
-    """Have an engine that has not done anything yet written down, to this file; or with a number after its name if it
-    is there already, so that an engine that was started again does not overwrite what its end looked like. DataError if
-    it cannot be written.
+    """Have an engine that has not done anything yet written down, to this file; or with a number
+    after its name if it is there already, so that an engine that was started again does not
+    overwrite what its end looked like. DataError if it cannot be written.
     """
     for number in count():
         try:

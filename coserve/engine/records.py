@@ -10,9 +10,9 @@ from coserve.scheduling.slo import Slo
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """How a finished sequence was served. queue_s: from its arrival to the step with its first rows. tpot_s: mean over
-    its tokens after the first; None if there was but one. slo: what it was served by. asked_slo: what it asked for, if
-    that was beyond the device.
+    """How a finished sequence was served. queue_s: from its arrival to the step with its first
+    rows. tpot_s: mean over its tokens after the first; None if there was but one. slo: what it was
+    served by. asked_slo: what it asked for, if that was beyond the device.
     """
 
     request: str
@@ -55,8 +55,8 @@ def record_of(request: Request) -> RequestRecord:
 
 @dataclass(kw_only=True)
 class WindowUse:
-    """What came of the window of weights so far: bytes that were copied into it, seconds for which others waited for
-    them, and tasklets that did not, and were left for a later step.
+    """What came of the window of weights so far: bytes that were copied into it, seconds for which
+    others waited for them, and tasklets that did not, and were left for a later step.
     """
 
     num_bytes_copied: int = 0
@@ -72,9 +72,10 @@ class WindowUse:
 
 @dataclass(frozen=True, kw_only=True)
 class HandoverStats:
-    """Prompts that one instance computes for another. role: of this one. num_partners: instances that are connected
-    now. num_handed_over: prompts so far whose pages came here, or went from here. num_not_handed_over: those of which
-    none or only some did, so that the decode instance computed them. num_pages: that came, or went.
+    """Prompts that one instance computes for another. role: of this one. num_partners: instances
+    that are connected now. num_handed_over: prompts so far whose pages came here, or went from
+    here. num_not_handed_over: those of which none or only some did, so that the decode instance
+    computed them. num_pages: that came, or went.
     """
 
     role: str
@@ -86,22 +87,23 @@ class HandoverStats:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """The engine at this moment. num_running, num_waiting: sequences that somebody waits for; num_batch_running,
-    num_batch_waiting: those of batch work. num_jobs: that are not over; num_jobs_running: of these, that are not
-    paused. num_tokens_trained: rows of packs whose gradients are in, of all jobs here.
-    num_slos_clamped: requests so far whose SLO was beyond the device. slo: of requests that bring none, by what is
-    known of the device now. joined_jobs: jobs that run whose last tasklets were one batch of rows, group by group.
-    num_swapped_out, num_swapped_in: pages that were copied to the host, and back, whatever they are of. num_host_pages:
-    that it has room for, of which num_host_pages_used are taken. handover: None if prefill and decode are together.
-    num_pages_moved: of requests, that were copied to other pages so that a pack got neighbours.
-    give_back_s: the most seconds that a step has waited lately for pages of others, which were copied to the host, or
-    held moments or weights of other models.
-    num_weight_bytes_copied, weights_wait_s, num_tasklets_declined: see `WindowUse`; the window's pages are in
-    num_pages_by_owner, as those of "weights", and those of moments as "optimizer". num_pages_for_requests: that
-    requests could have now: free ones, those of prefixes that no request uses, of optimizers, and of packs and batch
-    work, which make room. slack: share of the time that SLOs of
-    requests leave over: 1 less the most that they needed of some seconds lately (`SloUse.time`), 0 at least; as of
-    the last step.
+    """The engine at this moment. num_running, num_waiting: sequences that somebody waits for;
+    num_batch_running, num_batch_waiting: those of batch work. num_jobs: that are not over;
+    num_jobs_running: of these, that are not paused. num_tokens_trained: rows of packs whose
+    gradients are in, of all jobs here. num_slos_clamped: requests so far whose SLO was beyond the
+    device. slo: of requests that bring none, by what is known of the device now. joined_jobs: jobs
+    that run whose last tasklets were one batch of rows, group by group. num_swapped_out,
+    num_swapped_in: pages that were copied to the host, and back, whatever they are of.
+    num_host_pages: that it has room for, of which num_host_pages_used are taken. handover: None if
+    prefill and decode are together. num_pages_moved: of requests, that were copied to other pages
+    so that a pack got neighbours. give_back_s: the most seconds that a step has waited lately for
+    pages of others, which were copied to the host, or held moments or weights of other models.
+    num_weight_bytes_copied, weights_wait_s, num_tasklets_declined: see `WindowUse`; the window's
+    pages are in num_pages_by_owner, as those of "weights", and those of moments as "optimizer".
+    num_pages_for_requests: that requests could have now: free ones, those of prefixes that no
+    request uses, of optimizers, and of packs and batch work, which make room. slack: share of the
+    time that SLOs of requests leave over: 1 less the most that they needed of some seconds lately
+    (`SloUse.time`), 0 at least; as of the last step.
     """
 
     num_running: int
@@ -136,8 +138,9 @@ class EngineStats:
     ranks: tuple[RankState, ...] = ()
     """States of the ranks that hold the model together; empty where one process holds it."""
     measured_share: float | None = None
-    """Share of the device's measurements that are finished, while its profile is provisional; None afterwards."""
-    # Compiled grammars that the device keeps, and their bytes, with those by which they may grow, by the tenant whose
-    # request used each last.
+    """Share of the device's measurements that are finished, while its profile is provisional; None
+    afterwards."""
+    # Compiled grammars that the device keeps, and their bytes, with those by which they may grow,
+    # by the tenant whose request used each last.
     num_grammars: int = 0
     grammar_bytes_by_tenant: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,6 @@
-"""A recording run again: the engine decides anew, by the recorded clock and results, and a device works along."""
+"""A recording run again: the engine decides anew, by the recorded clock and results, and a device
+works along.
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -13,9 +15,22 @@ from coserve.devices.base import Device
 from coserve.devices.job_messages import ReadContributions
 from coserve.devices.messages import DeviceInfo
 from coserve.devices.recording import Files
-from coserve.devices.replay import DamagedRecordingError, DivergedError, EndOfRecordingError, Lines, ReplayDevice
+from coserve.devices.replay import (
+    DamagedRecordingError,
+    DivergedError,
+    EndOfRecordingError,
+    Lines,
+    ReplayDevice,
+)
 from coserve.engine.command_log import LostCommandError
-from coserve.engine.commands import CombineJob, EngineCommand, JobExamples, LoadAdapter, StartJob, Step
+from coserve.engine.commands import (
+    CombineJob,
+    EngineCommand,
+    JobExamples,
+    LoadAdapter,
+    StartJob,
+    Step,
+)
 from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
 from coserve.engine.prompts import load_tokenizer
@@ -26,8 +41,8 @@ from coserve.models.source import find_here, find_model
 
 _log = logging.getLogger(__name__)
 
-# The fields of `DeviceInfo` that the device must share with the recorded one. The engine's plans depend on them, and so
-# do the bounds of what the device reads and writes.
+# The fields of `DeviceInfo` that the device must share with the recorded one. The engine's plans
+# depend on them, and so do the bounds of what the device reads and writes.
 _EQUAL_FIELDS = (
     *("dtype", "vocab_size", "num_layers", "max_positions"),
     *("num_pages", "block_tokens", "num_host_pages", "num_state_pages"),
@@ -39,8 +54,8 @@ _MAX_REASON = 300
 class ReplayReport:
     """The result of a replay.
 
-    plans_equal: whether there were steps, and the engine did in each what it did then; diverged: why not, in words.
-    max_loss_difference: of any pack's mean loss.
+    plans_equal: whether there were steps, and the engine did in each what it did then; diverged:
+    why not, in words. max_loss_difference: of any pack's mean loss.
     """
 
     steps: int
@@ -54,7 +69,8 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
     """Run a recording again, up to its end or to where the engine does something else.
 
     Args:
-        device: with the model, the pages and the profile of the recorded one; it works along, and is compared.
+        device: with the model, the pages and the profile of the recorded one; it works along, and
+            is compared.
 
     Raises:
         DataError: the device is another one, or the recording is damaged.
@@ -89,7 +105,8 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
 
 
 def with_models_here(header: Header) -> Header:
-    """Return the header with the directories of its models on this machine, so that nothing is fetched for it.
+    """Return the header with the directories of its models on this machine, so that nothing is
+    fetched for it.
 
     Raises:
         ModelError: a model is not on this machine.
@@ -103,16 +120,22 @@ def with_models_here(header: Header) -> Header:
 
 
 def check_same_device(recorded: DeviceInfo, own: DeviceInfo) -> None:
-    """Raise DataError, naming the first difference, unless plans for the recorded device can run on this one."""
+    """Raise DataError, naming the first difference, unless plans for the recorded device can run on
+    this one.
+    """
     for name in _EQUAL_FIELDS:
         if getattr(recorded, name) != getattr(own, name):
             raise DataError(
-                f"the recording is of a device with {name} {getattr(recorded, name)}; this one has {getattr(own, name)}"
+                f"the recording is of a device with {name} {getattr(recorded, name)}; this one has "
+                f"{getattr(own, name)}"
             )
-    # What the ranks of the recorded device have together in a page must fit into one: they may hold copies of heads.
+    # What the ranks of the recorded device have together in a page must fit into one: they may hold
+    # copies of heads.
     num_ranks = 1 if own.num_ranks == recorded.num_ranks else recorded.num_ranks
     needed_bytes = num_ranks * recorded.page_bytes
-    if own.page_bytes != needed_bytes and (num_ranks == 1 or own.num_ranks > 1 or own.page_bytes < needed_bytes):
+    if own.page_bytes != needed_bytes and (
+        num_ranks == 1 or own.num_ranks > 1 or own.page_bytes < needed_bytes
+    ):
         raise DataError(
             f"the recording is of a device with page_bytes {recorded.page_bytes} on each of "
             f"{recorded.num_ranks} ranks; this one has {own.page_bytes} on each of {own.num_ranks}"
@@ -120,7 +143,8 @@ def check_same_device(recorded: DeviceInfo, own: DeviceInfo) -> None:
 
 
 def _why_it_ended(error: Exception) -> str | None:
-    """Return what the replayed engine did otherwise than the recorded one, if that is why the replay ended.
+    """Return what the replayed engine did otherwise than the recorded one, if that is why the
+    replay ended.
 
     Raises:
         DataError: a line of the recording cannot be read.
@@ -143,12 +167,18 @@ def _engine(header: Header, device: ReplayDevice) -> Engine:
         return Engine(device, header.config, end_tokens=header.end_tokens)
     tokenizer = load_tokenizer(find_model(header.info.model, with_weights=False))
     if tokenizer is None:
-        raise ModelError(f"{header.info.model} had a tokenizer when it was recorded, and has none now")
+        raise ModelError(
+            f"{header.info.model} had a tokenizer when it was recorded, and has none now"
+        )
     return Engine(device, header.config, tokenizer=tokenizer, end_tokens=header.end_tokens)
 
 
-def _handle_again(engine: EngineCore, command: EngineCommand, read: Read, device: ReplayDevice) -> None:
-    """Have the engine handle a command. Errors are as they were then: what they depend on is compared."""
+def _handle_again(
+    engine: EngineCore, command: EngineCommand, read: Read, device: ReplayDevice
+) -> None:
+    """Have the engine handle a command. Errors are as they were then: what they depend on is
+    compared.
+    """
     try:
         with ExitStack() as stack:
             contents = read.directories
@@ -164,15 +194,23 @@ def _handle_again(engine: EngineCore, command: EngineCommand, read: Read, device
             raise
 
 
-def _handle(engine: EngineCore, command: EngineCommand, read: Read, directories: Sequence[str]) -> None:
-    """Have the engine handle a command, with directories that take the place of those that it names."""
+def _handle(
+    engine: EngineCore, command: EngineCommand, read: Read, directories: Sequence[str]
+) -> None:
+    """Have the engine handle a command, with directories that take the place of those that it
+    names.
+    """
     beside: AdapterLoad | JobExamples | None = None
     match command:
         case LoadAdapter(adapter=adapter):
             if adapter.directory is not None:
-                command = structs.replace(command, adapter=replace(adapter, directory=directories[0]))
+                command = structs.replace(
+                    command, adapter=replace(adapter, directory=directories[0])
+                )
             if read.version:
-                load = AdapterLoad(engine.device, engine.versions, adapter.name, read.version, directories[0])
+                load = AdapterLoad(
+                    engine.device, engine.versions, adapter.name, read.version, directories[0]
+                )
                 beside = load.read()
         case StartJob(job=job):
             if job.checkpoint is not None:
@@ -187,7 +225,9 @@ def _handle(engine: EngineCore, command: EngineCommand, read: Read, directories:
 
 @contextmanager
 def _directory(files: Files) -> Iterator[str]:
-    """Write the files of an adapter or a checkpoint to a temporary directory, which is removed afterwards."""
+    """Write the files of an adapter or a checkpoint to a temporary directory, which is removed
+    afterwards.
+    """
     with TemporaryDirectory(prefix="coserve-replay-") as name:
         for file, content in files.items():  # `FileName` has plain names alone
             (Path(name) / file).write_bytes(content)

@@ -1,4 +1,6 @@
-"""A request as the engine sees it: one sequence that is to be continued, what has come of it, and when it is over."""
+"""A request as the engine sees it: one sequence that is to be continued, what has come of it, and
+when it is over.
+"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -20,11 +22,13 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step brought a request: tokens, the text that can be shown now, and on the last one why it is over.
+    """What a step brought a request: tokens, the text that can be shown now, and on the last one
+    why it is over.
 
-    index: which of the request's `n` sequences. prompt_logprobs: of the prompt's tokens but the first, if they were
-    asked for, with the first chunk of sequence 0. embedding: see `SamplingParams.embeds`. stop_reason: the stop string
-    or token id that ended it. error: in one line, if finish_reason is "error".
+    index: which of the request's `n` sequences. prompt_logprobs: of the prompt's tokens but the
+    first, if they were asked for, with the first chunk of sequence 0. embedding: see
+    `SamplingParams.embeds`. stop_reason: the stop string or token id that ended it. error: in one
+    line, if finish_reason is "error".
     """
 
     request: str
@@ -47,8 +51,8 @@ def virtual_tokens(number: int) -> range:
 
 
 class Request:
-    """One sequence of a request. `sequence` is None while it waits for pages. `prompt`: its tokens, after the
-    `num_virtual` virtual ones of its adapter.
+    """One sequence of a request. `sequence` is None while it waits for pages. `prompt`: its tokens,
+    after the `num_virtual` virtual ones of its adapter.
     """
 
     def __init__(
@@ -72,10 +76,10 @@ class Request:
         num_model_changes: int = 0,
         prefix_tenant: str = "",
     ) -> None:
-        """info: what stays the same of its request. slo: what it is served by; asked_slo: what was asked for, which may
-        be beyond the device. taken_time: what is taken of the engine's time. without_jobs: see
-        `TokenEngine.add_tokens`. prefix_source: the sequence with the same prompt that runs first, so that this one
-        finds its pages. prefix_tenant: see `PrefixOwner`.
+        """info: what stays the same of its request. slo: what it is served by; asked_slo: what was
+        asked for, which may be beyond the device. taken_time: what is taken of the engine's time.
+        without_jobs: see `TokenEngine.add_tokens`. prefix_source: the sequence with the same prompt
+        that runs first, so that this one finds its pages. prefix_tenant: see `PrefixOwner`.
         """
         self.id, self.info, self.request, self.index = id, info, request, index
         self.prefix_source = prefix_source
@@ -102,18 +106,23 @@ class Request:
         self._taken_mark = self._taken_time.at(info.arrival_s)
         self._num_pages_sent = 0
         self._prompt_logprobs: list[TokenLogprob] = []
-        self._num_unscored = len(prompt) - 1 if params.prompt_logprobs is not None and not index else 0
+        self._num_unscored = (
+            len(prompt) - 1 if params.prompt_logprobs is not None and not index else 0
+        )
         self._may_forbid = params.min_tokens > 0 or bool(params.bad_words)
         self._end_tokens = end_tokens
         self._stop_tokens = end_tokens | set(params.stop_token_ids)
-        # A server looks for stop strings itself and leaves them out of `params`: such a request may end all the same.
+        # A server looks for stop strings itself and leaves them out of `params`: such a request may
+        # end all the same.
         may_end = not params.ignore_eos or params.stop_token_ids or params.stop or params.grammar
         self._num_sure = params.min_tokens if may_end else params.max_tokens
         self._text = text
         self._progress = self._new_progress()
 
     def note_model_changes(self, number: int) -> None:
-        """How often the weights have been changed that it is to be computed with; before its first row."""
+        """How often the weights have been changed that it is to be computed with; before its first
+        row.
+        """
         self.num_model_changes = number
         parts = [self.info.version, *([self.params.cache_salt] if self.params.cache_salt else [])]
         version = "\0".join(parts) + (f"\1{number}" if number else "")
@@ -127,7 +136,9 @@ class Request:
     def may_start(self) -> bool:
         """Whether its turn has come to be admitted."""
         source = self.prefix_source
-        return source is None or source.first_token_s is not None or source.finish_reason is not None
+        return (
+            source is None or source.first_token_s is not None or source.finish_reason is not None
+        )
 
     @property
     def taken(self) -> Taken:
@@ -142,7 +153,9 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether rows of its prompt are still to be run for the log-probabilities of what comes after them."""
+        """Whether rows of its prompt are still to be run for the log-probabilities of what comes
+        after them.
+        """
         return self._num_unscored > 0
 
     def progress(self) -> RequestProgress:
@@ -191,7 +204,9 @@ class Request:
         )
 
     def _bring_up_to_date(self, progress: RequestProgress) -> None:
-        """What runs and what waits have in common; field by field, since a step does this some hundred times."""
+        """What runs and what waits have in common; field by field, since a step does this some
+        hundred times.
+        """
         progress.num_output = num_output = self.num_output
         progress.first_token_s = self.first_token_s
         progress.last_token_s = self.last_token_s
@@ -209,7 +224,10 @@ class Request:
         self._num_pages_sent = len(sequence.pages)
         if self.num_cached_tokens is None:
             self.num_cached_tokens = max(0, sequence.length - self.num_virtual)
-        used, continues = self.params.penalizes, self.params.penalizes or self.params.grammar is not None
+        used, continues = (
+            self.params.penalizes,
+            self.params.penalizes or self.params.grammar is not None,
+        )
         return OpenRequest(
             request=self.id,
             params=self.params,
@@ -235,14 +253,26 @@ class Request:
         new_pages: tuple[int, ...] = ()
         if len(pages) > self._num_pages_sent:
             new_pages, self._num_pages_sent = tuple(pages[self._num_pages_sent :]), len(pages)
-        tokens = (self.tokens[start],) if num_rows == 1 else tuple(self.tokens[start : start + num_rows])
+        tokens = (
+            (self.tokens[start],) if num_rows == 1 else tuple(self.tokens[start : start + num_rows])
+        )
         forbidden = self._forbidden() if samples and self._may_forbid else ()
         if not self._num_unscored:
-            return RequestRows(self.id, start, tokens, new_pages, samples, self.num_output, forbidden)
+            return RequestRows(
+                self.id, start, tokens, new_pages, samples, self.num_output, forbidden
+            )
         scored = self._scored_rows(start, start + num_rows)
         targets = tuple(self.prompt[scored.start + 1 : scored.stop + 1])
         return RequestRows(
-            self.id, start, tokens, new_pages, samples, self.num_output, forbidden, scored.start, targets
+            self.id,
+            start,
+            tokens,
+            new_pages,
+            samples,
+            self.num_output,
+            forbidden,
+            scored.start,
+            targets,
         )
 
     def _forbidden(self) -> tuple[int, ...]:
@@ -251,11 +281,17 @@ class Request:
         if not self.params.bad_words:
             return ends
         output = tuple(self.tokens[len(self.prompt) :])
-        bad = (word[-1] for word in self.params.bad_words if output[len(output) - len(word) + 1 :] == word[:-1])
+        bad = (
+            word[-1]
+            for word in self.params.bad_words
+            if output[len(output) - len(word) + 1 :] == word[:-1]
+        )
         return (*ends, *bad)
 
     def _scored_rows(self, start: int, end: int) -> range:
-        """Of these rows, those after which the prompt's next token is to be scored; none that has been before."""
+        """Of these rows, those after which the prompt's next token is to be scored; none that has
+        been before.
+        """
         first = max(start, self.num_virtual + len(self._prompt_logprobs))
         return range(first, max(first, min(end, len(self.prompt) - 1)))
 
@@ -270,8 +306,8 @@ class Request:
             self._num_unscored -= len(scored)
 
     def accept(self, chosen: TokenLogprob, now_s: float, *, ends_here: bool = False) -> Chunk:
-        """Take the next token; the chunk says whether that was the last. ends_here: the caller ends it after that,
-        since its grammar lets nothing follow; then it is not cut for its length.
+        """Take the next token; the chunk says whether that was the last. ends_here: the caller ends
+        it after that, since its grammar lets nothing follow; then it is not cut for its length.
         """
         first = self.first_token_s is None
         if first:
@@ -315,7 +351,9 @@ class Request:
         """It is over without a further token."""
         self.finish_reason = reason
         text = self._text.finish() if self._text is not None else ""
-        prompt_logprobs = () if self.num_output or self.params.max_tokens else tuple(self._prompt_logprobs)
+        prompt_logprobs = (
+            () if self.num_output or self.params.max_tokens else tuple(self._prompt_logprobs)
+        )
         return Chunk(
             request=self.request,
             index=self.index,

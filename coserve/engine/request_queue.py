@@ -1,9 +1,11 @@
-"""Requests that wait for pages and requests that run, by id and by the name that they were added under.
+"""Requests that wait for pages and requests that run, by id and by the name that they were added
+under.
 
-A prompt can be computed by another instance: its request is held, and no policy may start it. Then the blocks that lie
-in a page file are known, if any, and the request waits as any other. When it is admitted, what is known here is shared,
-what lies in the file is copied, and the rest is computed; at least one token is, as after any prefix, so that its first
-token is chosen here. Who computes, and what goes between the two, is in `coserve.handover`.
+A prompt can be computed by another instance: its request is held, and no policy may start it. Then
+the blocks that lie in a page file are known, if any, and the request waits as any other. When it is
+admitted, what is known here is shared, what lies in the file is copied, and the rest is computed;
+at least one token is, as after any prefix, so that its first token is chosen here. Who computes,
+and what goes between the two, is in `coserve.handover`.
 """
 
 from collections import Counter
@@ -22,8 +24,8 @@ from coserve.scheduling.plan import PlannedRows, RequestProgress
 
 
 class ImportedBlocks(msgspec.Struct, frozen=True):
-    """Blocks of a prompt that another instance has computed, in a page file: the first of them, and their number from
-    the file's start on.
+    """Blocks of a prompt that another instance has computed, in a page file: the first of them, and
+    their number from the file's start on.
     """
 
     path: str
@@ -49,22 +51,30 @@ class BlockImports:
         return request in self._held
 
     def arrive(self, request: str, blocks: ImportedBlocks | None) -> None:
-        """Note all that comes for a request that was held, which may start now; None: nothing comes."""
+        """Note all that comes for a request that was held, which may start now; None: nothing
+        comes.
+        """
         self._held.discard(request)
         if blocks is not None and blocks.num_blocks:
             self._blocks[request] = blocks
 
     def release(self, request: str) -> None:
-        """Forget a request that does not wait any more, whether something has come for it or not."""
+        """Forget a request that does not wait any more, whether something has come for it or
+        not.
+        """
         self._held.discard(request)
         self._blocks.pop(request, None)
 
     def num_tokens(self, request: str, num_known: int, num_tokens: int) -> int:
-        """Return how many of a request's num_tokens tokens lie in its file after the first num_known ones."""
+        """Return how many of a request's num_tokens tokens lie in its file after the first
+        num_known ones.
+        """
         return len(self._places(request, num_known, num_tokens)) * self._block_tokens
 
     def bring_in(self, request: str, sequence: PagedSequence, num_tokens: int) -> None:
-        """Copy what follows the sequence's tokens and lies in the request's file into its pages, which it has taken."""
+        """Copy what follows the sequence's tokens and lies in the request's file into its pages,
+        which it has taken.
+        """
         if places := self._places(request, sequence.length, num_tokens):
             first = sequence.length // self._block_tokens
             pages = tuple(sequence.pages[first : first + len(places)])
@@ -85,7 +95,8 @@ class BlockImports:
         assert self._held | self._blocks.keys() <= waiting
 
 
-# Of those that wait, how many are looked up among the known prefixes anew for each view: the others come later anyway.
+# Of those that wait, how many are looked up among the known prefixes anew for each view: the others
+# come later anyway.
 _NUM_LOOKED_UP = 16
 
 
@@ -93,7 +104,11 @@ class RequestQueue:
     """Every request that is not over, exactly once: waiting or running."""
 
     def __init__(
-        self, cache: KvCache, swap: HostSwap, counters: TokenCounters, send: Callable[[Command], None]
+        self,
+        cache: KvCache,
+        swap: HostSwap,
+        counters: TokenCounters,
+        send: Callable[[Command], None],
     ) -> None:
         """Begin empty; send: appends a command to the device's log."""
         self.waiting: dict[str, Request] = {}  # preempted ones first, then as they came
@@ -125,7 +140,9 @@ class RequestQueue:
         return self._num_batch > 0
 
     def excludes_jobs(self, admitted: Collection[str] = ()) -> bool:
-        """Return whether a request runs, or is one of those to be admitted, beside which no job may have a step."""
+        """Return whether a request runs, or is one of those to be admitted, beside which no job may
+        have a step.
+        """
         if not self._num_batch:
             return False
         begin = [self.waiting[id] for id in admitted if id in self.waiting]
@@ -139,7 +156,9 @@ class RequestQueue:
         """Of requests that somebody waits for, or of batch work."""
         if not self.running:
             return ()
-        return tuple([each.progress() for each in self.running.values() if each.is_batch == is_batch])
+        return tuple(
+            [each.progress() for each in self.running.values() if each.is_batch == is_batch]
+        )
 
     def waiting_progress(self, *, is_batch: bool = False) -> tuple[RequestProgress, ...]:
         """Of those far back in the queue, what they share may be out of date."""
@@ -156,10 +175,16 @@ class RequestQueue:
         return running, sum([request.is_batch for request in self.waiting.values()])
 
     def num_batch_pages(self) -> int:
-        """That batch work has, alone or together with others; a page that several have counts once."""
+        """That batch work has, alone or together with others; a page that several have counts
+        once.
+        """
         if not self._num_batch:
             return 0
-        sequences = [each.sequence for each in self.running.values() if each.is_batch and each.sequence is not None]
+        sequences = [
+            each.sequence
+            for each in self.running.values()
+            if each.is_batch and each.sequence is not None
+        ]
         return len({page for sequence in sequences for page in sequence.pages})
 
     def may_start(self, request: Request) -> bool:
@@ -167,15 +192,21 @@ class RequestQueue:
         return request.may_start and not self._imports.is_held(request.id)
 
     def first(self, name: str) -> Request | None:
-        """The first sequence of a request while it waits; the others wait for it. None if it runs, or has ended."""
+        """The first sequence of a request while it waits; the others wait for it. None if it runs,
+        or has ended.
+        """
         members = self._members.get(name)
-        return members[0] if members and members[0].id in self.waiting and not members[0].index else None
+        return (
+            members[0]
+            if members and members[0].id in self.waiting and not members[0].index
+            else None
+        )
 
     def unknown_blocks(self, name: str) -> range:
-        """Of the prompt of a request that waits: its full blocks of which nothing is known here, but for the last of
-        its tokens, which is always run; none of one whose tokens are scored, which needs all rows, nor of one with a
-        salt, since another engine would share them, nor of one with virtual tokens, which that one would add
-        again.
+        """Of the prompt of a request that waits: its full blocks of which nothing is known here,
+        but for the last of its tokens, which is always run; none of one whose tokens are scored,
+        which needs all rows, nor of one with a salt, since another engine would share them, nor of
+        one with virtual tokens, which that one would add again.
         """
         first = self.first(name)
         if first is None or first.scores_prompt or first.params.cache_salt or first.num_virtual:
@@ -199,7 +230,9 @@ class RequestQueue:
             self._wait(request)
 
     def hold(self, name: str) -> None:
-        """Keep a request that waits from starting before `arrive`: another instance computes its prompt."""
+        """Keep a request that waits from starting before `arrive`: another instance computes its
+        prompt.
+        """
         if (first := self.first(name)) is not None:
             self._imports.hold(first.id)
 
@@ -209,16 +242,20 @@ class RequestQueue:
             self._imports.arrive(first.id, blocks)
 
     def note_model_changes(self, number: int) -> None:
-        """The weights are others now: those that wait find no prefix that was computed with the old ones."""
+        """The weights are others now: those that wait find no prefix that was computed with the old
+        ones.
+        """
         for request in self.waiting.values():
             request.note_model_changes(number)
             if not request.scores_prompt:
-                self._keys[request.id] = self._cache.prefixes.keys(request.prefix_owner, request.tokens)
+                self._keys[request.id] = self._cache.prefixes.keys(
+                    request.prefix_owner, request.tokens
+                )
             self._progress[request.id] = self._look_up(request)
 
     def admit(self, request: Request) -> OpenRequest | None:
-        """Give it the pages of all its tokens, with what lies on the host or has been handed over; None, and nothing
-        has changed, if there are too few.
+        """Give it the pages of all its tokens, with what lies on the host or has been handed over;
+        None, and nothing has changed, if there are too few.
         """
         keys = self._keys[request.id]
         sequence = self._cache.open(keys, len(request.tokens))
@@ -228,7 +265,9 @@ class RequestQueue:
             return None
         opened = request.open(sequence)
         sequence.reserve(num_rows)
-        self._swap.bring_back(sequence, keys, len(request.tokens))  # after that: its own blocks may have given way
+        self._swap.bring_back(
+            sequence, keys, len(request.tokens)
+        )  # after that: its own blocks may have given way
         self._imports.bring_in(request.id, sequence, len(request.tokens))
         self._stop_waiting(request)
         if not request.num_preemptions:
@@ -237,8 +276,8 @@ class RequestQueue:
         return opened
 
     def reserve(self, planned: PlannedRows) -> PlannedRows | None:
-        """Pages for the next rows of a request, if they can be had: the rows as they are now. None without pages, or if
-        it does not run.
+        """Pages for the next rows of a request, if they can be had: the rows as they are now. None
+        without pages, or if it does not run.
         """
         request = self.running.get(planned.item)
         if request is None or request.sequence is None:
@@ -256,7 +295,9 @@ class RequestQueue:
         return structs.replace(planned, start=start, rows=num_rows)
 
     def preempt(self, request: Request) -> CloseRequest:
-        """Take its pages; it waits at the head of the queue, to be computed again but for what is kept of it."""
+        """Take its pages; it waits at the head of the queue, to be computed again but for what is
+        kept of it.
+        """
         assert request.sequence is not None
         num_tokens = request.sequence.length
         closed = request.close()
@@ -291,7 +332,10 @@ class RequestQueue:
 
     def check_integrity(self) -> None:
         """Assert that each is waiting or running, and that exactly those that run have pages."""
-        assert {request.id for group in self._members.values() for request in group} == {*self.running, *self.waiting}
+        assert {request.id for group in self._members.values() for request in group} == {
+            *self.running,
+            *self.waiting,
+        }
         assert self.running.keys().isdisjoint(self.waiting)
         assert all(request.sequence is not None for request in self.running.values())
         assert all(request.sequence is None for request in self.waiting.values())
@@ -300,7 +344,9 @@ class RequestQueue:
     def _wait(self, request: Request) -> None:
         shares = not request.scores_prompt
         prefixes = self._cache.prefixes
-        self._keys[request.id] = prefixes.keys(request.prefix_owner, request.tokens) if shares else []
+        self._keys[request.id] = (
+            prefixes.keys(request.prefix_owner, request.tokens) if shares else []
+        )
         self.waiting[request.id] = request
         self._progress[request.id] = self._look_up(request)
         self._counters.arrive(request.info.tenant)
@@ -316,4 +362,6 @@ class RequestQueue:
         num_pages, num_known = self._cache.num_pages_to_open(keys, num_tokens)
         num_known += self._swap.num_tokens_kept(keys, num_known, num_tokens)
         num_known += self._imports.num_tokens(request.id, num_known, num_tokens)
-        return request.progress_waiting(num_known, num_pages, is_held=self._imports.is_held(request.id))
+        return request.progress_waiting(
+            num_known, num_pages, is_held=self._imports.is_held(request.id)
+        )

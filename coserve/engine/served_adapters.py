@@ -1,7 +1,9 @@
-"""Adapters that requests can name: on the device or on the host by version, and which can be had again from disk.
+"""Adapters that requests can name: on the device or on the host by version, and which can be had
+again from disk.
 
-Where there are more versions on the device than it should have, those that no request reads go to the host, the ones
-unused longest first, as far as there is room. A version comes back as soon as a request names it.
+Where there are more versions on the device than it should have, those that no request reads go to
+the host, the ones unused longest first, as far as there is room. A version comes back as soon as a
+request names it.
 """
 
 from collections import OrderedDict
@@ -28,16 +30,19 @@ class AdapterVersion:
     name: str
     step: int
     key: str
-    """Never given twice, so that K and V that were computed under it are never mistaken for another version's."""
+    """Never given twice, so that K and V that were computed under it are never mistaken for another
+    version's."""
     num_bypasses: int
     num_bytes: int = 0
     """Bytes of its parameters, as they go to the host."""
     num_virtual_tokens: int = 0
     """Rows that stand before every prompt."""
     vocab_size: int = 0
-    """Vocabulary of the adapter's model, where that is another than the one that serves; 0: the same."""
+    """Vocabulary of the adapter's model, where that is another than the one that serves; 0: the
+    same."""
     model: str = ""
-    """The adapter's model, if that is not the one that serves; requests cannot name the version then."""
+    """The adapter's model, if that is not the one that serves; requests cannot name the version
+    then."""
 
     @property
     def label(self) -> str:
@@ -46,8 +51,8 @@ class AdapterVersion:
 
 
 class AdapterVersions:
-    """Names of adapters, their versions, and who reads them. A version that is unloaded or superseded stays until its
-    last reader is gone.
+    """Names of adapters, their versions, and who reads them. A version that is unloaded or
+    superseded stays until its last reader is gone.
     """
 
     def __init__(self) -> None:
@@ -55,7 +60,9 @@ class AdapterVersions:
         self._readers: dict[str, int] = {}  # by key; unused longest first
         self.being_read: set[str] = set()  # keys
         self.num_released = 0  # readers that are gone, so far
-        self.num_model_changes = 0  # of the weights underneath: what was computed before is no prefix for what comes
+        self.num_model_changes = (
+            0  # of the weights underneath: what was computed before is no prefix for what comes
+        )
         self._transient: set[str] = set()
         self._gone: list[str] = []
         self._serial = count()
@@ -79,7 +86,11 @@ class AdapterVersions:
     ) -> AdapterVersion:
         """Make a version the newest of its name. transient: the next one takes its place."""
         versions = self._versions.setdefault(name, {})
-        for old in [version for version in versions.values() if version.key in self._transient or version.step == step]:
+        for old in [
+            version
+            for version in versions.values()
+            if version.key in self._transient or version.step == step
+        ]:
             self._forget(versions.pop(old.step))
         versions[step] = AdapterVersion(
             name=name,
@@ -97,7 +108,9 @@ class AdapterVersions:
         return versions[step]
 
     def resolve(self, label: str) -> AdapterVersion:
-        """The newest version of a name, or the one of `name@step`; AdapterError lists what there is."""
+        """The newest version of a name, or the one of `name@step`; AdapterError lists what there
+        is.
+        """
         if not isinstance(label, str):
             raise AdapterError(f"an adapter is asked for by its name, which {shown(label)} is not")
         name, _, step = label.rpartition("@")
@@ -108,7 +121,9 @@ class AdapterVersions:
             raise AdapterError(f"adapter {name!r} has no version {step}; it has {have}")
         if label in self._versions:
             return next(reversed(self._versions[label].values()))
-        raise AdapterError(f"there is no adapter {label!r}; there are: {', '.join(self._versions) or 'none'}")
+        raise AdapterError(
+            f"there is no adapter {label!r}; there are: {', '.join(self._versions) or 'none'}"
+        )
 
     @property
     def num_versions(self) -> int:
@@ -117,7 +132,11 @@ class AdapterVersions:
 
     def idle(self) -> Iterator[AdapterVersion]:
         """Versions that no request reads, unused longest first."""
-        by_key = {version.key: version for versions in self._versions.values() for version in versions.values()}
+        by_key = {
+            version.key: version
+            for versions in self._versions.values()
+            for version in versions.values()
+        }
         yield from [by_key[key] for key, num_readers in self._readers.items() if not num_readers]
 
     def of(self, name: str) -> list[AdapterVersion]:
@@ -125,18 +144,23 @@ class AdapterVersions:
         return list(self._versions.get(name, {}).values())
 
     def resolve_served(self, label: str) -> AdapterVersion:
-        """The same for a request; AdapterError if it is of another model than the one that serves."""
+        """The same for a request; AdapterError if it is of another model than the one that
+        serves.
+        """
         version = self.resolve(label)
         if version.model:
             raise AdapterError(
-                f"adapter {version.label} is of model {version.model!r}, which is trained here and not served: "
+                f"adapter {version.label} is of model {version.model!r}, which is trained here and "
+                f"not served: "
                 "save it, and serve it with that model"
             )
         return version
 
     def labels(self) -> list[str]:
         """Every version's label."""
-        return [version.label for versions in self._versions.values() for version in versions.values()]
+        return [
+            version.label for versions in self._versions.values() for version in versions.values()
+        ]
 
     def __contains__(self, name: str) -> bool:
         return name in self._versions
@@ -152,7 +176,10 @@ class AdapterVersions:
         self._readers[version.key] -= 1
         if not self._readers[version.key]:
             self.being_read.discard(version.key)
-        if not self._readers[version.key] and self._versions.get(version.name, {}).get(version.step) != version:
+        if (
+            not self._readers[version.key]
+            and self._versions.get(version.name, {}).get(version.step) != version
+        ):
             self._gone.append(version.key)
             del self._readers[version.key]
 
@@ -165,7 +192,9 @@ class AdapterVersions:
 
     @contextmanager
     def given_up(self, key: str) -> Iterator[None]:
-        """While a version to come is made on the device: if that is interrupted, nobody knows whether it is there."""
+        """While a version to come is made on the device: if that is interrupted, nobody knows
+        whether it is there.
+        """
         try:
             yield
         except CoserveError:  # it is not
@@ -190,17 +219,33 @@ class AdapterLoad:
     """An adapter on its way from disk to the device. opened: once it has been read."""
 
     def __init__(
-        self, device: Device, versions: AdapterVersions, name: str, key: str, directory: str, model: str = ""
+        self,
+        device: Device,
+        versions: AdapterVersions,
+        name: str,
+        key: str,
+        directory: str,
+        model: str = "",
     ) -> None:
         """model: as `OpenVersion` names it."""
-        self.device, self.versions, self.name, self.key, self.directory = device, versions, name, key, directory
+        self.device, self.versions, self.name, self.key, self.directory = (
+            device,
+            versions,
+            name,
+            key,
+            directory,
+        )
         self.model = model
         self.opened = VersionOpened(num_bypasses=0)
 
     def read(self, changed_by: str = "") -> Self:
-        """Read it onto the device, beside steps; AdapterError for its files. changed_by: see `OpenVersion`."""
+        """Read it onto the device, beside steps; AdapterError for its files. changed_by: see
+        `OpenVersion`.
+        """
         with self.versions.given_up(self.key):
-            loaded = self.device.execute(OpenVersion(self.key, self.directory, self.model, changed_by))
+            loaded = self.device.execute(
+                OpenVersion(self.key, self.directory, self.model, changed_by)
+            )
         assert isinstance(loaded, VersionOpened)
         self.opened = loaded
         return self
@@ -210,28 +255,38 @@ class ServedAdapters:
     """The versions on one device, and on its host."""
 
     def __init__(self, device: Device, log: CommandLog, swap: HostSwap, *, most: int) -> None:
-        """most: how many of those that lie on disk stay on the device, and how many versions of any kind if some can
-        go to the host instead.
+        """most: how many of those that lie on disk stay on the device, and how many versions of any
+        kind if some can go to the host instead.
         """
         self.versions = AdapterVersions()
         self._device, self._log, self._swap, self._most = device, log, swap, most
         self._away: dict[str, AdapterVersion] = {}  # on the host, by key
         self._tried_at: tuple[int, ...] = ()  # the state in which no more could go there
-        # Two counts: that of loads begun beside steps, which no recording has, must not show in the keys of the others.
+        # Two counts: that of loads begun beside steps, which no recording has, must not show in the
+        # keys of the others.
         self._num_loads, self._num_reads = count(), count()
-        self._on_disk: OrderedDict[str, None] = OrderedDict()  # can be had again; unused longest first
+        self._on_disk: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # can be had again; unused longest first
 
     def load(self, name: str, directory: str, *, model: str = "", path: str = "") -> AdapterVersion:
-        """Serve an adapter in PEFT's format as `name`; AdapterError for its files. model, path: name and place of
-        the one that it is of, if that is not the one that serves; then it can be trained further alone.
+        """Serve an adapter in PEFT's format as `name`; AdapterError for its files. model, path:
+        name and place of the one that it is of, if that is not the one that serves; then it can be
+        trained further alone.
         """
         key = f"{name}@0#load-{next(self._num_loads)}"
-        return self.finish_load(AdapterLoad(self._device, self.versions, name, key, directory, path).read(), model)
+        return self.finish_load(
+            AdapterLoad(self._device, self.versions, name, key, directory, path).read(), model
+        )
 
     def begin_load(self, name: str, directory: str) -> "AdapterLoad":
-        """The same in three steps, of which the middle one (`AdapterLoad.read`) may be done by any thread."""
+        """The same in three steps, of which the middle one (`AdapterLoad.read`) may be done by any
+        thread.
+        """
         # Not by `new_key`: when a load begins leaves no trace in the keys of what comes after it.
-        return AdapterLoad(self._device, self.versions, name, f"{name}@0#read-{next(self._num_reads)}", directory)
+        return AdapterLoad(
+            self._device, self.versions, name, f"{name}@0#read-{next(self._num_reads)}", directory
+        )
 
     def finish_load(self, load: "AdapterLoad", model: str = "") -> AdapterVersion:
         """Serve what was read."""
@@ -250,8 +305,8 @@ class ServedAdapters:
     def publish(
         self, job: str, name: str, step: int, *, costs: TrainerOpened, transient: bool, model: str
     ) -> AdapterVersion:
-        """Serve a job's adapter as it is now (of another `model`: keep it, so that it can be saved); DeviceMemoryError
-        if there is no room for the copy.
+        """Serve a job's adapter as it is now (of another `model`: keep it, so that it can be
+        saved); DeviceMemoryError if there is no room for the copy.
         """
         key = self.versions.new_key(name, step)
         with self.versions.given_up(key):
@@ -271,14 +326,18 @@ class ServedAdapters:
     def keep_from_disk(self, name: str) -> None:
         """It lies on disk, and was asked for now: it may make room when others are used instead.
 
-        The one whose use was asked for longest ago goes first; those that are being read stay until they are not. What
-        has room on the host stays there.
+        The one whose use was asked for longest ago goes first; those that are being read stay until
+        they are not. What has room on the host stays there.
         """
         self._on_disk[name] = None
         self._on_disk.move_to_end(name)
         self.make_room()
         if self._num_excess > 0:
-            held = [each for each in self._on_disk if any(v.key not in self._away for v in self.versions.of(each))]
+            held = [
+                each
+                for each in self._on_disk
+                if any(v.key not in self._away for v in self.versions.of(each))
+            ]
             for each in held[: len(held) - self._most]:
                 self.unload(each)
 
@@ -294,7 +353,9 @@ class ServedAdapters:
         self._log.execute(SaveAdapter(key, directory))
 
     def take_unread(self) -> list[DropVersion]:
-        """What the device is to let go of: versions that no request reads and no name finds any more."""
+        """What the device is to let go of: versions that no request reads and no name finds any
+        more.
+        """
         gone = self.versions.take_gone()
         for key in gone:
             self._away.pop(key, None)
@@ -314,14 +375,18 @@ class ServedAdapters:
         return [("version", key) for key in self._away]
 
     def make_room(self) -> None:
-        """Versions that nobody reads go to the host, where the device has too many; not within a step."""
+        """Versions that nobody reads go to the host, where the device has too many; not within a
+        step.
+        """
         if self._num_excess <= 0 or not self._swap.num_pages:
             return
         if self._state == self._tried_at:
             return
         idle = [version for version in self.versions.idle() if version.key not in self._away]
         for version in idle[: self._num_excess]:
-            if (slots := self._swap.keep_tensors(("version", version.key), version.num_bytes)) is not None:
+            if (
+                slots := self._swap.keep_tensors(("version", version.key), version.num_bytes)
+            ) is not None:
                 self._away[version.key] = version
                 self._log.send(SwapOutTensors(version=version.key, slots=slots))
         self._tried_at = self._state
@@ -330,16 +395,25 @@ class ServedAdapters:
 
     @property
     def _state(self) -> tuple[int, ...]:
-        """Changes with all that lets more versions go to the host. Room is asked for after every step; where there is
-        none, or all versions are being read, that must cost nothing.
+        """Changes with all that lets more versions go to the host. Room is asked for after every
+        step; where there is none, or all versions are being read, that must cost nothing.
         """
         versions, swap = self.versions, self._swap
-        return versions.num_versions, versions.num_released, swap.num_pages_used, swap.num_swapped_in
+        return (
+            versions.num_versions,
+            versions.num_released,
+            swap.num_pages_used,
+            swap.num_swapped_in,
+        )
 
     def bring_back(self, key: str) -> None:
-        """Have a version on the device, if it lies on the host; not within a step. DeviceMemoryError: it is not yet."""
+        """Have a version on the device, if it lies on the host; not within a step.
+        DeviceMemoryError: it is not yet.
+        """
         if key in self._away:
-            self._log.execute(SwapInTensors(version=key, slots=self._swap.tensor_slots(("version", key))))
+            self._log.execute(
+                SwapInTensors(version=key, slots=self._swap.tensor_slots(("version", key)))
+            )
             del self._away[key]
             self._swap.note_tensors_back(("version", key))
 

@@ -33,7 +33,9 @@ TextStreamMaker = Callable[[Sequence[int], SamplingParams], TextStream]
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Of a request's sample: of the first, the request's own, and of no other the next number, which is another's."""
+    """Of a request's sample: of the first, the request's own, and of no other the next number,
+    which is another's.
+    """
     return Random(f"{seed} {index}").getrandbits(63) if index else seed
 
 
@@ -56,11 +58,16 @@ class Serving:
         emit: Callable[[Chunk], None],
         send: Callable[[Command], None],
     ) -> None:
-        """end_tokens: ids of the model that end every request. shares_prefixes: whether tenants share what is known of
-        the beginnings of prompts. text_stream: see `EngineCore`. emit: takes chunks. send:
-        has the device do a command with the next step.
+        """end_tokens: ids of the model that end every request. shares_prefixes: whether tenants
+        share what is known of the beginnings of prompts. text_stream: see `EngineCore`. emit: takes
+        chunks. send: has the device do a command with the next step.
         """
-        self._device, self._queue, self._versions, self._counters = device, queue, versions, counters
+        self._device, self._queue, self._versions, self._counters = (
+            device,
+            queue,
+            versions,
+            counters,
+        )
         self._latency, self._default_slo, self._grammars = latency, default_slo, grammars
         self._text_stream, self._emit, self._send = text_stream, emit, send
         self.end_tokens, self._shares_prefixes = end_tokens, shares_prefixes
@@ -94,7 +101,9 @@ class Serving:
         if arrival_s is None:
             arrival_s = self._device.clock.now()
         version = None if adapter is None else self._versions.resolve_served(adapter)
-        check_request(prompt, params, self._device.info, version, has_text=self._text_stream is not None)
+        check_request(
+            prompt, params, self._device.info, version, has_text=self._text_stream is not None
+        )
         if params.grammar is not None:
             self._grammars.open(name, params.grammar, tenant)
         base_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -104,7 +113,9 @@ class Serving:
         if batch_due_s is not None:
             left_s = max(default_slo.ttft_s, batch_due_s - arrival_s)
             asked_slo = Slo(ttft_s=left_s, tpot_s=max(default_slo.tpot_s, left_s / most))
-        slo = feasible_slo(asked_slo, default_slo, self._latency, num_prompt_tokens=len(prompt), max_tokens=most)
+        slo = feasible_slo(
+            asked_slo, default_slo, self._latency, num_prompt_tokens=len(prompt), max_tokens=most
+        )
         self.num_slos_clamped += slo != asked_slo
         info = RequestInfo(
             arrival_s=arrival_s,
@@ -153,7 +164,9 @@ class Serving:
         return bool(members)
 
     def stop(self, name: str, index: int, num_tokens: int) -> bool:
-        """End one sequence of which `num_tokens` tokens are wanted. Returns whether it was there."""
+        """End one sequence of which `num_tokens` tokens are wanted. Returns whether it was
+        there.
+        """
         for member in self._queue.members(name):
             if member.index == index:
                 self._emit(member.end("stop"))
@@ -163,11 +176,18 @@ class Serving:
                 return True
         return False
 
-    def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
-        """A step's rows are in: their keys and values are known, and some have brought a token. started_s: when the
-        step began.
+    def apply(
+        self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float
+    ) -> None:
+        """A step's rows are in: their keys and values are known, and some have brought a token.
+        started_s: when the step began.
         """
-        running, prompts, tokens, emit = self._queue.running, result.prompts, result.tokens, self._emit
+        running, prompts, tokens, emit = (
+            self._queue.running,
+            result.prompts,
+            result.tokens,
+            self._emit,
+        )
         refused, ended, embeddings = result.refused, result.ended, result.embeddings
         num_tokens: dict[str, int] = {}
         for rows in batch.requests:
@@ -193,7 +213,9 @@ class Serving:
             if ends_here and chunk.finish_reason is None:
                 chunk = request.end("stop")  # by itself: the token before is part of the text
                 emit(chunk)
-            if (request.num_output <= 1 or chunk.finish_reason is not None) and not request.is_batch:
+            if (
+                request.num_output <= 1 or chunk.finish_reason is not None
+            ) and not request.is_batch:
                 self._note_slo_use(request, now_s)
             if chunk.finish_reason is not None:
                 if not request.is_batch:
@@ -222,7 +244,9 @@ class Serving:
             self.headroom.add_first_token(now_s, ttft_s / request.info.ttft_s)
         elif request.finish_reason is not None and request.first_token_s is not None:
             decoding_s = now_s - request.first_token_s - sum(request.taken)
-            self.headroom.add_end(now_s, decoding_s / (request.num_output - 1) / request.info.tpot_s)
+            self.headroom.add_end(
+                now_s, decoding_s / (request.num_output - 1) / request.info.tpot_s
+            )
 
     def _leave(self, request: Request) -> None:
         """A request is over: everything that it holds goes back."""

@@ -1,4 +1,5 @@
-"""How a plan is carried out: pages change hands, the plan is checked, the device is told, and the latency model learns.
+"""How a plan is carried out: pages change hands, the plan is checked, the device is told, and the
+latency model learns.
 
 A policy is one file that anybody may write, so what it plans is checked as a user's input is.
 """
@@ -11,7 +12,15 @@ from typing import TypeVar
 from msgspec import structs
 
 from coserve.devices.messages import Command
-from coserve.devices.step_messages import LossRows, RequestRows, StepBatch, StepResult, Tasklets, Update, WindowRows
+from coserve.devices.step_messages import (
+    LossRows,
+    RequestRows,
+    StepBatch,
+    StepResult,
+    Tasklets,
+    Update,
+    WindowRows,
+)
 from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.job_set import JobSet
 from coserve.engine.request_queue import RequestQueue
@@ -19,7 +28,14 @@ from coserve.errors import PolicyError
 from coserve.scheduling.aged_factors import size_class
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.latency import LatencyModel, tasklet_section
-from coserve.scheduling.plan import JobPhase, Partition, Plan, PlannedLoss, PlannedRows, PlannedTasklets
+from coserve.scheduling.plan import (
+    JobPhase,
+    Partition,
+    Plan,
+    PlannedLoss,
+    PlannedRows,
+    PlannedTasklets,
+)
 
 Piece = TypeVar("Piece", PlannedRows, PlannedLoss, PlannedTasklets)
 
@@ -36,8 +52,8 @@ def carry_out(
 ) -> Plan:
     """Do what a plan says about pages, as far as they allow; returns the plan with what can run.
 
-    policy: its name. send: has the device do a command with the step. num_units: of the device. PolicyError: the plan
-    can never run.
+    policy: its name. send: has the device do a command with the step. num_units: of the device.
+    PolicyError: the plan can never run.
     """
     for id in plan.preempt:
         if (request := requests.running.get(id)) is not None:
@@ -47,7 +63,11 @@ def carry_out(
             jobs.drop(jobs[job_id])
     for id in plan.admit:
         request = requests.waiting.get(id)
-        if request is None or not requests.may_start(request) or len(requests.running) >= max_requests:
+        if (
+            request is None
+            or not requests.may_start(request)
+            or len(requests.running) >= max_requests
+        ):
             continue
         if (opened := requests.admit(request)) is not None:
             send(opened)
@@ -60,24 +80,41 @@ def carry_out(
     return plan
 
 
-def _runnable(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapping[str, Job]) -> Plan:
-    """The plan without what has no pages, and with rows as they are now; reserved: those of requests.
+def _runnable(
+    plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapping[str, Job]
+) -> Plan:
+    """The plan without what has no pages, and with rows as they are now; reserved: those of
+    requests.
 
-    Where something is left out, the sections' predictions are of another step: they become 0, and teach nothing.
+    Where something is left out, the sections' predictions are of another step: they become 0, and
+    teach nothing.
     """
     if _runs_whole(plan, reserved, jobs):
         return plan
-    found = [reserved[each.item] if each.kind != "window" else _window(each, jobs) for each in plan.rows]
+    found = [
+        reserved[each.item] if each.kind != "window" else _window(each, jobs) for each in plan.rows
+    ]
     rows = tuple([each for each in found if each is not None])
-    losses = tuple([_limited(jobs[piece.job], piece) for piece in plan.losses if _has_pack(jobs, piece.job)])
+    losses = tuple(
+        [_limited(jobs[piece.job], piece) for piece in plan.losses if _has_pack(jobs, piece.job)]
+    )
     # Tasklets may follow the last rows of the loss; not if these turned out not to be the last.
     cut = {piece.job for piece in losses if piece not in plan.losses}
     tasklets = tuple(
-        [_limited(jobs[part.job], part) for part in plan.tasklets if _has_pack(jobs, part.job) and part.job not in cut]
+        [
+            _limited(jobs[part.job], part)
+            for part in plan.tasklets
+            if _has_pack(jobs, part.job) and part.job not in cut
+        ]
     )
     updates = tuple([job for job in plan.updates if job in jobs and jobs[job].update_due])
     has_sides = plan.partition is None or (rows and (losses or tasklets))
-    is_same = rows == plan.rows and losses == plan.losses and tasklets == plan.tasklets and updates == plan.updates
+    is_same = (
+        rows == plan.rows
+        and losses == plan.losses
+        and tasklets == plan.tasklets
+        and updates == plan.updates
+    )
     if is_same and has_sides:
         return plan
     planned = plan.prediction
@@ -101,7 +138,9 @@ def _runnable(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapp
     )
 
 
-def _runs_whole(plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapping[str, Job]) -> bool:
+def _runs_whole(
+    plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapping[str, Job]
+) -> bool:
     """Whether nothing of the plan is to be left out or made smaller, as with nearly all plans."""
     if plan.partition is not None and not (plan.rows and (plan.losses or plan.tasklets)):
         return False
@@ -141,7 +180,11 @@ def _has_pack(jobs: Mapping[str, Job], job: str) -> bool:
 
 
 def build_batch(
-    step: int, plan: Plan, requests: RequestQueue, jobs: Mapping[str, Job], commands: tuple[Command, ...]
+    step: int,
+    plan: Plan,
+    requests: RequestQueue,
+    jobs: Mapping[str, Job],
+    commands: tuple[Command, ...],
 ) -> StepBatch:
     """What the device is told of a plan that can run."""
     # Rows of one adapter side by side, so that its bypasses run once for all of them.
@@ -156,10 +199,21 @@ def build_batch(
     return StepBatch(
         step=step,
         commands=commands,
-        losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses]) if plan.losses else (),
-        tasklets=tuple([Tasklets(part.job, part.rows, part.num_tasklets, part.group) for part in plan.tasklets]),
-        updates=tuple([Update(job, jobs[job].progress.num_trained, jobs[job].order.num_steps) for job in plan.updates]),
-        requests=tuple([rows for _, group in sorted(by_version.items()) for rows in group]) if by_version else (),
+        losses=tuple([LossRows(piece.job, piece.rows) for piece in plan.losses])
+        if plan.losses
+        else (),
+        tasklets=tuple(
+            [Tasklets(part.job, part.rows, part.num_tasklets, part.group) for part in plan.tasklets]
+        ),
+        updates=tuple(
+            [
+                Update(job, jobs[job].progress.num_trained, jobs[job].order.num_steps)
+                for job in plan.updates
+            ]
+        ),
+        requests=tuple([rows for _, group in sorted(by_version.items()) for rows in group])
+        if by_version
+        else (),
         windows=tuple(windows),
         backward_limit_s=plan.backward_limit_s,
         partition=plan.partition,
@@ -175,8 +229,8 @@ def observe(
     *,
     step_s: float,
 ) -> None:
-    """Tell the latency model what a step took; parameters: how many each of its optimizer steps moved. models: of the
-    jobs that have tasklets, as `JobCounts` names them.
+    """Tell the latency model what a step took; parameters: how many each of its optimizer steps
+    moved. models: of the jobs that have tasklets, as `JobCounts` names them.
 
     A section's time teaches once for each size in it, however many pieces of that size it has.
     """
@@ -184,7 +238,10 @@ def observe(
     run = beside = 1.0
     planned, corrections = plan.prediction, latency.corrections
     if plan.tasklets:
-        joined = {(section, size_class(num_rows)): num_rows for section, num_rows in _joined_rows(plan, models)}
+        joined = {
+            (section, size_class(num_rows)): num_rows
+            for section, num_rows in _joined_rows(plan, models)
+        }
         run, beside = _share_run(plan, result.num_tasklets), _share_run(plan, result.num_beside)
     if plan.partition is not None:
         worth_s = planned.loss_s + planned.backward_s * beside
@@ -196,12 +253,18 @@ def observe(
         # Waiting for weights is no work.
         seconds = result.backward_s - result.weights_wait_s
         corrections.observe(section, num_rows, False, predicted_s=after_s, measured_s=seconds)
-    for number in {size_class(number): number for number in parameters}.values() if parameters else ():
-        corrections.observe("update", number, False, predicted_s=planned.update_s, measured_s=result.update_s)
+    for number in (
+        {size_class(number): number for number in parameters}.values() if parameters else ()
+    ):
+        corrections.observe(
+            "update", number, False, predicted_s=planned.update_s, measured_s=result.update_s
+        )
     latency.overhead.observe(step_s - result.seconds, begins=bool(plan.begin))
     # No plan counts copies, and waiting for them: they teach nothing about what it does count.
     waited_s = result.copy_s + result.weights_wait_s
-    latency.observe_step(predicted_s=planned.seconds_with(planned.backward_s * run), measured_s=step_s - waited_s)
+    latency.observe_step(
+        predicted_s=planned.seconds_with(planned.backward_s * run), measured_s=step_s - waited_s
+    )
 
 
 def _observe_forward_and_loss(corrections: Corrections, plan: Plan, result: StepResult) -> None:
@@ -209,11 +272,17 @@ def _observe_forward_and_loss(corrections: Corrections, plan: Plan, result: Step
         num_rows = sum([rows.rows for rows in plan.rows])
         windows = "window" in [rows.kind for rows in plan.rows]
         corrections.observe(
-            "forward", num_rows, windows, predicted_s=plan.prediction.forward_s, measured_s=result.forward_s
+            "forward",
+            num_rows,
+            windows,
+            predicted_s=plan.prediction.forward_s,
+            measured_s=result.forward_s,
         )
     if plan.losses:
         num_rows = sum([piece.rows for piece in plan.losses])
-        corrections.observe("loss", num_rows, False, predicted_s=plan.prediction.loss_s, measured_s=result.loss_s)
+        corrections.observe(
+            "loss", num_rows, False, predicted_s=plan.prediction.loss_s, measured_s=result.loss_s
+        )
 
 
 def _observe_sides(
@@ -224,8 +293,8 @@ def _observe_sides(
     beside_s: float,
     joined: Iterable[int],
 ) -> None:
-    """What the sides of a divided step reached; beside_s: seconds of the whole device that the work of jobs beside the
-    forward pass was predicted to be worth; joined: rows of its tasklets.
+    """What the sides of a divided step reached; beside_s: seconds of the whole device that the work
+    of jobs beside the forward pass was predicted to be worth; joined: rows of its tasklets.
     """
     num_rows = sum([rows.rows for rows in plan.rows])
     if result.forward_s > 0:
@@ -251,7 +320,9 @@ def _joined_rows(plan: Plan, models: Mapping[str, str]) -> list[tuple[str, int]]
 
 
 def _share_run(plan: Plan, num_tasklets: Mapping[str, int]) -> float:
-    """The share of the planned backward work that these tasklets of the jobs are: those before the time limit."""
+    """The share of the planned backward work that these tasklets of the jobs are: those before the
+    time limit.
+    """
     if not num_tasklets:
         return 0.0
     planned = sum([part.rows * part.num_tasklets for part in plan.tasklets])
@@ -269,12 +340,16 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
         num_units: Units of the device.
 
     Raises:
-        PolicyError: An item has two pieces of one kind, an empty one, or one for a phase that its job is not in; or the
-            device does not have as many units as the partition.
+        PolicyError: An item has two pieces of one kind, an empty one, or one for a phase that its
+            job is not in; or the device does not have as many units as the partition.
     """
     if max(len(plan.rows), len(plan.losses), len(plan.tasklets), len(plan.updates)) > 1:
-        _check_once(policy, "rows of request", [rows.item for rows in plan.rows if rows.kind != "window"])
-        _check_once(policy, "a window of job", [rows.item for rows in plan.rows if rows.kind == "window"])
+        _check_once(
+            policy, "rows of request", [rows.item for rows in plan.rows if rows.kind != "window"]
+        )
+        _check_once(
+            policy, "a window of job", [rows.item for rows in plan.rows if rows.kind == "window"]
+        )
         _check_once(policy, "a piece of the loss of job", [piece.job for piece in plan.losses])
         _check_once(policy, "tasklets of job", [part.job for part in plan.tasklets])
         _check_once(policy, "an optimizer step of job", plan.updates)
@@ -293,7 +368,11 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
         _check_size(policy, part.job, min(part.rows, part.num_tasklets))
         # Losses come first in a step: tasklets may follow the last piece of it.
         begun = job.progress.begun
-        ends_loss = begun is not None and losses.get(part.job, 0) >= begun.num_loss_rows_left and job.phase == "loss"
+        ends_loss = (
+            begun is not None
+            and losses.get(part.job, 0) >= begun.num_loss_rows_left
+            and job.phase == "loss"
+        )
         if not ends_loss:
             _check_phase(policy, "tasklets", job, "backward")
     if plan.partition is not None:
@@ -305,17 +384,25 @@ def _check_once(policy: str, what: str, items: Sequence[str]) -> None:
         return
     for item, number in Counter(items).items():
         if number > 1:
-            raise PolicyError(f"policy {policy} plans {what} {item!r} {number} times in one step; once is right")
+            raise PolicyError(
+                f"policy {policy} plans {what} {item!r} {number} times in one step; once is right"
+            )
 
 
 def _check_size(policy: str, item: str, number: int) -> None:
     if number < 1:
-        raise PolicyError(f"policy {policy} plans a piece of {item!r} without rows; leave it out, or plan one at least")
+        raise PolicyError(
+            f"policy {policy} plans a piece of {item!r} without rows; leave it out, or plan one at "
+            f"least"
+        )
 
 
 def _check_phase(policy: str, what: str, job: Job, right: JobPhase) -> None:
     if job.phase != right:
-        raise PolicyError(f"policy {policy} plans {what} of job {job.id!r}, which is at {job.phase!r}, not {right!r}")
+        raise PolicyError(
+            f"policy {policy} plans {what} of job {job.id!r}, which is at {job.phase!r}, not "
+            f"{right!r}"
+        )
 
 
 def _check_units(policy: str, partition: Partition, num_units: int) -> None:
@@ -323,6 +410,7 @@ def _check_units(policy: str, partition: Partition, num_units: int) -> None:
     if min(forward, backward) < 1 or forward + backward > num_units:
         right = f"at least one each and {num_units} together" if num_units > 1 else "no partition"
         raise PolicyError(
-            f"policy {policy} plans {forward} units for the forward pass and {backward} for jobs beside it on a device "
+            f"policy {policy} plans {forward} units for the forward pass and {backward} for jobs "
+            f"beside it on a device "
             f"that has {num_units}; {right} would be right"
         )

@@ -1,8 +1,8 @@
 """The step loop: plan, run, apply.
 
-A policy decides: who is admitted, preempted, begun and dropped, and which rows run. The loop checks that pages allow
-it, tells the device, and books what came of it; what that means for requests is in `serving.py`, for jobs in
-`job_set.py`.
+A policy decides: who is admitted, preempted, begun and dropped, and which rows run. The loop checks
+that pages allow it, tells the device, and books what came of it; what that means for requests is in
+`serving.py`, for jobs in `job_set.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,8 +50,9 @@ class _Begun(msgspec.Struct, frozen=True):
 class StepLoop:
     """One step after the other, of all requests and jobs of an engine.
 
-    num_steps: that the device has done. last_result: of the last plan; None if that ran nothing, or the device failed.
-    last_slo_use: what requests needed of their SLOs when the last step was planned. times: what each tenant was served.
+    num_steps: that the device has done. last_result: of the last plan; None if that ran nothing, or
+    the device failed. last_slo_use: what requests needed of their SLOs when the last step was
+    planned. times: what each tenant was served.
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class StepLoop:
     # -- a step -----------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Plan, and have the device begin. Returns whether there is a step; `finish` is to follow."""
+        """Plan, and have the device begin. Returns whether there is a step; `finish` is to
+        follow.
+        """
         if self._step is not None:  # the caller was interrupted before it could finish
             self.finish()
         self._log.replay()
@@ -161,15 +164,20 @@ class StepLoop:
             self._recover(step.batch, result, now_s)
 
     def _forget(self, batch: StepBatch, error: BaseException) -> None:
-        """Give up a step of which it is not known how much has run, or how much of it was booked; its commands are not
-        lost (`CommandLog`).
+        """Give up a step of which it is not known how much has run, or how much of it was booked;
+        its commands are not lost (`CommandLog`).
         """
-        self._close_running()  # pages may not have joined, and tokens that nobody has heard of may count as used
+        # pages may not have joined, and tokens that nobody has heard of may count as used
+        self._close_running()
         self._jobs.abandon(batch, error)
 
     def _close_running(self) -> None:
-        """What the device knows of the requests that run is not known: they are to be opened again."""
-        for request in reversed(list(self._requests.running.values())):  # the first one is to be the first again
+        """What the device knows of the requests that run is not known: they are to be opened
+        again.
+        """
+        for request in reversed(
+            list(self._requests.running.values())
+        ):  # the first one is to be the first again
             self._log.send(self._requests.preempt(request))
 
     def _note_model_changes(self) -> None:
@@ -182,8 +190,8 @@ class StepLoop:
     # -- adapters ---------------------------------------------------------------------
 
     def drop_unread_versions(self) -> None:
-        """Have the device let go of adapters that no request reads and no name finds any more, and of those that nobody
-        reads and the host has room for; not within a step.
+        """Have the device let go of adapters that no request reads and no name finds any more, and
+        of those that nobody reads and the host has room for; not within a step.
         """
         if self._step is not None:
             return
@@ -199,15 +207,17 @@ class StepLoop:
             try:
                 self._adapters.bring_back(key)
             except DeviceMemoryError as error:
-                self._serving.fail_readers(key, f"the device has no memory for its adapter: {error}")
+                self._serving.fail_readers(
+                    key, f"the device has no memory for its adapter: {error}"
+                )
 
     # -- plan -------------------------------------------------------------------------
 
     def _plan(self, now_s: float) -> tuple[View, Plan]:
         """What the policy sees, and what it says, as far as it can be done.
 
-        A pack may fail to begin although its pages are there, when they are not side by side. Then the policy is asked
-        again without that job: it had given it rows, which others can use.
+        A pack may fail to begin although its pages are there, when they are not side by side. Then
+        the policy is asked again without that job: it had given it rows, which others can use.
         """
         failed: frozenset[str] = frozenset()
         while True:
@@ -231,22 +241,30 @@ class StepLoop:
             failed |= new
 
     def _ask_policy(self, view: View) -> tuple[View, Plan]:
-        """Return the policy's plan with the view that it is for: one without jobs while a request excludes them."""
+        """Return the policy's plan with the view that it is for: one without jobs while a request
+        excludes them.
+        """
         if not (view.jobs and self._requests.excludes_jobs()):
             planned = self.policy.plan(view, self._latency)
             if not (view.jobs and self._requests.excludes_jobs(planned.admit)):
                 return view, planned
         # No job has a step, but packs in memory make room for requests as they otherwise do.
         packs = tuple([job for job in view.jobs if job.phase != "pack"])
-        drop = self.policy.plan(msgspec.structs.replace(view, jobs=packs), self._latency).drop if packs else ()
+        drop = (
+            self.policy.plan(msgspec.structs.replace(view, jobs=packs), self._latency).drop
+            if packs
+            else ()
+        )
         num_pages = sum([job.num_pages for job in packs if job.id in drop])
-        view = msgspec.structs.replace(view, jobs=(), num_free_pages=view.num_free_pages + num_pages)
+        view = msgspec.structs.replace(
+            view, jobs=(), num_free_pages=view.num_free_pages + num_pages
+        )
         planned = self.policy.plan(view, self._latency)
         return view, msgspec.structs.replace(planned, drop=drop)
 
     def _move_pages(self, targets: Mapping[int, int]) -> bool:
-        """Of requests that run, to free pages (`PageBroker.on_move`); False, nothing has moved, if there is no memory
-        for it.
+        """Of requests that run, to free pages (`PageBroker.on_move`); False, nothing has moved, if
+        there is no memory for it.
         """
         try:
             self._log.execute(MovePages(tuple(targets), tuple(targets.values())))
@@ -268,7 +286,12 @@ class StepLoop:
             batch = self._requests.running_progress(is_batch=True)
             batch_waiting = self._requests.waiting_progress(is_batch=True)
         if not self._policy.serves_batch:
-            requests, batch, waiting, batch_waiting = requests + batch, (), waiting + batch_waiting, ()
+            requests, batch, waiting, batch_waiting = (
+                requests + batch,
+                (),
+                waiting + batch_waiting,
+                (),
+            )
         self.last_slo_use, slo = self._serving.headroom.use(now_s), self._default_slo.value
         return View(
             now_s,
@@ -301,11 +324,19 @@ class StepLoop:
     def _apply(self, step: _Begun, result: StepResult, now_s: float) -> None:
         plan, batch, started_s = step.plan, step.batch, step.started_s
         self.num_steps += 1
-        have_left = any(isinstance(each, PlaceOptimizer) and not each.num_pages for each in batch.commands)
+        have_left = any(
+            isinstance(each, PlaceOptimizer) and not each.num_pages for each in batch.commands
+        )
         self._swap.note_step(result.copy_s, result.weights_room_s, have_left=have_left)
-        self._max_step_rows = min(self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64)
+        self._max_step_rows = min(
+            self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64
+        )
         parameters = [self._jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
-        models = {part.job: self._jobs[part.job].costs.counts.model for part in plan.tasklets} if plan.tasklets else {}
+        models = (
+            {part.job: self._jobs[part.job].costs.counts.model for part in plan.tasklets}
+            if plan.tasklets
+            else {}
+        )
         observe(self._latency, plan, result, parameters, models, step_s=now_s - started_s)
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
@@ -352,11 +383,15 @@ class StepLoop:
             self._keep_profile(profile)
 
     def _recover(self, batch: StepBatch, result: StepResult, now_s: float) -> None:
-        """The device ran out of memory: jobs make room first, then steps get smaller, then a request fails."""
+        """The device ran out of memory: jobs make room first, then steps get smaller, then a
+        request fails.
+        """
         assert result.failure is not None
         if not self._jobs.recover(batch, result, now_s):
             self._recover_requests(batch, result.failure.message)
-        if self._pages.cache.num_state_pages:  # blocks that had run have changed their states: no row may run twice
+        if (
+            self._pages.cache.num_state_pages
+        ):  # blocks that had run have changed their states: no row may run twice
             self._close_running()
 
     def _recover_requests(self, batch: StepBatch, reason: str) -> None:

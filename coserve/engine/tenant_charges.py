@@ -27,14 +27,18 @@ class _HostWork(msgspec.Struct, frozen=True):
 
 
 class TenantCharges:
-    """Charges the tenants of an engine for the time that its steps take, and for the time between two steps."""
+    """Charges the tenants of an engine for the time that its steps take, and for the time between
+    two steps.
+    """
 
     def __init__(self, times: TenantTimes, requests: RequestQueue, jobs: JobSet) -> None:
         """Begin with nothing charged; times: the counters that grow."""
         self._times, self._requests, self._jobs = times, requests, jobs
         self._host: _HostWork | None = None  # after the last step, until the next one is planned
 
-    def note_step(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
+    def note_step(
+        self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float
+    ) -> None:
         """Charge each tenant for its share of a step that has just ended."""
         if not self._times.are_shared:
             return
@@ -44,12 +48,14 @@ class TenantCharges:
         self._host = _HostWork(now_s, step_s, host_shares(batch, tenants, self._jobs))
 
     def note_begin(self, now_s: float) -> None:
-        """Charge for the time since the last step, in which the host has sent answers: no more than that step took,
-        since what takes longer is something else.
+        """Charge for the time since the last step, in which the host has sent answers: no more than
+        that step took, since what takes longer is something else.
         """
         if self._host is not None:
             seconds = min(now_s - self._host.since_s, self._host.step_s)
-            self._times.charge({tenant: share * seconds for tenant, share in self._host.shares.items()})
+            self._times.charge(
+                {tenant: share * seconds for tenant, share in self._host.shares.items()}
+            )
             self._host = None
 
     def note_rest(self) -> None:
@@ -58,10 +64,15 @@ class TenantCharges:
 
 
 def tenant_seconds(
-    batch: StepBatch, result: StepResult, tenants: Mapping[str, str], jobs: Mapping[str, Job], *, step_s: float
+    batch: StepBatch,
+    result: StepResult,
+    tenants: Mapping[str, str],
+    jobs: Mapping[str, Job],
+    *,
+    step_s: float,
 ) -> dict[str, float]:
-    """Return each tenant's share of a step that took this long: of the forward pass by rows, of the work of jobs by
-    what it took. tenants: by the ids of requests that run.
+    """Return each tenant's share of a step that took this long: of the forward pass by rows, of the
+    work of jobs by what it took. tenants: by the ids of requests that run.
     """
     found: dict[str, float] = {}
     num_rows = sum([piece.num_rows for piece in batch.windows])
@@ -79,9 +90,12 @@ def tenant_seconds(
     return {tenant: times * seconds for tenant, seconds in found.items()}
 
 
-def host_shares(batch: StepBatch, tenants: Mapping[str, str], jobs: Mapping[str, Job]) -> dict[str, float]:
-    """Return each tenant's share of what the host does after a step. The answers to its requests that have got a token,
-    and its jobs that have moved on, count alike. tenants: by the ids of requests that run.
+def host_shares(
+    batch: StepBatch, tenants: Mapping[str, str], jobs: Mapping[str, Job]
+) -> dict[str, float]:
+    """Return each tenant's share of what the host does after a step. The answers to its requests
+    that have got a token, and its jobs that have moved on, count alike. tenants: by the ids of
+    requests that run.
     """
     number: dict[str, int] = {}
     for rows in batch.requests:

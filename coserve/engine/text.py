@@ -17,17 +17,19 @@ _NUM_CONTEXT = 6
 class TextStream:
     """One request's text, token by token.
 
-    tokenizer: a fast one. prompt_tokens: what the output continues. stop: strings that end the text; of several, the
-    one that is complete first (then the longest) does, however the text is cut into tokens. skip_special_tokens: they
-    have no text, but for shown_tokens. include_stop: the text ends after the stop string, not before it.
+    tokenizer: a fast one. prompt_tokens: what the output continues. stop: strings that end the
+    text; of several, the one that is complete first (then the longest) does, however the text is
+    cut into tokens. skip_special_tokens: they have no text, but for shown_tokens. include_stop: the
+    text ends after the stop string, not before it.
 
-    The pieces that `push` and `finish` return make up the tokenizer's text for prompt and output (its spaces as they
-    are, without the clean-up before punctuation) less that for the prompt. Bytes that are no UTF-8 become replacement
-    characters; how many is the decoder's affair.
+    The pieces that `push` and `finish` return make up the tokenizer's text for prompt and output
+    (its spaces as they are, without the clean-up before punctuation) less that for the prompt.
+    Bytes that are no UTF-8 become replacement characters; how many is the decoder's affair.
 
-    A token's text depends on its neighbours: byte-level tokens may be parts of a character, and sentencepiece's
-    decoders drop the space before a first word. So a few tokens are decoded anew for each, as others do: those of the
-    last piece and all since, and the text is what they have more than the last piece's had alone.
+    A token's text depends on its neighbours: byte-level tokens may be parts of a character, and
+    sentencepiece's decoders drop the space before a first word. So a few tokens are decoded anew
+    for each, as others do: those of the last piece and all since, and the text is what they have
+    more than the last piece's had alone.
     """
 
     stopped: str | None = None  # the stop string that was hit; the text ends before it
@@ -54,7 +56,9 @@ class TextStream:
         )
         self._window = self._context(prompt_tokens)
         self._num_read = len(self._window)  # tokens of the window whose text is settled
-        self._num_settled = len(self._decode(self._window))  # characters of the window's text that are settled
+        self._num_settled = len(
+            self._decode(self._window)
+        )  # characters of the window's text that are settled
         self._stop, self._include_stop = stop, include_stop
         self._held = ""  # settled, but perhaps the start of a stop string
         self._pieces: list[str] = []
@@ -65,17 +69,20 @@ class TextStream:
         return "".join(self._pieces)
 
     def push(self, token: int, may_stop: bool = True) -> str:
-        """The text that can be shown after the next token; not to be called after a stop string was hit.
+        """The text that can be shown after the next token; not to be called after a stop string was
+        hit.
 
-        Never a part of a character, nor what could be the start of a stop string. may_stop: False lets stop strings
-        pass in the text that this token completes (and what was held back before); a later match lies wholly after it.
+        Never a part of a character, nor what could be the start of a stop string. may_stop: False
+        lets stop strings pass in the text that this token completes (and what was held back
+        before); a later match lies wholly after it.
         """
         return self._show(self._settle(token), may_stop)
 
     def finish(self) -> str:
         """What was held back, when no more tokens come: after it the text is complete.
 
-        The end of a text may be the start of a stop string, or of a character: then it ends in replacement characters.
+        The end of a text may be the start of a stop string, or of a character: then it ends in
+        replacement characters.
         """
         if self.stopped is not None:
             return ""
@@ -85,20 +92,26 @@ class TextStream:
         return rest
 
     def _decode(self, tokens: list[int]) -> str:
-        # The tokens are without silent ones here, and clean-up would change text that was already shown.
-        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # The tokens are without silent ones here, and clean-up would change text that was already
+        # shown.
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
 
     def _is_silent(self, token: int) -> bool:
-        """Whether a token has no text and no effect on that of others: a special one, or one that only the model has.
+        """Whether a token has no text and no effect on that of others: a special one, or one that
+        only the model has.
 
         In the window, such tokens would push out those that have.
         """
         return token in self._silent or self._tokenizer.convert_ids_to_tokens(token) is None
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's last tokens that have text; they begin with a whole character, if any of it does."""
+        """The prompt's last tokens that have text; they begin with a whole character, if any of it
+        does.
+        """
         context: list[int] = []
         for token in reversed(prompt):
             if self._is_silent(token):
@@ -121,10 +134,12 @@ class TextStream:
         if not unsettled:
             start, num_read = self._num_read, len(self._window)
         elif len(self._window) - self._num_read > _MAX_UNFINISHED:
-            # No character is that long, so these bytes are none; only the last tokens may still become one.
+            # No character is that long, so these bytes are none; only the last tokens may still
+            # become one.
             start = num_read = len(self._window) - _MAX_UNFINISHED
             unsettled = min(unsettled, len(self._decode(self._window[start:])))
-        # Not less than before: a decoder may take characters back while it waits for the next one's bytes.
+        # Not less than before: a decoder may take characters back while it waits for the next one's
+        # bytes.
         settled = max(self._num_settled, len(text) - unsettled)
         piece = text[self._num_settled : settled]
         self._num_settled = settled
@@ -138,7 +153,11 @@ class TextStream:
         """The part of what is held back and `piece` that can be shown."""
         text, self._held = self._held + piece, ""
         if may_stop:
-            matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
+            matches = [
+                (text.find(stop) + len(stop), -len(stop), stop)
+                for stop in self._stop
+                if stop in text
+            ]
             if matches:
                 end, _, self.stopped = min(matches)
                 text = text[: end if self._include_stop else end - len(self.stopped)]
@@ -150,4 +169,7 @@ class TextStream:
     def _could_stop(self, text: str) -> int:
         """Length of the longest end of `text` that is the start of a stop string."""
         longest = min(len(text), max(map(len, self._stop), default=0) - 1)
-        return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)
+        return next(
+            (n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)),
+            0,
+        )

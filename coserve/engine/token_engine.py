@@ -45,7 +45,9 @@ from coserve.tuning.shard import Combination, Shard
 
 
 class TokenEngine(EngineCore):
-    """Requests of token ids are added, jobs and adapters are started and ended; `step` runs them."""
+    """Requests of token ids are added, jobs and adapters are started and ended; `step` runs
+    them.
+    """
 
     # -- requests -------------------------------------------------------------------
 
@@ -71,7 +73,8 @@ class TokenEngine(EngineCore):
             arrival_s: time of arrival, if that was before now.
             tenant: its owner.
             without_jobs: no job steps beside it.
-            batch_due_s: time at which batch work should be done, which runs in what requests leave over and has no SLO.
+            batch_due_s: time at which batch work should be done, which runs in what requests leave
+                over and has no SLO.
 
         Raises:
             RequestError: it could never be served. AdapterError: there is no such adapter.
@@ -95,45 +98,51 @@ class TokenEngine(EngineCore):
         return name
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
-        """Say what tokens stand for, before the first request with a grammar; see `Vocabulary`. RequestError if the
-        device has no library for grammars.
+        """Say what tokens stand for, before the first request with a grammar; see `Vocabulary`.
+        RequestError if the device has no library for grammars.
         """
         self.handle(UseVocabulary(pieces, special))
 
     def cancel(self, request: str) -> bool:
-        """End a request at once; its last chunks come with the next step. Returns whether it was there."""
+        """End a request at once; its last chunks come with the next step. Returns whether it was
+        there.
+        """
         return bool(self.handle(CancelRequest(request)))
 
     def stop(self, request: str, index: int, num_tokens: int) -> bool:
-        """End one sequence of a request whose first `num_tokens` tokens turned out to be all that is wanted of it; its
-        last chunk, without tokens, comes with the next step. Returns whether it was there.
+        """End one sequence of a request whose first `num_tokens` tokens turned out to be all that
+        is wanted of it; its last chunk, without tokens, comes with the next step. Returns whether
+        it was there.
         """
         return bool(self.handle(StopSequence(request, index, num_tokens)))
 
     def hold(self, request: str) -> None:
-        """Keep a request that waits from starting before `arrive`: another instance computes its prompt
-        (`coserve.handover`).
+        """Keep a request that waits from starting before `arrive`: another instance computes its
+        prompt (`coserve.handover`).
         """
         self.handle(HoldRequest(request))
 
     def arrive(self, request: str, blocks: ImportedBlocks | None) -> None:
-        """Deliver the handed-over blocks of a held request; None means that the handover failed, and the prompt is
-        computed here. The file must exist until the request is admitted. No error if the request has ended.
+        """Deliver the handed-over blocks of a held request; None means that the handover failed,
+        and the prompt is computed here. The file must exist until the request is admitted. No error
+        if the request has ended.
         """
         self.handle(DeliverBlocks(request, blocks))
 
     # -- adapters -------------------------------------------------------------------
 
     def load_adapter(self, name: str, directory: str, model: str = "") -> AdapterVersion:
-        """Serve an adapter in PEFT's format as `name`; AdapterError if there is one already, or for its files. model:
-        that it is of, one of the config's `trainable_models`: then it can be trained further, not served.
+        """Serve an adapter in PEFT's format as `name`; AdapterError if there is one already, or for
+        its files. model: that it is of, one of the config's `trainable_models`: then it can be
+        trained further, not served.
         """
         ref = AdapterRef(name=name, directory=directory)
         version: AdapterVersion = self.handle(LoadAdapter(NO_CALL, ref, model=model, stays=True))
         return version
 
     def ensure_adapter(self, name: str, directory: str, model: str = "") -> None:
-        """Have an adapter that lies on disk on the device, too; it may be evicted when others are used instead.
+        """Have an adapter that lies on disk on the device, too; it may be evicted when others are
+        used instead.
 
         Raises:
             AdapterError: it cannot be loaded. JobError: there is no such model.
@@ -142,15 +151,19 @@ class TokenEngine(EngineCore):
 
     def finish_load(self, load: AdapterLoad) -> None:
         """Serve what `begin_load` began, and a thread has read."""
-        self.handle(LoadAdapter(NO_CALL, AdapterRef(name=load.name, directory=load.directory)), load)
+        self.handle(
+            LoadAdapter(NO_CALL, AdapterRef(name=load.name, directory=load.directory)), load
+        )
 
     def unload_adapter(self, name: str) -> None:
-        """Withdraw an adapter: no new request finds it; those that use it run to their end. AdapterError if there is
-        none of that name.
+        """Withdraw an adapter: no new request finds it; those that use it run to their end.
+        AdapterError if there is none of that name.
         """
         if name not in self.versions:
             version = self.versions.resolve(name)
-            raise AdapterError(f"{name!r} is a version; the adapter is withdrawn by its name, {version.name!r}")
+            raise AdapterError(
+                f"{name!r} is a version; the adapter is withdrawn by its name, {version.name!r}"
+            )
         self.handle(UnloadAdapter(NO_CALL, name))
 
     def save_adapter(self, label: str, directory: str | Path) -> None:
@@ -177,21 +190,23 @@ class TokenEngine(EngineCore):
         """Start a job, or resume one; its events come out of `step`. Returns its id.
 
         Args:
-            adapter: a fresh one of this kind (or the fields of PEFT's adapter_config.json), or the label of one to
-                continue training.
+            adapter: a fresh one of this kind (or the fields of PEFT's adapter_config.json), or the
+                label of one to continue training.
             name: of the adapter that it publishes (default: the job's id).
-            checkpoint: a directory that `Checkpoint.write` made of the same job, with the same data, configuration and
-                `adapter` (which need not be said where PEFT's directory says all of it, as of LoRA).
+            checkpoint: a directory that `Checkpoint.write` made of the same job, with the same
+                data, configuration and `adapter` (which need not be said where PEFT's directory
+                says all of it, as of LoRA).
             tenant: whose it is, for policies that share the device among tenants.
-            alone_until_step: until this optimizer step no step of the engine works for another job as well, so that
-                what it dies of is known.
-            model: that it trains, one of the config's `trainable_models`; "" for the one that serves. The adapter that
-                comes of it cannot be served here: it is saved, and served with its own model.
+            alone_until_step: until this optimizer step no step of the engine works for another job
+                as well, so that what it dies of is known.
+            model: that it trains, one of the config's `trainable_models`; "" for the one that
+                serves. The adapter that comes of it cannot be served here: it is saved, and served
+                with its own model.
             shard: this is one node's part of it, and the caller brings it together with the others.
 
         Raises:
-            JobError, AdapterError, ModelError: it could never be run, or the checkpoint is another job's; the message
-                says what would be right.
+            JobError, AdapterError, ModelError: it could never be run, or the checkpoint is another
+                job's; the message says what would be right.
         """
         job_id = job_id if job_id is not None else f"job-{next(self._numbers)}"
         is_label = isinstance(adapter, str)
@@ -227,7 +242,9 @@ class TokenEngine(EngineCore):
         self.handle(CancelJob(NO_CALL, job_id))
 
     def checkpoint(self, job_id: str) -> Checkpoint:
-        """Copy a job as it is after its last whole optimizer step (one that is over: without the optimizer's state)."""
+        """Copy a job as it is after its last whole optimizer step (one that is over: without the
+        optimizer's state).
+        """
         taken: Checkpoint = self.handle(CopyCheckpoint(job_id))
         return taken
 
@@ -237,7 +254,9 @@ class TokenEngine(EngineCore):
         return taken
 
     def combine(self, job_id: str, combination: Combination) -> None:
-        """Have a job take in what its nodes have contributed, which `ReadContributions` has read."""
+        """Have a job take in what its nodes have contributed, which `ReadContributions` has
+        read.
+        """
         self.handle(CombineJob(NO_CALL, job_id, combination))
 
     def forget_job(self, job_id: str) -> None:
@@ -252,17 +271,19 @@ class TokenEngine(EngineCore):
         return self.finish_step()
 
     def begin_step(self) -> bool:
-        """Plan, and have the device begin. Returns whether there is a step; `finish_step` is to follow.
+        """Plan, and have the device begin. Returns whether there is a step; `finish_step` is to
+        follow.
 
-        Between the two, requests may be added, cancelled and stopped; nothing else may be asked, and nothing at all of
-        an engine that is recorded. A GPU, and a device in another process, work meanwhile; a CPU in this process has
-        done its work when this returns. Today nobody makes use of it: `step`, and with it the server, call one right
-        after the other, and what overlaps with steps is reading and writing files, in threads.
+        Between the two, requests may be added, cancelled and stopped; nothing else may be asked,
+        and nothing at all of an engine that is recorded. A GPU, and a device in another process,
+        work meanwhile; a CPU in this process has done its work when this returns. Today nobody
+        makes use of it: `step`, and with it the server, call one right after the other, and what
+        overlaps with steps is reading and writing files, in threads.
         """
         return bool(self.handle(Step()))
 
     def flush_commands(self) -> None:
-        """Carry out now what the device would be told with the next step: where none is coming, or an unrecorded
-        command follows.
+        """Carry out now what the device would be told with the next step: where none is coming, or
+        an unrecorded command follows.
         """
         self.handle(FlushCommands())

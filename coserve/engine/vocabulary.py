@@ -1,4 +1,6 @@
-"""What each token of a model stands for, as bytes: a byte-level token need not be a whole character."""
+"""What each token of a model stands for, as bytes: a byte-level token need not be a whole
+character.
+"""
 
 import re
 from functools import cache
@@ -34,21 +36,26 @@ class TokenBytes:
         return str(piece).replace("\u2581", " ").encode()  # sentencepiece's space
 
     def all(self, vocab_size: int) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-        """The bytes of all of a model's tokens, and which are special: their bytes are a name, and show in no text.
+        """The bytes of all of a model's tokens, and which are special: their bytes are a name, and
+        show in no text.
 
         RequestError: texts are more than their tokens one after the other.
         """
         if self._tokenizer.backend_tokenizer.decoder is None:
-            raise RequestError("a grammar needs a tokenizer that writes tokens without spaces between them")
+            raise RequestError(
+                "a grammar needs a tokenizer that writes tokens without spaces between them"
+            )
         pieces = tuple([self.of(token) for token in range(vocab_size)])
         return pieces, tuple(sorted(token for token in self.special if token < vocab_size))
 
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table): printable ones for
-    themselves, the others in order from U+0100.
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table): printable
+    ones for themselves, the others in order from U+0100.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }

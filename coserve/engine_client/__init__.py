@@ -1,1 +1,3 @@
-"""The engine as a server sees it: starts its process, sends commands, and takes every report to whom it concerns."""
+"""The engine as a server sees it: starts its process, sends commands, and takes every report to
+whom it concerns.
+"""

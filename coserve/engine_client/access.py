@@ -1,4 +1,6 @@
-"""The engine as a server sees it, wherever it is: one beside it, or many on the nodes of a cluster."""
+"""The engine as a server sees it, wherever it is: one beside it, or many on the nodes of a
+cluster.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -25,7 +27,9 @@ class EngineAccess(JobEngine, Protocol):
 
     @property
     def start_progress(self) -> StartProgress | None:
-        """Return the stage of an engine that is starting; None if that is not known, or none is starting."""
+        """Return the stage of an engine that is starting; None if that is not known, or none is
+        starting.
+        """
         ...
 
     @property
@@ -72,7 +76,9 @@ class EngineAccess(JobEngine, Protocol):
         ...
 
     async def stop(self) -> None:
-        """End it, with checkpoints of all jobs if it still answers; open requests end with an error."""
+        """End it, with checkpoints of all jobs if it still answers; open requests end with an
+        error.
+        """
         ...
 
     def close_to_requests(self) -> None:
@@ -91,7 +97,8 @@ class EngineAccess(JobEngine, Protocol):
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         shown_tokens: tuple[str, ...] = (),
     ) -> RequestStream:
-        """Have requests answered; to be closed in any case. tokenizer: for their text. shown_tokens: see `TextStream`.
+        """Have requests answered; to be closed in any case. tokenizer: for their text.
+        shown_tokens: see `TextStream`.
 
         Raises:
             EngineGoneError: there is no engine now. RequestError: stop strings without a tokenizer.

@@ -1,15 +1,18 @@
-"""Starts engines by forking a process that has imported everything, which takes a tenth of the time.
+"""Starts engines by forking a process that has imported everything, which takes a tenth of the
+time.
 
-Importing PyTorch and transformers takes seconds of computing, in the server's process and in the engine's; and a server
-whose engine has died has none to lose. So the server's process imports everything once, before it has threads, and
-forks off a process that does nothing but fork engines (as Python's `multiprocessing.forkserver` does, which would
-import everything again). No thread runs at that moment, no parallel region of PyTorch has run, and no GPU was touched:
-none of the three outlives a fork. If somebody ends that process, another one is started as a program, which imports
-everything itself. A node of a cluster has none of its own: it connects to the one of its machine (`shared_forks`).
+Importing PyTorch and transformers takes seconds of computing, in the server's process and in the
+engine's; and a server whose engine has died has none to lose. So the server's process imports
+everything once, before it has threads, and forks off a process that does nothing but fork engines
+(as Python's `multiprocessing.forkserver` does, which would import everything again). No thread runs
+at that moment, no parallel region of PyTorch has run, and no GPU was touched: none of the three
+outlives a fork. If somebody ends that process, another one is started as a program, which imports
+everything itself. A node of a cluster has none of its own: it connects to the one of its machine
+(`shared_forks`).
 
-Between the two lies a socket that keeps messages apart: "fork" with the engine's standard input, standard error and
-environment, or "kill"; and back, "ended" with how. When the server ends, the socket closes, and the kernel ends this
-process and with it the engine.
+Between the two lies a socket that keeps messages apart: "fork" with the engine's standard input,
+standard error and environment, or "kill"; and back, "ended" with how. When the server ends, the
+socket closes, and the kernel ends this process and with it the engine.
 """
 
 import asyncio
@@ -59,12 +62,13 @@ class ForkServer:
         *,
         connect: Callable[[str], Awaitable[socket.socket | None]] | None = None,
     ) -> None:
-        """Fork. To be called before there are threads, with everything imported that an engine needs.
+        """Fork. To be called before there are threads, with everything imported that an engine
+        needs.
 
-        run_engine: an engine's life, in its own process; returns its status. None: this process cannot fork, and with
-        the first engine starts a program that can. model: that engines serve, for what that needs to be imported.
-        connect: given the model, to a process that is there for others, too, in place of such a program (None: there
-        is none).
+        run_engine: an engine's life, in its own process; returns its status. None: this process
+        cannot fork, and with the first engine starts a program that can. model: that engines serve,
+        for what that needs to be imported. connect: given the model, to a process that is there for
+        others, too, in place of such a program (None: there is none).
         """
         self._model, self._connect_to = model, connect
         self._pid: int | None = None  # of the process that forks, if it is a child of this one
@@ -100,7 +104,9 @@ class ForkServer:
         try:
             with os.fdopen(environment, "wb", closefd=False) as file:
                 own = os.environ | home_environment(home)
-                file.write(b"\0".join(os.fsencode(f"{name}={value}") for name, value in own.items()))
+                file.write(
+                    b"\0".join(os.fsencode(f"{name}={value}") for name, value in own.items())
+                )
             socket.send_fds(self._socket, [msgspec.json.encode(_Fork())], [theirs, 2, environment])
             os.write(ours, line)  # far less than a pipe holds
         except OSError:  # it has ended at this moment, and so has the engine
@@ -129,7 +135,14 @@ class ForkServer:
         """As a program: this process has threads by now."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.set_inheritable(True)
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), self._model]
+        command = [
+            sys.executable,
+            "-m",
+            __name__,
+            str(theirs.fileno()),
+            str(os.getpid()),
+            self._model,
+        ]
         pid = os.posix_spawn(sys.executable, command, os.environ)
         theirs.close()
         self._use(ours, pid)
@@ -153,7 +166,9 @@ class ForkServer:
         except OSError:
             message = b""
         # Without the one that forks, there is no engine either.
-        returncode = msgspec.json.decode(message, type=_Ended).returncode if message else -signal.SIGKILL
+        returncode = (
+            msgspec.json.decode(message, type=_Ended).returncode if message else -signal.SIGKILL
+        )
         if not message:
             self._forget()
         if self._engine is not None:
@@ -200,13 +215,15 @@ def import_for_engines(model: str) -> Callable[[], int]:
 
 
 def serve_connection(control: socket.socket, run_engine: Callable[[], int]) -> NoReturn:
-    """All of the life of a process that has been forked off for one connection, and ends with that."""
+    """All of the life of a process that has been forked off for one connection, and ends with
+    that.
+    """
     _run(control, None, run_engine)
 
 
 def _run(control: socket.socket, server: int | None, run_engine: Callable[[], int]) -> NoReturn:
-    """All of its life. Whatever happens, the caller's stack is not to be returned to in this process. server: whose
-    child it is, with which it ends.
+    """All of its life. Whatever happens, the caller's stack is not to be returned to in this
+    process. server: whose child it is, with which it ends.
     """
     try:
         if server is not None:
@@ -280,7 +297,9 @@ def _close_all_but(kept: int) -> None:
 
 
 def main() -> NoReturn:
-    """Of one that is a program: the number of its socket, and of the server's process; the model."""
+    """Of one that is a program: the number of its socket, and of the server's process; the
+    model.
+    """
     control, server = map(int, sys.argv[1:3])
     _run(socket.socket(fileno=control), server, import_for_engines(sys.argv[3]))
 

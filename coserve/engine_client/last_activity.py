@@ -1,4 +1,6 @@
-"""What an engine's process worked for when it ended, however it went: the server's end of `coserve.worker.activity`."""
+"""What an engine's process worked for when it ended, however it went: the server's end of
+`coserve.worker.activity`.
+"""
 
 import signal
 from contextlib import suppress
@@ -21,7 +23,9 @@ class LastActivity:
             self.path = None
 
     def is_stopped(self) -> bool:
-        """Return whether somebody has stopped the process or a rank of it (SIGSTOP), which is the fault of no job."""
+        """Return whether somebody has stopped the process or a rank of it (SIGSTOP), which is the
+        fault of no job.
+        """
         content = self._read()
         if content is None:
             return False
@@ -29,9 +33,11 @@ class LastActivity:
         return any(map(_is_stopped, (pid, *_children_of(pid))))
 
     def jobs_at_death(self, status: int, *, hung: bool) -> tuple[str, ...] | None:
-        """The jobs that the engine may have died of: those that it worked for; None if that is not known.
+        """The jobs that the engine may have died of: those that it worked for; None if that is not
+        known.
 
-        None of them if somebody has killed it. status: of the process. hung: the server has ended it for that.
+        None of them if somebody has killed it. status: of the process. hung: the server has ended
+        it for that.
         """
         if status == -signal.SIGKILL and not hung and _num_oom_kills() == self._num_oom_kills:
             return ()
@@ -58,7 +64,9 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _children_of(pid: int) -> list[int]:
-    """Return the processes that any thread of one has started; none where the system does not say."""
+    """Return the processes that any thread of one has started; none where the system does not
+    say.
+    """
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

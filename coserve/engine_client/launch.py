@@ -1,4 +1,6 @@
-"""How the engine's process is started: as a program of its own, here; or by `coserve.engine_client.fork_server`."""
+"""How the engine's process is started: as a program of its own, here; or by
+`coserve.engine_client.fork_server`.
+"""
 
 import asyncio
 import os
@@ -29,8 +31,8 @@ class Launched(Protocol):
         ...
 
 
-# Given the first line of the process's standard input, which stays open as long as this process lives, and the home in
-# which it keeps what it measures (None: the one of the environment).
+# Given the first line of the process's standard input, which stays open as long as this process
+# lives, and the home in which it keeps what it measures (None: the one of the environment).
 Launch = Callable[[bytes, Path | None], Awaitable[Launched]]
 
 

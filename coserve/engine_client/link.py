@@ -1,8 +1,10 @@
-"""The server's end of the engine: takes what is asked to its process, and every report to whom it concerns.
+"""The server's end of the engine: takes what is asked to its process, and every report to whom it
+concerns.
 
-What was asked of an engine that dies ends with `EngineGoneError`: no request and no call waits for an answer that
-cannot come. Each open request has a queue of its own, so that a client that reads slowly holds up no other. Text is
-made here, of the tokens that the engine reports: its steps wait for no tokenizer.
+What was asked of an engine that dies ends with `EngineGoneError`: no request and no call waits for
+an answer that cannot come. Each open request has a queue of its own, so that a client that reads
+slowly holds up no other. Text is made here, of the tokens that the engine reports: its steps wait
+for no tokenizer.
 """
 
 import asyncio
@@ -35,14 +37,22 @@ from coserve.engine_client.launch import Launch, program
 from coserve.engine_client.streams import RequestStream
 from coserve.engine_client.supervisor import EngineOwner, Supervisor
 from coserve.errors import CoserveError, EngineGoneError, error_of_kind
-from coserve.protocol.messages import EngineSettings, Ready, Refused, Reply, Shutdown, StartProgress, StepReport
+from coserve.protocol.messages import (
+    EngineSettings,
+    Ready,
+    Refused,
+    Reply,
+    Shutdown,
+    StartProgress,
+    StepReport,
+)
 from coserve.tuning.shard import Combination
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# How long checkpoints may take at the end, and the process after them: with what comes before them less than the 30 s
-# that supervisors of services commonly give.
+# How long checkpoints may take at the end, and the process after them: with what comes before them
+# less than the 30 s that supervisors of services commonly give.
 _SHUTDOWN_S, _EXIT_S = 20.0, 5.0
 # An engine that has said nothing for this long is not asked for checkpoints, nor called ready.
 _SILENT_S = 5.0
@@ -75,7 +85,9 @@ class EngineHost(Protocol):
         ...
 
     def send(self, command: Any) -> None:
-        """To the engine, or to nobody: until its death is known here, `engine_lost` is still to come."""
+        """To the engine, or to nobody: until its death is known here, `engine_lost` is still to
+        come.
+        """
 
     async def run(self) -> None:
         """Keep an engine running until `close`; ModelError if it cannot start as it was asked."""
@@ -88,12 +100,18 @@ class EngineHost(Protocol):
 
 
 def engine_here(
-    settings: EngineSettings, *, launch: Launch | None = None, home: Path | None = None, timeout_s: float = inf
+    settings: EngineSettings,
+    *,
+    launch: Launch | None = None,
+    home: Path | None = None,
+    timeout_s: float = inf,
 ) -> Callable[[EngineOwner], EngineHost]:
-    """An engine in a process of this machine. settings, home, timeout_s: see `Supervisor`. launch: starts it (default:
-    as a program).
+    """An engine in a process of this machine. settings, home, timeout_s: see `Supervisor`. launch:
+    starts it (default: as a program).
     """
-    return lambda owner: Supervisor(settings, owner, launch or program(), home=home, timeout_s=timeout_s)
+    return lambda owner: Supervisor(
+        settings, owner, launch or program(), home=home, timeout_s=timeout_s
+    )
 
 
 # Told of a request whose engine is gone: its stream, and why.
@@ -101,7 +119,9 @@ OnLost = Callable[[str, RequestStream, EngineGoneError], None]
 
 
 class EngineLink:
-    """The engine, whichever process it is in just now. Implements `coserve.engine_client.access.EngineAccess`."""
+    """The engine, whichever process it is in just now. Implements
+    `coserve.engine_client.access.EngineAccess`.
+    """
 
     def __init__(
         self,
@@ -116,9 +136,12 @@ class EngineLink:
         self._listeners: list[EngineListener] = []
         self._ready: Ready | None = None
         self.start_progress: StartProgress | None = None
-        """Return the stage of an engine that is starting; None before it has told, and once it is ready."""
+        """Return the stage of an engine that is starting; None before it has told, and once it is
+        ready."""
         self._streams: dict[str, RequestStream] = {}
-        self._stopped: set[tuple[str, int]] = set()  # sequences whose end the engine has not reported yet
+        self._stopped: set[tuple[str, int]] = (
+            set()
+        )  # sequences whose end the engine has not reported yet
         self._calls: dict[int, asyncio.Future[None]] = {}
         # Another server's calls, which an engine may still answer, have other numbers.
         self._numbers = itertools.count(secrets.randbits(62))
@@ -185,7 +208,9 @@ class EngineLink:
         await self._host.run()
 
     async def stop(self) -> None:
-        """End it, with checkpoints of all jobs if it still answers; open requests end with an error."""
+        """End it, with checkpoints of all jobs if it still answers; open requests end with an
+        error.
+        """
         self._closing = True
         self._host.close()
         if self._ready is not None and not self.is_silent:
@@ -290,8 +315,8 @@ class EngineLink:
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         shown_tokens: tuple[str, ...] = (),
     ) -> RequestStream:
-        """Send requests to the engine; to be closed in any case. tokenizer: for their text; only this thread uses it.
-        shown_tokens: see `TextStream`.
+        """Send requests to the engine; to be closed in any case. tokenizer: for their text; only
+        this thread uses it. shown_tokens: see `TextStream`.
 
         Raises:
             EngineGoneError: there is no engine now. RequestError: stop strings without a tokenizer.
@@ -308,7 +333,9 @@ class EngineLink:
         self._host.send(request)
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
-        """Tell the engine what tokens stand for, unless it knows; before requests with grammars. EngineGoneError."""
+        """Tell the engine what tokens stand for, unless it knows; before requests with grammars.
+        EngineGoneError.
+        """
         self.require_ready()
         if not self._has_vocabulary:
             self._has_vocabulary = True
@@ -327,8 +354,8 @@ class EngineLink:
     # -- adapters and jobs ------------------------------------------------------------
 
     async def load_adapter(self, adapter: AdapterRef, changed_by: str = "") -> None:
-        """Have it on the device. changed_by: the job that has made a model, and no adapter, of the one that serves: a
-        fresh engine serves it from now on.
+        """Have it on the device. changed_by: the job that has made a model, and no adapter, of the
+        one that serves: a fresh engine serves it from now on.
         """
         self.require_ready()
         await self._call(LoadAdapter, adapter, changed_by)
@@ -355,7 +382,9 @@ class EngineLink:
         await self._call(CancelJob, job, keeps)
 
     async def combine(self, job: str, combination: Combination) -> None:
-        """Have one node's part of a job take in what its nodes have contributed; errors as in `JobEngine`."""
+        """Have one node's part of a job take in what its nodes have contributed; errors as in
+        `JobEngine`.
+        """
         await self._call(CombineJob, job, combination)
 
     async def _call(self, kind: Callable[..., Any], *fields: Any) -> None:

@@ -1,12 +1,14 @@
 """One process of a machine that forks engines for all nodes there, whatever becomes of these.
 
-What a fork server imports takes seconds of computing, many more by the clock beside engines that serve, for which a
-node that has died would have to wait. So nodes of one machine share one, which outlives them: it belongs to none,
-listens in their home, and ends when nobody has been connected to it for a while. Each node that connects gets a child
-of its own, which forks engines for it alone, and ends with the connection. See `coserve.engine_client.fork_server`.
+What a fork server imports takes seconds of computing, many more by the clock beside engines that
+serve, for which a node that has died would have to wait. So nodes of one machine share one, which
+outlives them: it belongs to none, listens in their home, and ends when nobody has been connected to
+it for a while. Each node that connects gets a child of its own, which forks engines for it alone,
+and ends with the connection. See `coserve.engine_client.fork_server`.
 
-Nodes share one only if they would have imported the same: by their program, code, directory and what libraries may
-read of the environment when they are imported. Each engine has the whole environment of its node.
+Nodes share one only if they would have imported the same: by their program, code, directory and
+what libraries may read of the environment when they are imported. Each engine has the whole
+environment of its node.
 """
 
 import asyncio
@@ -31,14 +33,27 @@ _LOOK_S, _IDLE_S = 1.0, 60.0
 _MOST_ADDRESS_BYTES = 103
 _MOST_WAITING = 256
 _OF_IMPORTS = (
-    *("COSERVE_", "CUDA_", "GOMP_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON"),
+    *(
+        "COSERVE_",
+        "CUDA_",
+        "GOMP_",
+        "HF_",
+        "KMP_",
+        "LD_",
+        "MALLOC_",
+        "MKL_",
+        "NVIDIA_",
+        "OMP_",
+        "OPENBLAS_",
+        "PYTHON",
+    ),
     *("PYTORCH_", "TORCH", "TRANSFORMERS_", "TRITON_"),
 )
 
 
 async def connect(model: str) -> socket.socket | None:
-    """To the one of this machine, which is started if there is none. None: it cannot be. model: that engines serve, for
-    what that needs to be imported.
+    """To the one of this machine, which is started if there is none. None: it cannot be. model:
+    that engines serve, for what that needs to be imported.
     """
     try:
         path = _path()
@@ -69,19 +84,28 @@ async def _start(path: Path, model: str) -> None:
 
 
 def _path() -> Path | None:
-    """Where the one listens that these nodes share; None: where others could, or the path is too long for a socket."""
+    """Where the one listens that these nodes share; None: where others could, or the path is too
+    long for a socket.
+    """
     directory = home_directory() / "forks"
     if not make_private(directory):
         return None
     code = Path(coserve.__file__).parent
-    same = [sys.executable, os.getcwd(), str(code), max(file.stat().st_mtime_ns for file in code.rglob("*.py"))]
+    same = [
+        sys.executable,
+        os.getcwd(),
+        str(code),
+        max(file.stat().st_mtime_ns for file in code.rglob("*.py")),
+    ]
     same += sorted(f"{name}={value}" for name, value in os.environ.items() if _is_of_imports(name))
     path = directory / hashlib.sha256(repr(same).encode()).hexdigest()[:16]
     return path if len(os.fsencode(path)) <= _MOST_ADDRESS_BYTES else None
 
 
 def _is_of_imports(variable: str) -> bool:
-    """Whether a library may read it when it is imported. Which devices one sees, it reads when it first uses them."""
+    """Whether a library may read it when it is imported. Which devices one sees, it reads when it
+    first uses them.
+    """
     return variable.startswith(_OF_IMPORTS) and not variable.endswith("_VISIBLE_DEVICES")
 
 
@@ -119,7 +143,9 @@ def main() -> None:
                     used_s = time.monotonic()
                 children -= ended
             path.unlink(missing_ok=True)
-            path.with_suffix(".lock").unlink(missing_ok=True)  # who has opened it by now has one all the same
+            path.with_suffix(".lock").unlink(
+                missing_ok=True
+            )  # who has opened it by now has one all the same
 
 
 if __name__ == "__main__":

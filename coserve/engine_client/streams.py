@@ -1,4 +1,6 @@
-"""What comes of requests: their chunks as they come, with the text that the engine's tokens stand for."""
+"""What comes of requests: their chunks as they come, with the text that the engine's tokens stand
+for.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,12 +27,16 @@ class SequenceText:
         self.num_tokens = 0
 
     def read(self, chunk: Chunk) -> Chunk:
-        """The chunk with its text. With a stop string, it is the last, whatever the engine thinks."""
+        """The chunk with its text. With a stop string, it is the last, whatever the engine
+        thinks.
+        """
         text = ""
         for place, token in enumerate(chunk.tokens):
             self.num_tokens += 1
             is_last = place == len(chunk.tokens) - 1
-            if is_last and chunk.finish_reason == "stop":  # this token ends it, and is not part of the text
+            if (
+                is_last and chunk.finish_reason == "stop"
+            ):  # this token ends it, and is not part of the text
                 break
             text += self._text.push(token, may_stop=self.num_tokens > self._min_tokens)
             if self._text.stopped is not None:
@@ -56,7 +62,8 @@ class RequestStream:
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         shown_tokens: tuple[str, ...] = (),
     ) -> None:
-        """tokenizer: to make text of tokens; without it there is none. shown_tokens: see `TextStream`.
+        """tokenizer: to make text of tokens; without it there is none. shown_tokens: see
+        `TextStream`.
 
         Raises:
             RequestError: stop strings without a tokenizer.
@@ -79,18 +86,24 @@ class RequestStream:
                     shown_tokens,
                     include_stop=request.params.include_stop_str_in_output,
                 )
-                self._texts[request.id, index] = SequenceText(text, min_tokens=request.params.min_tokens)
+                self._texts[request.id, index] = SequenceText(
+                    text, min_tokens=request.params.min_tokens
+                )
 
     def for_engine(self) -> list[AddRequest]:
-        """The requests as the engine needs to know them: it sees tokens only, so stop strings are not its own."""
+        """The requests as the engine needs to know them: it sees tokens only, so stop strings are
+        not its own.
+        """
         return [
-            structs.replace(request, params=replace(request.params, stop=())) if request.params.stop else request
+            structs.replace(request, params=replace(request.params, stop=()))
+            if request.params.stop
+            else request
             for request in self.requests
         ]
 
     def read(self, chunk: Chunk) -> tuple[Chunk, StopSequence | None]:
-        """A chunk of the engine's with its text; and what the engine is to be told, if that ends with a stop string
-        that it does not know of.
+        """A chunk of the engine's with its text; and what the engine is to be told, if that ends
+        with a stop string that it does not know of.
         """
         text = self._texts.get((chunk.request, chunk.index))
         if text is None:
@@ -115,7 +128,9 @@ class RequestStream:
         self._changed.set()
 
     async def batches(self) -> AsyncIterator[list[Chunk]]:
-        """All chunks that are there, again and again to the end; CoserveError if there is no good end."""
+        """All chunks that are there, again and again to the end; CoserveError if there is no good
+        end.
+        """
         while True:
             await self._changed.wait()
             # More may come while one batch is being sent: the end is only where none is left.

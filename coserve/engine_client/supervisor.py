@@ -1,7 +1,8 @@
-"""The engine's process as the server sees it: started, watched, started again when it dies or stands still, ended.
+"""The engine's process as the server sees it: started, watched, started again when it dies or
+stands still, ended.
 
-One process at a time, each with a socket of its own in a private directory. What a process sends goes to the owner;
-when it is gone, the owner is told why.
+One process at a time, each with a socket of its own in a private directory. What a process sends
+goes to the owner; when it is gone, the owner is told why.
 """
 
 import asyncio
@@ -19,7 +20,14 @@ from coserve.engine_client.last_activity import LastActivity
 from coserve.engine_client.launch import Launch, Launched
 from coserve.errors import ModelError
 from coserve.home import home_directory
-from coserve.protocol.messages import EngineSettings, Ping, Ready, StartFailed, decode_report, encode
+from coserve.protocol.messages import (
+    EngineSettings,
+    Ping,
+    Ready,
+    StartFailed,
+    decode_report,
+    encode,
+)
 from coserve.protocol.run_directory import (
     activity_file,
     make_socket_directory,
@@ -29,8 +37,9 @@ from coserve.protocol.run_directory import (
 
 _log = logging.getLogger(__name__)
 
-# Seconds before an engine that died is started again, doubled each time until one was ready. A ready one may be killed
-# as often as somebody likes: those who ask wait no longer for the next, and jobs that kill engines are set aside.
+# Seconds before an engine that died is started again, doubled each time until one was ready. A
+# ready one may be killed as often as somebody likes: those who ask wait no longer for the next, and
+# jobs that kill engines are set aside.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 30.0
 # How often the engine is asked whether its step loop comes round.
 _PING_S = 1.0
@@ -58,8 +67,9 @@ class Supervisor:
         home: Path | None = None,
         timeout_s: float = inf,
     ) -> None:
-        """settings: its address is filled in here. launch: starts the process. home: where that keeps what it measures.
-        timeout_s: an engine that was ready and says nothing for this long is ended.
+        """settings: its address is filled in here. launch: starts the process. home: where that
+        keeps what it measures. timeout_s: an engine that was ready and says nothing for this long
+        is ended.
         """
         self._settings, self._owner, self._launch = settings, owner, launch
         self._home, self._timeout_s = home, timeout_s
@@ -78,8 +88,8 @@ class Supervisor:
     # -- life -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep an engine running until `close`; ModelError if it cannot start as it was asked: then it may be called
-        again.
+        """Keep an engine running until `close`; ModelError if it cannot start as it was asked: then
+        it may be called again.
         """
         self._failed, wait_s = None, _FIRST_WAIT_S
         while not self._closing:
@@ -87,7 +97,8 @@ class Supervisor:
             if self._closing:
                 return
             if self._failed is not None:
-                # What has been started once can be started: perhaps memory of the one before it is not free yet.
+                # What has been started once can be started: perhaps memory of the one before it is
+                # not free yet.
                 if not self._was_ready:
                     raise self._failed
                 _log.error("%s", self._failed)
@@ -124,10 +135,13 @@ class Supervisor:
             self._process.kill()
 
     def send(self, command: Any) -> None:
-        """To the process, or to nobody: until its death is known here, `engine_lost` is still to come."""
+        """To the process, or to nobody: until its death is known here, `engine_lost` is still to
+        come.
+        """
         if self._socket is None:
             return
-        # Without a limit to what may wait in the socket, sending never blocks; its future is done at once.
+        # Without a limit to what may wait in the socket, sending never blocks; its future is done
+        # at once.
         sent = asyncio.ensure_future(self._socket.send(encode(command), zmq.NOBLOCK))
         with suppress(zmq.Again):
             sent.result()
@@ -152,7 +166,9 @@ class Supervisor:
             socket.bind(address)
             path = None if activity.path is None else str(activity.path)
             settings = msgspec.structs.replace(self._settings, address=address, activity=path)
-            process = self._process = await self._launch(msgspec.json.encode(settings) + b"\n", self._home)
+            process = self._process = await self._launch(
+                msgspec.json.encode(settings) + b"\n", self._home
+            )
             self._reason = "the engine died"
             receiving = asyncio.create_task(self._receive(socket))
             tasks += [receiving, asyncio.create_task(self._watch())]
@@ -160,7 +176,9 @@ class Supervisor:
             self.jobs_at_death = activity.jobs_at_death(status, hung=self._hangs)
             await self._take_last_words(socket, receiving)
             if not self._was_ready and self._failed is None:
-                self._failed = ModelError(f"the engine ended with status {status} before it was ready; see above")
+                self._failed = ModelError(
+                    f"the engine ended with status {status} before it was ready; see above"
+                )
             return self._is_ready
         finally:
             for task in tasks:
@@ -188,10 +206,12 @@ class Supervisor:
             self.kill()
 
     async def _watch(self) -> None:
-        """Ask whether the step loop comes round, and end a process in which it does not; but not one that is shutting
-        down, which writes checkpoints instead, and for which `end` has a limit.
+        """Ask whether the step loop comes round, and end a process in which it does not; but not
+        one that is shutting down, which writes checkpoints instead, and for which `end` has a
+        limit.
 
-        Its silence is counted by rounds here: a server that was itself stopped has heard nothing either.
+        Its silence is counted by rounds here: a server that was itself stopped has heard nothing
+        either.
         """
         while True:
             await asyncio.sleep(_PING_S)
@@ -200,12 +220,16 @@ class Supervisor:
             self.send(Ping())
             self.silent_s += _PING_S
             if self.silent_s > self._timeout_s and not self._closing:
-                self._reason = f"the engine has not answered for {self._timeout_s:g} s and was ended"
+                self._reason = (
+                    f"the engine has not answered for {self._timeout_s:g} s and was ended"
+                )
                 self._hangs = self._activity is not None and not self._activity.is_stopped()
                 self.kill()
                 return
 
-    async def _take_last_words(self, socket: zmq.asyncio.Socket, receiving: "asyncio.Task[None]") -> None:
+    async def _take_last_words(
+        self, socket: zmq.asyncio.Socket, receiving: "asyncio.Task[None]"
+    ) -> None:
         """What the process sent before its end may still be on the way to those who wait."""
         while not receiving.done() and await socket.poll(50):
             await asyncio.sleep(0)

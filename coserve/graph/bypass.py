@@ -1,9 +1,10 @@
-"""Bypasses: how an adapter sits on a graph without changing it (FlexLLM section 4.1, MuxTune section 3.2).
+"""Bypasses: how an adapter sits on a graph without changing it (FlexLLM section 4.1, MuxTune
+section 3.2).
 
-A bypass reads tensors at one node of the backbone, the site, and gives one tensor that is added to the site's output:
-``y = backbone(x) + bypass(x, y, weights)``. A bypass may also bring weights of its own for the site: its rows then run
-the site's operator with these in place of the backbone's, and what it adds is added to that. Rows without an adapter
-run the backbone's graph as it is.
+A bypass reads tensors at one node of the backbone, the site, and gives one tensor that is added to
+the site's output: ``y = backbone(x) + bypass(x, y, weights)``. A bypass may also bring weights of
+its own for the site: its rows then run the site's operator with these in place of the backbone's,
+and what it adds is added to that. Rows without an adapter run the backbone's graph as it is.
 """
 
 from collections.abc import Mapping
@@ -20,15 +21,16 @@ _SITE_INPUT, _SITE_OUTPUT, _SITE_EXPERTS = "x", "y", "experts"
 
 @dataclass(frozen=True, kw_only=True)
 class Bypass:
-    """A small graph with parameters (and tensors that are derived from them) of its own, any constants, and one output
-    as wide as the site's.
+    """A small graph with parameters (and tensors that are derived from them) of its own, any
+    constants, and one output as wide as the site's.
 
-    Of the site it reads what it declares: rows "x", the site's input (LoRA); rows "y", its output before the sum (IA3,
-    bottleneck adapters); rows "experts", which experts each row goes to (LoRA at those of a mixture); weights, by the
-    site's own names for them, such as "weight" and "bias" (DoRA).
+    Of the site it reads what it declares: rows "x", the site's input (LoRA); rows "y", its output
+    before the sum (IA3, bottleneck adapters); rows "experts", which experts each row goes to (LoRA
+    at those of a mixture); weights, by the site's own names for them, such as "weight" and "bias"
+    (DoRA).
 
-    own: by slot of the site, the tensors ("parameter" or "derived") that take the place of the site's weights there.
-    graph: None if nothing is added to what the site gives with these.
+    own: by slot of the site, the tensors ("parameter" or "derived") that take the place of the
+    site's weights there. graph: None if nothing is added to what the site gives with these.
     """
 
     graph: Graph | None = None
@@ -41,8 +43,12 @@ class Bypass:
             return
         if len(self.graph.outputs) != 1:
             raise GraphError("a bypass has one output")
-        if others := [name for name in self.rows if name not in (_SITE_INPUT, _SITE_OUTPUT, _SITE_EXPERTS)]:
-            raise GraphError(f"a bypass reads the rows x, y and experts of its site, not {', '.join(others)}")
+        if others := [
+            name for name in self.rows if name not in (_SITE_INPUT, _SITE_OUTPUT, _SITE_EXPERTS)
+        ]:
+            raise GraphError(
+                f"a bypass reads the rows x, y and experts of its site, not {', '.join(others)}"
+            )
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -67,25 +73,30 @@ class AttachedBypass:
     base: str  # what the site itself gives, before the sum; its output, if nothing is added
     result: str  # what it adds
     weights: tuple[str, ...] = ()  # of the site, those that it reads
-    instead: Node | None = None  # the site with the adapter's weights, which rows run in place of the site
+    instead: Node | None = (
+        None  # the site with the adapter's weights, which rows run in place of the site
+    )
 
     @cached_property
     def last_low_rank(self) -> Node | None:
-        """The last node, if it is a product of low rank whose result is what the bypass adds, and none of the nodes
-        reads what the site gives or a weight of it: all but that product may then run before the site.
+        """The last node, if it is a product of low rank whose result is what the bypass adds, and
+        none of the nodes reads what the site gives or a weight of it: all but that product may then
+        run before the site.
         """
         if self.instead is not None:
             return None
         last = self.nodes[-1]
         reads = {name for node in self.nodes for name in node.input.values()}
-        is_before = last.op == "low_rank" and last.outputs[0][1] == self.result and self.base not in reads
+        is_before = (
+            last.op == "low_rank" and last.outputs[0][1] == self.result and self.base not in reads
+        )
         return last if is_before and not self.weights else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttachedGraph:
-    """A graph with its bypasses as nodes (what is differentiated), and the bypasses by site (what rows of the adapter
-    run).
+    """A graph with its bypasses as nodes (what is differentiated), and the bypasses by site (what
+    rows of the adapter run).
     """
 
     graph: Graph
@@ -93,22 +104,25 @@ class AttachedGraph:
 
 
 def combined(first: Graph, second: Graph) -> Graph:
-    """Return the graph of a bypass that adds what two graphs of one site add. They read the same rows by the same
-    names, and name nothing else alike.
+    """Return the graph of a bypass that adds what two graphs of one site add. They read the same
+    rows by the same names, and name nothing else alike.
     """
     tensors = {tensor.name: tensor for tensor in (*first.tensors, *second.tensors)}
     b = GraphBuilder(*tensors.values(), nodes=(*first.nodes, *second.nodes))
     return b.build(b.apply("add", "both", {"a": first.outputs[0], "b": second.outputs[0]}))
 
 
-def attach(graph: Graph, bypasses: Mapping[str, Bypass], at: Mapping[str, str] | None = None) -> AttachedGraph:
+def attach(
+    graph: Graph, bypasses: Mapping[str, Bypass], at: Mapping[str, str] | None = None
+) -> AttachedGraph:
     """Put each bypass at the node that its key, the site, names.
 
-    at: by site, the node to whose output the result is added, where that is another: what the bypass reads, and the
-    names of its tensors, are the site's either way.
+    at: by site, the node to whose output the result is added, where that is another: what the
+    bypass reads, and the names of its tensors, are the site's either way.
 
-    Tensors and nodes of a bypass get the site's name in front (parameter `lora_A.weight` at `self_attn.q_proj` becomes
-    `self_attn.q_proj.lora_A.weight`); constants keep theirs. The sum takes over the name of the site's output.
+    Tensors and nodes of a bypass get the site's name in front (parameter `lora_A.weight` at
+    `self_attn.q_proj` becomes `self_attn.q_proj.lora_A.weight`); constants keep theirs. The sum
+    takes over the name of the site's output.
     """
     if unknown := [site for site in bypasses if site not in graph.node]:
         raise GraphError(f"no node {', '.join(unknown)} to attach a bypass to")
@@ -118,7 +132,9 @@ def attach(graph: Graph, bypasses: Mapping[str, Bypass], at: Mapping[str, str] |
         if (site := sites.get(node.name)) is None:
             nodes.append(node)
         else:
-            made, attached_bypasses[node.name] = _attach_at(graph, node, graph.node[site], bypasses[site], tensors)
+            made, attached_bypasses[node.name] = _attach_at(
+                graph, node, graph.node[site], bypasses[site], tensors
+            )
             nodes += made
     attached = Graph(tensors=tuple(tensors.values()), nodes=tuple(nodes), outputs=graph.outputs)
     return AttachedGraph(graph=attached, bypasses=attached_bypasses)
@@ -127,7 +143,8 @@ def attach(graph: Graph, bypasses: Mapping[str, Bypass], at: Mapping[str, str] |
 def _attach_at(
     graph: Graph, node: Node, site_node: Node, bypass: Bypass, tensors: dict[str, TensorSpec]
 ) -> tuple[list[Node], AttachedBypass]:
-    """Return the nodes that take the place of a node, and the bypass; what they need is added to `tensors`.
+    """Return the nodes that take the place of a node, and the bypass; what they need is added to
+    `tensors`.
 
     node: to whose output the bypass is added. site_node: what it reads of the site.
     """
@@ -136,11 +153,17 @@ def _attach_at(
     host = _with_own_weights(node, bypass, tensors)
     instead = host if bypass.own else None
     if bypass.graph is None:
-        return [host], AttachedBypass(nodes=(), source=source, base=output, result=output, instead=instead)
+        return [host], AttachedBypass(
+            nodes=(), source=source, base=output, result=output, instead=instead
+        )
     base = f"{site}.base"
     tensors[base] = replace(graph.spec[output], name=base)
     host = replace(host, outputs=((slot, base), *node.outputs[1:]))
-    read = {_SITE_INPUT: source, _SITE_OUTPUT: base, _SITE_EXPERTS: site_node.input.get(_SITE_EXPERTS, "")}
+    read = {
+        _SITE_INPUT: source,
+        _SITE_OUTPUT: base,
+        _SITE_EXPERTS: site_node.input.get(_SITE_EXPERTS, ""),
+    }
     names = {}
     for tensor in bypass.graph.tensors:
         is_site_weight = tensor.kind == "weight"
@@ -155,12 +178,23 @@ def _attach_at(
         tensors[name] = replace(tensor, name=name)
     result = names[bypass.graph.outputs[0]]
     if tensors[result].shape != graph.spec[output].shape:
-        raise GraphError(f"the bypass at {site} gives rows of {tensors[result].shape}, not {graph.spec[output].shape}")
+        raise GraphError(
+            f"the bypass at {site} gives rows of {tensors[result].shape}, not "
+            f"{graph.spec[output].shape}"
+        )
     inner = tuple(renamed(member, names, prefix=f"{site}.") for member in bypass.graph.nodes)
-    total = Node(name=f"{site}.sum", op="add", inputs=(("a", base), ("b", result)), outputs=(("y", output),))
-    weights = tuple(names[tensor.name] for tensor in bypass.graph.with_kind("weight") if tensor.name not in bypass.own)
+    total = Node(
+        name=f"{site}.sum", op="add", inputs=(("a", base), ("b", result)), outputs=(("y", output),)
+    )
+    weights = tuple(
+        names[tensor.name]
+        for tensor in bypass.graph.with_kind("weight")
+        if tensor.name not in bypass.own
+    )
     instead = None if instead is None else host
-    attached = AttachedBypass(nodes=inner, source=source, base=base, result=result, weights=weights, instead=instead)
+    attached = AttachedBypass(
+        nodes=inner, source=source, base=base, result=result, weights=weights, instead=instead
+    )
     return [host, *inner, total], attached
 
 
@@ -169,7 +203,9 @@ def _with_own_weights(node: Node, bypass: Bypass, tensors: dict[str, TensorSpec]
     own = {}
     for slot, spec in bypass.own.items():
         if slot not in node.input:
-            raise GraphError(f"the bypass at {node.name} has a {slot} of its own, which the site does not have")
+            raise GraphError(
+                f"the bypass at {node.name} has a {slot} of its own, which the site does not have"
+            )
         own[slot] = f"{node.name}.{spec.name}"
         tensors[own[slot]] = replace(spec, name=own[slot])
     return replace(node, inputs=tuple((slot, own.get(slot, name)) for slot, name in node.inputs))
@@ -179,4 +215,6 @@ def _check_is_read(tensor: TensorSpec, host: TensorSpec | None, site: str) -> No
     if host is None:
         raise GraphError(f"the bypass at {site} reads {tensor.name}, which the site does not have")
     if tensor.shape != host.shape:
-        raise GraphError(f"the bypass at {site} takes {tensor.name} of {tensor.shape}, the site has {host.shape}")
+        raise GraphError(
+            f"the bypass at {site} takes {tensor.name} of {tensor.shape}, the site has {host.shape}"
+        )

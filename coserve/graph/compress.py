@@ -1,4 +1,6 @@
-"""Lossless compression of saved activations: one bit where a gradient needs only a sign (FlexLLM section 5.2)."""
+"""Lossless compression of saved activations: one bit where a gradient needs only a sign (FlexLLM
+section 5.2).
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,9 +10,11 @@ from coserve.graph.ir import GraphBuilder
 
 
 def compress(backward: BackwardGraph) -> BackwardGraph:
-    """Let VJPs read packed signs of a tensor instead of the tensor, where they can and nothing else reads it.
+    """Let VJPs read packed signs of a tensor instead of the tensor, where they can and nothing else
+    reads it.
 
-    A tensor that is read elsewhere (a LoRA on the layer after a ReLU) is kept whole anyway, and its signs with it.
+    A tensor that is read elsewhere (a LoRA on the layer after a ReLU) is kept whole anyway, and its
+    signs with it.
     """
     graph = backward.graph
     readers = Counter(name for gradient in backward.nodes for name in gradient.reads().values())
@@ -18,7 +22,14 @@ def compress(backward: BackwardGraph) -> BackwardGraph:
     nodes = []
     for gradient in backward.nodes:
         reads = gradient.reads()
-        slots = [slot for slot in gradient.node.operator.sign_suffices if slot in reads and readers[reads[slot]] == 1]
-        signs = tuple((slot, builder.apply("sign_bits", f"{reads[slot]}.sign", {"x": reads[slot]})) for slot in slots)
+        slots = [
+            slot
+            for slot in gradient.node.operator.sign_suffices
+            if slot in reads and readers[reads[slot]] == 1
+        ]
+        signs = tuple(
+            (slot, builder.apply("sign_bits", f"{reads[slot]}.sign", {"x": reads[slot]}))
+            for slot in slots
+        )
         nodes.append(replace(gradient, substitutes=signs))
     return BackwardGraph(graph=builder.build(*graph.outputs), nodes=tuple(nodes))

@@ -1,5 +1,5 @@
-"""Reverse-mode differentiation of a graph, and the pruning of what nobody asked for (FlexLLM section 5.2, algorithm
-1).
+"""Reverse-mode differentiation of a graph, and the pruning of what nobody asked for (FlexLLM
+section 5.2, algorithm 1).
 """
 
 from collections.abc import Collection
@@ -22,7 +22,9 @@ class GradientNode:
     substitutes: tuple[tuple[str, str], ...] = ()
 
     def reads(self, wanted: Collection[str] | None = None) -> dict[str, str]:
-        """Slot -> forward tensor that the VJP reads, for these gradients (default: all that are wanted)."""
+        """Slot -> forward tensor that the VJP reads, for these gradients (default: all that are
+        wanted).
+        """
         rule = self.node.operator
         slots = rule.reads(self.wanted if wanted is None else wanted, self.node.tensor)
         return {slot: dict(self.substitutes).get(slot, self.node.tensor[slot]) for slot in slots}
@@ -44,15 +46,20 @@ class BackwardGraph:
     def activations(self) -> tuple[str, ...]:
         """The row tensors that the VJPs read: what a forward pass would have to save."""
         names = {name for gradient in self.nodes for name in gradient.reads().values()}
-        return tuple(name for name, spec in self.graph.spec.items() if name in names and spec.kind == "row")
+        return tuple(
+            name for name, spec in self.graph.spec.items() if name in names and spec.kind == "row"
+        )
 
     def is_leaf(self, tensor: str) -> bool:
-        """Whether a gradient ends here, in a weight or a parameter: nothing else in the backward pass waits for it."""
+        """Whether a gradient ends here, in a weight or a parameter: nothing else in the backward
+        pass waits for it.
+        """
         return self.graph.spec[tensor].kind in ("weight", "parameter", "derived")
 
 
 def differentiate(graph: Graph, of: Collection[str] | None = None) -> BackwardGraph:
-    """The whole backward graph: the gradients of `of` (default: all outputs) with respect to everything that has one.
+    """The whole backward graph: the gradients of `of` (default: all outputs) with respect to
+    everything that has one.
 
     Raises GraphError where an operator on the way has no rule.
     """
@@ -71,13 +78,17 @@ def differentiate(graph: Graph, of: Collection[str] | None = None) -> BackwardGr
 
 
 def prune(backward: BackwardGraph, keep: Collection[str]) -> BackwardGraph:
-    """Drop every gradient that does not lead to one of `keep` (adapter parameters, chosen weights, the block's input).
+    """Drop every gradient that does not lead to one of `keep` (adapter parameters, chosen weights,
+    the block's input).
 
-    A gradient is needed if it is asked for, or if the reverse of the node that made the tensor is still alive.
-    Forward order decides that in one sweep, since it meets a tensor's producer before its readers.
+    A gradient is needed if it is asked for, or if the reverse of the node that made the tensor is
+    still alive. Forward order decides that in one sweep, since it meets a tensor's producer before
+    its readers.
     """
     if unknown := [name for name in keep if name not in backward.graph.spec]:
-        raise GraphError(f"asked for gradients of {', '.join(unknown)}, which the graph does not have")
+        raise GraphError(
+            f"asked for gradients of {', '.join(unknown)}, which the graph does not have"
+        )
     alive: set[str] = set(keep)
     kept = []
     for gradient in reversed(backward.nodes):

@@ -1,13 +1,14 @@
 """What ranks of a group keep of the rows that all of them have alike.
 
-Between a block's sum and the next divided product every rank has the whole row: the block's input, what the norms
-read. Saved whole, these would be the larger part of what a rank saves once the rest is divided. Each rank may save its
-columns of them alone, and the backward pass gathers the row in front of its first reader. Nothing changes for the
-forward pass but how much is copied.
+Between a block's sum and the next divided product every rank has the whole row: the block's input,
+what the norms read. Saved whole, these would be the larger part of what a rank saves once the rest
+is divided. Each rank may save its columns of them alone, and the backward pass gathers the row in
+front of its first reader. Nothing changes for the forward pass but how much is copied.
 
-Columns rather than rows, as Megatron-LM's sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2)
-and FlexLLM's partition of the token dimension (arXiv 2402.18789, section 5.1) have it: the bytes are the same, and
-windows, which are any runs of rows and others backward than forward, then need not be a multiple of the ranks.
+Columns rather than rows, as Megatron-LM's sequence parallelism (Korthikanti et al., arXiv
+2205.05198, section 4.2.2) and FlexLLM's partition of the token dimension (arXiv 2402.18789, section
+5.1) have it: the bytes are the same, and windows, which are any runs of rows and others backward
+than forward, then need not be a multiple of the ranks.
 """
 
 from collections.abc import Mapping
@@ -48,7 +49,8 @@ class Division:
         return self.flops_per_byte * spec.num_bytes(compute_dtype)
 
     def link_flops(self, graph: Graph, node: Node, compute_dtype: torch.dtype) -> float:
-        """Return what a row costs that a collective moves in one direction, in FLOPs of the same time.
+        """Return what a row costs that a collective moves in one direction, in FLOPs of the same
+        time.
 
         A sum is a gather after a scatter of as many bytes.
         """
@@ -60,10 +62,11 @@ UNDIVIDED = Division()
 
 
 def dividable(graph: Graph, states: Mapping[str, AnyState], size: int) -> frozenset[str]:
-    """Return the tensors of which each rank may save its columns: those that all ranks have alike and whole.
+    """Return the tensors of which each rank may save its columns: those that all ranks have alike
+    and whole.
 
-    Rows narrower than the graph's output are left out, since a collective of its own costs more than they take, and
-    so is what is read of other rows than a window's own.
+    Rows narrower than the graph's output are left out, since a collective of its own costs more
+    than they take, and so is what is read of other rows than a window's own.
 
     Args:
         graph: a block's, of any rank.
@@ -93,7 +96,13 @@ def with_pieces(graph: Graph, tensors: frozenset[str], division: Division) -> Gr
     b = GraphBuilder(*graph.tensors, nodes=graph.nodes)
     for spec in graph.tensors:
         if spec.name in tensors:
-            b.apply("rank_take", piece_name(spec.name), {"x": spec.name}, cut=division.cut(spec), tensor=spec.name)
+            b.apply(
+                "rank_take",
+                piece_name(spec.name),
+                {"x": spec.name},
+                cut=division.cut(spec),
+                tensor=spec.name,
+            )
     return b.build(*graph.outputs)
 
 

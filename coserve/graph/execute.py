@@ -1,5 +1,5 @@
-"""Runs graphs and programs on tensors. It knows no operator: it looks up, calls, and lets go of what nobody reads any
-more.
+"""Runs graphs and programs on tensors. It knows no operator: it looks up, calls, and lets go of
+what nobody reads any more.
 """
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
@@ -21,8 +21,12 @@ def run_node(node: Node, values: Values, weights: Values, context: Context) -> d
     return run_nodes((node,), values, weights, context)
 
 
-def run_nodes(nodes: Sequence[Node], values: Values, weights: Values, context: Context) -> dict[str, Tensor]:
-    """The same for several that may run at once (`Graph.runs`); in blocks of rows, if the context asks for that."""
+def run_nodes(
+    nodes: Sequence[Node], values: Values, weights: Values, context: Context
+) -> dict[str, Tensor]:
+    """The same for several that may run at once (`Graph.runs`); in blocks of rows, if the context
+    asks for that.
+    """
     first, attributes = nodes[0].operator, [node.attribute for node in nodes]
 
     def run(inputs: Sequence[Values]) -> list[dict[str, Tensor]]:
@@ -36,7 +40,11 @@ def run_nodes(nodes: Sequence[Node], values: Values, weights: Values, context: C
     else:
         row_slots = [[slot for slot, name in node.inputs if name not in weights] for node in nodes]
         found = in_blocks(run, inputs, row_slots, context.block_rows)
-    return {name: results[slot] for node, results in zip(nodes, found, strict=True) for slot, name in node.outputs}
+    return {
+        name: results[slot]
+        for node, results in zip(nodes, found, strict=True)
+        for slot, name in node.outputs
+    }
 
 
 def _inputs(node: Node, values: Values, weights: Values) -> dict[str, Any]:
@@ -53,16 +61,20 @@ def run_graph(
 ) -> None:
     """Run every node, in place on `values`, which holds the inputs and, at the end, the outputs.
 
-    weights: backbone weights (and parameters, where the graph has any) by name. after: called after each node, to let
-    bypasses add to its output and to save tensors, before anything is let go. instead: asked of nodes that run at once
-    (or of one) whether it ran them itself, with what bypasses add.
+    weights: backbone weights (and parameters, where the graph has any) by name. after: called after
+    each node, to let bypasses add to its output and to save tensors, before anything is let go.
+    instead: asked of nodes that run at once (or of one) whether it ran them itself, with what
+    bypasses add.
     """
     for run in graph.runs:
         if instead is not None and instead(run, values):
             pass
         elif len(run) == 1 and context.block_rows is None:  # most of them: a step has hundreds
             [node] = run
-            inputs = {slot: weights[name] if name in weights else values[name] for slot, name in node.inputs}
+            inputs = {
+                slot: weights[name] if name in weights else values[name]
+                for slot, name in node.inputs
+            }
             found = node.operator.forward(inputs, node.attribute, context)
             for slot, name in node.outputs:
                 values[name] = found[slot]
@@ -76,14 +88,16 @@ def run_graph(
 
 
 class BackwardRun:
-    """One program run backward over one window of rows, or over windows of several owners that stand side by side; it
-    can stop between any two instructions and resume later.
+    """One program run backward over one window of rows, or over windows of several owners that
+    stand side by side; it can stop between any two instructions and resume later.
 
     Args:
-        values: by tensor name, the window's rows of the saved tensors and constants, and the whole weights and
+        values: by tensor name, the window's rows of the saved tensors and constants, and the whole
+            weights and
         parameters. Of several owners: `JoinedRows`, and `Grouped` parameters.
         gradients: gradients of the graph's outputs, by name, for the window's rows.
-        accumulators: for each weight or parameter asked for, the float32 tensor that its gradient is added to; of
+        accumulators: for each weight or parameter asked for, the float32 tensor that its gradient
+            is added to; of
         several owners, `Grouped`: each gets what its own rows give.
         context: handed to the operators.
     """
@@ -101,7 +115,8 @@ class BackwardRun:
         self._values: dict[str, Tensor] = {}
         self._given = values
         self._gradients = dict(gradients)
-        # Gradients that are this run's own; others may be somebody else's tensors, or two names for one.
+        # Gradients that are this run's own; others may be somebody else's tensors, or two names for
+        # one.
         self._sums: set[str] = set()
         self._next = 0
 
@@ -115,13 +130,17 @@ class BackwardRun:
 
     @property
     def num_transient_bytes(self) -> int:
-        """Bytes of gradients, and of tensors that were restored or computed again, held between two instructions."""
+        """Bytes of gradients, and of tensors that were restored or computed again, held between two
+        instructions.
+        """
         held = (*self._values.values(), *self._gradients.values())
         tensors = {tensor.untyped_storage() for tensor in held}
         return sum(storage.nbytes() for storage in tensors)
 
     def advance(self, max_instructions: int | None = None) -> bool:
-        """Run the next instructions (default: all that are left). Returns whether the run is done."""
+        """Run the next instructions (default: all that are left). Returns whether the run is
+        done.
+        """
         left = (
             self.num_instructions_left
             if max_instructions is None
@@ -132,8 +151,8 @@ class BackwardRun:
         return self.done
 
     def advance_to_product(self, nodes: Collection[str]) -> str | None:
-        """Run all instructions before the next product of one of these nodes with a weight of the backbone; returns the
-        node whose input gradient that is, or None if the run is done.
+        """Run all instructions before the next product of one of these nodes with a weight of the
+        backbone; returns the node whose input gradient that is, or None if the run is done.
         """
         while not self.done:
             step = self._program.backward[self._next]
@@ -169,11 +188,17 @@ class BackwardRun:
         self._next += 1
 
     def _inputs(self, step: Instruction, apart: Collection[str] = ()) -> dict[str, Any]:
-        """By slot, which the operator may overwrite as it says; apart: slots whose rows need not stand side by side."""
+        """By slot, which the operator may overwrite as it says; apart: slots whose rows need not
+        stand side by side.
+        """
         found = {slot: self._value(name, apart=slot in apart) for slot, name in step.reads}
         if step.node.operator.overwrites:
             read_later = [slot for slot, name in step.reads if name not in step.frees]
-            found |= {slot: found[slot].clone() for slot in read_later if slot in step.node.operator.overwrites}
+            found |= {
+                slot: found[slot].clone()
+                for slot in read_later
+                if slot in step.node.operator.overwrites
+            }
         return found
 
     def _value(self, name: str, *, apart: bool) -> Any:
@@ -185,7 +210,11 @@ class BackwardRun:
         return value
 
     def _output_gradients(self, step: Instruction) -> dict[str, Tensor]:
-        return {slot: self._gradients[name] for slot, name in step.node.outputs if name in self._gradients}
+        return {
+            slot: self._gradients[name]
+            for slot, name in step.node.outputs
+            if name in self._gradients
+        }
 
     def _recompute(self, step: Instruction, owners: AdapterRows | None) -> None:
         node, rule, inputs = step.node, step.node.operator, self._inputs(step)
@@ -202,12 +231,16 @@ class BackwardRun:
     def _reverse(self, step: Instruction) -> None:
         node, rule = step.node, step.node.operator
         inputs, gradients = self._inputs(step, rule.apart), self._output_gradients(step)
-        added = [slot for slot in step.wanted if slot in rule.sums and self._has_sum(node.input[slot])]
+        added = [
+            slot for slot in step.wanted if slot in rule.sums and self._has_sum(node.input[slot])
+        ]
         for slot in added:
             total = self._sum(node.input[slot])
             rule.vjp_onto(total, slot, inputs, gradients, node.attribute, self._context)
         wanted = [slot for slot in step.wanted if slot not in added]
-        results = rule.vjp(wanted, inputs, gradients, node.attribute, self._context) if wanted else {}
+        results = (
+            rule.vjp(wanted, inputs, gradients, node.attribute, self._context) if wanted else {}
+        )
         for slot, value in results.items():
             if slot in node.output:
                 self._values[node.output[slot]] = value
@@ -217,8 +250,8 @@ class BackwardRun:
     # -- several owners -------------------------------------------------------------
 
     def _owners(self, node: Node) -> AdapterRows | None:
-        """Whose rows are whose, if an instruction reads parameters of several adapters or gives their gradients, and
-        its operator knows of one adapter alone.
+        """Whose rows are whose, if an instruction reads parameters of several adapters or gives
+        their gradients, and its operator knows of one adapter alone.
         """
         for slot, name in node.inputs:
             for found in (self._given.get(name), self._accumulators.get(name)):
@@ -227,20 +260,28 @@ class BackwardRun:
         return None
 
     def _own(self, step: Instruction, values: Values, index: int, rows: slice) -> dict[str, Any]:
-        """What of an instruction's tensors, by slot, is one owner's: its rows, and its parameters."""
+        """What of an instruction's tensors, by slot, is one owner's: its rows, and its
+        parameters.
+        """
         spec, tensor, found = self._program.graph.spec, step.node.tensor, {}
         for slot, value in values.items():
             if isinstance(value, Grouped):
                 found[slot] = value.tensors[index]
             else:
-                found[slot] = rows_of_owner(value, index, rows) if spec[tensor[slot]].per_row else value
+                found[slot] = (
+                    rows_of_owner(value, index, rows) if spec[tensor[slot]].per_row else value
+                )
         return found
 
     def _reverse_each(self, step: Instruction, owners: AdapterRows) -> None:
         """An instruction on parameters, for one owner after the other."""
         node, rule = step.node, step.node.operator
         inputs, gradients = self._inputs(step, rule.inputs), self._output_gradients(step)
-        added = [slot for slot in step.wanted if slot in rule.sums and node.input[slot] in self._gradients]
+        added = [
+            slot
+            for slot in step.wanted
+            if slot in rule.sums and node.input[slot] in self._gradients
+        ]
         totals = {slot: self._row_sum(node.input[slot]) for slot in added}
         wanted = [slot for slot in step.wanted if slot not in added]
         parts: dict[str, list[Tensor]] = {}
@@ -248,8 +289,14 @@ class BackwardRun:
             own_inputs = self._own(step, inputs, index, rows)
             own_gradients = {slot: gradient[rows] for slot, gradient in gradients.items()}
             for slot, total in totals.items():
-                rule.vjp_onto(total[rows], slot, own_inputs, own_gradients, node.attribute, self._context)
-            results = rule.vjp(wanted, own_inputs, own_gradients, node.attribute, self._context) if wanted else {}
+                rule.vjp_onto(
+                    total[rows], slot, own_inputs, own_gradients, node.attribute, self._context
+                )
+            results = (
+                rule.vjp(wanted, own_inputs, own_gradients, node.attribute, self._context)
+                if wanted
+                else {}
+            )
             for slot, value in results.items():
                 accumulator = self._accumulators.get(node.input.get(slot, ""))
                 if isinstance(accumulator, Grouped):
@@ -284,7 +331,9 @@ class BackwardRun:
         return tensor in self._gradients or tensor in self._accumulators
 
     def _sum(self, tensor: str) -> Factor:
-        """What its gradient is added to in place: the accumulator of a parameter, or the gradient so far."""
+        """What its gradient is added to in place: the accumulator of a parameter, or the gradient
+        so far.
+        """
         return self._accumulators[tensor] if tensor in self._accumulators else self._row_sum(tensor)
 
     def _row_sum(self, tensor: str) -> Tensor:
@@ -296,20 +345,24 @@ class BackwardRun:
 
 
 def _is_product(step: Instruction, graph: Graph) -> bool:
-    """Whether it is the input gradient of a product with a weight of the backbone, and nothing else."""
+    """Whether it is the input gradient of a product with a weight of the backbone, and nothing
+    else.
+    """
     if step.kind != "reverse" or step.wanted != ("x",) or not step.node.operator.joins_rows:
         return False
     return graph.spec[step.node.input["weight"]].kind == "weight"
 
 
 def run_together(runs: Sequence[BackwardRun], graph: Graph) -> None:
-    """Finish runs of different programs that add bypasses to one graph of the backbone: each runs its own instructions,
-    but a product with a weight of the backbone takes the rows of all that have it.
+    """Finish runs of different programs that add bypasses to one graph of the backbone: each runs
+    its own instructions, but a product with a weight of the backbone takes the rows of all that
+    have it.
     """
     place = {node.name: index for index, node in enumerate(graph.nodes)}
     waiting: dict[BackwardRun, str | None] = {run: run.advance_to_product(place) for run in runs}
     while left := {run: name for run, name in waiting.items() if name is not None}:
-        # Backward, the last node comes first; a run that does not need its gradient never waits for it.
+        # Backward, the last node comes first; a run that does not need its gradient never waits for
+        # it.
         node = max(left.values(), key=lambda name: place[name])
         together = [run for run, name in left.items() if name == node]
         _multiply(together)
@@ -328,9 +381,13 @@ def _multiply(runs: Sequence[BackwardRun]) -> None:
         for other in others:  # of fused ones, what is not a product with that weight
             run._run(other)
         products.append(product)
-    gradients = [run._output_gradients(product)["y"] for run, product in zip(runs, products, strict=True)]
+    gradients = [
+        run._output_gradients(product)["y"] for run, product in zip(runs, products, strict=True)
+    ]
     inputs, node = runs[0]._inputs(products[0]), products[0].node
-    found = node.operator.vjp(("x",), inputs, {"y": torch.cat(gradients)}, node.attribute, runs[0]._context)["x"]
+    found = node.operator.vjp(
+        ("x",), inputs, {"y": torch.cat(gradients)}, node.attribute, runs[0]._context
+    )["x"]
     parts = torch.split(found, [gradient.shape[0] for gradient in gradients])
     for run, step, part in zip(runs, steps, parts, strict=True):
         run._accumulate(step.node.input["x"], part, is_new=True)

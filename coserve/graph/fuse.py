@@ -1,8 +1,9 @@
 """Fusion: neighbouring operators of a graph that one kernel computes become one operator.
 
-`FUSIONS` is the table of what can be fused. A row is a pattern of operators and the operator that replaces it; a
-backend lists the operators that it has kernels for (`Backend.fused`), and only rows of these apply. A fused operator
-(`operators/fused.py`) also says what it was made of, which runs for tensors that the kernel is not for.
+`FUSIONS` is the table of what can be fused. A row is a pattern of operators and the operator that
+replaces it; a backend lists the operators that it has kernels for (`Backend.fused`), and only rows
+of these apply. A fused operator (`operators/fused.py`) also says what it was made of, which runs
+for tensors that the kernel is not for.
 
 A new fast path is a row, its operator, and a kernel.
 """
@@ -23,10 +24,11 @@ class Pattern:
     ops: tuple[str, ...]
     """Operators that the node may have."""
     inputs: Mapping[str, "str | Pattern"]
-    """By slot: the slot in which the fused operator takes that tensor, or the node that makes it, which no other node
-    may read. A name that occurs twice stands for one tensor."""
+    """By slot: the slot in which the fused operator takes that tensor, or the node that makes it,
+    which no other node may read. A name that occurs twice stands for one tensor."""
     output: str = ""
-    """The fused operator's output slot for what this node makes, where that is kept; "": it must not be kept."""
+    """The fused operator's output slot for what this node makes, where that is kept; "": it must
+    not be kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,59 +53,81 @@ FUSIONS = (
     Fusion(fused="linear_and_low_rank", pattern=Pattern(("add",), {"a": _LINEAR, "b": _LOW_RANK})),
     Fusion(fused="linear_onto", pattern=Pattern(("add",), {"a": "onto", "b": _LINEAR})),
     Fusion(fused="linear_onto", pattern=Pattern(("add",), {"a": _LINEAR, "b": "onto"})),
-    Fusion(fused="gated_linear", pattern=Pattern(("silu_mul",), {"gate": _half("gate"), "up": _half("up")})),
+    Fusion(
+        fused="gated_linear",
+        pattern=Pattern(("silu_mul",), {"gate": _half("gate"), "up": _half("up")}),
+    ),
 )
-# Operators that neighbours which run at once (`Graph.runs`) have in common if one of them has it: without its optional
-# inputs, each is the other.
+# Operators that neighbours which run at once (`Graph.runs`) have in common if one of them has it:
+# without its optional inputs, each is the other.
 _GENERAL = {"linear": "linear_and_low_rank"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFusion:
-    """A row for backward passes: two nodes that read the same rows x, and of which the gradients of x are one."""
+    """A row for backward passes: two nodes that read the same rows x, and of which the gradients of
+    x are one.
+    """
 
     fused: str
     """Name of the operator that does what both nodes do."""
     first: str
     """Operator of the node that is reversed first."""
     slots: Mapping[str, str]
-    """Names of the first node's slots in the fused operator, which has those of the other node as they are."""
+    """Names of the first node's slots in the fused operator, which has those of the other node as
+    they are."""
     then: str
     """Operator of the node that is reversed right after."""
 
 
 GRADIENT_FUSIONS = (
     GradientFusion(
-        fused="linear_beside_low_rank", first="low_rank", slots={"weight": "factor", "y": "narrow"}, then="linear"
+        fused="linear_beside_low_rank",
+        first="low_rank",
+        slots={"weight": "factor", "y": "narrow"},
+        then="linear",
     ),
 )
 
 
 def beside(first: Node, then: Node, operators: Collection[str]) -> Node | None:
-    """Return the node that gives the gradient of x of two that are reversed one right after the other; None where no
-    row is for them.
+    """Return the node that gives the gradient of x of two that are reversed one right after the
+    other; None where no row is for them.
 
     Args:
         operators: fused operators that may be used.
     """
     for row in GRADIENT_FUSIONS:
-        is_for_both = (first.op, then.op) == (row.first, row.then) and first.input["x"] == then.input["x"]
+        is_for_both = (first.op, then.op) == (row.first, row.then) and first.input[
+            "x"
+        ] == then.input["x"]
         if row.fused in operators and is_for_both:
             inputs, outputs = (
                 tuple((row.slots[slot], name) for slot, name in pairs if slot in row.slots)
                 for pairs in (first.inputs, first.outputs)
             )
-            return Node(name=then.name, op=row.fused, inputs=then.inputs + inputs, outputs=then.outputs + outputs)
+            return Node(
+                name=then.name,
+                op=row.fused,
+                inputs=then.inputs + inputs,
+                outputs=then.outputs + outputs,
+            )
     return None
 
 
-def fuse(graph: Graph, operators: Collection[str], kept: Collection[str] = (), rooms: Collection[str] = ()) -> Graph:
+def fuse(
+    graph: Graph,
+    operators: Collection[str],
+    kept: Collection[str] = (),
+    rooms: Collection[str] = (),
+) -> Graph:
     """Return a graph that computes the same with fewer nodes.
 
     Args:
         operators: fused operators that may be used.
         kept: tensors that are read by others than the graph's nodes.
-        rooms: those of them that a kernel may write to where they are kept, which is given as `room_name`.
+        rooms: those of them that a kernel may write to where they are kept, which is given as
+            `room_name`.
     """
     rows = [row for row in FUSIONS if row.fused in operators]
     if not rows:
@@ -119,7 +143,10 @@ def fuse(graph: Graph, operators: Collection[str], kept: Collection[str] = (), r
             if found.is_at(node, row.pattern):
                 for inner in found.inside:
                     del nodes[inner.name]
-                found_rooms += [replace(graph.spec[name], name=room_name(name)) for name in found.outputs.values()]
+                found_rooms += [
+                    replace(graph.spec[name], name=room_name(name))
+                    for name in found.outputs.values()
+                ]
                 node = found.fused(node, row.fused)
                 break
         nodes[node.name] = node
@@ -128,7 +155,9 @@ def fuse(graph: Graph, operators: Collection[str], kept: Collection[str] = (), r
     gone = {name for node in graph.nodes for name in node.output.values()} - made
     tensors = [tensor for tensor in graph.tensors if tensor.name not in gone]
     tensors += [replace(room, kind="constant") for room in found_rooms]
-    return _with_general(Graph(tensors=tuple(tensors), nodes=tuple(nodes.values()), outputs=graph.outputs))
+    return _with_general(
+        Graph(tensors=tuple(tensors), nodes=tuple(nodes.values()), outputs=graph.outputs)
+    )
 
 
 def room_name(tensor: str) -> str:
@@ -139,8 +168,12 @@ def room_name(tensor: str) -> str:
 class _Match:
     """A pattern that is being held against a graph."""
 
-    def __init__(self, producer: Mapping[str, Node], free: Collection[str], rooms: Collection[str]) -> None:
-        """producer: of each tensor. free: tensors that one node reads and nobody keeps; rooms: that are kept, too."""
+    def __init__(
+        self, producer: Mapping[str, Node], free: Collection[str], rooms: Collection[str]
+    ) -> None:
+        """producer: of each tensor. free: tensors that one node reads and nobody keeps; rooms: that
+        are kept, too.
+        """
         self._producer, self._free, self._rooms = producer, free, rooms
         self.inputs: dict[str, str] = {}
         """Tensors by slot of the fused operator."""
@@ -151,7 +184,11 @@ class _Match:
 
     def is_at(self, node: Node, pattern: Pattern) -> bool:
         """Return whether a node, and those before it, are what the pattern says."""
-        if node.op not in pattern.ops or node.attributes or not node.input.keys() <= pattern.inputs.keys():
+        if (
+            node.op not in pattern.ops
+            or node.attributes
+            or not node.input.keys() <= pattern.inputs.keys()
+        ):
             return False
         return all(self._takes(name, pattern.inputs[slot]) for slot, name in node.inputs)
 
@@ -170,17 +207,24 @@ class _Match:
     def fused(self, last: Node, op: str) -> Node:
         """Return the node that replaces those that were found."""
         rooms = {f"{slot}_room": room_name(name) for slot, name in self.outputs.items()}
-        inputs, outputs = (*self.inputs.items(), *rooms.items()), (*last.outputs, *self.outputs.items())
+        inputs, outputs = (
+            (*self.inputs.items(), *rooms.items()),
+            (*last.outputs, *self.outputs.items()),
+        )
         return Node(name=last.name, op=op, inputs=inputs, outputs=outputs)
 
 
 def _with_general(graph: Graph) -> Graph:
-    """Have neighbours that read the same rows run at once although one of them is fused and another is not."""
+    """Have neighbours that read the same rows run at once although one of them is fused and another
+    is not.
+    """
     nodes = list(graph.nodes)
     for first, last in _neighbours(nodes):
         ops = {node.op for node in nodes[first:last]}
         if len(ops) > 1:
-            nodes[first:last] = [replace(node, op=_GENERAL.get(node.op, node.op)) for node in nodes[first:last]]
+            nodes[first:last] = [
+                replace(node, op=_GENERAL.get(node.op, node.op)) for node in nodes[first:last]
+            ]
     return replace(graph, nodes=tuple(nodes))
 
 

@@ -18,7 +18,9 @@ from coserve.graph.tensors import Kind, TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One application of an operator; `inputs` and `outputs` pair the operator's slots with tensor names."""
+    """One application of an operator; `inputs` and `outputs` pair the operator's slots with tensor
+    names.
+    """
 
     name: str
     op: str
@@ -52,8 +54,8 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Nodes in execution order over declared tensors. Checked when created: names are unique, inputs exist before they
-    are read.
+    """Nodes in execution order over declared tensors. Checked when created: names are unique,
+    inputs exist before they are read.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -61,13 +63,17 @@ class Graph:
     outputs: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if len(self.spec) != len(self.tensors) or len({node.name for node in self.nodes}) != len(self.nodes):
+        if len(self.spec) != len(self.tensors) or len({node.name for node in self.nodes}) != len(
+            self.nodes
+        ):
             raise GraphError("a graph names two tensors or two nodes alike")
         made = {name for node in self.nodes for name in node.output.values()}
         known = {name for name in self.spec if name not in made}
         for node in self.nodes:
             if missing := [name for name in node.input.values() if name not in known]:
-                raise GraphError(f"node {node.name} reads {', '.join(missing)} before anything made it")
+                raise GraphError(
+                    f"node {node.name} reads {', '.join(missing)} before anything made it"
+                )
             known.update(node.output.values())
         if unknown := [name for name in self.outputs if name not in known]:
             raise GraphError(f"the graph returns {', '.join(unknown)}, which nothing makes")
@@ -89,30 +95,43 @@ class Graph:
 
     @cached_property
     def kv_tensors(self) -> tuple[str, ...]:
-        """Row tensors that some operator reads beyond the window it runs on (K and V): later windows need them kept."""
+        """Row tensors that some operator reads beyond the window it runs on (K and V): later
+        windows need them kept.
+        """
         names = (node.input[slot] for node in self.nodes for slot in node.operator.whole)
         return tuple(dict.fromkeys(names))
 
     @cached_property
     def lead_tensors(self) -> tuple[str, ...]:
-        """Row tensors of which a VJP reads rows before its window: of these, what is saved of all rows is read."""
+        """Row tensors of which a VJP reads rows before its window: of these, what is saved of all
+        rows is read.
+        """
         names = (node.input[slot] for node in self.nodes for slot in node.operator.lead)
         return tuple(dict.fromkeys(names))
 
     @cached_property
     def state_size(self) -> int:
-        """Elements (float32) of what a sequence carries from row to row; one operator at most has such a state."""
+        """Elements (float32) of what a sequence carries from row to row; one operator at most has
+        such a state.
+        """
         sizes = [size for node in self.nodes if (size := node.operator.state_size(node.attribute))]
         assert len(sizes) <= 1, "a block carries one state"
         return sum(sizes)
 
     @cached_property
     def runs(self) -> tuple[tuple[Node, ...], ...]:
-        """The nodes in order; neighbours of one operator that may run at once (see `Operator.shared`) together."""
+        """The nodes in order; neighbours of one operator that may run at once (see
+        `Operator.shared`) together.
+        """
         runs: list[list[Node]] = []
         for node in self.nodes:
             slot = node.operator.shared
-            if slot and runs and runs[-1][0].op == node.op and runs[-1][0].input[slot] == node.input[slot]:
+            if (
+                slot
+                and runs
+                and runs[-1][0].op == node.op
+                and runs[-1][0].input[slot] == node.input[slot]
+            ):
                 runs[-1].append(node)
             else:
                 runs.append([node])
@@ -120,15 +139,21 @@ class Graph:
 
     @cached_property
     def rewritten(self) -> dict[Hashable, Any]:
-        """What this graph was rewritten to, by what it was rewritten for: a memory of those who do it every step."""
+        """What this graph was rewritten to, by what it was rewritten for: a memory of those who do
+        it every step.
+        """
         return {}
 
     @cached_property
     def frees(self) -> dict[str, tuple[str, ...]]:
-        """Node -> the row tensors that it is the last one to read (or makes for nobody): a forward pass lets them go
-        there.
+        """Node -> the row tensors that it is the last one to read (or makes for nobody): a forward
+        pass lets them go there.
         """
-        last = {name: node.name for node in self.nodes for name in (*node.output.values(), *node.input.values())}
+        last = {
+            name: node.name
+            for node in self.nodes
+            for name in (*node.output.values(), *node.input.values())
+        }
         frees: dict[str, list[str]] = {node.name: [] for node in self.nodes}
         for name, node in last.items():
             if name not in self.outputs and self.spec[name].kind == "row":
@@ -152,7 +177,9 @@ class Graph:
 
 
 class GraphBuilder:
-    """Writes a graph down, one node at a time; a node with one output names that tensor after itself."""
+    """Writes a graph down, one node at a time; a node with one output names that tensor after
+    itself.
+    """
 
     def __init__(self, *tensors: TensorSpec, nodes: Iterable[Node] = ()) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
@@ -175,7 +202,9 @@ class GraphBuilder:
         return self._declare(TensorSpec(name=name, shape=shape, kind="parameter"))
 
     def derived(self, name: str, *shape: int) -> str:
-        """Declare a tensor of this whole shape that follows from an adapter's parameters and the backbone's weights."""
+        """Declare a tensor of this whole shape that follows from an adapter's parameters and the
+        backbone's weights.
+        """
         return self._declare(TensorSpec(name=name, shape=shape, kind="derived"))
 
     def _declare(self, tensor: TensorSpec) -> str:
@@ -185,20 +214,27 @@ class GraphBuilder:
         return tensor.name
 
     def apply(self, op: str, name: str, inputs: Mapping[str, str | None], **attributes: Any) -> str:
-        """Add a node; inputs pairs slots with tensor names (None: the optional slot stays empty). Returns the first
-        output's name.
+        """Add a node; inputs pairs slots with tensor names (None: the optional slot stays empty).
+        Returns the first output's name.
         """
         rule = operator(op)
         given = {slot: tensor for slot, tensor in inputs.items() if tensor is not None}
-        unknown, missing = set(given) - set(rule.inputs), set(rule.inputs) - set(given) - rule.optional
+        unknown, missing = (
+            set(given) - set(rule.inputs),
+            set(rule.inputs) - set(given) - rule.optional,
+        )
         if unknown or missing:
-            raise GraphError(f"{op} takes {', '.join(rule.inputs)}; node {name} was given {', '.join(given)}")
+            raise GraphError(
+                f"{op} takes {', '.join(rule.inputs)}; node {name} was given {', '.join(given)}"
+            )
         specs = {slot: self._tensors[tensor] for slot, tensor in given.items()}
         shapes = rule.infer({slot: spec.shape for slot, spec in specs.items()}, attributes)
         outputs = {}
         for slot, (shape, dtype) in shapes.items():
             tensor = name if slot == rule.outputs[0] else f"{name}.{slot}"
-            outputs[slot] = self._declare(TensorSpec(name=tensor, shape=shape, kind="row", dtype=dtype))
+            outputs[slot] = self._declare(
+                TensorSpec(name=tensor, shape=shape, kind="row", dtype=dtype)
+            )
         self._nodes.append(
             Node(
                 name=name,
@@ -217,14 +253,18 @@ class GraphBuilder:
         return self.apply("linear", name, {"x": x, "weight": weight, "bias": offset})
 
     def split(self, x: str, widths: Mapping[str, int], *, groups: int = 1) -> list[str]:
-        """The parts of a fused projection, by the names of their nodes: x is `groups` runs of columns, and each run has
-        all parts, one after another, of these widths.
+        """The parts of a fused projection, by the names of their nodes: x is `groups` runs of
+        columns, and each run has all parts, one after another, of these widths.
         """
         of, start, parts = sum(widths.values()), 0, []
         if self.width(x) != groups * of:
             raise GraphError(f"{x} has {self.width(x)} columns, not {groups} x {of}")
         for name, width in widths.items():
-            parts.append(self.apply("columns", name, {"x": x}, groups=groups, of=of, start=start, width=width))
+            parts.append(
+                self.apply(
+                    "columns", name, {"x": x}, groups=groups, of=of, start=start, width=width
+                )
+            )
             start += width
         return parts
 
@@ -234,7 +274,9 @@ class GraphBuilder:
 
     def build(self, *outputs: str) -> Graph:
         """The finished graph."""
-        return Graph(tensors=tuple(self._tensors.values()), nodes=tuple(self._nodes), outputs=outputs)
+        return Graph(
+            tensors=tuple(self._tensors.values()), nodes=tuple(self._nodes), outputs=outputs
+        )
 
 
 def renamed(node: Node, names: Mapping[str, str], *, prefix: str = "") -> Node:

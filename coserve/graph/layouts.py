@@ -1,16 +1,18 @@
-"""How the ranks of a tensor-parallel group divide tensors: states, and the layouts that an operator can run in.
+"""How the ranks of a tensor-parallel group divide tensors: states, and the layouts that an operator
+can run in.
 
 Every tensor of a rank's graph is in one of these states, of which only a cut has data of its own:
 
 - WHOLE: every rank has the whole tensor.
-- COPIED: the same, after a `rank_copy`: its gradient is a part of a sum on each rank, which the copy adds up.
+- COPIED: the same, after a `rank_copy`: its gradient is a part of a sum on each rank, which the
+  copy adds up.
 - PART: the ranks' tensors add up to the whole one.
 - FIRST: rank 0 has the whole tensor, all others have zeros (weights that are added to a PART).
 - a `Cut`: each rank has some entries of one dimension.
 
-States of gradients follow: of WHOLE and of PART it is whole, of COPIED a part, of a cut it is cut alike. Where several
-ranks hold the same entries of a cut, their gradients of these add up. Of FIRST every rank computes the whole gradient,
-and those above 0 drop it.
+States of gradients follow: of WHOLE and of PART it is whole, of COPIED a part, of a cut it is cut
+alike. Where several ranks hold the same entries of a cut, their gradients of these add up. Of FIRST
+every rank computes the whole gradient, and those above 0 drop it.
 """
 
 from collections.abc import Mapping
@@ -23,7 +25,9 @@ from coserve.kernels.cuts import Cut
 
 
 class State(Enum):
-    """How a rank's tensor stands to the whole one, where it is not cut; see the module's docstring."""
+    """How a rank's tensor stands to the whole one, where it is not cut; see the module's
+    docstring.
+    """
 
     WHOLE = "="
     COPIED = "c"
@@ -39,8 +43,8 @@ AnyState: TypeAlias = State | Cut
 class Layout:
     """One way for ranks to run an operator: the states of its inputs and outputs, by slot.
 
-    An input that is left out is WHOLE or, if it is a row that needs a gradient, COPIED, since each rank then gives a
-    part of that gradient.
+    An input that is left out is WHOLE or, if it is a row that needs a gradient, COPIED, since each
+    rank then gives a part of that gradient.
     """
 
     inputs: Mapping[str, AnyState] = field(default_factory=dict)

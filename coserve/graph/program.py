@@ -1,5 +1,5 @@
-"""Programs: what a block does forward and backward, written down as data that can be printed, counted and stopped
-anywhere.
+"""Programs: what a block does forward and backward, written down as data that can be printed,
+counted and stopped anywhere.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,8 +20,8 @@ from coserve.graph.rematerialize import Retention, Weighing, keep_least, remater
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One step of a backward pass: run a node again (or gather what ranks keep of its output), or reverse it for the
-    `wanted` gradients (and restored outputs).
+    """One step of a backward pass: run a node again (or gather what ranks keep of its output), or
+    reverse it for the `wanted` gradients (and restored outputs).
     """
 
     kind: Literal["recompute", "reverse"]
@@ -45,8 +45,8 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A graph's forward nodes, the tensors to save, and the backward instructions for the gradients that were asked
-    for.
+    """A graph's forward nodes, the tensors to save, and the backward instructions for the gradients
+    that were asked for.
     """
 
     graph: Graph
@@ -62,11 +62,17 @@ class Program:
 
     @cached_property
     def only_saved(self) -> Mapping[str, Node]:
-        """Saved tensors that are made only to be saved (packed signs, a rank's columns), by name, and what makes each:
-        the forward pass runs these nodes for the rows that keep them.
+        """Saved tensors that are made only to be saved (packed signs, a rank's columns), by name,
+        and what makes each: the forward pass runs these nodes for the rows that keep them.
         """
-        made = {name: self.graph.producer[name] for name in self.saved if name in self.graph.producer}
-        return {name: node for name, node in made.items() if node.op == "sign_bits" or name in self._pieces}
+        made = {
+            name: self.graph.producer[name] for name in self.saved if name in self.graph.producer
+        }
+        return {
+            name: node
+            for name, node in made.items()
+            if node.op == "sign_bits" or name in self._pieces
+        }
 
     @cached_property
     def _pieces(self) -> frozenset[str]:
@@ -106,12 +112,14 @@ def compile_program(
     """From a graph (bypasses attached) to its program.
 
     Args:
-        asked: tensors whose gradients are wanted: adapter parameters, chosen weights, the block's input.
+        asked: tensors whose gradients are wanted: adapter parameters, chosen weights, the block's
+            input.
         by: what choices of what to keep are weighed by.
         of: outputs to differentiate (default: all).
         budget_bytes_per_token: most bytes of saved tensors per row.
-        max_recompute: without a budget, the most FLOPs that may be spent on recomputing to keep less, as a share of the
-            forward and backward pass; with 0 whatever the backward pass reads is saved.
+        max_recompute: without a budget, the most FLOPs that may be spent on recomputing to keep
+            less, as a share of the forward and backward pass; with 0 whatever the backward pass
+            reads is saved.
         fused: fused operators that the backward pass may use (`graph.fuse`).
 
     Raises:
@@ -127,26 +135,42 @@ def compile_program(
     return link(backward, retention, asked, fused)
 
 
-def backward_graph(graph: Graph, asked: Collection[str], *, of: Collection[str] | None = None) -> BackwardGraph:
-    """The gradients of `of` (default: all outputs) that were asked for, pruned, with signs for what needs no more."""
+def backward_graph(
+    graph: Graph, asked: Collection[str], *, of: Collection[str] | None = None
+) -> BackwardGraph:
+    """The gradients of `of` (default: all outputs) that were asked for, pruned, with signs for what
+    needs no more.
+    """
     return compress(prune(differentiate(graph, of), asked))
 
 
-def link(backward: BackwardGraph, retention: Retention, asked: Collection[str], fused: Collection[str] = ()) -> Program:
+def link(
+    backward: BackwardGraph,
+    retention: Retention,
+    asked: Collection[str],
+    fused: Collection[str] = (),
+) -> Program:
     """The program of a backward graph under one choice of what to keep."""
     steps = _fused(_Scheduler(backward, retention).schedule(), fused)
     graph = with_pieces(backward.graph, retention.divided, retention.division)
-    return Program(graph=graph, asked=tuple(asked), retention=retention, backward=_with_frees(steps, frozenset(asked)))
+    return Program(
+        graph=graph,
+        asked=tuple(asked),
+        retention=retention,
+        backward=_with_frees(steps, frozenset(asked)),
+    )
 
 
 class _Scheduler:
-    """Orders the reverse of every node, recomputation just before its first reader, and what waits for restored
-    tensors after that.
+    """Orders the reverse of every node, recomputation just before its first reader, and what waits
+    for restored tensors after that.
     """
 
     def __init__(self, backward: BackwardGraph, retention: Retention) -> None:
         self._backward, self._graph, self._retention = backward, backward.graph, retention
-        self._available = {spec.name for spec in self._graph.tensors if spec.kind != "row"} | retention.saved
+        self._available = {
+            spec.name for spec in self._graph.tensors if spec.kind != "row"
+        } | retention.saved
         self._steps: list[Instruction] = []
 
     def schedule(self) -> list[Instruction]:
@@ -158,11 +182,14 @@ class _Scheduler:
                 waiting.append(replace(gradient, wanted=later))
             if now:
                 self._reverse(replace(gradient, wanted=now))
-            while ready := [late for late in waiting if all(self._can_read(late, slot) for slot in late.wanted)]:
+            while ready := [
+                late for late in waiting if all(self._can_read(late, slot) for slot in late.wanted)
+            ]:
                 waiting.remove(ready[0])
                 self._reverse(ready[0])
         assert not waiting, (
-            f"gradients of {[late.node.name for late in waiting]} wait for tensors that nothing provides"
+            f"gradients of {[late.node.name for late in waiting]} wait for tensors that nothing "
+            f"provides"
         )
         return self._steps
 
@@ -193,13 +220,19 @@ class _Scheduler:
         for name in reads.values():
             self._provide(name)
         restored: tuple[str, ...] = ()
-        if {name for name in node.input.values() if self._graph.spec[name].kind == "row"} <= set(reads.values()):
+        if {name for name in node.input.values() if self._graph.spec[name].kind == "row"} <= set(
+            reads.values()
+        ):
             awaited = self._retention.restored - self._available
             restored = tuple(slot for slot, name in node.outputs if name in awaited)
             self._available.update(node.output[slot] for slot in restored)
         if restored:  # the output may depend on weights that the gradients do not (a bias)
-            reads |= {slot: name for slot, name in node.inputs if self._graph.spec[name].kind != "row"}
-        step = Instruction(kind="reverse", node=node, wanted=gradient.wanted + restored, reads=tuple(reads.items()))
+            reads |= {
+                slot: name for slot, name in node.inputs if self._graph.spec[name].kind != "row"
+            }
+        step = Instruction(
+            kind="reverse", node=node, wanted=gradient.wanted + restored, reads=tuple(reads.items())
+        )
         self._steps.append(step)
 
 
@@ -208,7 +241,12 @@ def _fused(steps: list[Instruction], operators: Collection[str]) -> list[Instruc
     found: list[Instruction] = []
     for step in steps:
         before = found[-1] if found else None
-        if before is None or before.kind != "reverse" or "x" not in before.wanted or step.wanted != ("x",):
+        if (
+            before is None
+            or before.kind != "reverse"
+            or "x" not in before.wanted
+            or step.wanted != ("x",)
+        ):
             found.append(step)
             continue
         node = beside(before.node, step.node, operators) if step.kind == "reverse" else None
@@ -221,14 +259,18 @@ def _fused(steps: list[Instruction], operators: Collection[str]) -> list[Instruc
         slots = {name: slot for slot, name in node.inputs}
         parts = (_narrowed(before, ("x",)), step)
         reads = tuple((slots[name], name) for part in parts for _, name in part.reads)
-        found.append(Instruction(kind="reverse", node=node, wanted=("x",), reads=reads, parts=parts))
+        found.append(
+            Instruction(kind="reverse", node=node, wanted=("x",), reads=reads, parts=parts)
+        )
     return found
 
 
 def _narrowed(step: Instruction, wanted: tuple[str, ...]) -> Instruction:
     """The reverse of the same node for some of its gradients."""
     slots = step.node.operator.reads(wanted, step.node.tensor)
-    return replace(step, wanted=wanted, reads=tuple(pair for pair in step.reads if pair[0] in slots))
+    return replace(
+        step, wanted=wanted, reads=tuple(pair for pair in step.reads if pair[0] in slots)
+    )
 
 
 def _with_frees(steps: list[Instruction], asked: Collection[str]) -> tuple[Instruction, ...]:

@@ -1,14 +1,17 @@
-"""What to keep of the forward pass: everything that the backward pass reads, or less of it for a few FLOPs more.
+"""What to keep of the forward pass: everything that the backward pass reads, or less of it for a
+few FLOPs more.
 
-FlexLLM (section 5.2, algorithm 1, step 2) drops a tensor when its inputs are kept and its operator is cheap. Here the
-choice is exact: for every number of bytes, the set of tensors that costs the fewest FLOPs to compute again. A tensor
-that the backward pass reads is in one of these states.
+FlexLLM (section 5.2, algorithm 1, step 2) drops a tensor when its inputs are kept and its operator
+is cheap. Here the choice is exact: for every number of bytes, the set of tensors that costs the
+fewest FLOPs to compute again. A tensor that the backward pass reads is in one of these states.
 
 - saved: kept by the forward pass.
-- divided: of what all ranks of a group have alike, each keeps some columns (`graph.division`), and they gather it.
-- restored: handed back by the VJP of the operator that made it, for readers that can wait for that: gradients of
-  weights and parameters, which nothing waits for. No operator runs again, and what the VJP adds to its own work (a
-  product or two per element of what it holds already) is counted as free.
+- divided: of what all ranks of a group have alike, each keeps some columns (`graph.division`), and
+  they gather it.
+- restored: handed back by the VJP of the operator that made it, for readers that can wait for that:
+  gradients of weights and parameters, which nothing waits for. No operator runs again, and what the
+  VJP adds to its own work (a product or two per element of what it holds already) is counted as
+  free.
 - recomputed: computed again from its operator's inputs, which are then needed themselves.
 """
 
@@ -32,8 +35,8 @@ class Retention:
     restored: frozenset[str]
     recomputed: frozenset[str]
     bytes_per_token: int
-    # Of the forward and backward pass with nothing recomputed or gathered. What a link moves counts as the FLOPs that a
-    # rank computes meanwhile.
+    # Of the forward and backward pass with nothing recomputed or gathered. What a link moves counts
+    # as the FLOPs that a rank computes meanwhile.
     extra_flops_fraction: float
     divided: frozenset[str] = frozenset()
     division: Division = UNDIVIDED
@@ -80,17 +83,19 @@ class Weighing:
 def save_all(backward: BackwardGraph, by: Weighing) -> Retention:
     """Return what is kept where nothing is computed twice: pruning (and restoring) alone.
 
-    What is another tensor under a second name is not kept twice. Of several ranks, each keeps some columns of what all
-    have alike if bytes times the seconds of a pass, which a pack holds them for, become fewer: a link may be so slow
-    that gathering takes longer than it is worth.
+    What is another tensor under a second name is not kept twice. Of several ranks, each keeps some
+    columns of what all have alike if bytes times the seconds of a pass, which a pack holds them
+    for, become fewer: a link may be so slow that gathering takes longer than it is worth.
     """
     choices = _search(backward, by, recompute=False)
-    return min(choices, key=lambda choice: choice.bytes_per_token * (1 + choice.extra_flops_fraction))
+    return min(
+        choices, key=lambda choice: choice.bytes_per_token * (1 + choice.extra_flops_fraction)
+    )
 
 
 def frontier(backward: BackwardGraph, by: Weighing) -> tuple[Retention, ...]:
-    """Return every choice that no other beats in both bytes and FLOPs, from the most bytes (nothing recomputed) to the
-    fewest.
+    """Return every choice that no other beats in both bytes and FLOPs, from the most bytes (nothing
+    recomputed) to the fewest.
     """
     return _search(backward, by, recompute=True)
 
@@ -106,21 +111,25 @@ def rematerialize(backward: BackwardGraph, budget_bytes_per_token: int, by: Weig
         if choice.bytes_per_token <= budget_bytes_per_token:
             return choice
     least = choices[-1].bytes_per_token
-    raise BudgetError(f"a block keeps at least {least} bytes per token; {budget_bytes_per_token} is not enough")
+    raise BudgetError(
+        f"a block keeps at least {least} bytes per token; {budget_bytes_per_token} is not enough"
+    )
 
 
 def keep_least(backward: BackwardGraph, max_recompute: float, by: Weighing) -> Retention:
-    """Return the choice that keeps the fewest bytes of those with at most these extra FLOPs, as a share of the forward
-    and backward pass; what `save_all` spends is always allowed.
+    """Return the choice that keeps the fewest bytes of those with at most these extra FLOPs, as a
+    share of the forward and backward pass; what `save_all` spends is always allowed.
     """
     most = max(max_recompute, save_all(backward, by).extra_flops_fraction)
     return [choice for choice in frontier(backward, by) if choice.extra_flops_fraction <= most][-1]
 
 
 def _search(backward: BackwardGraph, by: Weighing, *, recompute: bool) -> tuple[Retention, ...]:
-    """Dynamic programming from the last node to the first over the set of tensors that are still needed.
+    """Dynamic programming from the last node to the first over the set of tensors that are still
+    needed.
 
-    A graph of a transformer block is narrow, so there are few such sets; dominated choices are dropped for each.
+    A graph of a transformer block is narrow, so there are few such sets; dominated choices are
+    dropped for each.
     """
     partials: dict[_Needs, list[_Partial]] = {_first_needs(backward): [_Partial(0, 0.0)]}
     for node in reversed(backward.graph.nodes):
@@ -164,7 +173,10 @@ def _kept(name: str, by: Weighing) -> list[str]:
 
 def _keeping(graph: Graph, ways: Mapping[str, str], by: Weighing) -> _Partial:
     """Return what tensors cost that are kept, each in its way; others cost nothing here."""
-    names = {way: frozenset(name for name, each in ways.items() if each == way) for way in ("saved", "divided")}
+    names = {
+        way: frozenset(name for name, each in ways.items() if each == way)
+        for way in ("saved", "divided")
+    }
     num_bytes = sum(graph.spec[name].num_bytes(by.compute_dtype) for name in names["saved"])
     pieces = [graph.spec[name] for name in sorted(names["divided"])]
     return _Partial(
@@ -182,7 +194,11 @@ def _first_needs(backward: BackwardGraph) -> _Needs:
     for gradient in backward.nodes:
         for slot in gradient.wanted:
             can_wait = backward.is_leaf(gradient.node.input[slot])
-            needed |= {(name, can_wait) for name in gradient.reads([slot]).values() if graph.spec[name].kind == "row"}
+            needed |= {
+                (name, can_wait)
+                for name in gradient.reads([slot]).values()
+                if graph.spec[name].kind == "row"
+            }
     return _merged(needed)
 
 
@@ -194,17 +210,25 @@ def _merged(needs: set[tuple[str, bool]]) -> _Needs:
 def _decisions(
     backward: BackwardGraph, node: Node, needs: _Needs, by: Weighing, recompute: bool
 ) -> Iterator[tuple[_Needs, _Partial]]:
-    """The ways to provide a node's needed outputs, each with what is needed then and what it adds to the cost."""
+    """The ways to provide a node's needed outputs, each with what is needed then and what it adds
+    to the cost.
+    """
     graph = backward.graph
-    # In one order in every process: ranks that hold a model together must choose alike among equals.
+    # In one order in every process: ranks that hold a model together must choose alike among
+    # equals.
     outputs = sorted((name, wait) for name, wait in needs if name in node.output.values())
     if not outputs:
         yield needs, _Partial(0, 0.0)
         return
     rest = set(needs) - set(outputs)
-    # Of a window, neither gives what other windows read, and no operator takes its state back to run again.
-    is_free = {name: name not in graph.kv_tensors and name not in graph.lead_tensors for name, _ in outputs}
-    runs_again = (recompute and not node.operator.state_size(node.attribute)) or node.operator.is_alias
+    # Of a window, neither gives what other windows read, and no operator takes its state back to
+    # run again.
+    is_free = {
+        name: name not in graph.kv_tensors and name not in graph.lead_tensors for name, _ in outputs
+    }
+    runs_again = (
+        recompute and not node.operator.state_size(node.attribute)
+    ) or node.operator.is_alias
     options = [
         _kept(name, by)
         + ["restored"] * (wait and name not in graph.lead_tensors and can_restore(backward, name))
@@ -213,21 +237,31 @@ def _decisions(
     ]
     for ways in product(*options):
         way_of = {name: way for (name, _), way in zip(outputs, ways, strict=True)}
-        again, inputs, flops = frozenset(n for n, way in way_of.items() if way == "recomputed"), set(), 0.0
+        again, inputs, flops = (
+            frozenset(n for n, way in way_of.items() if way == "recomputed"),
+            set(),
+            0.0,
+        )
         if again:
             can_wait = all(wait for name, wait in outputs if name in again)
-            inputs = {(name, can_wait) for name in node.input.values() if graph.spec[name].kind == "row"}
-            flops = node.operator.flops_per_row(graph.slot_specs(node), node.attribute, by.mean_context_len)
+            inputs = {
+                (name, can_wait) for name in node.input.values() if graph.spec[name].kind == "row"
+            }
+            flops = node.operator.flops_per_row(
+                graph.slot_specs(node), node.attribute, by.mean_context_len
+            )
             if node.operator.moves:
                 flops += by.division.link_flops(graph, node, by.compute_dtype)
         restored = frozenset(name for name, way in way_of.items() if way == "restored")
-        step = _keeping(graph, way_of, by).and_then(_Partial(0, flops, restored=restored, recomputed=again))
+        step = _keeping(graph, way_of, by).and_then(
+            _Partial(0, flops, restored=restored, recomputed=again)
+        )
         yield _merged(rest | inputs), step
 
 
 def can_restore(backward: BackwardGraph, tensor: str) -> bool:
-    """Whether the VJP of the tensor's producer runs, holds all of that operator's row inputs, and can hand the tensor
-    back.
+    """Whether the VJP of the tensor's producer runs, holds all of that operator's row inputs, and
+    can hand the tensor back.
     """
     node = backward.graph.producer[tensor]
     gradient = backward.gradient_node.get(node.name)
@@ -249,20 +283,28 @@ def _undominated(choices: list[_Partial]) -> list[_Partial]:
 def forward_flops_per_row(graph: Graph, mean_context_len: float) -> float:
     """FLOPs of one row through a graph."""
     return sum(
-        node.operator.flops_per_row(graph.slot_specs(node), node.attribute, mean_context_len) for node in graph.nodes
+        node.operator.flops_per_row(graph.slot_specs(node), node.attribute, mean_context_len)
+        for node in graph.nodes
     )
 
 
 def _total_flops(backward: BackwardGraph, by: Weighing) -> float:
-    """Return the FLOPs of a row, forward and backward, with what the link moves as FLOPs of the same time."""
+    """Return the FLOPs of a row, forward and backward, with what the link moves as FLOPs of the
+    same time.
+    """
     graph = backward.graph
     reverse = sum(
         gradient.node.operator.vjp_flops_per_row(
-            gradient.wanted, graph.slot_specs(gradient.node), gradient.node.attribute, by.mean_context_len
+            gradient.wanted,
+            graph.slot_specs(gradient.node),
+            gradient.node.attribute,
+            by.mean_context_len,
         )
         for gradient in backward.nodes
     )
     moving = [node for node in graph.nodes if node.operator.moves]
-    moving += [gradient.node for gradient in backward.nodes if gradient.node.operator.moves_gradient]
+    moving += [
+        gradient.node for gradient in backward.nodes if gradient.node.operator.moves_gradient
+    ]
     link = sum(by.division.link_flops(graph, node, by.compute_dtype) for node in moving)
     return forward_flops_per_row(graph, by.mean_context_len) + reverse + link

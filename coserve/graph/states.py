@@ -1,8 +1,9 @@
-"""What operators carry from row to row: a state of fixed size for each sequence, beside what attention looks back at.
+"""What operators carry from row to row: a state of fixed size for each sequence, beside what
+attention looks back at.
 
-The rows of a batch are pieces of sequences. A piece begins with the state that its sequence had before (or with zeros)
-and leaves the one after it; where these lie is known to the owner of the rows. Backward, pieces run from the last to
-the first, and the gradient of the state goes along.
+The rows of a batch are pieces of sequences. A piece begins with the state that its sequence had
+before (or with zeros) and leaves the one after it; where these lie is known to the owner of the
+rows. Backward, pieces run from the last to the first, and the gradient of the state goes along.
 """
 
 from collections.abc import Sequence
@@ -41,8 +42,9 @@ class TensorStates:
 class StateRun:
     """Pieces of equal length, each of another sequence.
 
-    num_rows: of each. rows: of all, among those of their owner, piece after piece. before, after int64 [pieces]: the
-    places of their states. fresh bool [pieces]: those that begin a sequence, whose state is zero; None: none does.
+    num_rows: of each. rows: of all, among those of their owner, piece after piece. before, after
+    int64 [pieces]: the places of their states. fresh bool [pieces]: those that begin a sequence,
+    whose state is zero; None: none does.
     """
 
     num_rows: int
@@ -64,7 +66,8 @@ class StateRun:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lead:
-    """Rows before a window, from the last state that was kept up to the window's first row: run again for its state.
+    """Rows before a window, from the last state that was kept up to the window's first row: run
+    again for its state.
 
     tensors: by the operator's slots, in the order of `Operator.lead`, [n, ...].
     """
@@ -75,10 +78,12 @@ class Lead:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateRows:
-    """Some rows of a batch: runs of them in an order in which they can be run, and where their states lie.
+    """Some rows of a batch: runs of them in an order in which they can be run, and where their
+    states lie.
 
-    Backward, each run is one piece. gradient: float32 [state size], of the state after the rows; it becomes that of the
-    state before them. lead: what leads to the first piece, if its state was not kept.
+    Backward, each run is one piece. gradient: float32 [state size], of the state after the rows; it
+    becomes that of the state before them. lead: what leads to the first piece, if its state was not
+    kept.
     """
 
     rows: slice

@@ -1,1 +1,3 @@
-"""Prefill and decode apart: one instance computes prompts for another of the same model, and hands over their pages."""
+"""Prefill and decode apart: one instance computes prompts for another of the same model, and hands
+over their pages.
+"""

@@ -1,4 +1,6 @@
-"""Adapter versions as files: the prefill instance computes with just the tensors that the decode instance has."""
+"""Adapter versions as files: the prefill instance computes with just the tensors that the decode
+instance has.
+"""
 
 import shutil
 from collections import OrderedDict
@@ -21,8 +23,8 @@ def digest_of(directory: Path) -> str:
 
 
 class WrittenAdapters:
-    """Versions of a device, each written when a prompt needs it first; those that were needed longest ago are
-    removed.
+    """Versions of a device, each written when a prompt needs it first; those that were needed
+    longest ago are removed.
     """
 
     def __init__(self, engine: TokenEngine, directory: Path) -> None:

@@ -15,7 +15,9 @@ class HandoverEnd(Protocol):
         ...
 
     def poll(self) -> None:
-        """Take in what has come from the other end. To be called before each step, and when `waits_on` can be read."""
+        """Take in what has come from the other end. To be called before each step, and when
+        `waits_on` can be read.
+        """
         ...
 
     def take(self, events: list[Event]) -> list[Event]:

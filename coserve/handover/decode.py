@@ -1,8 +1,9 @@
 """The decode instance's end: it asks for prompts, and lets requests resume with what has come.
 
-A client talks to the decode instance, which does everything for its requests but the full blocks of long prompts. A
-request with such a prompt is held in the engine until its blocks are there. Whatever goes wrong (there is no prefill
-instance, it dies, it is slow, it has another model or cannot take an adapter), the rest is computed here.
+A client talks to the decode instance, which does everything for its requests but the full blocks of
+long prompts. A request with such a prompt is held in the engine until its blocks are there.
+Whatever goes wrong (there is no prefill instance, it dies, it is slow, it has another model or
+cannot take an adapter), the rest is computed here.
 """
 
 import logging
@@ -21,7 +22,16 @@ from coserve.engine.request_queue import ImportedBlocks
 from coserve.engine.token_engine import TokenEngine
 from coserve.errors import CoserveError
 from coserve.handover.adapter_files import WrittenAdapters
-from coserve.handover.messages import Computed, ComputePrompt, Forget, Hello, Refused, Rejected, Welcome, identity_of
+from coserve.handover.messages import (
+    Computed,
+    ComputePrompt,
+    Forget,
+    Hello,
+    Refused,
+    Rejected,
+    Welcome,
+    identity_of,
+)
 from coserve.handover.transport import Transport
 
 _log = logging.getLogger(__name__)
@@ -56,9 +66,9 @@ class DecodeEnd:
         min_tokens: int | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """connect: OSError if there is no prefill instance now. directory: for page files and adapters, in memory best.
-        min_tokens: prompts with fewer tokens to compute are computed here; None: those for which copying pages is
-        predicted to take as long.
+        """connect: OSError if there is no prefill instance now. directory: for page files and
+        adapters, in memory best. min_tokens: prompts with fewer tokens to compute are computed
+        here; None: those for which copying pages is predicted to take as long.
         """
         self._engine, self._connect, self._directory = engine, connect, directory
         self._min_tokens, self._now = min_tokens, now
@@ -174,11 +184,17 @@ class DecodeEnd:
             self._lose(message.reason, retry_s=_REJECTED_RETRY_S)
         elif isinstance(message, Computed | Refused):
             self._is_silent = False
-            found = next((name for name, asked in self._asked.items() if asked.id == message.id), None)
+            found = next(
+                (name for name, asked in self._asked.items() if asked.id == message.id), None
+            )
             if found is None:  # it is not wanted any more
                 return
             if isinstance(message, Refused):
-                _log.warning("the prompt of %s is computed here: the prefill instance says %s", found, message.reason)
+                _log.warning(
+                    "the prompt of %s is computed here: the prefill instance says %s",
+                    found,
+                    message.reason,
+                )
                 self._end(found, is_whole=False)
                 return
             asked = self._asked[found]
@@ -200,12 +216,16 @@ class DecodeEnd:
         self._clean_up()
 
     def _give_up(self) -> None:
-        """Of what takes too long. The instance is asked for nothing more until it says something again."""
+        """Of what takes too long. The instance is asked for nothing more until it says something
+        again.
+        """
         now_s = self._now()
         late = [name for name, asked in self._asked.items() if asked.until_s < now_s]
         if not late:
             return
-        _log.warning("the prefill instance is slow: the prompts of %s are computed here", ", ".join(late))
+        _log.warning(
+            "the prefill instance is slow: the prompts of %s are computed here", ", ".join(late)
+        )
         self._is_silent = True
         for name in late:
             self._forget(self._asked[name])
@@ -240,7 +260,11 @@ class DecodeEnd:
         self._connect_s = self._now() + retry_s
         waiting = list(self._asked)
         if reason != self._complaint or waiting:
-            _log.warning("no prefill instance (%s): prompts are computed here, %d that it had", reason, len(waiting))
+            _log.warning(
+                "no prefill instance (%s): prompts are computed here, %d that it had",
+                reason,
+                len(waiting),
+            )
         self._complaint = reason
         for name in waiting:
             self._end(name, is_whole=False)
@@ -252,7 +276,9 @@ class DecodeEnd:
 
 
 def _make_file(path: Path, num_bytes: int) -> None:
-    """With its memory: writing to a mapped file of which there is no more would end the process. OSError."""
+    """With its memory: writing to a mapped file of which there is no more would end the process.
+    OSError.
+    """
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):

@@ -1,8 +1,9 @@
 """What a decode instance and a prefill instance say to each other: ids and numbers, as msgpack.
 
-The decode instance says `Hello` first. Pages do not cross here: the prefill instance copies them to a page file, which
-the decode instance makes and removes, and names in `ComputePrompt`. Where there is a network between the two, that path
-is an address to write to, and everything else stays as it is.
+The decode instance says `Hello` first. Pages do not cross here: the prefill instance copies them to
+a page file, which the decode instance makes and removes, and names in `ComputePrompt`. Where there
+is a network between the two, that path is an address to write to, and everything else stays as it
+is.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ from coserve.version import VERSION
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be the same on both sides, so that pages of one mean the same on the other; see `DeviceInfo`.
+    """What must be the same on both sides, so that pages of one mean the same on the other; see
+    `DeviceInfo`.
 
     page_bytes: of a place of a page file, which does not depend on how many ranks either side has.
     """
@@ -71,9 +73,10 @@ class AdapterFiles(msgspec.Struct, frozen=True):
 
 
 class ComputePrompt(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Compute K and V of tokens, which are whole blocks, and copy those from `first_block` on to a page file, the first
-    of them to its first place. Answered by `Computed`, as blocks are there, and perhaps `Refused`. ttft_s: time left to
-    the request's first token. num_public_tokens: see `SamplingParams`.
+    """Compute K and V of tokens, which are whole blocks, and copy those from `first_block` on to a
+    page file, the first of them to its first place. Answered by `Computed`, as blocks are there,
+    and perhaps `Refused`. ttft_s: time left to the request's first token. num_public_tokens: see
+    `SamplingParams`.
     """
 
     id: int

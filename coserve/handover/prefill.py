@@ -1,7 +1,9 @@
-"""The prefill instance's end: prompts come from decode instances, their pages go to page files as they are computed.
+"""The prefill instance's end: prompts come from decode instances, their pages go to page files as
+they are computed.
 
-To the engine, a prompt is a request for one token, which nobody takes. After each step, blocks that are new among the
-known prefixes are copied; so a prompt that another one begins with costs a copy alone.
+To the engine, a prompt is a request for one token, which nobody takes. After each step, blocks that
+are new among the known prefixes are copied; so a prompt that another one begins with costs a copy
+alone.
 """
 
 import logging
@@ -36,14 +38,15 @@ from coserve.scheduling.slo import Slo
 
 _log = logging.getLogger(__name__)
 
-# Of requests and adapters that the engine has for decode instances; none of a client's is called so.
+# Of requests and adapters that the engine has for decode instances; none of a client's is called
+# so.
 _NAME = "handover/"
 _LEAST_TTFT_S = 1e-3
 
 
 class _Prompt:
-    """A prompt that is being computed. request: its name in the engine. num_blocks: how many of it are computed, and
-    copied as far as they were asked for.
+    """A prompt that is being computed. request: its name in the engine. num_blocks: how many of it
+    are computed, and copied as far as they were asked for.
     """
 
     def __init__(self, command: ComputePrompt, request: str, keys: list[bytes]) -> None:
@@ -70,7 +73,12 @@ class PrefillEnd:
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """accept: connections that have come. listens_on: see `waits_on`. close: ends that."""
-        self._engine, self._accept, self._listens_on, self._close = engine, accept, listens_on, close
+        self._engine, self._accept, self._listens_on, self._close = (
+            engine,
+            accept,
+            listens_on,
+            close,
+        )
         self._partners: list[_Partner] = []
         self._numbers = count()
         self._num_handed_over = self._num_refused = self._num_pages = 0
@@ -88,7 +96,11 @@ class PrefillEnd:
                 self._lose(partner, error)
 
     def take(self, events: list[Event]) -> list[Event]:
-        mine = {prompt.request: prompt for partner in self._partners for prompt in partner.prompts.values()}
+        mine = {
+            prompt.request: prompt
+            for partner in self._partners
+            for prompt in partner.prompts.values()
+        }
         ended: dict[str, str] = {}
         others: list[Event] = []
         for event in events:
@@ -128,7 +140,9 @@ class PrefillEnd:
 
     def _take_message(self, partner: _Partner, message: Any) -> None:
         if isinstance(message, Hello):
-            if (reason := difference(identity_of(self._engine.device.info), message.identity)) is not None:
+            if (
+                reason := difference(identity_of(self._engine.device.info), message.identity)
+            ) is not None:
                 partner.transport.send(Rejected(reason))
                 _log.warning("a decode instance was turned away: %s", reason)
                 return
@@ -158,7 +172,12 @@ class PrefillEnd:
             return
         self._engine.add_tokens(
             command.tokens,
-            SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, num_public_tokens=command.num_public_tokens),
+            SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                ignore_eos=True,
+                num_public_tokens=command.num_public_tokens,
+            ),
             adapter=adapter,
             slo=Slo(ttft_s=max(_LEAST_TTFT_S, command.ttft_s), tpot_s=self._engine.slo.tpot_s),
             request_id=prompt.request,
@@ -166,7 +185,9 @@ class PrefillEnd:
         )
 
     def _loaded(self, files: AdapterFiles) -> str:
-        """The name under which the engine serves just these files; AdapterError or OSError if it cannot."""
+        """The name under which the engine serves just these files; AdapterError or OSError if it
+        cannot.
+        """
         name = f"{_NAME}{files.digest}"
         if name not in self._engine.versions and digest_of(Path(files.directory)) != files.digest:
             raise AdapterError("the adapter's files are not those of its version")
@@ -187,8 +208,14 @@ class PrefillEnd:
             self._engine.flush_commands()  # recordings have this, and leave the next one out
         try:
             if blocks:
-                self._engine.log.execute(ExportPages(command.path, tuple(pages[block] for block in blocks), places))
-        except (OSError, ValueError, RuntimeError) as error:  # the file has gone: the prompt is not wanted any more
+                self._engine.log.execute(
+                    ExportPages(command.path, tuple(pages[block] for block in blocks), places)
+                )
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # the file has gone: the prompt is not wanted any more
             self._engine.cancel(prompt.request)
             self._refuse(partner, command.id, f"its pages cannot be copied: {error}")
             return

@@ -23,7 +23,9 @@ _BACKLOG = 16
 
 
 class Transport(Protocol):
-    """One end of a connection. Its other end may go at any moment: then both methods raise ConnectionError."""
+    """One end of a connection. Its other end may go at any moment: then both methods raise
+    ConnectionError.
+    """
 
     def send(self, message: Any) -> None:
         """Send it, or keep it until a later call can."""
@@ -39,7 +41,9 @@ class Transport(Protocol):
 
     @property
     def waits_on(self) -> int | None:
-        """A file descriptor that can be read when something has come; None if there is none to wait on."""
+        """A file descriptor that can be read when something has come; None if there is none to wait
+        on.
+        """
         ...
 
 
@@ -48,7 +52,9 @@ class LocalTransport:
 
     waits_on = None
 
-    def __init__(self, incoming: "deque[bytes]", outgoing: "deque[bytes]", ends: list[bool]) -> None:
+    def __init__(
+        self, incoming: "deque[bytes]", outgoing: "deque[bytes]", ends: list[bool]
+    ) -> None:
         """ends: has an entry as soon as one of the two is closed."""
         self._incoming, self._outgoing, self._ends = incoming, outgoing, ends
 
@@ -75,7 +81,9 @@ def local_pair() -> tuple[LocalTransport, LocalTransport]:
 
 
 class SocketTransport:
-    """Between processes: frames, each after its length, over a Unix socket. The kernel closes it with its process."""
+    """Between processes: frames, each after its length, over a Unix socket. The kernel closes it
+    with its process.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)

@@ -1,1 +1,3 @@
-"""Fine-tuning jobs that survive: records in SQL, records and files of checkpoints, and their lifecycle."""
+"""Fine-tuning jobs that survive: records in SQL, records and files of checkpoints, and their
+lifecycle.
+"""

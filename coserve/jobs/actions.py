@@ -31,12 +31,16 @@ from coserve.jobs.validation import FileReader
 # A job that engines have died of too many times is not started again.
 TOO_MANY_DEATHS = JobFailed(
     code="engine_died",
-    message=f"the engine died, or stood still, {MOST_DEATHS} times while it worked for this job alone",
+    message=(
+        f"the engine died, or stood still, {MOST_DEATHS} times while it worked for this job alone"
+    ),
 )
 
 
 class JobActions:
-    """Called from the mailbox's task. What the store does not take raises StoreError or OSError, and is undone."""
+    """Called from the mailbox's task. What the store does not take raises StoreError or OSError,
+    and is undone.
+    """
 
     def __init__(
         self,
@@ -51,7 +55,9 @@ class JobActions:
         timeout_s: float,
         put: Callable[[EngineEvent], None],
     ) -> None:
-        """timeout_s: how long a job may run. put: called with the events that come of commands, and of time."""
+        """timeout_s: how long a job may run. put: called with the events that come of commands, and
+        of time.
+        """
         self._jobs, self._writer, self._adapters, self._reader = jobs, writer, adapters, reader
         self._models, self._clock, self._timeout_s, self._put = models, clock, timeout_s, put
         self._commands = EngineCommands(engine, put, jobs.is_current)
@@ -84,7 +90,9 @@ class JobActions:
             case Write(status="succeeded" | "failed" | "cancelled" as status):
                 return await self._end(id, status)
             case Write(status=status):
-                job = await asyncio.to_thread(self._writer.change, id, status, event_message(state, status))
+                job = await asyncio.to_thread(
+                    self._writer.change, id, status, event_message(state, status)
+                )
                 self._jobs.apply(id, RecordWritten(job=job))
         return None
 
@@ -105,15 +113,26 @@ class JobActions:
         if self._jobs.can_start(id):  # no engine has died meanwhile
             start = self._writer.start_of(point, model=self._models.engine_name(point.job.base))
             step = 0 if point.checkpoint is None else point.checkpoint.step
-            self._commands.start(start, self._send(id, "start", resumed_step=step, listed_step=point.listed_step))
+            self._commands.start(
+                start, self._send(id, "start", resumed_step=step, listed_step=point.listed_step)
+            )
         return None
 
-    def _send(self, id: str, command: Command, resumed_step: int = 0, listed_step: int | None = None) -> PendingCommand:
-        """Note that the engine is told something; a job that runs from now on is looked at when its time is up."""
-        pending = PendingCommand(command=command, number=next(self._numbers), epoch=self._jobs[id].epoch)
+    def _send(
+        self, id: str, command: Command, resumed_step: int = 0, listed_step: int | None = None
+    ) -> PendingCommand:
+        """Note that the engine is told something; a job that runs from now on is looked at when its
+        time is up.
+        """
+        pending = PendingCommand(
+            command=command, number=next(self._numbers), epoch=self._jobs[id].epoch
+        )
         now_s = self._clock()
         self._jobs.apply(
-            id, CommandSent(command=pending, now_s=now_s, resumed_step=resumed_step, listed_step=listed_step)
+            id,
+            CommandSent(
+                command=pending, now_s=now_s, resumed_step=resumed_step, listed_step=listed_step
+            ),
         )
         if self._timeout_s < inf and command in ("start", "resume"):
             left_s = max(0.0, self._timeout_s - self._jobs[id].ran_s(now_s))

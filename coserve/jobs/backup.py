@@ -1,9 +1,11 @@
-"""A backup of a home, also while its server runs: records, files, and all that jobs need, as of one moment.
+"""A backup of a home, also while its server runs: records, files, and all that jobs need, as of one
+moment.
 
-At that moment nobody may write records, while every file that they name gets a second name (a hard link) in a
-directory of the backup's own: that takes milliseconds. Files are never changed under a name, and whatever removes one
-has removed its record before: so all of them are there, and stay there until they are in the archive. The records are
-copied from a transaction that sees the same moment.
+At that moment nobody may write records, while every file that they name gets a second name (a hard
+link) in a directory of the backup's own: that takes milliseconds. Files are never changed under a
+name, and whatever removes one has removed its record before: so all of them are there, and stay
+there until they are in the archive. The records are copied from a transaction that sees the same
+moment.
 """
 
 import fcntl
@@ -53,8 +55,8 @@ class Backup:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What the records name. paths: below the home; whole: directories of checkpoints from which jobs resume, which
-    are needed whole; adapters: those of which the adapter alone is.
+    """What the records name. paths: below the home; whole: directories of checkpoints from which
+    jobs resume, which are needed whole; adapters: those of which the adapter alone is.
     """
 
     paths: frozenset[Path]
@@ -66,8 +68,8 @@ def write_backup(home: Path, store: Store, file: Path) -> Backup:
     """Write an archive, whole or not at all.
 
     Raises:
-        CoserveError: it cannot be written, is there already, or another backup is being written. StoreError: the
-            database cannot be read now.
+        CoserveError: it cannot be written, is there already, or another backup is being written.
+            StoreError: the database cannot be read now.
     """
     file = file.absolute()
     if file.exists():
@@ -107,14 +109,19 @@ def _stage(home: Path) -> Iterator[Path]:
 
 
 def _gather(home: Path, store: Store, stage: Path) -> tuple[list[str], list[str], dict[str, int]]:
-    """Have in `stage` what belongs into the archive: its names, those that are missing, and how much it is."""
+    """Have in `stage` what belongs into the archive: its names, those that are missing, and how
+    much it is.
+    """
     found: set[Path] = {Path(DATABASE_FILE)}
     missing: set[Path] = set()
     counts: dict[str, int] = {}
 
     def link(transaction: Transaction) -> None:
         files, jobs = transaction.all_of(FileRecord), transaction.all_of(JobRecord)
-        checkpoints, adapters = transaction.all_of(CheckpointRecord), transaction.all_of(AdapterRecord)
+        checkpoints, adapters = (
+            transaction.all_of(CheckpointRecord),
+            transaction.all_of(AdapterRecord),
+        )
         counts.update(num_files=len(files), num_jobs=len(jobs), num_checkpoints=len(checkpoints))
         _link_all(home, stage, _wanted(home, files, jobs, checkpoints, adapters), found, missing)
 
@@ -127,7 +134,9 @@ def _gather(home: Path, store: Store, stage: Path) -> tuple[list[str], list[str]
 
 
 def _relative(home: Path, directory: str | None) -> str | None:
-    """Paths below the home as relative ones: when it is restored, the new home's will be put before them."""
+    """Paths below the home as relative ones: when it is restored, the new home's will be put before
+    them.
+    """
     path = Path(directory or "")
     for form in (home, home.resolve()):
         if path.is_relative_to(form):
@@ -161,13 +170,23 @@ def _wanted(
             paths.add(Path("jobs", job.id, "examples.msgpack"))
             if job.validation_file is not None:
                 paths.add(Path("jobs", job.id, "validation.msgpack"))
-    directories = [each.directory for each in checkpoints] + [each.directory for each in adapters if each.directory]
+    directories = [each.directory for each in checkpoints] + [
+        each.directory for each in adapters if each.directory
+    ]
     # What lies elsewhere is not this home's.
-    inside = {path for each in directories if not (path := Path(_relative(home, each) or "")).is_absolute()}
-    return _Wanted(paths=frozenset(paths), whole=frozenset(whole), adapters=frozenset(inside - whole))
+    inside = {
+        path
+        for each in directories
+        if not (path := Path(_relative(home, each) or "")).is_absolute()
+    }
+    return _Wanted(
+        paths=frozenset(paths), whole=frozenset(whole), adapters=frozenset(inside - whole)
+    )
 
 
-def _link_all(home: Path, stage: Path, wanted: _Wanted, found: set[Path], missing: set[Path]) -> None:
+def _link_all(
+    home: Path, stage: Path, wanted: _Wanted, found: set[Path], missing: set[Path]
+) -> None:
     for path in wanted.paths:
         (found if _link(home / path, stage / path) else missing).add(path)
     for directory in wanted.whole | wanted.adapters:
@@ -182,7 +201,9 @@ def _link_all(home: Path, stage: Path, wanted: _Wanted, found: set[Path], missin
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give a file a second name, or copy it where it cannot have one; returns whether it was there."""
+    """Give a file a second name, or copy it where it cannot have one; returns whether it was
+    there.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         try:
@@ -200,14 +221,22 @@ def _write_archive(stage: Path, names: list[str], missing: list[str], file: Path
     """The manifest comes last: by then, all checksums are known."""
     contents: dict[str, dict[str, Any]] = {}
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as out, tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+    with (
+        os.fdopen(descriptor, "wb") as out,
+        tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
         for name in names:
             with (stage / name).open("rb") as source:
                 hashing = _Hashing(source)
                 member = _member(name, os.fstat(source.fileno()).st_size)
                 archive.addfile(member, hashing)  # type: ignore[arg-type]
             contents[name] = {"bytes": member.size, "sha256": hashing.sum.hexdigest()}
-        manifest = {"format": FORMAT, "coserve": VERSION, "schema": SCHEMA_VERSION, "created_at": int(time.time())}
+        manifest = {
+            "format": FORMAT,
+            "coserve": VERSION,
+            "schema": SCHEMA_VERSION,
+            "created_at": int(time.time()),
+        }
         text = json.dumps({**manifest, "missing": missing, "contents": contents}, indent=1).encode()
         archive.addfile(_member(MANIFEST, len(text)), io.BytesIO(text))
         archive.close()

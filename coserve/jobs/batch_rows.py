@@ -21,7 +21,10 @@ class BatchRows(Rows):
         self._session.add(row_of(UploadTable, record))
 
     def upload(self, tenant: str, id: str) -> UploadRecord | None:
-        return self._one(UploadRecord, select(UploadTable).where(UploadTable.tenant == tenant, UploadTable.id == id))
+        return self._one(
+            UploadRecord,
+            select(UploadTable).where(UploadTable.tenant == tenant, UploadTable.id == id),
+        )
 
     def change_upload(self, id: str, **values: Any) -> None:
         """Set fields."""
@@ -36,7 +39,9 @@ class BatchRows(Rows):
         self._session.add(row_of(BatchTable, record))
 
     def batch(self, tenant: str, id: str) -> BatchRecord | None:
-        return self._one(BatchRecord, select(BatchTable).where(BatchTable.tenant == tenant, BatchTable.id == id))
+        return self._one(
+            BatchRecord, select(BatchTable).where(BatchTable.tenant == tenant, BatchTable.id == id)
+        )
 
     def batches(self, tenant: str, *, after: str | None, limit: int) -> Page:
         """The newest first."""
@@ -49,7 +54,9 @@ class BatchRows(Rows):
         return self._all(BatchRecord, query.order_by(BatchTable.seq))
 
     def num_unfinished_batches(self, tenant: str) -> int:
-        query = select(func.count()).where(BatchTable.tenant == tenant, BatchTable.status.not_in(BATCH_OVER))
+        query = select(func.count()).where(
+            BatchTable.tenant == tenant, BatchTable.status.not_in(BATCH_OVER)
+        )
         return int(self._session.scalar(query) or 0)
 
     def change_batch(self, id: str, **values: Any) -> None:

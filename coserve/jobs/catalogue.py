@@ -1,4 +1,6 @@
-"""The adapters that jobs have made, by tenant and name: those in the store, and those of live jobs."""
+"""The adapters that jobs have made, by tenant and name: those in the store, and those of live
+jobs.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,9 @@ class JobAdapters:
     """An `AdapterCatalogue`. Questions from any thread; changes from the event loop alone."""
 
     def __init__(self, store: Store, base: str, folders: Folders) -> None:
-        """base: the model that is served; adapters of others are not found. folders: where jobs keep them."""
+        """base: the model that is served; adapters of others are not found. folders: where jobs
+        keep them.
+        """
         self._store, self._base, self._folders = store, base, folders
         self._kept: dict[tuple[str, str], AdapterRecord] = {}
         self._live: dict[tuple[str, str], AdapterRecord] = {}
@@ -58,12 +62,14 @@ class JobAdapters:
         self._live.pop((job.tenant, job.name), None)
 
     def lose_live(self, is_lost: Callable[[str], bool]) -> None:
-        """An engine has died, and what was on its device alone is gone. is_lost: whether it had a job."""
+        """An engine has died, and what was on its device alone is gone. is_lost: whether it had a
+        job.
+        """
         self._live = {name: each for name, each in self._live.items() if not is_lost(each.job)}
 
     def delete(self, tenant: str, name: str) -> tuple[str, ...]:
-        """Forget an adapter and remove it from disk: a checkpoint, or a model with all checkpoints of its job. Blocks;
-        may be called from any thread, and `changed` has to be called after it.
+        """Forget an adapter and remove it from disk: a checkpoint, or a model with all checkpoints
+        of its job. Blocks; may be called from any thread, and `changed` has to be called after it.
 
         Returns:
             The names that are gone; none if it was not there.
@@ -83,8 +89,13 @@ class JobAdapters:
             gone = transaction.adapters_of(found.job) if is_model else (found,)
             directories = {each.directory for each in gone if each.directory is not None}
             for other in transaction.unfinished_jobs():
-                if other.id == found.job or (other.start is not None and other.start["directory"] in directories):
-                    raise JobError(f"job {other.id} needs {name}: cancel it first, or wait for it", param="model")
+                if other.id == found.job or (
+                    other.start is not None and other.start["directory"] in directories
+                ):
+                    raise JobError(
+                        f"job {other.id} needs {name}: cancel it first, or wait for it",
+                        param="model",
+                    )
             for each in gone:
                 transaction.remove_adapter(tenant, each.name)
             if is_model:

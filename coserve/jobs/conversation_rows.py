@@ -27,7 +27,9 @@ class ConversationRows(Rows):
 
     def label_conversation(self, id: str, metadata: dict[str, str]) -> None:
         """Give it other metadata."""
-        self._execute(update(ConversationTable).where(ConversationTable.id == id).values(labels=metadata))
+        self._execute(
+            update(ConversationTable).where(ConversationTable.id == id).values(labels=metadata)
+        )
 
     def remove_conversation(self, id: str) -> None:
         """With its items."""
@@ -38,30 +40,45 @@ class ConversationRows(Rows):
         """In order."""
         mine = ConversationItemTable.conversation == id
         return list(
-            self._session.scalars(select(ConversationItemTable.item).where(mine).order_by(ConversationItemTable.seq))
+            self._session.scalars(
+                select(ConversationItemTable.item).where(mine).order_by(ConversationItemTable.seq)
+            )
         )
 
     def add_conversation_items(
-        self, conversation: ConversationRecord, items: Sequence[tuple[dict[str, Any], int]], *, most_bytes: int
+        self,
+        conversation: ConversationRecord,
+        items: Sequence[tuple[dict[str, Any], int]],
+        *,
+        most_bytes: int,
     ) -> None:
         """At its end; the tenant's conversations that were not used for longest make room for them.
 
-        items: each with its size, and an id that is not there yet. most_bytes: of all of a tenant's; this one is kept
-        even if it is larger.
+        items: each with its size, and an id that is not there yet. most_bytes: of all of a
+        tenant's; this one is kept even if it is larger.
         """
         for item, num_bytes in items:
-            more = {"id": item["id"], "conversation": conversation.id, "num_bytes": num_bytes, "item": item}
+            more = {
+                "id": item["id"],
+                "conversation": conversation.id,
+                "num_bytes": num_bytes,
+                "item": item,
+            }
             self._session.add(ConversationItemTable(**more))
         self._resize(conversation.id, used_at=int(time.time()))
         mine = ConversationTable.tenant == conversation.tenant
-        num_bytes = int(self._session.scalar(select(func.sum(ConversationTable.num_bytes)).where(mine)) or 0)
+        num_bytes = int(
+            self._session.scalar(select(func.sum(ConversationTable.num_bytes)).where(mine)) or 0
+        )
         if num_bytes <= most_bytes:
             return
         most_bytes -= int(_ROOM_SHARE * most_bytes)
         others = select(ConversationTable.id, ConversationTable.num_bytes).where(
             mine, ConversationTable.id != conversation.id
         )
-        for id, size in self._session.execute(others.order_by(ConversationTable.used_at, ConversationTable.seq)).all():
+        for id, size in self._session.execute(
+            others.order_by(ConversationTable.used_at, ConversationTable.seq)
+        ).all():
             if num_bytes <= most_bytes:
                 break
             self.remove_conversation(id)
@@ -77,6 +94,8 @@ class ConversationRows(Rows):
     def _resize(self, id: str, **more: int) -> None:
         self._session.flush()
         mine = ConversationItemTable.conversation == id
-        num_bytes = int(self._session.scalar(select(func.sum(ConversationItemTable.num_bytes)).where(mine)) or 0)
+        num_bytes = int(
+            self._session.scalar(select(func.sum(ConversationItemTable.num_bytes)).where(mine)) or 0
+        )
         change = update(ConversationTable).where(ConversationTable.id == id)
         self._execute(change.values(num_bytes=num_bytes, **more))

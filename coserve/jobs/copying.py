@@ -1,4 +1,6 @@
-"""All rows of one database into another, of whatever kind: for backups, and from SQLite to PostgreSQL and back."""
+"""All rows of one database into another, of whatever kind: for backups, and from SQLite to
+PostgreSQL and back.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,9 @@ _NOT_COPIED = {HomeTable.__tablename__, SchemaTable.__tablename__}
 
 
 def copy_rows(source: Connection, target: Connection, change: Callable[[Row], Row]) -> None:
-    """As `source` sees them at this moment, each as `change` makes it; the tables of `target` are there, and empty."""
+    """As `source` sees them at this moment, each as `change` makes it; the tables of `target` are
+    there, and empty.
+    """
     for table in Table.metadata.sorted_tables:
         if table.name in _NOT_COPIED:
             continue

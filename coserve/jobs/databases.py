@@ -1,5 +1,5 @@
-"""What each kind of database needs, so that transactions mean the same in all: one writer at a time, who sees all that
-was written before; and questions that see one moment, and hold up nobody.
+"""What each kind of database needs, so that transactions mean the same in all: one writer at a
+time, who sees all that was written before; and questions that see one moment, and hold up nobody.
 
 SQLite and PostgreSQL are tested.
 """
@@ -31,7 +31,9 @@ def database_url(given: str | None = None) -> str | None:
 
 
 def open_database(url: str) -> tuple[Engine, Engine]:
-    """Two ways into one database: to ask, and to write. SQLAlchemy's errors, or an ImportError without its driver."""
+    """Two ways into one database: to ask, and to write. SQLAlchemy's errors, or an ImportError
+    without its driver.
+    """
     parsed = make_url(url)
     if parsed.drivername in ("postgres", "postgresql"):
         parsed = parsed.set(drivername="postgresql+psycopg")
@@ -44,11 +46,17 @@ def open_database(url: str) -> tuple[Engine, Engine]:
 
 
 def has_tables(url: str) -> bool:
-    """Whether anything is there; nothing is made. SQLAlchemy's errors, or an ImportError without its driver."""
+    """Whether anything is there; nothing is made. SQLAlchemy's errors, or an ImportError without
+    its driver.
+    """
     parsed = make_url(url)
     path = parsed.database or ""
     # SQLite would make the file.
-    if parsed.get_backend_name() == "sqlite" and not path.startswith("file:") and not Path(path).is_file():
+    if (
+        parsed.get_backend_name() == "sqlite"
+        and not path.startswith("file:")
+        and not Path(path).is_file()
+    ):
         return False
     engine, _ = open_database(url)
     try:
@@ -58,25 +66,34 @@ def has_tables(url: str) -> bool:
 
 
 def database_faults(connection: Connection, metadata: MetaData) -> list[str]:
-    """What is wrong with the database itself: damage (SQLite tells), and tables that are not as they should be."""
+    """What is wrong with the database itself: damage (SQLite tells), and tables that are not as
+    they should be.
+    """
     faults = []
     if connection.dialect.name == "sqlite":
         told = [row[0] for row in connection.exec_driver_sql("PRAGMA integrity_check")]
         if told != ["ok"]:
             return [f"it is damaged: {' '.join(line.split())}" for line in told]
         for table, row, parent, _ in connection.exec_driver_sql("PRAGMA foreign_key_check"):
-            faults.append(f"row {row} of {table} belongs to something in {parent} that is not there")
+            faults.append(
+                f"row {row} of {table} belongs to something in {parent} that is not there"
+            )
     known = inspect(connection)
     for name, table in metadata.tables.items():
-        there = {column["name"] for column in known.get_columns(name)} if known.has_table(name) else set()
+        there = (
+            {column["name"] for column in known.get_columns(name)}
+            if known.has_table(name)
+            else set()
+        )
         if missing := sorted({column.name for column in table.columns} - there):
             faults.append(f"the table {name} lacks {', '.join(missing)}")
     return faults
 
 
 def _set_up_sqlite(engine: Engine) -> None:
-    """Readers beside a writer (WAL), waiting for locks, foreign keys; and transactions that begin where they say so:
-    a writer takes its lock at once, so that it never finds later that another one was faster.
+    """Readers beside a writer (WAL), waiting for locks, foreign keys; and transactions that begin
+    where they say so: a writer takes its lock at once, so that it never finds later that another
+    one was faster.
     """
 
     @event.listens_for(engine, "connect")
@@ -93,8 +110,8 @@ def _set_up_sqlite(engine: Engine) -> None:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """While others write a database that has no WAL yet, SQLite refuses at once to make one, whatever busy_timeout is:
-    https://sqlite.org/c3ref/busy_handler.html.
+    """While others write a database that has no WAL yet, SQLite refuses at once to make one,
+    whatever busy_timeout is: https://sqlite.org/c3ref/busy_handler.html.
     """
     until_s = time.monotonic() + _BUSY_S
     while True:
@@ -108,8 +125,9 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 
 def _open_postgresql(url: URL) -> tuple[Engine, Engine]:
-    """A writer first takes a lock that all writers share, and reads by statements that each see what is committed: so
-    what it has read holds until it has written, and numbers of rows grow in the order in which they can be seen.
+    """A writer first takes a lock that all writers share, and reads by statements that each see
+    what is committed: so what it has read holds until it has written, and numbers of rows grow in
+    the order in which they can be seen.
     """
     defaults = {
         "application_name": "coserve",

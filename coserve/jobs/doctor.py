@@ -1,7 +1,8 @@
 """What is wrong with a home: each check asks, changes nothing, and says what would mend it.
 
-What loses nothing is mended on request: what no record names is moved to `lost+found` in the home, never deleted. What
-is on record and not on disk is left as it is: only its owner can say whether it is in a backup.
+What loses nothing is mended on request: what no record names is moved to `lost+found` in the home,
+never deleted. What is on record and not on disk is left as it is: only its owner can say whether it
+is in a backup.
 """
 
 import json
@@ -33,8 +34,8 @@ _MODEL_CONFIG = "config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is not as it should be. about: what it concerns. remedy: what `mend` does, or, without it, what
-    its owner can do.
+    """Something that is not as it should be. about: what it concerns. remedy: what `mend` does, or,
+    without it, what its owner can do.
     """
 
     about: str
@@ -73,7 +74,16 @@ def examine(home: Path, store: Store) -> list[Finding]:
         found = _read(home, store)
     except StoreError as error:
         return [_database_finding(str(error))]
-    checks = (_permissions, _leftovers, _files, _batches, _jobs, _job_folders, _checkpoints, _adapters)
+    checks = (
+        _permissions,
+        _leftovers,
+        _files,
+        _batches,
+        _jobs,
+        _job_folders,
+        _checkpoints,
+        _adapters,
+    )
     return [finding for check in checks for finding in check(found)]
 
 
@@ -102,10 +112,17 @@ def _permissions(home: _Home) -> Iterator[Finding]:
         if path != home.path and not stat.S_ISREG(known.st_mode):
             continue
         if known.st_uid != os.geteuid():
-            yield Finding(about=name, problem=f"belongs to another user ({known.st_uid})", remedy="chown it")
+            yield Finding(
+                about=name, problem=f"belongs to another user ({known.st_uid})", remedy="chown it"
+            )
         elif (mode := closed_mode(known.st_mode)) != stat.S_IMODE(known.st_mode):
             problem = f"other users may reach it (mode {stat.S_IMODE(known.st_mode):04o})"
-            yield Finding(about=name, problem=problem, remedy=f"gets mode {mode:04o}", mend=partial(path.chmod, mode))
+            yield Finding(
+                about=name,
+                problem=problem,
+                remedy=f"gets mode {mode:04o}",
+                mend=partial(path.chmod, mode),
+            )
 
 
 def _leftovers(home: _Home) -> Iterator[Finding]:
@@ -120,13 +137,20 @@ def _files(home: _Home) -> Iterator[Finding]:
         where = f"{id} ({record.filename!r} of {record.tenant})"
         if id not in there:
             yield Finding(
-                about=where, problem="its content is not there", remedy="restore files/ID, or delete the file"
+                about=where,
+                problem="its content is not there",
+                remedy="restore files/ID, or delete the file",
             )
         elif (num_bytes := there[id].stat().st_size) != record.num_bytes:
             problem = f"has {num_bytes} bytes; {record.num_bytes} were uploaded"
-            yield Finding(about=where, problem=problem, remedy="restore files/ID, or delete the file")
+            yield Finding(
+                about=where, problem=problem, remedy="restore files/ID, or delete the file"
+            )
     for name in sorted(there.keys() - known.keys()):
-        yield home.orphan(there[name], "an upload that broke off" if name.endswith(".part") else "no file on record")
+        yield home.orphan(
+            there[name],
+            "an upload that broke off" if name.endswith(".part") else "no file on record",
+        )
 
 
 def _batches(home: _Home) -> Iterator[Finding]:
@@ -144,14 +168,24 @@ def _jobs(home: _Home) -> Iterator[Finding]:
         about = f"{job.id} of {job.tenant}"
         cancel = f"coserve jobs cancel --offline {job.id}"
         if job.status not in TRANSITIONS:
-            yield Finding(about=about, problem=f"cannot be {job.status!r}", remedy="restore a backup")
+            yield Finding(
+                about=about, problem=f"cannot be {job.status!r}", remedy="restore a backup"
+            )
             continue
         if job.num_steps_done > job.num_steps:
             problem = f"has made {job.num_steps_done} of {job.num_steps} steps"
-            yield Finding(about=about, problem=problem, remedy="restore a backup" if job.is_terminal else cancel)
+            yield Finding(
+                about=about,
+                problem=problem,
+                remedy="restore a backup" if job.is_terminal else cancel,
+            )
         if job.is_terminal == (job.finished_at is None):
             problem = f"is {job.status} {'without' if job.is_terminal else 'with'} a time at which it ended"
-            yield Finding(about=about, problem=problem, remedy="restore a backup" if job.is_terminal else cancel)
+            yield Finding(
+                about=about,
+                problem=problem,
+                remedy="restore a backup" if job.is_terminal else cancel,
+            )
         if job.is_terminal and folders.examples(job.id).exists():
             yield Finding(
                 about=about,
@@ -163,9 +197,13 @@ def _jobs(home: _Home) -> Iterator[Finding]:
             yield from _what_it_needs(job, about, cancel, folders, contents)
 
 
-def _what_it_needs(job: JobRecord, about: str, cancel: str, folders: Folders, contents: set[str]) -> Iterator[Finding]:
+def _what_it_needs(
+    job: JobRecord, about: str, cancel: str, folders: Folders, contents: set[str]
+) -> Iterator[Finding]:
     if job.status in ("queued", "running") and not job.validated:
-        yield Finding(about=about, problem=f"is {job.status}, and its files have not been read", remedy=cancel)
+        yield Finding(
+            about=about, problem=f"is {job.status}, and its files have not been read", remedy=cancel
+        )
     for file, examples in (
         (job.training_file, folders.examples(job.id)),
         (job.validation_file, folders.validation(job.id)),
@@ -176,9 +214,15 @@ def _what_it_needs(job: JobRecord, about: str, cancel: str, folders: Folders, co
             problem = f"cannot run: its examples ({examples.name}) are not there"
             yield Finding(about=about, problem=problem, remedy=f"restore jobs/ID, or {cancel}")
         elif not job.validated and file not in contents:
-            yield Finding(about=about, problem=f"cannot run: {file} is not there", remedy=f"restore it, or {cancel}")
+            yield Finding(
+                about=about,
+                problem=f"cannot run: {file} is not there",
+                remedy=f"restore it, or {cancel}",
+            )
     if job.start is not None and not Path(job.start["directory"] or "").is_dir():
-        problem = f"cannot run: the adapter that it trains further is not at {job.start['directory']}"
+        problem = (
+            f"cannot run: the adapter that it trains further is not at {job.start['directory']}"
+        )
         yield Finding(about=about, problem=problem, remedy=f"restore it, or {cancel}")
 
 
@@ -195,7 +239,10 @@ def _job_folders(home: _Home) -> Iterator[Finding]:
         for checkpoint in sorted(entries(path / "checkpoints")):
             if checkpoint not in kept:
                 is_part = checkpoint.name.startswith(".part-")
-                yield home.orphan(checkpoint, "a checkpoint that broke off" if is_part else "no checkpoint on record")
+                yield home.orphan(
+                    checkpoint,
+                    "a checkpoint that broke off" if is_part else "no checkpoint on record",
+                )
 
 
 def _checkpoints(home: _Home) -> Iterator[Finding]:
@@ -209,17 +256,25 @@ def _checkpoints(home: _Home) -> Iterator[Finding]:
         remedy = f"restore it, or delete the model {each.name}"
         if is_needed_whole:
             remedy = "restore it; or its job begins with its first step again"
-        yield Finding(about=f"{each.name} of {each.tenant}", problem=f"{directory}: {problem}", remedy=remedy)
+        yield Finding(
+            about=f"{each.name} of {each.tenant}", problem=f"{directory}: {problem}", remedy=remedy
+        )
 
 
 def _fault_of(directory: Path, *, is_needed_whole: bool) -> str | None:
-    """What is wrong with a directory with an adapter, and, if it is needed whole, with what its job resumes from."""
+    """What is wrong with a directory with an adapter, and, if it is needed whole, with what its job
+    resumes from.
+    """
     if not directory.is_dir():
         return "is not there"
     from safetensors import SafetensorError, safe_open
 
     try:
-        needed = _files_of_model(directory) if (directory / FULL_FILE).is_file() else [CONFIG_FILE, WEIGHTS_FILE]
+        needed = (
+            _files_of_model(directory)
+            if (directory / FULL_FILE).is_file()
+            else [CONFIG_FILE, WEIGHTS_FILE]
+        )
     except ModelError as error:
         return str(error)
     for name in needed + ([OPTIMIZER_FILE, POSITION_FILE] if is_needed_whole else []):
@@ -250,7 +305,9 @@ def _adapters(home: _Home) -> Iterator[Finding]:
     for each in _with_directories(home.loaded):
         if (problem := _fault(each)) is not None:
             remedy = "put it back, or unload it (/v1/unload_lora_adapter)"
-            yield Finding(about=f"{each.name} of {each.tenant}, loaded", problem=problem, remedy=remedy)
+            yield Finding(
+                about=f"{each.name} of {each.tenant}, loaded", problem=problem, remedy=remedy
+            )
 
 
 def _with_directories(adapters: Iterable[AdapterRecord]) -> list[AdapterRecord]:

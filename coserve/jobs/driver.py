@@ -1,16 +1,20 @@
-"""Drives each job from its actual to its desired state: events in, `apply`, `plan`, and what the plan says.
+"""Drives each job from its actual to its desired state: events in, `apply`, `plan`, and what the
+plan says.
 
-The store is true: what an event brings is written there first, whole or not at all, and applied to the `JobState`
-after that. A job is `running` if the engine that lives now has taken it. When an engine is ready, and when the server
-starts, every unfinished job resumes from its newest checkpoint; what its events say after that is forgotten, since it
-will happen again. So every step appears once, and every example is used once per epoch.
+The store is true: what an event brings is written there first, whole or not at all, and applied to
+the `JobState` after that. A job is `running` if the engine that lives now has taken it. When an
+engine is ready, and when the server starts, every unfinished job resumes from its newest
+checkpoint; what its events say after that is forgotten, since it will happen again. So every step
+appears once, and every example is used once per epoch.
 
-The engine may answer late: a pause is answered when its checkpoint is on disk. Nothing here waits for that. An answer
-is an event, and until it comes the job that it is about is left as it is; others are not.
+The engine may answer late: a pause is answered when its checkpoint is on disk. Nothing here waits
+for that. An answer is an event, and until it comes the job that it is about is left as it is;
+others are not.
 
-Nothing here waits for a store that cannot be written (its disk is full, say) either. A client that asks for something
-gets an error. What the engine has reported stays where it is, in order, and a job that could not be settled is put off
-alone: both are tried again until they can be done, and so are kept, once.
+Nothing here waits for a store that cannot be written (its disk is full, say) either. A client that
+asks for something gets an error. What the engine has reported stays where it is, in order, and a
+job that could not be settled is put off alone: both are tried again until they can be done, and so
+are kept, once.
 """
 
 import asyncio
@@ -101,7 +105,9 @@ class JobDriver:
         self.jobs.add(JobState(job=job, has_model=job.base in self._models))
 
     async def close(self) -> None:
-        """Take what has been reported, and end: no answer is waited for, and clients that wait get EngineGoneError."""
+        """Take what has been reported, and end: no answer is waited for, and clients that wait get
+        EngineGoneError.
+        """
         await self.mailbox.close()
         self._retry.close()
         await self.actions.close()
@@ -110,7 +116,9 @@ class JobDriver:
     # -- events ---------------------------------------------------------------------
 
     def put(self, event: EngineEvent) -> None:
-        """Have an event handled; returns at once. No engine that has died is told anything from now on."""
+        """Have an event handled; returns at once. No engine that has died is told anything from now
+        on.
+        """
         if isinstance(event, EngineLost | EngineReady):
             self.jobs.announce(event)
         self.mailbox.put(event)
@@ -142,7 +150,9 @@ class JobDriver:
         first = events[0]
         match first:
             case EngineReported():
-                await self._take_reports([each for each in events if isinstance(each, EngineReported)])
+                await self._take_reports(
+                    [each for each in events if isinstance(each, EngineReported)]
+                )
             case EngineAnswered():
                 await self._take_answer(first)
             case EngineLost():
@@ -156,10 +166,16 @@ class JobDriver:
     async def _take_reports(self, reports: Sequence[EngineReported]) -> None:
         for id in {id for report in reports for id in report.jobs}:
             pending = self.jobs[id].pending if id in self.jobs else None
-            if pending is not None and pending.command == "start":  # the job has been taken: its answer is on the way
+            if (
+                pending is not None and pending.command == "start"
+            ):  # the job has been taken: its answer is on the way
                 await self._take_answer(EngineAnswered(job=id, command=pending))
-        last_step_s = {state.id: state.last_step_s for state in self.jobs if state.engine != "absent"}
-        recorded = await asyncio.to_thread(self._report_writer.write, reports, last_step_s, self._clock())
+        last_step_s = {
+            state.id: state.last_step_s for state in self.jobs if state.engine != "absent"
+        }
+        recorded = await asyncio.to_thread(
+            self._report_writer.write, reports, last_step_s, self._clock()
+        )
         for id, events in recorded.events.items():
             for event in events:
                 self.jobs.apply(id, event)
@@ -174,7 +190,9 @@ class JobDriver:
     async def _take_answer(self, answer: EngineAnswered) -> None:
         id, command, error = answer.job, answer.command, answer.error
         state = self.jobs.get(id)
-        if state is None or state.pending != command:  # the job has ended meanwhile, or has been seen to run
+        if (
+            state is None or state.pending != command
+        ):  # the job has ended meanwhile, or has been seen to run
             return
         refused = refusal(state, answer, is_current=self.jobs.is_current(id, command))
         self.jobs.apply(id, answer)
@@ -189,7 +207,9 @@ class JobDriver:
 
     async def _take_loss(self, loss: EngineLost) -> None:
         """Have the jobs of an engine that has died wait for the next one."""
-        self._adapters.lose_live(loss.had)  # first: who reads in the store that they wait must not find them served
+        self._adapters.lose_live(
+            loss.had
+        )  # first: who reads in the store that they wait must not find them served
         lost = [state.id for state in self.jobs if loss.had(state.id) and state.engine != "absent"]
         queued, fatal = await asyncio.to_thread(self._writer.lose_engine, lost, loss.under_way)
         self.jobs.apply_loss(loss)
@@ -201,20 +221,29 @@ class JobDriver:
 
     async def _take_time(self, id: str) -> None:
         state = self.jobs.get(id)
-        if state is None or state.failure is not None or state.ran_s(self._clock()) < self._timeout_s:
+        if (
+            state is None
+            or state.failure is not None
+            or state.ran_s(self._clock()) < self._timeout_s
+        ):
             return
         message = f"the job has run for the {self._timeout_s:g} s that a job may (--job-timeout)"
         self.jobs.apply(id, JobFailed(code=TIMEOUT, message=message))
         await self.settle_job(id)
 
     def _hold_back(self, error: CoserveError) -> None:
-        """The store does not take the first event. Clients that wait get an error; jobs are paused if they report too
-        much meanwhile: when that has been taken, they are resumed as any job is that should run and does not.
+        """The store does not take the first event. Clients that wait get an error; jobs are paused
+        if they report too much meanwhile: when that has been taken, they are resumed as any job is
+        that should run and does not.
         """
         self._retry.failed(error)
         for state in self.jobs:
             self.jobs.put_off(state.id, error)
-            if self.mailbox.num_events > _MAX_WAITING_EVENTS and state.engine == "running" and state.pending is None:
+            if (
+                self.mailbox.num_events > _MAX_WAITING_EVENTS
+                and state.engine == "running"
+                and state.pending is None
+            ):
                 self.actions.tell(state.id, "pause")
 
     # -- what clients ask -----------------------------------------------------------
@@ -244,7 +273,9 @@ class JobDriver:
         return waiter
 
     def check_later(self, id: str, error: StoreError | OSError) -> None:
-        """Have a job looked at again when the store works: a write that it refused may be in it all the same."""
+        """Have a job looked at again when the store works: a write that it refused may be in it all
+        the same.
+        """
         self._put_off.add(id)
         self._retry.failed(store_error(error))
 
@@ -254,7 +285,9 @@ class JobDriver:
             await asyncio.to_thread(self._writer.sweep, id)
             return
         if isinstance(found, JobError):
-            self.jobs.apply(id, JobFailed(code=f"invalid_{found.param}", message=str(found), param=found.param))
+            self.jobs.apply(
+                id, JobFailed(code=f"invalid_{found.param}", message=str(found), param=found.param)
+            )
         elif not self.jobs[id].job.validated:
             job = await asyncio.to_thread(self._writer.validated, self.jobs[id].job, found)
             self.jobs.apply(id, RecordWritten(job=job))
@@ -271,8 +304,8 @@ class JobDriver:
             await self.settle_job(id)
 
     async def settle_job(self, id: str) -> JobRecord | None:
-        """Do what there is to do with a job now; returns it as it is then. What the store does not take is put off,
-        and no other job suffers from what goes wrong with this one: then None.
+        """Do what there is to do with a job now; returns it as it is then. What the store does not
+        take is put off, and no other job suffers from what goes wrong with this one: then None.
         """
         try:
             return await self._advance(id)
@@ -281,12 +314,14 @@ class JobDriver:
             self.jobs.put_off(id, store_error(error))
         except Exception as error:
             _log.exception("job %s could not be settled: %s", id, error)
-            self.jobs.refuse(id, JobError(f"Job {id} could not be changed; the server's log says why"))
+            self.jobs.refuse(
+                id, JobError(f"Job {id} could not be changed; the server's log says why")
+            )
         return None
 
     async def _advance(self, id: str) -> JobRecord | None:
-        """Do what the plan says, one action after the other, until there is nothing left to do; returns the job as it
-        is then, None if there is none.
+        """Do what the plan says, one action after the other, until there is nothing left to do;
+        returns the job as it is then, None if there is none.
         """
         while (job := await self._read_record(id)) is not None and not job.is_terminal:
             state = self.jobs[id]
@@ -301,8 +336,9 @@ class JobDriver:
     async def _read_record(self, id: str) -> JobRecord | None:
         """Return a job as the store has it, and take that over; None if there is none.
 
-        A write of which the store said that it failed may have been done: a connection to PostgreSQL can break while
-        it commits. So what is in memory is never taken for what the store has.
+        A write of which the store said that it failed may have been done: a connection to
+        PostgreSQL can break while it commits. So what is in memory is never taken for what the
+        store has.
         """
         job = await asyncio.to_thread(self._writer.any_job, id)
         if job is None or (job.is_terminal and id not in self.jobs):

@@ -18,8 +18,8 @@ class EngineCommands:
         answered: Callable[[EngineAnswered], None],
         is_current: Callable[[str, PendingCommand], bool],
     ) -> None:
-        """Set what is called with each answer, and what says whether a job's engine is still the one that a command was
-        decided for: no other is told.
+        """Set what is called with each answer, and what says whether a job's engine is still the
+        one that a command was decided for: no other is told.
         """
         self._engine, self._answered, self._is_current = engine, answered, is_current
         self._calls: set[asyncio.Task[None]] = set()
@@ -53,7 +53,9 @@ class EngineCommands:
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _await_answer(self, job: str, pending: PendingCommand, do: Callable[[], Awaitable[None]]) -> None:
+    async def _await_answer(
+        self, job: str, pending: PendingCommand, do: Callable[[], Awaitable[None]]
+    ) -> None:
         error: Exception | None = None
         try:
             if not self._is_current(job, pending):

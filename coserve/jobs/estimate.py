@@ -15,8 +15,8 @@ _WINDOW = 32
 class ProgressMeter:
     """The steps of one run of a job; a pause, or another engine, begins a new one."""
 
-    # When the last steps were done, in seconds of any clock that does not jump; the first of them is where the window
-    # begins: when the run began, until it has made many steps.
+    # When the last steps were done, in seconds of any clock that does not jump; the first of them
+    # is where the window begins: when the run began, until it has made many steps.
     times_s: tuple[float, ...]
 
     def after_steps(self, num_steps: int, now_s: float) -> "ProgressMeter":
@@ -26,8 +26,8 @@ class ProgressMeter:
     def seconds_left(self, num_steps: int, now_s: float) -> float | None:
         """For as many more steps; None before one is done.
 
-        A step that has taken longer than the others did counts with what it has taken: a job that requests
-        hold up is not promised for soon.
+        A step that has taken longer than the others did counts with what it has taken: a job that
+        requests hold up is not promised for soon.
         """
         num_done = len(self.times_s) - 1
         if not num_done:
@@ -38,8 +38,9 @@ class ProgressMeter:
 
 
 def seconds_alone(order: TrainingOrder, profile: Profile) -> float:
-    """Of a job that nothing else holds up, with the profile's reference adapter (LoRA of rank 16 at every linear layer,
-    as jobs have it unless they ask for another). Validation, checkpoints and restarts are not counted.
+    """Of a job that nothing else holds up, with the profile's reference adapter (LoRA of rank 16 at
+    every linear layer, as jobs have it unless they ask for another). Validation, checkpoints and
+    restarts are not counted.
     """
     model, counts = LatencyModel(profile), profile.job
 
@@ -49,5 +50,7 @@ def seconds_alone(order: TrainingOrder, profile: Profile) -> float:
         return forward_s if pack.is_reference else model.pack_s(view)
 
     update_s = model.update_s(counts)
-    epoch_s = sum(pack_s(pack) for step in range(order.steps_per_epoch) for pack in order.packs(step))
+    epoch_s = sum(
+        pack_s(pack) for step in range(order.steps_per_epoch) for pack in order.packs(step)
+    )
     return order.config.num_epochs * epoch_s + order.num_steps * update_s

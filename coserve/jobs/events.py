@@ -1,4 +1,5 @@
-"""The events that change jobs: those that reach the mailbox, and those that follow from what the driver has done.
+"""The events that change jobs: those that reach the mailbox, and those that follow from what the
+driver has done.
 
 The time that an event needs is in it.
 """
@@ -23,7 +24,8 @@ class PendingCommand:
     command: Command
     # Differs from that of every other command of this process.
     number: int
-    # The state's epoch when the command was sent: an answer from an earlier epoch is of an engine that has died.
+    # The state's epoch when the command was sent: an answer from an earlier epoch is of an engine
+    # that has died.
     epoch: int
 
 
@@ -96,7 +98,9 @@ class RequestClosed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoreRefused:
-    """The store could not be written. What was asked for counts as not asked, but for an end that is certain."""
+    """The store could not be written. What was asked for counts as not asked, but for an end that
+    is certain.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

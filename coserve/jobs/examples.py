@@ -1,4 +1,6 @@
-"""Training files to examples, and examples to one compact file that the engine's process reads fast."""
+"""Training files to examples, and examples to one compact file that the engine's process reads
+fast.
+"""
 
 import os
 from array import array
@@ -24,9 +26,9 @@ _Extras = tuple[tuple[int, ...], tuple[float, ...], tuple[tuple[float, ...], ...
 
 
 class _Packed(msgspec.Struct, frozen=True, kw_only=True):
-    """All examples end to end: lengths int32 [examples], tokens int32 and trained uint8 [tokens], truncated uint8
-    [examples], as this machine lays them out: the file is for the process next door. extras: of each example, its
-    parts, labels and values, where any has some.
+    """All examples end to end: lengths int32 [examples], tokens int32 and trained uint8 [tokens],
+    truncated uint8 [examples], as this machine lays them out: the file is for the process next
+    door. extras: of each example, its parts, labels and values, where any has some.
     """
 
     lengths: bytes
@@ -118,7 +120,11 @@ def read_examples_file(path: str | Path) -> list[Example]:
         lengths, tokens = array("i"), array("i")
         lengths.frombytes(packed.lengths)
         tokens.frombytes(packed.tokens)
-        if sum(lengths) != len(tokens) or len(tokens) != len(packed.trained) or len(lengths) != len(packed.truncated):
+        if (
+            sum(lengths) != len(tokens)
+            or len(tokens) != len(packed.trained)
+            or len(lengths) != len(packed.truncated)
+        ):
             raise ValueError("its parts are not of one length")
     except OSError as error:
         raise DataError(f"the examples in {path} cannot be read: {error.strerror}") from None

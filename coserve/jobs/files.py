@@ -1,4 +1,6 @@
-"""Files: blobs on disk below one directory, each under its record's id. No name that a client gave is ever a path."""
+"""Files: blobs on disk below one directory, each under its record's id. No name that a client gave
+is ever a path.
+"""
 
 import logging
 import os
@@ -18,7 +20,8 @@ _log = logging.getLogger(__name__)
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 RESULTS = "fine-tune-results"
-# What a tenant has too much of goes when its owner, or a job's end, takes it away: nobody knows when.
+# What a tenant has too much of goes when its owner, or a job's end, takes it away: nobody knows
+# when.
 QUOTA_RETRY_S = 60.0
 _CHUNK_BYTES = 1 << 20
 _PART = ".part"
@@ -28,7 +31,12 @@ class Files:
     """Calls block; from any thread."""
 
     def __init__(
-        self, store: Store, directory: Path, *, max_bytes: int = 512 * 10**6, shared: SharedFiles | None = None
+        self,
+        store: Store,
+        directory: Path,
+        *,
+        max_bytes: int = 512 * 10**6,
+        shared: SharedFiles | None = None,
     ) -> None:
         """max_bytes: of one file. shared: where `directory` is (default: here alone)."""
         self._store, self._directory, self.max_bytes = store, directory, max_bytes
@@ -79,7 +87,8 @@ class Files:
             also: what else is written down with it, or not at all. What it removes makes room.
 
         Raises:
-            DataError: it is longer than max_bytes. LimitError: the tenant's files would be more than it may have.
+            DataError: it is longer than max_bytes. LimitError: the tenant's files would be more
+                than it may have.
             DiskFullError: there is no room. StoreError: it cannot be shared.
         """
         now = int(time.time())
@@ -107,7 +116,8 @@ class Files:
         return record
 
     def write_blob(self, id: str, chunks: Iterable[bytes]) -> int:
-        """Write a blob whole, or not at all; returns its bytes. Without a record, it is gone after the next start.
+        """Write a blob whole, or not at all; returns its bytes. Without a record, it is gone after
+        the next start.
 
         DiskFullError if there is no room for it; StoreError if it cannot be shared.
         """
@@ -117,7 +127,9 @@ class Files:
                 for chunk in chunks:
                     num_bytes += len(chunk)
                     if num_bytes > self.max_bytes:
-                        raise DataError(f"the file is longer than {self.max_bytes} bytes, which is the limit")
+                        raise DataError(
+                            f"the file is longer than {self.max_bytes} bytes, which is the limit"
+                        )
                     file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
@@ -127,13 +139,16 @@ class Files:
             discard(self._directory / id)
             if isinstance(error, OSError) and is_disk_full(error):
                 raise DiskFullError(
-                    "the disk is full, and the file was not kept: free some space there, and try again"
+                    "the disk is full, and the file was not kept: free some space there, and try "
+                    "again"
                 ) from error
             raise
         return num_bytes
 
     def remove_blob(self, id: str) -> None:
-        """No error if it is not there, or cannot be removed: then it is gone after the next start."""
+        """No error if it is not there, or cannot be removed: then it is gone after the next
+        start.
+        """
         self.shared.discard(self._directory / id)
 
     def path(self, record: FileRecord) -> Path:
@@ -155,8 +170,9 @@ class Files:
         return found
 
     def tidy(self) -> None:
-        """Remove what nothing refers to: blobs of uploads that broke off, and of files that are past their time. Only
-        before anything else is asked. Without room for a change of the store, records of the latter stay for now.
+        """Remove what nothing refers to: blobs of uploads that broke off, and of files that are
+        past their time. Only before anything else is asked. Without room for a change of the store,
+        records of the latter stay for now.
         """
         try:
             with self._store.write() as transaction:
@@ -174,7 +190,8 @@ def _check_room(transaction: Transaction, record: FileRecord, max_total_bytes: i
     there = transaction.file_bytes(record.tenant) - record.num_bytes
     if max_total_bytes is not None and there + record.num_bytes > max_total_bytes:
         raise LimitError(
-            f"This file has {record.num_bytes} bytes. Your files have {there}, and may have {max_total_bytes}: delete "
+            f"This file has {record.num_bytes} bytes. Your files have {there}, and may have "
+            f"{max_total_bytes}: delete "
             "some, and try again.",
             what="files",
             retry_after_s=QUOTA_RETRY_S,

@@ -1,7 +1,7 @@
 """Checks of a database that comes in a backup, which may be anyone's.
 
-A server makes paths of what its records name, and removes what it finds there: so every name must be a plain one, and
-every directory that a job has made must lie in the home.
+A server makes paths of what its records name, and removes what it finds there: so every name must
+be a plain one, and every directory that a job has made must lie in the home.
 """
 
 import sqlite3
@@ -25,7 +25,8 @@ class ForeignRowError(Exception):
 def check_foreign_database(path: Path) -> None:
     """Raise ForeignRowError unless a file is a SQLite database of tables and indexes alone.
 
-    Views, triggers and virtual tables would run SQL of their author, as soon as their table is read or written.
+    Views, triggers and virtual tables would run SQL of their author, as soon as their table is read
+    or written.
     """
     try:
         connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
@@ -60,12 +61,16 @@ def check_foreign_row(row: Row) -> None:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is one part of a path, or empty."""
-    return isinstance(value, str) and "\0" not in value and (not value or (value == Path(value).name != ".."))
+    return (
+        isinstance(value, str)
+        and "\0" not in value
+        and (not value or (value == Path(value).name != ".."))
+    )
 
 
 def _check_directory(value: Any, *, is_made_here: bool) -> None:
-    """Raise ForeignRowError unless a directory lies below the jobs of the home. One that clients have loaded may be
-    elsewhere: it is only read, and below --allow-adapter-paths alone.
+    """Raise ForeignRowError unless a directory lies below the jobs of the home. One that clients
+    have loaded may be elsewhere: it is only read, and below --allow-adapter-paths alone.
     """
     path = PurePosixPath(value) if isinstance(value, str) and "\0" not in value else None
     if path is not None:
@@ -73,4 +78,6 @@ def _check_directory(value: Any, *, is_made_here: bool) -> None:
             return
         if path.parts[:1] == (_JOBS,) and ".." not in path.parts and len(path.parts) > 2:
             return
-    raise ForeignRowError(f"a record has the directory {value!r}, which is not below {_JOBS}/ in the home")
+    raise ForeignRowError(
+        f"a record has the directory {value!r}, which is not below {_JOBS}/ in the home"
+    )

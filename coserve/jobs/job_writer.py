@@ -1,4 +1,6 @@
-"""Every change of a job as it is written into the store (whole, or not at all) and on disk. Calls block."""
+"""Every change of a job as it is written into the store (whole, or not at all) and on disk. Calls
+block.
+"""
 
 import time
 from collections.abc import Collection
@@ -12,7 +14,15 @@ from coserve.jobs.deaths import Deaths, after_death
 from coserve.jobs.files import QUOTA_RETRY_S, RESULTS, Files
 from coserve.jobs.folders import Folders, prune_records
 from coserve.jobs.outcome import add_model, num_trained_tokens
-from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, JobStatus, adapter_of, job_event, new_id
+from coserve.jobs.records import (
+    CheckpointRecord,
+    FileRecord,
+    JobRecord,
+    JobStatus,
+    adapter_of,
+    job_event,
+    new_id,
+)
 from coserve.jobs.results import FILENAME, results_csv
 from coserve.jobs.settings import JobSettings
 from coserve.jobs.state import is_legal
@@ -76,7 +86,9 @@ class JobWriter:
             id=job.id,
             name=job.name,
             examples=str(self._folders.examples(job.id)),
-            validation=None if job.validation_file is None else str(self._folders.validation(job.id)),
+            validation=None
+            if job.validation_file is None
+            else str(self._folders.validation(job.id)),
             config=settings.tuning_config(job.num_examples),
             adapter=settings.adapter,
             start=None if job.start is None else AdapterRef(**job.start),
@@ -100,8 +112,8 @@ class JobWriter:
     # -- from the beginning ---------------------------------------------------------
 
     def tidy(self) -> tuple[JobRecord, ...]:
-        """Remove at the start what a process left half done; returns the unfinished jobs, which no engine has. This
-        needs no room on a disk.
+        """Remove at the start what a process left half done; returns the unfinished jobs, which no
+        engine has. This needs no room on a disk.
         """
         self._files.tidy()
         with self._store.read() as transaction:
@@ -116,13 +128,17 @@ class JobWriter:
         return jobs
 
     def add(self, record: JobRecord, max_jobs: int | None = None) -> None:
-        """Add a new job; JobError for files that are not there, or not for fine-tuning, LimitError if the tenant has
-        max_jobs that have not ended.
+        """Add a new job; JobError for files that are not there, or not for fine-tuning, LimitError
+        if the tenant has max_jobs that have not ended.
         """
         with self._store.write() as transaction:
-            if max_jobs is not None and (there := transaction.num_unfinished_jobs(record.tenant)) >= max_jobs:
+            if (
+                max_jobs is not None
+                and (there := transaction.num_unfinished_jobs(record.tenant)) >= max_jobs
+            ):
                 raise LimitError(
-                    f"You have {there} jobs that have not ended, and may have {max_jobs}: cancel one, or wait.",
+                    f"You have {there} jobs that have not ended, and may have {max_jobs}: cancel "
+                    f"one, or wait.",
                     what="jobs",
                     retry_after_s=QUOTA_RETRY_S,
                 )
@@ -133,11 +149,16 @@ class JobWriter:
                 if file is None:
                     raise JobError(f"{field} {id!r} does not exist: upload it first", param=field)
                 if file.purpose != "fine-tune":
-                    raise JobError(f"{field} {id} was uploaded for {file.purpose!r}, not for 'fine-tune'", param=field)
+                    raise JobError(
+                        f"{field} {id} was uploaded for {file.purpose!r}, not for 'fine-tune'",
+                        param=field,
+                    )
             _check_start(transaction, record, self._folders)
             transaction.add_job(record)
             transaction.add_event(job_event(record, f"Created fine-tuning job: {record.id}"))
-            transaction.add_event(job_event(record, f"Validating training file: {record.training_file}"))
+            transaction.add_event(
+                job_event(record, f"Validating training file: {record.training_file}")
+            )
 
     def change(self, id: str, status: JobStatus, message: str | None = None) -> JobRecord:
         """Give a job that has not ended another status, and an event that says so."""
@@ -154,11 +175,17 @@ class JobWriter:
         with self._store.write() as transaction:
             if found.num_cut:
                 length = job.settings["max_sequence_length"]
-                message = f"{found.num_cut} of {found.num_examples} examples were cut to {length} tokens"
+                message = (
+                    f"{found.num_cut} of {found.num_examples} examples were cut to {length} tokens"
+                )
                 transaction.add_event(job_event(job, message, level="warn"))
             for message in found.warnings:
                 transaction.add_event(job_event(job, message, level="warn"))
-            message = "Files validated, moving job to queued state" if job.status != "paused" else "Files validated"
+            message = (
+                "Files validated, moving job to queued state"
+                if job.status != "paused"
+                else "Files validated"
+            )
             transaction.add_event(job_event(job, message))
             return _change(
                 transaction,
@@ -181,42 +208,61 @@ class JobWriter:
             under_way: Jobs that the engine may have died of; None: any.
 
         Returns:
-            The jobs that are queued now, and the ids of those that engines have died of too many times.
+            The jobs that are queued now, and the ids of those that engines have died of too many
+            times.
         """
         with self._store.write() as transaction:
-            jobs = [job for job in transaction.unfinished_jobs() if job.id in lost and job.status != "paused"]
+            jobs = [
+                job
+                for job in transaction.unfinished_jobs()
+                if job.id in lost and job.status != "paused"
+            ]
             queued = tuple(_change(transaction, job, "queued") for job in jobs)
-            blamed = {job.id: job.num_steps_done for job in jobs if under_way is None or job.id in under_way}
+            blamed = {
+                job.id: job.num_steps_done
+                for job in jobs
+                if under_way is None or job.id in under_way
+            }
             suspected = after_death(transaction.deaths(), blamed)
             transaction.put_deaths(suspected)
         return queued, frozenset(id for id in blamed if suspected[id].are_too_many)
 
     def roll_back(self, id: str) -> ResumePoint:
-        """Forget all that a job did after its newest checkpoint, as if it had not been, unless nothing is left to be
-        done, or engines have died of it too many times.
+        """Forget all that a job did after its newest checkpoint, as if it had not been, unless
+        nothing is left to be done, or engines have died of it too many times.
         """
         with self._store.read() as transaction:
             checkpoints, deaths = transaction.all_checkpoints(id), transaction.deaths().get(id)
         job = self.job(id)
-        if deaths is not None and deaths.are_too_many:  # the server ended before it could write that down
+        if (
+            deaths is not None and deaths.are_too_many
+        ):  # the server ended before it could write that down
             return ResumePoint(job=job, deaths=deaths)
         found = self._folders.resume_point(checkpoints)
         last = checkpoints[-1] if checkpoints else None
-        # The last checkpoint of all is the adapter alone, if the engine wrote it when the job had ended.
+        # The last checkpoint of all is the adapter alone, if the engine wrote it when the job had
+        # ended.
         is_final = last is not None and last.listed and last.step == job.num_steps
-        is_done = last is not None and found is not last and is_final and self._folders.has_adapter(last)
+        is_done = (
+            last is not None and found is not last and is_final and self._folders.has_adapter(last)
+        )
         with self._store.write() as transaction:
             if not is_done:
                 job = transaction.roll_back(id, 0 if found is None else found.step)
             kept, _ = prune_records(transaction, job, is_terminal=False)
         self._folders.sweep(id, kept, is_terminal=False)
         listed_step = max((each.step for each in kept if each.listed), default=None)
-        return ResumePoint(job=job, checkpoint=found, listed_step=listed_step, is_done=is_done, deaths=deaths)
+        return ResumePoint(
+            job=job, checkpoint=found, listed_step=listed_step, is_done=is_done, deaths=deaths
+        )
 
     # -- endings --------------------------------------------------------------------
 
     def end(
-        self, id: str, status: Literal["succeeded", "failed", "cancelled"], error: dict[str, Any] | None = None
+        self,
+        id: str,
+        status: Literal["succeeded", "failed", "cancelled"],
+        error: dict[str, Any] | None = None,
     ) -> JobRecord:
         """End a job; no error if it has ended before. error: code, message, param."""
         job = self.job(id)
@@ -239,7 +285,9 @@ class JobWriter:
         error: dict[str, Any] | None,
         results: FileRecord | None,
     ) -> tuple[JobRecord, tuple[CheckpointRecord, ...]]:
-        """Write down that a job has ended; returns it as it is then, and the checkpoints that are kept."""
+        """Write down that a job has ended; returns it as it is then, and the checkpoints that are
+        kept.
+        """
         with self._store.write() as transaction:
             if error is not None and error["code"] == TIMEOUT:
                 _list_newest(transaction, job)
@@ -251,7 +299,9 @@ class JobWriter:
                 add_model(transaction, job, kept)
                 transaction.add_event(job_event(job, "The job has successfully completed"))
             elif error is not None:
-                transaction.add_event(job_event(job, f"The job failed: {error['message']}", level="error"))
+                transaction.add_event(
+                    job_event(job, f"The job failed: {error['message']}", level="error")
+                )
             else:
                 transaction.add_event(job_event(job, "The job was cancelled"))
             job = _change(
@@ -261,7 +311,9 @@ class JobWriter:
                 error=error,
                 finished_at=int(time.time()),
                 result_file=results.id if results is not None else None,
-                trained_tokens=num_trained_tokens(transaction, job) if status == "succeeded" else None,
+                trained_tokens=num_trained_tokens(transaction, job)
+                if status == "succeeded"
+                else None,
             )
         return job, kept
 
@@ -286,7 +338,9 @@ class JobWriter:
 
 
 def _check_start(transaction: Transaction, job: JobRecord, folders: Folders) -> None:
-    """Raise JobError if the adapter that a job is to train further was deleted after it had been looked up."""
+    """Raise JobError if the adapter that a job is to train further was deleted after it had been
+    looked up.
+    """
     directory = None if job.start is None else job.start["directory"]
     if directory is None or not folders.holds(Path(directory)):
         return
@@ -294,7 +348,9 @@ def _check_start(transaction: Transaction, job: JobRecord, folders: Folders) -> 
         raise JobError(f"{job.model} does not exist any more", param="model")
 
 
-def _change(transaction: Transaction, job: JobRecord, status: JobStatus, **values: Any) -> JobRecord:
+def _change(
+    transaction: Transaction, job: JobRecord, status: JobStatus, **values: Any
+) -> JobRecord:
     assert is_legal(job.status, status), f"job {job.id} cannot go from {job.status} to {status}"
     return transaction.change_job(job.id, status=status, **values)
 

@@ -1,4 +1,6 @@
-"""The states of all jobs that have not ended, and the clients that wait for what they have asked of them."""
+"""The states of all jobs that have not ended, and the clients that wait for what they have asked of
+them.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -64,9 +66,13 @@ class LiveJobs:
     # -- engines --------------------------------------------------------------------
 
     def announce(self, event: EngineLost | EngineReady) -> None:
-        """Note that an engine has died or is ready, which is applied when the store has taken all that came before."""
+        """Note that an engine has died or is ready, which is applied when the store has taken all
+        that came before.
+        """
         self._announced.append(event)
-        is_other_left = isinstance(event, EngineLost) and self._is_engine_up and event.jobs is not None
+        is_other_left = (
+            isinstance(event, EngineLost) and self._is_engine_up and event.jobs is not None
+        )
         self._is_engine_up = isinstance(event, EngineReady) or is_other_left
 
     def apply_ready(self, event: EngineReady) -> None:
@@ -81,8 +87,12 @@ class LiveJobs:
                 self.apply(state.id, event)
 
     def can_start(self, id: str) -> bool:
-        """Return whether there is an engine, and all that engines have done to a job so far has been applied."""
-        return self._is_engine_up and not any(isinstance(each, EngineReady) or each.had(id) for each in self._announced)
+        """Return whether there is an engine, and all that engines have done to a job so far has
+        been applied.
+        """
+        return self._is_engine_up and not any(
+            isinstance(each, EngineReady) or each.had(id) for each in self._announced
+        )
 
     def is_current(self, id: str, command: PendingCommand) -> bool:
         """Return whether no engine that had a job has died since a command was sent."""
@@ -101,7 +111,9 @@ class LiveJobs:
             self._grant_slot(first)
 
     def grant_next_slot(self) -> str | None:
-        """Grant a slot that is free; returns the job that has it now, None if there is none to grant."""
+        """Grant a slot that is free; returns the job that has it now, None if there is none to
+        grant.
+        """
         state = self._slots.next(self._states.values())
         if state is None:
             return None
@@ -109,7 +121,9 @@ class LiveJobs:
         return state.id
 
     def slot_position(self, id: str) -> int | None:
-        """Return how many slots must come free until a job has one: 1 is the next. None if the job does not wait."""
+        """Return how many slots must come free until a job has one: 1 is the next. None if the job
+        does not wait.
+        """
         return self._slots.position(tuple(self._states.values()), id)
 
     def _grant_slot(self, state: JobState) -> None:
@@ -119,7 +133,9 @@ class LiveJobs:
     # -- clients --------------------------------------------------------------------
 
     def waiter(self, id: str) -> Waiter | None:
-        """Return what resolves when a client has what it asked of a job; None if no client waits."""
+        """Return what resolves when a client has what it asked of a job; None if no client
+        waits.
+        """
         found = self._waiters.get(id)
         return None if found is None or found.done() else found
 

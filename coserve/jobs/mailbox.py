@@ -1,7 +1,9 @@
-"""A mailbox: everything that changes jobs is handled serially in one task, so that no two changes ever meet.
+"""A mailbox: everything that changes jobs is handled serially in one task, so that no two changes
+ever meet.
 
-It has two lanes. Calls of clients are answered in the order in which they came. What engines have reported stays, in
-order, until the store has taken it; meanwhile clients' calls are answered all the same.
+It has two lanes. Calls of clients are answered in the order in which they came. What engines have
+reported stays, in order, until the store has taken it; meanwhile clients' calls are answered all
+the same.
 """
 
 import asyncio
@@ -31,8 +33,8 @@ class _Call:
 class JobMailbox:
     """Belongs to one event loop.
 
-    `settle` is awaited whenever an event or a timer woke the task, and after every call; it takes the events.
-    blocked: why the first event could not be taken when that was last tried.
+    `settle` is awaited whenever an event or a timer woke the task, and after every call; it takes
+    the events. blocked: why the first event could not be taken when that was last tried.
     """
 
     def __init__(self, settle: Callable[[], Awaitable[None]]) -> None:
@@ -53,7 +55,9 @@ class JobMailbox:
         self.is_closing = True
         self._awake.set()
         if self._task is not None:
-            with contextlib.suppress(asyncio.CancelledError):  # thrown away before, as at the end of a process
+            with contextlib.suppress(
+                asyncio.CancelledError
+            ):  # thrown away before, as at the end of a process
                 await self._task
 
     # -- events ---------------------------------------------------------------------
@@ -73,9 +77,9 @@ class JobMailbox:
         return len(self._events)
 
     async def take_events(self, take: Callable[[Sequence[EngineEvent]], Awaitable[None]]) -> None:
-        """Hand over all events, neighbouring reports together, until `take` raises StoreError or OSError: nothing of
-        what it was given has been taken then, and that comes first the next time. Any other error costs only the
-        events that it was raised for.
+        """Hand over all events, neighbouring reports together, until `take` raises StoreError or
+        OSError: nothing of what it was given has been taken then, and that comes first the next
+        time. Any other error costs only the events that it was raised for.
         """
         self.blocked = None
         while self._events:
@@ -92,7 +96,9 @@ class JobMailbox:
     def _next_events(self) -> list[EngineEvent]:
         """Take the first event, or all reports at the beginning."""
         events = [self._events.popleft()]
-        while self._events and all(isinstance(each, EngineReported) for each in (events[0], self._events[0])):
+        while self._events and all(
+            isinstance(each, EngineReported) for each in (events[0], self._events[0])
+        ):
             events.append(self._events.popleft())
         return events
 

@@ -1,8 +1,9 @@
 """What clients may ask of jobs, and what an engine reports of them: the room's front.
 
-All changes go through the one task of a `JobMailbox` to the `JobDriver`, which drives each job from its actual to its
-desired state. That task waits for the store alone. A client that asks for a change waits, besides, for what the engine
-answers about that job, and so for its checkpoints; nothing that is asked of another job does.
+All changes go through the one task of a `JobMailbox` to the `JobDriver`, which drives each job from
+its actual to its desired state. That task waits for the store alone. A client that asks for a
+change waits, besides, for what the engine answers about that job, and so for its checkpoints;
+nothing that is asked of another job does.
 """
 
 import asyncio
@@ -48,8 +49,8 @@ class JobManager:
         max_running_of: TenantLimit = lambda tenant: None,
         timeout_s: float = inf,
     ) -> None:
-        """directory: where jobs keep checkpoints. max_running, max_running_of: jobs that train at once, of all and of a
-        tenant. timeout_s: how long a job may run before it fails.
+        """directory: where jobs keep checkpoints. max_running, max_running_of: jobs that train at
+        once, of all and of a tenant. timeout_s: how long a job may run before it fails.
         """
         self.store, self.files, self.models = store, files, models
         folders = Folders(directory, files.shared)
@@ -83,7 +84,9 @@ class JobManager:
         await self._reader.wait()
 
     async def settled(self) -> None:
-        """Wait until files have been read, and all that was asked for, answered and reported so far has been done."""
+        """Wait until files have been read, and all that was asked for, answered and reported so far
+        has been done.
+        """
         await self._reader.wait()
 
         async def nothing() -> None:
@@ -100,11 +103,15 @@ class JobManager:
         """A fresh engine takes commands."""
         self._driver.put(EngineReady())
 
-    def engine_gone(self, under_way: Collection[str] | None = None, jobs: Collection[str] | None = None) -> None:
+    def engine_gone(
+        self, under_way: Collection[str] | None = None, jobs: Collection[str] | None = None
+    ) -> None:
         """An engine has died; see `EngineLost`."""
         self._driver.put(EngineLost(now_s=self._clock(), under_way=under_way, jobs=jobs))
 
-    def engine_reported(self, events: Sequence[JobEvent], checkpoints: Sequence[Checkpointed]) -> None:
+    def engine_reported(
+        self, events: Sequence[JobEvent], checkpoints: Sequence[Checkpointed]
+    ) -> None:
         """What it reports, in the order in which it was reported."""
         if events or checkpoints:
             self._driver.put(EngineReported(events=events, checkpoints=checkpoints))
@@ -125,22 +132,27 @@ class JobManager:
         start: AdapterRef | None,
         max_jobs: int | None = None,
     ) -> JobRecord:
-        """A new job. model: as it was asked for. base: the model underneath. start: the adapter that it trains further.
-        max_jobs: of the tenant, that have not ended.
+        """A new job. model: as it was asked for. base: the model underneath. start: the adapter
+        that it trains further. max_jobs: of the tenant, that have not ended.
 
         Raises:
             JobError: names the field. LimitError: the tenant has as many jobs as it may.
         """
         if settings.live and base != self.models.served.name:
-            raise JobError(f"{base} is trained here and not served: live must be false", param="coserve.live")
+            raise JobError(
+                f"{base} is trained here and not served: live must be false", param="coserve.live"
+            )
         if settings.evaluation.asks and base != self.models.served.name:
             asked = settings.evaluation.metric
             raise JobError(
-                f"{base} is trained here and not served: it answers no questions, as the metric {asked} would have it",
+                f"{base} is trained here and not served: it answers no questions, as the metric "
+                f"{asked} would have it",
                 param="coserve.evaluation.metric",
             )
         if start is not None and start.directory is None:
-            raise JobError(f"{model} is still being trained: wait for it, or name a checkpoint", param="model")
+            raise JobError(
+                f"{model} is still being trained: wait for it, or name a checkpoint", param="model"
+            )
         record = JobRecord(
             id=new_id("ftjob-"),
             tenant=tenant,
@@ -172,7 +184,8 @@ class JobManager:
         return await self._change(tenant, id, "run")
 
     async def delete_adapter(self, tenant: str, name: str) -> tuple[str, ...]:
-        """Forget an adapter, and remove what is on disk of it; with a model go all checkpoints of its job.
+        """Forget an adapter, and remove what is on disk of it; with a model go all checkpoints of
+        its job.
 
         Returns the names that are gone: none if it was not there.
 
@@ -206,7 +219,9 @@ class JobManager:
                 await asyncio.wait([earlier])
         # A client that gives up does not take back what it asked for.
         job = await asyncio.shield(asked)
-        if not (desired == "end" and job.status == "cancelled"):  # then it may have ended while the engine was told
+        if not (
+            desired == "end" and job.status == "cancelled"
+        ):  # then it may have ended while the engine was told
             check_not_over(job, unless_resumed=desired == "run")
         return job
 
@@ -237,7 +252,9 @@ class JobManager:
         if desired == "run" and job.status != "paused":
             raise JobError(f"Job {id} is not paused: it is {job.status}")
         if desired == "run" and not job.validated and job.base not in self.models:
-            raise JobError(f"Job {id} is of the model {job.base}, which is not here now", param="model")
+            raise JobError(
+                f"Job {id} is of the model {job.base}, which is not here now", param="model"
+            )
         return await self._driver.ask(id, desired)
 
     async def _delete_adapter(self, tenant: str, name: str) -> tuple[str, ...]:

@@ -17,10 +17,14 @@ def job_writer_at(store: Store, home: Path) -> JobWriter:
 
 
 def cancel_job(store: Store, home: Path, id: str | None) -> JobRecord:
-    """End a job of whichever tenant as a server would; None: the newest. JobError if there is none, or it is over."""
+    """End a job of whichever tenant as a server would; None: the newest. JobError if there is none,
+    or it is over.
+    """
     with store.read() as transaction:
         job = transaction.newest_job() if id is None else transaction.any_job(id)
     if job is None:
-        raise JobError("There are no fine-tuning jobs" if id is None else f"There is no fine-tuning job {id!r}")
+        raise JobError(
+            "There are no fine-tuning jobs" if id is None else f"There is no fine-tuning job {id!r}"
+        )
     check_not_over(job)
     return job_writer_at(store, home).end(job.id, "cancelled")

@@ -1,7 +1,9 @@
-"""What is to be done next with a job: `plan(state)` is pure, and compares what is with what should be.
+"""What is to be done next with a job: `plan(state)` is pure, and compares what is with what should
+be.
 
-The driver does what it says, applies the events that follow, and asks again, until there is nothing left to do. So a
-job comes from whatever state it is in to the state that is desired, whatever happens in between.
+The driver does what it says, applies the events that follow, and asks again, until there is nothing
+left to do. So a job comes from whatever state it is in to the state that is desired, whatever
+happens in between.
 """
 
 from dataclasses import dataclass
@@ -48,7 +50,12 @@ _ANY_ENGINE: frozenset[EngineState] = frozenset(("absent", "running", "paused", 
 _Rule = tuple[DesiredState, frozenset[JobStatus], frozenset[EngineState], Action | None]
 
 
-def _rule(desired: DesiredState, status: JobStatus | None, engine: EngineState | None, action: Action | None) -> _Rule:
+def _rule(
+    desired: DesiredState,
+    status: JobStatus | None,
+    engine: EngineState | None,
+    action: Action | None,
+) -> _Rule:
     """Make a rule; None: any status, or any state in the engine."""
     return (
         desired,
@@ -78,11 +85,13 @@ _RULES: tuple[_Rule, ...] = (
 
 
 def plan(state: JobState, *, can_start: bool) -> Action | None:
-    """Return what brings a job one step nearer to what should be; None: there is nothing to do, or only to wait.
+    """Return what brings a job one step nearer to what should be; None: there is nothing to do, or
+    only to wait.
 
     Args:
         state: The job.
-        can_start: Whether there is an engine, and all that engines have done to the job so far has been applied.
+        can_start: Whether there is an engine, and all that engines have done to the job so far has
+            been applied.
     """
     if state.status in OVER:
         return None
@@ -105,7 +114,9 @@ def _rule_for(state: JobState) -> Action | None:
 
 
 def _when_possible(action: Action | None, state: JobState, can_start: bool) -> Action | None:
-    """Return the action, or what is to be done while it has to wait for a model, a slot or an engine."""
+    """Return the action, or what is to be done while it has to wait for a model, a slot or an
+    engine.
+    """
     if isinstance(action, ReadFiles):
         return action if state.has_model and not state.is_reading else None
     if action not in (Start(), Tell("resume")):
@@ -118,18 +129,25 @@ def _when_possible(action: Action | None, state: JobState, can_start: bool) -> A
 
 
 def refusal(state: JobState, answer: EngineAnswered, *, is_current: bool) -> CoserveError | None:
-    """Return the error for the client that asked, if a command was not done and the job is to be left as it is: else
-    the engine would be told the same for ever. None: what there is to do with the job is planned again.
+    """Return the error for the client that asked, if a command was not done and the job is to be
+    left as it is: else the engine would be told the same for ever. None: what there is to do with
+    the job is planned again.
 
     Args:
         state: The job before the answer.
         answer: The answer to the job's pending command.
-        is_current: Whether no engine that had the job is known to have died since the command was sent.
+        is_current: Whether no engine that had the job is known to have died since the command was
+            sent.
     """
     error, command = answer.error, answer.command
     if isinstance(error, EngineGoneError):
         return error if is_current else None  # without a death, the next engine is waited for
-    if error is None or isinstance(error, JobOverError) or command.command == "start" or command.epoch != state.epoch:
+    if (
+        error is None
+        or isinstance(error, JobOverError)
+        or command.command == "start"
+        or command.epoch != state.epoch
+    ):
         return None
     return JobError(f"The engine could not do this with job {state.id}: {error}")
 
@@ -142,7 +160,11 @@ def event_message(state: JobState, status: JobStatus) -> str | None:
         return "Fine-tuning job resumed" if state.status == "paused" else None
     assert status == "running", "an end has its own events"
     if state.was_resumed:  # one that waited for a slot has had the event of its resumption
-        return "Fine-tuning job resumed" if state.status == "paused" else _resuming(state.job.num_steps_done)
+        return (
+            "Fine-tuning job resumed"
+            if state.status == "paused"
+            else _resuming(state.job.num_steps_done)
+        )
     return _resuming(state.resumed_step) if state.resumed_step else "Fine-tuning job started"
 
 

@@ -79,7 +79,8 @@ def read_preview(
     most_bytes: int | None = None,
     num_shown: int = _MOST_SHOWN,
 ) -> Preview:
-    """Return what is in a file, as a job that is not strict reads it, up to its first ten different faults.
+    """Return what is in a file, as a job that is not strict reads it, up to its first ten different
+    faults.
 
     Args:
         file: The file.
@@ -146,7 +147,9 @@ def _shown(place: str, example: Example, pieces: TokenBytes) -> ShownExample:
 
 
 def tokens_of(example: Example, pieces: TokenBytes) -> Iterator[Token]:
-    """What each of its first tokens adds to the text. The first of all is nobody's target, so it is not trained."""
+    """What each of its first tokens adds to the text. The first of all is nobody's target, so it is
+    not trained.
+    """
     trained = (False, *example.trained[1:])[:_MOST_TOKENS]
     waiting = b""
     for place, (token, is_trained) in enumerate(zip(example.tokens, trained, strict=False)):

@@ -1,5 +1,5 @@
-"""What the store knows, as frozen records: files, jobs, their events and checkpoints, and adapters. Times are whole
-seconds of Unix time.
+"""What the store knows, as frozen records: files, jobs, their events and checkpoints, and adapters.
+Times are whole seconds of Unix time.
 """
 
 import secrets
@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from coserve.engine.commands import AdapterRef
 
-JobStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
+JobStatus = Literal[
+    "validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"
+]
 OVER: frozenset[str] = frozenset(("succeeded", "failed", "cancelled"))
 Level = Literal["info", "warn", "error"]
 # Clients without a key, where none is needed.
@@ -43,10 +45,10 @@ class FileRecord:
 class JobRecord:
     """A fine-tuning job.
 
-    model: as it was asked for: the base model, or an adapter to train further. base: the model underneath. name: of
-    the adapter that it makes. start: name and directory of the adapter that it trains further, if any. settings: a
-    `JobSettings` as plain data. num_examples, num_tokens (of an epoch), num_steps: 0 before the files are validated.
-    error: code, message, param.
+    model: as it was asked for: the base model, or an adapter to train further. base: the model
+    underneath. name: of the adapter that it makes. start: name and directory of the adapter that it
+    trains further, if any. settings: a `JobSettings` as plain data. num_examples, num_tokens (of an
+    epoch), num_steps: 0 before the files are validated. error: code, message, param.
     """
 
     id: str
@@ -83,7 +85,9 @@ class JobRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EventRecord:
-    """Something that happened to a job. kind and step: of metrics ("step" or "evaluation"), else ""."""
+    """Something that happened to a job. kind and step: of metrics ("step" or "evaluation"), else
+    "".
+    """
 
     id: str
     tenant: str
@@ -98,8 +102,8 @@ class EventRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """A checkpoint on disk. name: of the adapter in it. listed: shown and kept; others are there so that nothing is
-    lost, until there is a newer one.
+    """A checkpoint on disk. name: of the adapter in it. listed: shown and kept; others are there so
+    that nothing is lost, until there is a newer one.
     """
 
     id: str
@@ -114,11 +118,13 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRecord:
-    """An adapter that a tenant can ask for. job: that made it; "" if it was loaded from a directory. directory: None
-    while a live job trains it: it is on the device alone. engine_name: what the engine calls it, if not by its name.
+    """An adapter that a tenant can ask for. job: that made it; "" if it was loaded from a
+    directory. directory: None while a live job trains it: it is on the device alone. engine_name:
+    what the engine calls it, if not by its name.
 
-    The other words for an adapter: `AdapterConfig` is its method and shape, `Adapter` its tensors, `AdapterVersion` one
-    state of it that the engine serves, `AdapterRef` what a command to the engine says of it.
+    The other words for an adapter: `AdapterConfig` is its method and shape, `Adapter` its tensors,
+    `AdapterVersion` one state of it that the engine serves, `AdapterRef` what a command to the
+    engine says of it.
     """
 
     tenant: str
@@ -131,7 +137,9 @@ class AdapterRecord:
 
     @property
     def ref(self) -> AdapterRef:
-        """For a command to the engine. Names of jobs' adapters are never given twice, so it calls them the same."""
+        """For a command to the engine. Names of jobs' adapters are never given twice, so it calls
+        them the same.
+        """
         return AdapterRef(name=self.engine_name or self.name, directory=self.directory)
 
     @property
@@ -142,8 +150,8 @@ class AdapterRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseRecord:
-    """An answer of /v1/responses that is kept. previous: the one that it follows. num_bytes: of input and response, as
-    JSON. input: what was new to it, as items. response: as clients see it.
+    """An answer of /v1/responses that is kept. previous: the one that it follows. num_bytes: of
+    input and response, as JSON. input: what was new to it, as items. response: as clients see it.
     """
 
     id: str
@@ -159,7 +167,9 @@ class ResponseRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationRecord:
-    """Items that responses are added to. used_at: when some were last added. num_bytes: of its items, as JSON."""
+    """Items that responses are added to. used_at: when some were last added. num_bytes: of its
+    items, as JSON.
+    """
 
     id: str
     tenant: str
@@ -171,8 +181,9 @@ class ConversationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class UploadRecord:
-    """A file that comes in parts, each a `FileRecord` of its own until they are joined. num_bytes: that it will have.
-    expires_at: when the parts are forgotten. expires_after_s: of the file. file: that was made of it.
+    """A file that comes in parts, each a `FileRecord` of its own until they are joined. num_bytes:
+    that it will have. expires_at: when the parts are forgotten. expires_after_s: of the file. file:
+    that was made of it.
     """
 
     id: str
@@ -192,8 +203,9 @@ class UploadRecord:
 class BatchRecord:
     """Requests of a file that nobody waits for.
 
-    endpoint: of all of them. window: in which they are to be done, as it was asked for. times: when it came to each of
-    its states, by OpenAI's names (`in_progress_at`, …). num_total: 0 before the file is read. errors: of the file.
+    endpoint: of all of them. window: in which they are to be done, as it was asked for. times: when
+    it came to each of its states, by OpenAI's names (`in_progress_at`, …). num_total: 0 before the
+    file is read. errors: of the file.
     """
 
     id: str
@@ -253,5 +265,10 @@ def job_event(
 def adapter_of(job: JobRecord, name: str, directory: str | None) -> AdapterRecord:
     """Make the record of an adapter that a job has made."""
     return AdapterRecord(
-        tenant=job.tenant, name=name, base=job.base, directory=directory, job=job.id, created_at=int(time.time())
+        tenant=job.tenant,
+        name=name,
+        base=job.base,
+        directory=directory,
+        job=job.id,
+        created_at=int(time.time()),
     )

@@ -1,9 +1,10 @@
-"""Files that a server and its engines share by a URL (an object store, an FTP server, whatever fsspec knows), with what
-this machine needs of them in a directory of its own, under the same names.
+"""Files that a server and its engines share by a URL (an object store, an FTP server, whatever
+fsspec knows), with what this machine needs of them in a directory of its own, under the same names.
 
-Nothing half-written is ever read as whole. A file is known by a record that is written after it is there. A directory
-has, beside its files, a marker that is uploaded last and says which files it has, of how many bytes: without it, there
-is no such directory, and what does not have the bytes that it says is not taken.
+Nothing half-written is ever read as whole. A file is known by a record that is written after it is
+there. A directory has, beside its files, a marker that is uploaded last and says which files it
+has, of how many bytes: without it, there is no such directory, and what does not have the bytes
+that it says is not taken.
 """
 
 import json
@@ -38,35 +39,47 @@ _Found = TypeVar("_Found")
 
 
 def files_url(given: str | None = None) -> str | None:
-    """The one that was given, or else `$COSERVE_FILES_URL`; None: files lie in the home alone. ValueError if it cannot
-    be one.
+    """The one that was given, or else `$COSERVE_FILES_URL`; None: files lie in the home alone.
+    ValueError if it cannot be one.
     """
     url = given or os.environ.get("COSERVE_FILES_URL") or None
     if url is None:
         return None
     protocol, _, rest = url.partition("://")
     if not rest or not protocol:
-        raise ValueError(f"files_url must be a URL of fsspec's, such as s3://bucket/prefix, not {url!r}")
+        raise ValueError(
+            f"files_url must be a URL of fsspec's, such as s3://bucket/prefix, not {url!r}"
+        )
     if protocol in _NOT_SHARED:
         raise ValueError(
-            f"files_url must be a URL that every machine reads, not {protocol}://; a shared path is --home"
+            f"files_url must be a URL that every machine reads, not {protocol}://; a shared path "
+            f"is --home"
         )
     return url
 
 
 def shared_files(url: str | None, root: Path, *, most_bytes: int | None = None) -> SharedFiles:
-    """At a URL, and what is needed of it below `root`; None: there alone. most_bytes: see `RemoteFiles`."""
+    """At a URL, and what is needed of it below `root`; None: there alone. most_bytes: see
+    `RemoteFiles`.
+    """
     return SharedFiles() if url is None else RemoteFiles(url, root, most_bytes=most_bytes)
 
 
 class RemoteFiles(SharedFiles):
-    """See the module. What is not below `root` is nobody's but this machine's, and is left as it is."""
+    """See the module. What is not below `root` is nobody's but this machine's, and is left as it
+    is.
+    """
 
     def __init__(
-        self, url: str, root: Path, *, most_bytes: int | None = None, waits_s: Sequence[float] | None = None
+        self,
+        url: str,
+        root: Path,
+        *,
+        most_bytes: int | None = None,
+        waits_s: Sequence[float] | None = None,
     ) -> None:
-        """most_bytes: of checkpoints and examples that may stay below `root` (None: all may). waits_s: before a call
-        that failed is tried again (default: a few seconds in all).
+        """most_bytes: of checkpoints and examples that may stay below `root` (None: all may).
+        waits_s: before a call that failed is tried again (default: a few seconds in all).
         """
         self._url, self._root, self._most_bytes = url.rstrip("/"), root, most_bytes
         self._waits_s = _WAITS_S if waits_s is None else waits_s
@@ -100,7 +113,10 @@ class RemoteFiles(SharedFiles):
             files = sorted(path.iterdir())
             for each in files:
                 _put(fs, each, f"{target}/{each.name}")
-            fs.pipe_file(f"{target}/{MARKER}", json.dumps({each.name: each.stat().st_size for each in files}).encode())
+            fs.pipe_file(
+                f"{target}/{MARKER}",
+                json.dumps({each.name: each.stat().st_size for each in files}).encode(),
+            )
 
         self._do(upload)
 
@@ -187,7 +203,11 @@ class RemoteFiles(SharedFiles):
             return
         now_s, total = time.time(), 0
         jobs = self._root / "jobs"
-        found = [*jobs.glob("*/*.msgpack"), *jobs.glob("*/checkpoints/*"), *jobs.glob("*/contributions/*/*")]
+        found = [
+            *jobs.glob("*/*.msgpack"),
+            *jobs.glob("*/checkpoints/*"),
+            *jobs.glob("*/contributions/*/*"),
+        ]
         for used_s, path, num_bytes in sorted(map(_use_of, found), reverse=True):
             total += num_bytes
             if total > self._most_bytes and path not in spared and now_s - used_s > _IN_USE_S:
@@ -201,8 +221,12 @@ class RemoteFiles(SharedFiles):
     def _place(self, base: str, path: Path) -> str:
         return f"{base}/{path.relative_to(self._root).as_posix()}"
 
-    def _tried(self, do: Callable[[Any, str], _Found], otherwise: _Found, *, missing: _Found | None = None) -> _Found:
-        """Once; what cannot be done is logged, and nothing hangs on it. missing: what it is if nothing is there."""
+    def _tried(
+        self, do: Callable[[Any, str], _Found], otherwise: _Found, *, missing: _Found | None = None
+    ) -> _Found:
+        """Once; what cannot be done is logged, and nothing hangs on it. missing: what it is if
+        nothing is there.
+        """
         try:
             return self._do(do, waits_s=())
         except StoreError as error:
@@ -211,8 +235,12 @@ class RemoteFiles(SharedFiles):
             _log.error("%s", error)
             return otherwise
 
-    def _do(self, do: Callable[[Any, str], _Found], *, waits_s: Sequence[float] | None = None) -> _Found:
-        """With the file system and its path of the URL; StoreError if that fails, again and again."""
+    def _do(
+        self, do: Callable[[Any, str], _Found], *, waits_s: Sequence[float] | None = None
+    ) -> _Found:
+        """With the file system and its path of the URL; StoreError if that fails, again and
+        again.
+        """
         for wait_s in (*(self._waits_s if waits_s is None else waits_s), None):
             try:
                 return do(*_open(self._url))
@@ -220,9 +248,12 @@ class RemoteFiles(SharedFiles):
                 raise
             except Exception as error:  # each of fsspec's packages has errors of its own
                 if isinstance(error, OSError) and is_disk_full(error):
-                    raise DiskFullError(f"the disk is full: what is needed of {self._shown} has no room") from error
+                    raise DiskFullError(
+                        f"the disk is full: what is needed of {self._shown} has no room"
+                    ) from error
                 problem = StoreError(
-                    f"the files at {self._shown} cannot be used: {_reason(error)}; see that the URL is right, that it "
+                    f"the files at {self._shown} cannot be used: {_reason(error)}; see that the "
+                    f"URL is right, that it "
                     "is reached from here, and that its credentials may read and write there"
                 )
                 if wait_s is None or isinstance(error, ImportError):
@@ -269,7 +300,8 @@ def _put(fs: Any, path: Path, target: str) -> None:
         except Exception:  # each of fsspec's packages has errors of its own
             if is_last:
                 raise
-            # Another process may have made the directory, or what it lies in, since this one looked.
+            # Another process may have made the directory, or what it lies in, since this one
+            # looked.
             fs.invalidate_cache()
     if (there := _size(fs, target)) != (here := path.stat().st_size):
         raise OSError(f"{path.name} has {here} bytes, and {there} of them are there")
@@ -282,7 +314,9 @@ def _get(fs: Any, target: str, path: Path, size: int) -> None:
 
 
 def _fetch_directory(fs: Any, target: str, part: Path, marker_bytes: int) -> None:
-    """What the marker names and is still there: what only its job needs is removed when a job is over."""
+    """What the marker names and is still there: what only its job needs is removed when a job is
+    over.
+    """
     marker = part / MARKER
     _get(fs, f"{target}/{MARKER}", marker, marker_bytes)
     for name, size in _read_marker(marker, target).items():

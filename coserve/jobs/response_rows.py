@@ -19,7 +19,8 @@ class ResponseRows(Rows):
     """See `Transaction`."""
 
     def put_response(self, record: ResponseRecord, *, most_bytes: int) -> None:
-        """Add it, or let it take the place of the one of this id; the tenant's oldest make room for it.
+        """Add it, or let it take the place of the one of this id; the tenant's oldest make room for
+        it.
 
         most_bytes: of all of a tenant's; the new one is kept even if it is larger.
         """
@@ -27,15 +28,25 @@ class ResponseRows(Rows):
         if found is None:
             self._session.add(row_of(ResponseTable, record))
         else:
-            found.status, found.num_bytes, found.response = record.status, record.num_bytes, record.response
+            found.status, found.num_bytes, found.response = (
+                record.status,
+                record.num_bytes,
+                record.response,
+            )
         self._session.flush()
         mine = ResponseTable.tenant == record.tenant
-        num_bytes = int(self._session.scalar(select(func.sum(ResponseTable.num_bytes)).where(mine)) or 0)
+        num_bytes = int(
+            self._session.scalar(select(func.sum(ResponseTable.num_bytes)).where(mine)) or 0
+        )
         if num_bytes <= most_bytes:
             return
         most_bytes -= int(_ROOM_SHARE * most_bytes)
         others = mine & (ResponseTable.id != record.id)
-        oldest = select(ResponseTable.seq, ResponseTable.num_bytes).where(others).order_by(ResponseTable.seq)
+        oldest = (
+            select(ResponseTable.seq, ResponseTable.num_bytes)
+            .where(others)
+            .order_by(ResponseTable.seq)
+        )
         last = None
         for seq, size in self._session.execute(oldest):
             if num_bytes <= most_bytes:
@@ -52,16 +63,27 @@ class ResponseRows(Rows):
 
     def remove_response(self, tenant: str, id: str) -> bool:
         """Returns whether it was there."""
-        return self._execute(delete(ResponseTable).where(ResponseTable.tenant == tenant, ResponseTable.id == id)) > 0
+        return (
+            self._execute(
+                delete(ResponseTable).where(ResponseTable.tenant == tenant, ResponseTable.id == id)
+            )
+            > 0
+        )
 
     def unfinished_responses(self) -> list[str]:
         """Return the ids of responses of every tenant that are not over."""
-        return list(self._session.scalars(select(ResponseTable.id).where(ResponseTable.status.in_(_UNFINISHED))))
+        return list(
+            self._session.scalars(
+                select(ResponseTable.id).where(ResponseTable.status.in_(_UNFINISHED))
+            )
+        )
 
     def end_unfinished_responses(self, ids: Collection[str], error: dict[str, Any]) -> None:
         """Have those of these that are not over fail; and forget all that are past their time."""
         self._execute(delete(ResponseTable).where(ResponseTable.expires_at <= int(time.time())))
-        unfinished = select(ResponseTable).where(ResponseTable.id.in_(ids), ResponseTable.status.in_(_UNFINISHED))
+        unfinished = select(ResponseTable).where(
+            ResponseTable.id.in_(ids), ResponseTable.status.in_(_UNFINISHED)
+        )
         for row in list(self._session.scalars(unfinished)):
             failed = {**row.response, "status": "failed", "error": error}
             change = update(ResponseTable).where(ResponseTable.id == row.id)

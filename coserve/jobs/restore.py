@@ -22,7 +22,9 @@ _STAGE = "restoring"
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What is there now. missing: paths below the home that are on record, and were not there when it was backed up."""
+    """What is there now. missing: paths below the home that are on record, and were not there when
+    it was backed up.
+    """
 
     home: str
     num_files: int
@@ -47,13 +49,15 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
-    """Make a home of an archive. url: of an empty database for its records; SQLite in the home by default.
+    """Make a home of an archive. url: of an empty database for its records; SQLite in the home by
+    default.
 
-    The home is locked, and has nothing in it; paths of adapters in the home are those of the new one.
+    The home is locked, and has nothing in it; paths of adapters in the home are those of the new
+    one.
 
     Raises:
-        CoserveError: the archive is none of coserve's, damaged or of a newer version, or the home cannot be written.
-            StoreError: the database cannot be written, or is not empty.
+        CoserveError: the archive is none of coserve's, damaged or of a newer version, or the home
+            cannot be written. StoreError: the database cannot be written, or is not empty.
     """
     stage = home / _STAGE
     make_private(stage)
@@ -77,7 +81,9 @@ def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
         raise CoserveError(f"{file} cannot be restored: {reason}") from None
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    return Restored(home=str(home), num_files=num_files, num_jobs=num_jobs, missing=tuple(manifest.missing))
+    return Restored(
+        home=str(home), num_files=num_files, num_jobs=num_jobs, missing=tuple(manifest.missing)
+    )
 
 
 def _extract(file: Path, stage: Path) -> _Manifest:
@@ -109,13 +115,17 @@ def _manifest(file: Path, archive: tarfile.TarFile) -> _Manifest:
     except KeyError:
         content = None
     if content is None:
-        raise CoserveError(f"{file} is no backup of coserve's, or was cut short: it has no {MANIFEST}")
+        raise CoserveError(
+            f"{file} is no backup of coserve's, or was cut short: it has no {MANIFEST}"
+        )
     try:
         manifest = msgspec.json.decode(content.read(), type=_Manifest)
     except (ValueError, RecursionError):
         raise CoserveError(f"{file} is damaged: its {MANIFEST} is none") from None
     if manifest.format > FORMAT or manifest.schema > SCHEMA_VERSION:
-        raise CoserveError(f"a newer coserve ({manifest.coserve}) has written {file}: update coserve")
+        raise CoserveError(
+            f"a newer coserve ({manifest.coserve}) has written {file}: update coserve"
+        )
     return manifest
 
 

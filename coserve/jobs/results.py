@@ -52,9 +52,15 @@ def message_of(event: JobEvent, num_steps: int) -> str:
     """A metrics event in words."""
     what = "training" if event.kind == "step" else "validation"
     loss = "no number" if _number(event.loss) is None else f"{event.loss:.4g}"
-    skipped = " (the gradient was not finite: skipped)" if event.kind == "step" and event.norm is None else ""
+    skipped = (
+        " (the gradient was not finite: skipped)"
+        if event.kind == "step" and event.norm is None
+        else ""
+    )
     margin = f", reward margin={event.metrics[_MARGIN]:.4g}" if _MARGIN in event.metrics else ""
-    answers = "".join(f", {name}={event.metrics[name]:.4g}" for name in METRICS if name in event.metrics)
+    answers = "".join(
+        f", {name}={event.metrics[name]:.4g}" for name in METRICS if name in event.metrics
+    )
     best = " (the best so far)" if event.is_best else ""
     return f"Step {event.step}/{num_steps}: {what} loss={loss}{margin}{answers}{skipped}{best}"
 
@@ -73,10 +79,14 @@ def results_csv(events: Sequence[EventRecord]) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     steps = by_step(events)
-    columns = _COLUMNS | {name: name for name in ANSWERS if any(name in data for data in steps.values())}
+    columns = _COLUMNS | {
+        name: name for name in ANSWERS if any(name in data for data in steps.values())
+    }
     writer.writerow(columns)
     for data in steps.values():
-        writer.writerow(["" if (value := data.get(name)) is None else value for name in columns.values()])
+        writer.writerow(
+            ["" if (value := data.get(name)) is None else value for name in columns.values()]
+        )
     return text.getvalue().encode()
 
 

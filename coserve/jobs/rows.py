@@ -46,7 +46,9 @@ class Rows:
         is_asked_for: Callable[[Any], bool] = anything,
     ) -> Page:
         if after is not None:
-            place = query.with_only_columns(table.seq).where(table.tenant == tenant, table.id == after)
+            place = query.with_only_columns(table.seq).where(
+                table.tenant == tenant, table.id == after
+            )
             seq = self._session.scalar(place)
             if seq is None:
                 raise JobError(f"after names {after!r}, which is not there", param="after")

@@ -21,7 +21,8 @@ def make_tables(reading: Engine, writing: Engine) -> None:
             version = connection.scalar(select(func.max(SchemaTable.version))) or 0
         if version > SCHEMA_VERSION:
             raise StoreError(
-                f"the database is of schema {version}, which a newer coserve has written; this one knows "
+                f"the database is of schema {version}, which a newer coserve has written; this one "
+                f"knows "
                 f"{SCHEMA_VERSION}: update coserve, or give another COSERVE_HOME"
             )
     with writing.begin() as connection:
@@ -31,8 +32,8 @@ def make_tables(reading: Engine, writing: Engine) -> None:
 
 
 def claim(connection: Connection, home: Path) -> None:
-    """Make a database a home's own: two with one would take up the same jobs, and tidy away each other's files.
-    StoreError if it is another's.
+    """Make a database a home's own: two with one would take up the same jobs, and tidy away each
+    other's files. StoreError if it is another's.
     """
     mark = home / _MARK_FILE
     mine = mark.read_text().strip() if mark.is_file() else None
@@ -44,6 +45,7 @@ def claim(connection: Connection, home: Path) -> None:
         connection.execute(insert(HomeTable), {"id": mine, "place": f"{home} of {gethostname()}"})
     elif owner.id != mine:
         raise StoreError(
-            f"the database records files and jobs of another home, {owner.place}: use that one, or an empty database "
+            f"the database records files and jobs of another home, {owner.place}: use that one, or "
+            f"an empty database "
             f"(if that home was moved here, write {owner.id} to {mark})"
         )

@@ -1,7 +1,8 @@
-"""From what a client asks for to what a job is told: OpenAI's hyperparameters, and the `coserve` extension.
+"""From what a client asks for to what a job is told: OpenAI's hyperparameters, and the `coserve`
+extension.
 
-"auto" (or nothing) means, of n examples: n_epochs 3, or as many as make a hundred uses of examples, up to 10;
-batch_size n / 16, from 1 to 16; learning_rate_multiplier 1. The multiplier is a factor on
+"auto" (or nothing) means, of n examples: n_epochs 3, or as many as make a hundred uses of examples,
+up to 10; batch_size n / 16, from 1 to 16; learning_rate_multiplier 1. The multiplier is a factor on
 `coserve.optimizer.learning_rate`, which is 1e-4 unless given.
 """
 
@@ -20,7 +21,13 @@ from coserve.settings import MOST_WHOLE, check_number, check_whole, shown
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.early_stopping import TOKEN_ACCURACY, EarlyStopping
 from coserve.tuning.evaluation import LOSS, EvaluationConfig
-from coserve.tuning.objectives import SUPERVISED, check_trains, make_objective, objective_class, objective_names
+from coserve.tuning.objectives import (
+    SUPERVISED,
+    check_trains,
+    make_objective,
+    objective_class,
+    objective_names,
+)
 from coserve.tuning.shard import SYNCHRONIZATIONS, DataParallel, Synchronization
 
 _Settings = TypeVar("_Settings")
@@ -39,14 +46,15 @@ _LONGEST_NAME = 64
 class Extension:
     """The `coserve` field of a job; see `TuningConfig`.
 
-    adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings. checkpoint_every_steps:
-    optimizer steps from one listed checkpoint to the next (0: after the last alone). evaluate_every_steps: None: with
-    every checkpoint. evaluation: see `EvaluationConfig`. best_metric: see `TuningConfig` (None: the metric of
-    `evaluation`). keep_best: the model is the checkpoint of the best evaluation, not the last. early_stopping: see
-    `EarlyStopping`. strict: a file with an example whose prompt alone is too long
-    is refused; else such ones are left out. max_recompute: see `TuningConfig`. data_parallel: nodes of a cluster that
-    the job is divided among; synchronization, synchronize_every_steps: how they exchange what they learn, and how often
-    (see `coserve.tuning.shard`; None: 1 if synchronous, else 8).
+    adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings.
+    checkpoint_every_steps: optimizer steps from one listed checkpoint to the next (0: after the
+    last alone). evaluate_every_steps: None: with every checkpoint. evaluation: see
+    `EvaluationConfig`. best_metric: see `TuningConfig` (None: the metric of `evaluation`).
+    keep_best: the model is the checkpoint of the best evaluation, not the last. early_stopping: see
+    `EarlyStopping`. strict: a file with an example whose prompt alone is too long is refused; else
+    such ones are left out. max_recompute: see `TuningConfig`. data_parallel: nodes of a cluster
+    that the job is divided among; synchronization, synchronize_every_steps: how they exchange what
+    they learn, and how often (see `coserve.tuning.shard`; None: 1 if synchronous, else 8).
     """
 
     adapter: Mapping[str, Any] | None = None
@@ -69,9 +77,9 @@ class Extension:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """What is kept of a job's settings. adapter: PEFT's configuration of a fresh one; None: it trains another further.
-    None of n_epochs, batch_size, learning_rate_multiplier: auto. integrations: as OpenAI has them. data_parallel: None:
-    it is not divided.
+    """What is kept of a job's settings. adapter: PEFT's configuration of a fresh one; None: it
+    trains another further. None of n_epochs, batch_size, learning_rate_multiplier: auto.
+    integrations: as OpenAI has them. data_parallel: None: it is not divided.
     """
 
     adapter: dict[str, Any] | None = None
@@ -122,7 +130,9 @@ class JobSettings:
         """As a job shows them: "auto" until the examples have been counted."""
         if not num_examples:
             names = ("n_epochs", "batch_size", "learning_rate_multiplier")
-            known = {name: "auto" if (value := getattr(self, name)) is None else value for name in names}
+            known = {
+                name: "auto" if (value := getattr(self, name)) is None else value for name in names
+            }
             return known | self._objective_settings()
         config = self.tuning_config(num_examples)
         return {
@@ -134,7 +144,9 @@ class JobSettings:
     def _objective_settings(self) -> dict[str, Any]:
         """Those that were given, and what the others are."""
         made = make_objective(self.objective, self.objective_settings)
-        return {} if made is None else {each.name: getattr(made, each.name) for each in fields(made)}
+        return (
+            {} if made is None else {each.name: getattr(made, each.name) for each in fields(made)}
+        )
 
     def to_data(self) -> dict[str, Any]:
         """As plain data; `from_data` is the inverse."""
@@ -186,36 +198,55 @@ def job_settings(
     with _of("coserve.max_recompute"):
         check_number("coserve.max_recompute", asked.max_recompute, least=0, most=1)
     if is_fresh and _trains_model(asked.adapter) and not asked.live:
-        _refuse("coserve.live", "must be true for full fine-tuning: there is one copy of the weights, which serves")
+        _refuse(
+            "coserve.live",
+            "must be true for full fine-tuning: there is one copy of the weights, which serves",
+        )
     if is_fresh and _trains_model(asked.adapter):
         _check_full(objective)
     if not is_fresh and asked.adapter is not None:
-        _refuse("coserve.adapter", "must not be given where the model is an adapter: that one is trained further")
+        _refuse(
+            "coserve.adapter",
+            "must not be given where the model is an adapter: that one is trained further",
+        )
     every = asked.checkpoint_every_steps
-    evaluation = _evaluation({} if asked.evaluation is None else asked.evaluation, objective, has_validation)
+    evaluation = _evaluation(
+        {} if asked.evaluation is None else asked.evaluation, objective, has_validation
+    )
     early_stopping = _early_stopping(asked, evaluation, has_validation=has_validation)
     if asked.keep_best and is_fresh and _trains_model(asked.adapter):
-        _refuse("coserve.keep_best", "must be false for full fine-tuning: what is trained is the one copy that serves")
+        _refuse(
+            "coserve.keep_best",
+            "must be false for full fine-tuning: what is trained is the one copy that serves",
+        )
     known = _hyperparameters(hyperparameters)
     own = {
-        name: value for name, value in hyperparameters.items() if name not in _OPENAIS and value not in (None, "auto")
+        name: value
+        for name, value in hyperparameters.items()
+        if name not in _OPENAIS and value not in (None, "auto")
     }
     with _of("method"):
         make_objective(objective, own)
     given = {} if asked.adapter is None else asked.adapter
     adapter = _adapter(given, architecture, objective) if is_fresh else None
     num_virtual = num_virtual if adapter is None else adapter.num_virtual_tokens
-    length = _sequence_length(asked.max_sequence_length, max_positions or architecture.max_positions, num_virtual)
+    length = _sequence_length(
+        asked.max_sequence_length, max_positions or architecture.max_positions, num_virtual
+    )
     settings = JobSettings(
         adapter=None if adapter is None else adapter.to_peft(),
         optimizer=_build(
-            OptimizerConfig, _with_tuples({} if asked.optimizer is None else asked.optimizer), "coserve.optimizer"
+            OptimizerConfig,
+            _with_tuples({} if asked.optimizer is None else asked.optimizer),
+            "coserve.optimizer",
         ),
         max_sequence_length=length,
         shuffle=asked.shuffle,
         seed=seed,
         checkpoint_every_steps=every,
-        evaluate_every_steps=every if asked.evaluate_every_steps is None else asked.evaluate_every_steps,
+        evaluate_every_steps=every
+        if asked.evaluate_every_steps is None
+        else asked.evaluate_every_steps,
         evaluation=evaluation,
         best_metric=evaluation.metric if asked.best_metric is None else asked.best_metric,
         keep_best=asked.keep_best,
@@ -246,11 +277,16 @@ def _data_parallel(asked: Extension) -> DataParallel | None:
     if every is not None:
         _check_whole("coserve.synchronize_every_steps", every, 1, MOST_WHOLE)
         if is_synchronous and every > 1:
-            _refuse("coserve.synchronize_every_steps", "goes with local-sgd or asynchronous; synchronous is every step")
+            _refuse(
+                "coserve.synchronize_every_steps",
+                "goes with local-sgd or asynchronous; synchronous is every step",
+            )
     if asked.data_parallel == 1:
         return None
     every = every or (1 if is_synchronous else _SYNCHRONIZE_EVERY_STEPS)
-    return DataParallel(num_nodes=asked.data_parallel, synchronization=synchronization, every_steps=every)
+    return DataParallel(
+        num_nodes=asked.data_parallel, synchronization=synchronization, every_steps=every
+    )
 
 
 def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +298,9 @@ def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
             known[name] = value
     if (factor := given.get("learning_rate_multiplier")) not in (None, "auto"):
         with _of("hyperparameters.learning_rate_multiplier"):
-            check_number("hyperparameters.learning_rate_multiplier", factor, above=0, most=_MOST_MULTIPLIER)
+            check_number(
+                "hyperparameters.learning_rate_multiplier", factor, above=0, most=_MOST_MULTIPLIER
+            )
         known["learning_rate_multiplier"] = float(factor)
     return known
 
@@ -273,14 +311,27 @@ def _evaluation(given: Any, objective: str, has_validation: bool) -> EvaluationC
     if found.asks and objective != SUPERVISED:
         _refuse(f"{where}.metric", f"{found.metric} goes with the method supervised alone")
     if found.asks and not has_validation:
-        _refuse(f"{where}.metric", f"{found.metric} needs a validation_file, whose questions are asked")
+        _refuse(
+            f"{where}.metric", f"{found.metric} needs a validation_file, whose questions are asked"
+        )
     return found
 
 
-def _early_stopping(asked: Extension, evaluation: EvaluationConfig, *, has_validation: bool) -> EarlyStopping | None:
-    """Return when a job stops early; JobError for what needs evaluations that the job does not have."""
-    every = asked.checkpoint_every_steps if asked.evaluate_every_steps is None else asked.evaluate_every_steps
-    for name, is_asked in (("keep_best", asked.keep_best), ("early_stopping", asked.early_stopping is not None)):
+def _early_stopping(
+    asked: Extension, evaluation: EvaluationConfig, *, has_validation: bool
+) -> EarlyStopping | None:
+    """Return when a job stops early; JobError for what needs evaluations that the job does not
+    have.
+    """
+    every = (
+        asked.checkpoint_every_steps
+        if asked.evaluate_every_steps is None
+        else asked.evaluate_every_steps
+    )
+    for name, is_asked in (
+        ("keep_best", asked.keep_best),
+        ("early_stopping", asked.early_stopping is not None),
+    ):
         if is_asked and not has_validation:
             _refuse(f"coserve.{name}", "needs a validation_file, by which models are compared")
         if is_asked and not every:
@@ -291,7 +342,10 @@ def _early_stopping(asked: Extension, evaluation: EvaluationConfig, *, has_valid
         _refuse("coserve.keep_best", "does not go with live, which serves every step")
     metrics = dict.fromkeys((LOSS, TOKEN_ACCURACY, evaluation.metric))
     if asked.best_metric is not None and asked.best_metric not in metrics:
-        _refuse("coserve.best_metric", f"must be one of {', '.join(metrics)}, not {shown(asked.best_metric)}")
+        _refuse(
+            "coserve.best_metric",
+            f"must be one of {', '.join(metrics)}, not {shown(asked.best_metric)}",
+        )
     if asked.early_stopping is None:
         return None
     return _build(EarlyStopping, asked.early_stopping, "coserve.early_stopping")
@@ -314,7 +368,9 @@ def _adapter(given: Mapping[str, Any], architecture: Architecture, objective: st
     except AdapterError as error:
         raise JobError(f"{where}: {error}", param=f"{where}.target_modules") from None
     try:
-        check_trains(objective, config, trains_head=any(part == "head" for part, _ in sites.values()))
+        check_trains(
+            objective, config, trains_head=any(part == "head" for part, _ in sites.values())
+        )
     except AdapterError as error:
         raise JobError(f"{where}: {error}", param=where) from None
     return config
@@ -325,13 +381,17 @@ def _sequence_length(asked: int | None, positions: int, num_virtual: int) -> int
     if (room := positions - num_virtual) < _SHORTEST_SEQUENCE:
         _refuse(
             "coserve.adapter.num_virtual_tokens",
-            f"is {num_virtual}; that leaves {max(0, room)} of {positions} positions for an example, "
+            f"is {num_virtual}; that leaves {max(0, room)} of {positions} positions for an "
+            f"example, "
             f"which needs {_SHORTEST_SEQUENCE}",
         )
     length = asked or min(_LONGEST_SEQUENCE, room)
     if length > room:
         beside = f", {num_virtual} of them for virtual tokens" if num_virtual else ""
-        _refuse("coserve.max_sequence_length", f"is {length}; the model has {positions} positions{beside}")
+        _refuse(
+            "coserve.max_sequence_length",
+            f"is {length}; the model has {positions} positions{beside}",
+        )
     return length
 
 
@@ -347,10 +407,13 @@ def _check_full(objective: str) -> None:
     with _of("method"):
         found = objective_class(objective)
     if found is not None and found.needs_reference:
-        others = ", ".join(each.replace("-", "_") for each in objective_names() if not _needs_reference(each))
+        others = ", ".join(
+            each.replace("-", "_") for each in objective_names() if not _needs_reference(each)
+        )
         _refuse(
             "coserve.adapter",
-            f"must not be full for {objective}, which compares with the model as it was: full fine-tuning changes "
+            f"must not be full for {objective}, which compares with the model as it was: full "
+            f"fine-tuning changes "
             f"that; train an adapter, or for one of {others}",
         )
 
@@ -376,7 +439,9 @@ def _build(kind: type[_Settings], given: Any, where: str) -> _Settings:
 def _with_tuples(given: Any) -> Any:
     if not isinstance(given, Mapping):
         return given
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
 
 
 def _check_whole(name: str, value: Any, least: int, most: int) -> None:

@@ -1,5 +1,5 @@
-"""Where a server and its engines keep what they share: files, examples, checkpoints. Here: a directory that all of them
-read and write at the same path; elsewhere: `coserve.jobs.remote_files`.
+"""Where a server and its engines keep what they share: files, examples, checkpoints. Here: a
+directory that all of them read and write at the same path; elsewhere: `coserve.jobs.remote_files`.
 """
 
 import logging
@@ -17,17 +17,21 @@ class SharedFiles:
         """StoreError, in one line, if it cannot be used."""
 
     def keep(self, path: Path) -> None:
-        """A file, or a directory of files, has been written here whole: others find it when this returns.
+        """A file, or a directory of files, has been written here whole: others find it when this
+        returns.
 
         StoreError if that cannot be.
         """
 
     def keep_checkpoint(self, directory: Path) -> Path:
-        """The same, of a directory whose name another engine may take, too; returns its name from now on."""
+        """The same, of a directory whose name another engine may take, too; returns its name from
+        now on.
+        """
         return directory
 
     def fetch(self, path: Path) -> None:
-        """Have here what others have kept, whole or not at all; who opens it finds out if it is not there.
+        """Have here what others have kept, whole or not at all; who opens it finds out if it is not
+        there.
 
         StoreError if it cannot be had now, DiskFullError if there is no room for it.
         """
@@ -58,7 +62,8 @@ class SharedFiles:
 def discard(path: Path) -> bool:
     """Remove a file, or a directory and all in it; returns whether it is gone now.
 
-    What cannot be removed is logged and left: nothing that matters hangs on it, and nothing waits for it.
+    What cannot be removed is logged and left: nothing that matters hangs on it, and nothing waits
+    for it.
     """
     try:
         if path.is_dir():

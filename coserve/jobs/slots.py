@@ -1,4 +1,5 @@
-"""Which jobs may train now, and in which order the others follow: a slot each, and tenants take turns.
+"""Which jobs may train now, and in which order the others follow: a slot each, and tenants take
+turns.
 
 Who has a slot, and who waits for one, is in the jobs' states; here is the rule alone.
 """
@@ -21,7 +22,9 @@ class TrainingSlots:
         self._num_granted: Counter[str] = Counter()  # by tenant, ever
 
     def next(self, states: Collection[JobState]) -> JobState | None:
-        """Return the job that is to have a slot now; None if none is free, or no job waits that may have it."""
+        """Return the job that is to have a slot now; None if none is free, or no job waits that may
+        have it.
+        """
         waiting = [state for state in states if state.slot == "waiting"]
         if not waiting:
             return None
@@ -36,7 +39,9 @@ class TrainingSlots:
         self._num_granted[tenant] += 1
 
     def position(self, states: Collection[JobState], job: str) -> int | None:
-        """Return how many slots must come free until a job has one: 1 is the next. None if the job does not wait."""
+        """Return how many slots must come free until a job has one: 1 is the next. None if the job
+        does not wait.
+        """
         waiting = [state for state in states if state.slot == "waiting"]
         if job not in {state.id for state in waiting}:
             return None
@@ -61,8 +66,12 @@ def _held(states: Collection[JobState]) -> Counter[str]:
     return Counter(state.job.tenant for state in states if state.slot == "held")
 
 
-def _first(waiting: Collection[JobState], held: Counter[str], granted: Counter[str]) -> JobState | None:
-    """Return the oldest of the tenant that holds fewest slots, and of these of the one that was granted fewest."""
+def _first(
+    waiting: Collection[JobState], held: Counter[str], granted: Counter[str]
+) -> JobState | None:
+    """Return the oldest of the tenant that holds fewest slots, and of these of the one that was
+    granted fewest.
+    """
 
     def key(state: JobState) -> tuple[int, int, int]:
         tenant = state.job.tenant

@@ -1,8 +1,10 @@
-"""The state of a job that has not ended, and the events that change it: `apply(state, event)` is pure.
+"""The state of a job that has not ended, and the events that change it: `apply(state, event)` is
+pure.
 
-A `JobState` holds all that decides what happens next to a job: the record as the store has it, what a client has asked
-for, and what the engine has of the job. `coserve.jobs.plan` says from it what is to be done; `coserve.jobs.driver` does
-that, and applies the events that follow. No clock, store or engine is used here: an event carries the time it needs.
+A `JobState` holds all that decides what happens next to a job: the record as the store has it, what
+a client has asked for, and what the engine has of the job. `coserve.jobs.plan` says from it what is
+to be done; `coserve.jobs.driver` does that, and applies the events that follow. No clock, store or
+engine is used here: an event carries the time it needs.
 """
 
 from dataclasses import dataclass, replace
@@ -32,16 +34,20 @@ from coserve.jobs.events import (
 )
 from coserve.jobs.records import JobRecord, JobStatus
 
-# The engine does not have the job, runs it, has paused it, or has ended it and will still report with what outcome.
+# The engine does not have the job, runs it, has paused it, or has ended it and will still report
+# with what outcome.
 EngineState = Literal["absent", "running", "paused", "ended"]
-# A place to train. A job keeps it from when it is granted until the job ends or is paused, across engines.
+# A place to train. A job keeps it from when it is granted until the job ends or is paused, across
+# engines.
 Slot = Literal["none", "waiting", "held"]
 
 TRANSITIONS: dict[JobStatus, frozenset[JobStatus]] = {
     "validating_files": frozenset(("queued", "paused", "failed", "cancelled")),
     "queued": frozenset(("running", "paused", "succeeded", "failed", "cancelled")),
     "running": frozenset(("queued", "paused", "succeeded", "failed", "cancelled")),
-    "paused": frozenset(("validating_files", "queued", "running", "succeeded", "failed", "cancelled")),
+    "paused": frozenset(
+        ("validating_files", "queued", "running", "succeeded", "failed", "cancelled")
+    ),
     "succeeded": frozenset(),
     "failed": frozenset(),
     "cancelled": frozenset(),
@@ -68,11 +74,13 @@ class JobState:
     engine: EngineState = "absent"
     # While there is one, the engine is told nothing else about the job.
     pending: PendingCommand | None = None
-    # Number of engines that have died, in this process, of those that had the job or would have had it.
+    # Number of engines that have died, in this process, of those that had the job or would have had
+    # it.
     epoch: int = 0
     # Whether the job has succeeded in the engine.
     has_succeeded: bool = False
-    # Step of the newest checkpoint that users were promised; None: there is none since the job was started.
+    # Step of the newest checkpoint that users were promised; None: there is none since the job was
+    # started.
     listed_step: int | None = None
     # Why the job is to end as failed: code, message, param.
     failure: dict[str, Any] | None = None
@@ -104,14 +112,18 @@ class JobState:
 
     @property
     def desired(self) -> DesiredState:
-        """What should be: a failed job ends; else as a client has asked; else as the status says."""
+        """What should be: a failed job ends; else as a client has asked; else as the status
+        says.
+        """
         if self.failure is not None:
             return "end"
         return self.asked or ("rest" if self.status == "paused" else "run")
 
     @property
     def has_last_checkpoint(self) -> bool:
-        """Whether the checkpoint after the last step that the job has made is on record: it may have stopped early."""
+        """Whether the checkpoint after the last step that the job has made is on record: it may
+        have stopped early.
+        """
         return self.listed_step == self.job.num_steps_done
 
     @property
@@ -122,14 +134,16 @@ class JobState:
     @property
     def is_end_certain(self) -> bool:
         """Whether the engine has ended the job, or was told to, which cannot be taken back."""
-        return self.engine == "ended" or (self.pending is not None and self.pending.command == "cancel")
+        return self.engine == "ended" or (
+            self.pending is not None and self.pending.command == "cancel"
+        )
 
     def ran_s(self, now_s: float) -> float:
         """Return the seconds that the job has run so far, in this process."""
         return self.earlier_s + (0.0 if self.runs_since_s is None else now_s - self.runs_since_s)
 
 
-def apply(state: JobState, event: Event) -> JobState:
+def apply(state: JobState, event: Event) -> JobState:  # noqa: C901
     """Return the state after an event."""
     match event:
         case RecordWritten(job=job):
@@ -139,7 +153,9 @@ def apply(state: JobState, event: Event) -> JobState:
         case RequestClosed():
             return _without_request(state)
         case StoreRefused():
-            return state if state.asked == "end" and state.is_end_certain else _without_request(state)
+            return (
+                state if state.asked == "end" and state.is_end_certain else _without_request(state)
+            )
         case ReadingBegan() | ReadingEnded():
             return replace(state, is_reading=isinstance(event, ReadingBegan))
         case SlotRequested(ticket=ticket):
@@ -182,7 +198,9 @@ def _sent(state: JobState, event: CommandSent) -> JobState:
     state = replace(_stopped(state, event.now_s), pending=event.command)
     if event.command.command in ("pause", "cancel"):
         return state
-    state = replace(state, runs_since_s=event.now_s, meter=ProgressMeter((event.now_s,)), last_step_s=None)
+    state = replace(
+        state, runs_since_s=event.now_s, meter=ProgressMeter((event.now_s,)), last_step_s=None
+    )
     if event.command.command == "resume":
         return state
     return replace(
@@ -216,8 +234,14 @@ def _ended(state: JobState, event: EngineEnded) -> JobState:
     """Note how the job ended in the engine. One that was cancelled there need not be over."""
     if event.outcome == "cancelled":
         return replace(state, engine="absent", has_succeeded=False)
-    failure = state.failure if event.outcome == "succeeded" else _failure("training_failed", event.message)
-    return replace(state, engine="ended", has_succeeded=event.outcome == "succeeded", failure=failure)
+    failure = (
+        state.failure
+        if event.outcome == "succeeded"
+        else _failure("training_failed", event.message)
+    )
+    return replace(
+        state, engine="ended", has_succeeded=event.outcome == "succeeded", failure=failure
+    )
 
 
 def _stopped(state: JobState, now_s: float) -> JobState:
@@ -226,7 +250,9 @@ def _stopped(state: JobState, now_s: float) -> JobState:
 
 def _refused(error: Exception) -> dict[str, Any]:
     is_expected = isinstance(error, CoserveError)
-    return _failure("job_refused", str(error) if is_expected else f"the job could not be started: {error!r}")
+    return _failure(
+        "job_refused", str(error) if is_expected else f"the job could not be started: {error!r}"
+    )
 
 
 def _failure(code: str, message: str, param: str | None = None) -> dict[str, Any]:

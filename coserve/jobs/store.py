@@ -1,8 +1,8 @@
 """The store: what is known of files, jobs, events, checkpoints and adapters, in SQL.
 
-All that goes through it is a transaction: `with store.write() as transaction: …` happens whole or not at all, and
-survives the process however that ends. Every question takes the tenant who asks. Records come out, never live rows.
-Calls block; from any thread.
+All that goes through it is a transaction: `with store.write() as transaction: …` happens whole or
+not at all, and survives the process however that ends. Every question takes the tenant who asks.
+Records come out, never live rows. Calls block; from any thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sqlalchemy import select, update
-from sqlalchemy.exc import DatabaseError, IntegrityError, InterfaceError, SQLAlchemyError, TimeoutError
+from sqlalchemy.exc import (
+    DatabaseError,
+    IntegrityError,
+    InterfaceError,
+    SQLAlchemyError,
+    TimeoutError,
+)
 from sqlalchemy.orm import Session
 
 from coserve.errors import DiskFullError, StoreError
@@ -23,7 +29,8 @@ from coserve.jobs.transaction import Transaction
 from coserve.settings import without_password
 
 DATABASE_FILE = "coserve.db"
-# How SQLite says that its disk is full (the second: no room for the index of its log), and how PostgreSQL does.
+# How SQLite says that its disk is full (the second: no room for the index of its log), and how
+# PostgreSQL does.
 _FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE", "53100")
 
 
@@ -34,10 +41,12 @@ class Store:
         """Open it, and make its tables if it is new.
 
         Args:
-            url: in SQLAlchemy's form, such as "sqlite:////home/me/.coserve/coserve.db" or "postgresql://me@host/coserve".
+            url: in SQLAlchemy's form, such as "sqlite:////home/me/.coserve/coserve.db" or
+                "postgresql://me@host/coserve".
 
         Raises:
-            StoreError: it cannot be opened, or a newer coserve has written it; DiskFullError: there is no room to.
+            StoreError: it cannot be opened, or a newer coserve has written it; DiskFullError: there
+                is no room to.
         """
         try:
             self._reading, self._writing = open_database(url)
@@ -47,7 +56,8 @@ class Store:
 
     @classmethod
     def at(cls, home: Path, url: str | None = None) -> "Store":
-        """The one of a home directory: in SQLite below it; or at a URL, and then from now on this home's alone.
+        """The one of a home directory: in SQLite below it; or at a URL, and then from now on this
+        home's alone.
 
         Raises:
             StoreError: it cannot be opened, or is another home's.
@@ -79,15 +89,15 @@ class Store:
 
     @contextmanager
     def write(self) -> Iterator[Transaction]:
-        """Changes that all happen at the end, or, on an error, none; StoreError if it cannot be written now, and
-        DiskFullError if there is no room.
+        """Changes that all happen at the end, or, on an error, none; StoreError if it cannot be
+        written now, and DiskFullError if there is no room.
         """
         with _store_errors(), Session(self._writing) as session, session.begin():
             yield Transaction(session)
 
     def check_room(self) -> None:
-        """Change nothing, on the disk: DiskFullError if there is no room for a change, StoreError if it cannot be
-        written now.
+        """Change nothing, on the disk: DiskFullError if there is no room for a change, StoreError
+        if it cannot be written now.
         """
         with _store_errors(), self._writing.begin() as connection:
             connection.execute(update(SchemaTable).values(version=SchemaTable.version))
@@ -98,8 +108,8 @@ class Store:
         change: Callable[[Row], Row],
         while_still: Callable[[Transaction], None] = lambda transaction: None,
     ) -> None:
-        """All that is in it at one moment, each row as `change` makes it, into another one, which is empty. Writers
-        wait no longer than `while_still` takes, which sees what is copied.
+        """All that is in it at one moment, each row as `change` makes it, into another one, which
+        is empty. Writers wait no longer than `while_still` takes, which sees what is copied.
         """
         with _store_errors(), self._reading.begin() as source:
             with Session(self._writing) as session, session.begin():
@@ -125,7 +135,9 @@ def has_records(url: str) -> bool:
 
 def _unopened(url: str, error: Exception) -> StoreError | DiskFullError:
     if _is_full(error):
-        return DiskFullError(f"the disk is full: the database {without_password(url)} cannot be opened")
+        return DiskFullError(
+            f"the disk is full: the database {without_password(url)} cannot be opened"
+        )
     shown = " ".join(str(error).split())
     if getattr(error, "name", None) == "psycopg":
         shown += "; PostgreSQL needs pip install 'coserve[postgresql]'"
@@ -141,13 +153,19 @@ def _store_errors() -> Iterator[None]:
     except (DatabaseError, InterfaceError, TimeoutError) as error:
         if _is_full(error):
             raise DiskFullError(
-                "the disk of the database is full, and nothing was changed: free some space there, and try again"
+                "the disk of the database is full, and nothing was changed: free some space there, "
+                "and try again"
             ) from error
         reason = getattr(error, "orig", None) or error
-        raise StoreError(f"the database cannot be used now: {' '.join(str(reason).split())}") from error
+        raise StoreError(
+            f"the database cannot be used now: {' '.join(str(reason).split())}"
+        ) from error
 
 
 def _is_full(error: Exception) -> bool:
     """Whether an error of SQLAlchemy's says that the database's disk is full."""
     reason = getattr(error, "orig", None)
-    return getattr(reason, "sqlite_errorname", None) in _FULL or getattr(reason, "sqlstate", None) in _FULL
+    return (
+        getattr(reason, "sqlite_errorname", None) in _FULL
+        or getattr(reason, "sqlstate", None) in _FULL
+    )

@@ -1,4 +1,6 @@
-"""The tables of the store; nothing outside `store.py` sees them. seq: the order in which rows came."""
+"""The tables of the store; nothing outside `store.py` sees them. seq: the order in which rows
+came.
+"""
 
 from typing import Any
 
@@ -27,7 +29,9 @@ class SchemaTable(Table):
 
 
 class HomeTable(Table):
-    """One row at most: the home that a database elsewhere belongs to, and where that was at first."""
+    """One row at most: the home that a database elsewhere belongs to, and where that was at
+    first.
+    """
 
     __tablename__ = "coserve_home"
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -177,7 +181,9 @@ class ConversationTable(Table):
 
 
 class ConversationItemTable(Table):
-    """What was said in a conversation, in order. id: the item's own, which another conversation may have, too."""
+    """What was said in a conversation, in order. id: the item's own, which another conversation may
+    have, too.
+    """
 
     __tablename__ = "conversation_items"
     seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)

@@ -1,8 +1,10 @@
-"""Where a job's metrics go beside the store: TensorBoard's event files, and Weights & Biases if the job asks for it.
+"""Where a job's metrics go beside the store: TensorBoard's event files, and Weights & Biases if the
+job asks for it.
 
-On a thread of its own, so that neither holds up anything; what goes wrong there is logged and changes no job. A job
-that cannot be followed at Weights & Biases has an event that says why. After an engine's death steps are made again:
-TensorBoard is told which ones to forget, Weights & Biases keeps the first.
+On a thread of its own, so that neither holds up anything; what goes wrong there is logged and
+changes no job. A job that cannot be followed at Weights & Biases has an event that says why. After
+an engine's death steps are made again: TensorBoard is told which ones to forget, Weights & Biases
+keeps the first.
 """
 
 import importlib.util
@@ -58,7 +60,9 @@ def _one_line(error: Exception) -> str:
 
 
 def _has_wandb_key(wandb: Any) -> bool:
-    """Return whether the package has credentials; without, it would ask for them on the server's terminal."""
+    """Return whether the package has credentials; without, it would ask for them on the server's
+    terminal.
+    """
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:
@@ -96,12 +100,17 @@ class Trackers:
         self._calls.put(self._close_all)
 
     def close(self, limit_s: float = _CLOSE_S) -> None:
-        """Write all that has come. Blocks, but no longer than this: a service that does not answer keeps no server."""
+        """Write all that has come. Blocks, but no longer than this: a service that does not answer
+        keeps no server.
+        """
         self._calls.put(self._close_all)
         self._calls.put(None)
         self._thread.join(limit_s)
         if self._thread.is_alive():
-            _log.warning("metrics of jobs were still on their way after %g s: not all have been passed on", limit_s)
+            _log.warning(
+                "metrics of jobs were still on their way after %g s: not all have been passed on",
+                limit_s,
+            )
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -134,7 +143,9 @@ class Trackers:
             try:
                 found.append(WandbTracker(job, integration["wandb"], folder))
             except Exception as error:  # the service is away, or its key is missing or wrong
-                self._warn(job, f"the job cannot be followed at Weights & Biases: {_one_line(error)}")
+                self._warn(
+                    job, f"the job cannot be followed at Weights & Biases: {_one_line(error)}"
+                )
         return found
 
     def _warn(self, job: JobRecord, message: str) -> None:
@@ -155,9 +166,9 @@ class Trackers:
 
 
 class TensorboardTracker:
-    """Event files in a directory, written by the caller's thread: tensorboardX's own writer has one that ends at the
-    first error, and its callers then wait for ever. What cannot be written is left out, and said once for each time
-    that it begins; after that a new file is begun.
+    """Event files in a directory, written by the caller's thread: tensorboardX's own writer has one
+    that ends at the first error, and its callers then wait for ever. What cannot be written is left
+    out, and said once for each time that it begins; after that a new file is begun.
     """
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
@@ -173,7 +184,11 @@ class TensorboardTracker:
 
         now_s = time.time()
         self._write(
-            step, [Event(wall_time=now_s, step=step, summary=scalar(name, value)) for name, value in values.items()]
+            step,
+            [
+                Event(wall_time=now_s, step=step, summary=scalar(name, value))
+                for name, value in values.items()
+            ],
         )
 
     def close(self, status: str) -> None:
@@ -191,11 +206,17 @@ class TensorboardTracker:
         try:
             if self._file is None:
                 make_private(self._directory)
-                path = self._directory / f"events.out.tfevents.{int(time.time())}.{os.getpid()}.{next(_numbers)}"
+                path = (
+                    self._directory
+                    / f"events.out.tfevents.{int(time.time())}.{os.getpid()}.{next(_numbers)}"
+                )
                 self._file = RecordWriter(str(path))
                 start = SessionLog(status=SessionLog.START)
                 # As TensorBoard wants it for steps that come again.
-                head = (Event(step=step, file_version="brain.Event:2"), Event(step=step, session_log=start))
+                head = (
+                    Event(step=step, file_version="brain.Event:2"),
+                    Event(step=step, session_log=start),
+                )
                 events = (*head, *events)
             for event in events:
                 self._file.write(event.SerializeToString())
@@ -205,7 +226,12 @@ class TensorboardTracker:
         except OSError as error:
             if not self._fails:
                 why = error.strerror or error
-                _log.warning("%s: metrics of step %d and later ones are left out: %s", self._directory, step, why)
+                _log.warning(
+                    "%s: metrics of step %d and later ones are left out: %s",
+                    self._directory,
+                    step,
+                    why,
+                )
             self._fails = True
             self.close("")
             if path is not None:
@@ -218,12 +244,17 @@ class WandbTracker:
     """A run of Weights & Biases; the server's environment has its key, or WANDB_MODE=offline."""
 
     def __init__(self, job: JobRecord, settings: Mapping[str, Any], directory: Path) -> None:
-        """Begin the run; JobError where the server has no key, any error where the service does not take it."""
+        """Begin the run; JobError where the server has no key, any error where the service does not
+        take it.
+        """
         import wandb
 
-        if os.environ.get("WANDB_MODE", "online") in ("online", "run") and not _has_wandb_key(wandb):
+        if os.environ.get("WANDB_MODE", "online") in ("online", "run") and not _has_wandb_key(
+            wandb
+        ):
             raise JobError(
-                "the server has no key; start it with WANDB_API_KEY, log in with `wandb login`, or set "
+                "the server has no key; start it with WANDB_API_KEY, log in with `wandb login`, or "
+                "set "
                 "WANDB_MODE=offline"
             )
         self._run = wandb.init(
@@ -257,4 +288,6 @@ def _values(event: JobEvent) -> dict[str, float]:
         "train/gradient_norm": event.norm if event.kind == "step" else None,
         **{f"{side}/{name}": value for name, value in event.metrics.items()},
     }
-    return {name: float(value) for name, value in given.items() if value is not None and isfinite(value)}
+    return {
+        name: float(value) for name, value in given.items() if value is not None and isfinite(value)
+    }

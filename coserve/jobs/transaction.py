@@ -44,7 +44,9 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
         """None if it is not there, another's, or past its time."""
         return self._one(FileRecord, self._files(tenant).where(FileTable.id == id))
 
-    def files(self, tenant: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool) -> Page:
+    def files(
+        self, tenant: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
+    ) -> Page:
         query = self._files(tenant)
         if purpose is not None:
             query = query.where(FileTable.purpose == purpose)
@@ -52,7 +54,10 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
 
     def remove_file(self, tenant: str, id: str) -> bool:
         """Returns whether it was there."""
-        return self._execute(delete(FileTable).where(FileTable.tenant == tenant, FileTable.id == id)) > 0
+        return (
+            self._execute(delete(FileTable).where(FileTable.tenant == tenant, FileTable.id == id))
+            > 0
+        )
 
     def remove_expired_files(self) -> list[str]:
         """Forget files that are past their time; returns their ids."""
@@ -63,7 +68,9 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
 
     def file_bytes(self, tenant: str) -> int:
         """Of all of its files."""
-        query = select(func.coalesce(func.sum(FileTable.num_bytes), 0)).where(FileTable.tenant == tenant)
+        query = select(func.coalesce(func.sum(FileTable.num_bytes), 0)).where(
+            FileTable.tenant == tenant
+        )
         return int(self._session.scalar(query) or 0)
 
     def file_ids(self) -> set[str]:
@@ -72,7 +79,9 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
 
     def _files(self, tenant: str) -> Select[Any]:
         alive = FileTable.expires_at.is_(None) | (FileTable.expires_at > int(time.time()))
-        return select(FileTable).where(FileTable.tenant == tenant, FileTable.purpose != PART_PURPOSE, alive)
+        return select(FileTable).where(
+            FileTable.tenant == tenant, FileTable.purpose != PART_PURPOSE, alive
+        )
 
     # -- jobs -----------------------------------------------------------------------
 
@@ -81,12 +90,22 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
         self._session.flush()  # its events refer to it
 
     def job(self, tenant: str, id: str) -> JobRecord | None:
-        return self._one(JobRecord, select(JobTable).where(JobTable.tenant == tenant, JobTable.id == id))
+        return self._one(
+            JobRecord, select(JobTable).where(JobTable.tenant == tenant, JobTable.id == id)
+        )
 
     def jobs(
-        self, tenant: str, *, after: str | None, limit: int, metadata: dict[str, str] | None = None, bare: bool = False
+        self,
+        tenant: str,
+        *,
+        after: str | None,
+        limit: int,
+        metadata: dict[str, str] | None = None,
+        bare: bool = False,
     ) -> Page:
-        """The newest first. metadata: only those with these entries. bare: only those without any."""
+        """The newest first. metadata: only those with these entries. bare: only those without
+        any.
+        """
         query = select(JobTable).where(JobTable.tenant == tenant)
         if bare:
             query = query.where(JobTable.labels.is_(None))
@@ -95,7 +114,14 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
             return (metadata or {}).items() <= (row.labels or {}).items()
 
         return self._page(
-            JobRecord, JobTable, tenant, query, after, limit, True, has_metadata if metadata else anything
+            JobRecord,
+            JobTable,
+            tenant,
+            query,
+            after,
+            limit,
+            True,
+            has_metadata if metadata else anything,
         )
 
     def any_job(self, id: str) -> JobRecord | None:
@@ -108,7 +134,9 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
 
     def unfinished_jobs(self) -> tuple[JobRecord, ...]:
         """Of every tenant, the oldest first."""
-        return self._all(JobRecord, select(JobTable).where(JobTable.status.not_in(OVER)).order_by(JobTable.seq))
+        return self._all(
+            JobRecord, select(JobTable).where(JobTable.status.not_in(OVER)).order_by(JobTable.seq)
+        )
 
     def num_unfinished_jobs(self, tenant: str) -> int:
         query = select(func.count()).where(JobTable.tenant == tenant, JobTable.status.not_in(OVER))
@@ -127,12 +155,16 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
 
     def deaths(self) -> dict[str, Deaths]:
         """The jobs of whichever tenant that engines may have died of."""
-        return {row.job: record_of(Deaths, row) for row in self._session.scalars(select(DeathsTable))}
+        return {
+            row.job: record_of(Deaths, row) for row in self._session.scalars(select(DeathsTable))
+        }
 
     def put_deaths(self, deaths: Mapping[str, Deaths]) -> None:
         """All that are to be remembered."""
         self._execute(delete(DeathsTable))
-        self._session.add_all(DeathsTable(job=job, num=each.num, step=each.step) for job, each in deaths.items())
+        self._session.add_all(
+            DeathsTable(job=job, num=each.num, step=each.step) for job, each in deaths.items()
+        )
 
     def forget_deaths(self, job: str) -> None:
         """No error if there were none."""
@@ -145,7 +177,11 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
         if record.step is not None and self._session.scalar(
             select(func.count())
             .select_from(EventTable)
-            .where(EventTable.job == record.job, EventTable.step == record.step, EventTable.kind == record.kind)
+            .where(
+                EventTable.job == record.job,
+                EventTable.step == record.step,
+                EventTable.kind == record.kind,
+            )
         ):
             return False
         self._session.add(row_of(EventTable, record))
@@ -157,8 +193,12 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
         query = select(EventTable).where(EventTable.tenant == tenant, EventTable.job == job)
         return self._page(EventRecord, EventTable, tenant, query, after, limit, True)
 
-    def metrics(self, job: str, *, step: int | None = None, every: int = 1) -> tuple[EventRecord, ...]:
-        """A job's metrics (of one step; or of each `every`-th step, and all of validations), by step."""
+    def metrics(
+        self, job: str, *, step: int | None = None, every: int = 1
+    ) -> tuple[EventRecord, ...]:
+        """A job's metrics (of one step; or of each `every`-th step, and all of validations), by
+        step.
+        """
         query = select(EventTable).where(EventTable.job == job, EventTable.step.is_not(None))
         if step is not None:
             query = query.where(EventTable.step == step)
@@ -172,7 +212,9 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
         newest = select(EventTable.job, func.max(EventTable.step).label("step")).where(*is_step)
         last = newest.group_by(EventTable.job).subquery()
         same = (EventTable.job == last.c.job) & (EventTable.step == last.c.step)
-        rows = self._session.scalars(select(EventTable).join(last, same).where(EventTable.kind == "step"))
+        rows = self._session.scalars(
+            select(EventTable).join(last, same).where(EventTable.kind == "step")
+        )
         return {row.job: row.data.get("train_loss") for row in rows}
 
     def best_evaluations(self, jobs: Collection[str]) -> dict[str, EventRecord]:
@@ -184,7 +226,9 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
     # -- checkpoints ----------------------------------------------------------------
 
     def put_checkpoint(self, record: CheckpointRecord) -> CheckpointRecord:
-        """Add it, or let it take the place of the one of this step, whose id and promise to be listed stand."""
+        """Add it, or let it take the place of the one of this step, whose id and promise to be
+        listed stand.
+        """
         where = (CheckpointTable.job == record.job, CheckpointTable.step == record.step)
         row = self._session.scalar(select(CheckpointTable).where(*where))
         if row is None:
@@ -197,7 +241,9 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
     def checkpoints(self, tenant: str, job: str, *, after: str | None, limit: int) -> Page:
         """Those that are listed, the newest first."""
         query = select(CheckpointTable).where(
-            CheckpointTable.tenant == tenant, CheckpointTable.job == job, CheckpointTable.listed.is_(True)
+            CheckpointTable.tenant == tenant,
+            CheckpointTable.job == job,
+            CheckpointTable.listed.is_(True),
         )
         return self._page(CheckpointRecord, CheckpointTable, tenant, query, after, limit, True)
 
@@ -207,21 +253,29 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
         return self._all(CheckpointRecord, query.order_by(CheckpointTable.step))
 
     def remove_checkpoint(self, job: str, step: int) -> None:
-        self._execute(delete(CheckpointTable).where(CheckpointTable.job == job, CheckpointTable.step == step))
+        self._execute(
+            delete(CheckpointTable).where(CheckpointTable.job == job, CheckpointTable.step == step)
+        )
 
     def remove_checkpoints(self, job: str) -> None:
         """All of a job's."""
         self._execute(delete(CheckpointTable).where(CheckpointTable.job == job))
 
     def remove_checkpoint_of_name(self, job: str, name: str) -> None:
-        self._execute(delete(CheckpointTable).where(CheckpointTable.job == job, CheckpointTable.name == name))
+        self._execute(
+            delete(CheckpointTable).where(CheckpointTable.job == job, CheckpointTable.name == name)
+        )
 
     def roll_back(self, job: str, step: int) -> JobRecord:
-        """Forget what a job did after a step, since it will do it again; returns the job as it is now."""
+        """Forget what a job did after a step, since it will do it again; returns the job as it is
+        now.
+        """
         self._execute(delete(EventTable).where(EventTable.job == job, EventTable.step > step))
         late = (CheckpointTable.job == job, CheckpointTable.step > step)
         names = list(self._session.scalars(select(CheckpointTable.name).where(*late)))
-        self._execute(delete(AdapterTable).where(AdapterTable.job == job, AdapterTable.name.in_(names)))
+        self._execute(
+            delete(AdapterTable).where(AdapterTable.job == job, AdapterTable.name.in_(names))
+        )
         self._execute(delete(CheckpointTable).where(*late))
         return self.change_job(job, num_steps_done=step)
 
@@ -243,7 +297,9 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
 
     def adapters_in(self, directory: str) -> tuple[AdapterRecord, ...]:
         """All adapters in this directory."""
-        return self._all(AdapterRecord, select(AdapterTable).where(AdapterTable.directory == directory))
+        return self._all(
+            AdapterRecord, select(AdapterTable).where(AdapterTable.directory == directory)
+        )
 
     def adapters_of(self, job: str) -> tuple[AdapterRecord, ...]:
         """All that a job has made: its model, and its checkpoints."""
@@ -260,12 +316,19 @@ class Transaction(ResponseRows, ConversationRows, BatchRows):
 
     def remove_adapter(self, tenant: str, name: str) -> bool:
         """Returns whether it was there."""
-        return self._execute(delete(AdapterTable).where(AdapterTable.tenant == tenant, AdapterTable.name == name)) > 0
+        return (
+            self._execute(
+                delete(AdapterTable).where(AdapterTable.tenant == tenant, AdapterTable.name == name)
+            )
+            > 0
+        )
 
     # -- everything -------------------------------------------------------------------
 
     def all_of(self, kind: type[Record]) -> tuple[Record, ...]:
-        """Every tenant's records of a kind, the oldest first; of adapters, those that jobs have made."""
+        """Every tenant's records of a kind, the oldest first; of adapters, those that jobs have
+        made.
+        """
         tables = {JobRecord: JobTable, FileRecord: FileTable, CheckpointRecord: CheckpointTable}
         table: Any = tables.get(kind, AdapterTable)
         return self._all(kind, select(table).order_by(table.seq))

@@ -26,11 +26,20 @@ class Uploads:
         self._store, self._files = store, files
 
     def create(
-        self, tenant: str, *, purpose: str, filename: str, mime_type: str, num_bytes: int, expires_after_s: int | None
+        self,
+        tenant: str,
+        *,
+        purpose: str,
+        filename: str,
+        mime_type: str,
+        num_bytes: int,
+        expires_after_s: int | None,
     ) -> UploadRecord:
         """One that waits for its parts; JobError if the file would be too long."""
         if num_bytes > self._files.max_bytes:
-            raise JobError(f"bytes is {num_bytes}; a file may have {self._files.max_bytes}", param="bytes")
+            raise JobError(
+                f"bytes is {num_bytes}; a file may have {self._files.max_bytes}", param="bytes"
+            )
         now = int(time.time())
         record = UploadRecord(
             id=new_id("upload_"),
@@ -51,8 +60,12 @@ class Uploads:
         with self._store.read() as transaction:
             return transaction.upload(tenant, id)
 
-    def add_part(self, upload: UploadRecord, source: BinaryIO, *, max_total_bytes: int | None) -> FileRecord:
-        """Keep a part; JobError if the upload takes none any more. Other errors: see `Files.create`."""
+    def add_part(
+        self, upload: UploadRecord, source: BinaryIO, *, max_total_bytes: int | None
+    ) -> FileRecord:
+        """Keep a part; JobError if the upload takes none any more. Other errors: see
+        `Files.create`.
+        """
         _check_pending(upload)
 
         def also(transaction: Transaction, record: FileRecord) -> None:
@@ -70,10 +83,15 @@ class Uploads:
         )
 
     def complete(
-        self, upload: UploadRecord, parts: Sequence[str], *, md5: str | None, max_total_bytes: int | None = None
+        self,
+        upload: UploadRecord,
+        parts: Sequence[str],
+        *,
+        md5: str | None,
+        max_total_bytes: int | None = None,
     ) -> FileRecord:
-        """Join its parts, in this order; once, however many ask for it at the same time. Other errors: see
-        `Files.create`.
+        """Join its parts, in this order; once, however many ask for it at the same time. Other
+        errors: see `Files.create`.
 
         Raises:
             JobError: names what is wrong with them, or the upload is over, or being completed.
@@ -114,26 +132,33 @@ class Uploads:
         self._forget(parts)
 
     def _joined(self, parts: Sequence[FileRecord], md5: str | None) -> Iterator[bytes]:
-        """Yield the content of parts; JobError if one is gone, or if all of it is not what `md5` says."""
+        """Yield the content of parts; JobError if one is gone, or if all of it is not what `md5`
+        says.
+        """
         digest = hashlib.md5(usedforsecurity=False)
         for part in parts:
             try:
                 file = self._files.path(part).open("rb")
             except FileNotFoundError:  # the upload was cancelled, or its time has come
-                raise JobError(f"The part {part.id} is not there any more", param="part_ids") from None
+                raise JobError(
+                    f"The part {part.id} is not there any more", param="part_ids"
+                ) from None
             with file:
                 while chunk := file.read(_CHUNK_BYTES):
                     digest.update(chunk)
                     yield chunk
         if md5 is not None and digest.hexdigest() != md5.lower():
-            raise JobError(f"the file's MD5 is {digest.hexdigest()}, and md5 said {md5[:100]}", param="md5")
+            raise JobError(
+                f"the file's MD5 is {digest.hexdigest()}, and md5 said {md5[:100]}", param="md5"
+            )
 
     def _forget(self, parts: Iterable[str]) -> None:
         for part in parts:
             self._files.remove_blob(part)
 
 
-# Uploads that are being completed in this process: each would take its bytes on the disk once for everyone who asks.
+# Uploads that are being completed in this process: each would take its bytes on the disk once for
+# everyone who asks.
 _completing: set[str] = set()
 _completing_lock = Lock()
 
@@ -152,16 +177,23 @@ def _one_at_a_time(upload: UploadRecord) -> Iterator[None]:
             _completing.remove(upload.id)
 
 
-def _chosen(upload: UploadRecord, parts: Sequence[str], known: Mapping[str, FileRecord]) -> list[FileRecord]:
+def _chosen(
+    upload: UploadRecord, parts: Sequence[str], known: Mapping[str, FileRecord]
+) -> list[FileRecord]:
     """Return the parts of these ids; JobError names what is wrong with them."""
     if missing := [id for id in parts if id not in known]:
-        raise JobError(f"part_ids names {missing[0][:100]!r}, which is no part of {upload.id}", param="part_ids")
+        raise JobError(
+            f"part_ids names {missing[0][:100]!r}, which is no part of {upload.id}",
+            param="part_ids",
+        )
     if len(set(parts)) < len(parts):
         raise JobError("part_ids names a part twice", param="part_ids")
     chosen = [known[id] for id in parts]
     num_bytes = sum(part.num_bytes for part in chosen)
     if num_bytes != upload.num_bytes:
-        raise JobError(f"the parts have {num_bytes} bytes, and bytes said {upload.num_bytes}", param="part_ids")
+        raise JobError(
+            f"the parts have {num_bytes} bytes, and bytes said {upload.num_bytes}", param="part_ids"
+        )
     return chosen
 
 

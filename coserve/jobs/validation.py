@@ -1,4 +1,6 @@
-"""The first thing that happens to a job: its files are read, checked, and laid down as examples for the engine."""
+"""The first thing that happens to a job: its files are read, checked, and laid down as examples for
+the engine.
+"""
 
 import asyncio
 import logging
@@ -37,19 +39,26 @@ class Validated:
     num_steps: int
     # Examples that were cut, since they were too long.
     num_cut: int
-    # Remarks about what is not trained on, each fit for an event: records that were left out, and parts of records.
+    # Remarks about what is not trained on, each fit for an event: records that were left out, and
+    # parts of records.
     warnings: tuple[str, ...] = ()
 
 
 def validate(
-    job: JobRecord, files: Files, folders: Folders, model: BaseModel, is_wanted: Callable[[float], bool]
+    job: JobRecord,
+    files: Files,
+    folders: Folders,
+    model: BaseModel,
+    is_wanted: Callable[[float], bool],
 ) -> Validated:
-    """Read a job's files, and write its examples. Blocks for as long as tokenizing takes, and is_wanted says so.
+    """Read a job's files, and write its examples. Blocks for as long as tokenizing takes, and
+    is_wanted says so.
 
     is_wanted: asked before each line, with the share of the files' bytes that were read.
 
     Raises:
-        JobError: names the file's field, and the line and the reason of the first ten faults; or it is not wanted
+        JobError: names the file's field, and the line and the reason of the first ten faults; or it
+            is not wanted
         any more. StoreError or OSError: the disk, say, is full.
     """
     settings = JobSettings.from_data(job.settings)
@@ -85,7 +94,9 @@ def validate(
         try:
             questions_of(held_out, settings.evaluation)
         except DataError as error:
-            raise JobError(f"validation_file {validation.id}: {error}", param="validation_file") from None
+            raise JobError(
+                f"validation_file {validation.id}: {error}", param="validation_file"
+            ) from None
         write_examples_file(folders.validation(job.id), held_out)
         folders.shared.keep(folders.validation(job.id))
     return Validated(
@@ -102,7 +113,9 @@ def _warnings(report: ReadingReport, field: str, record: FileRecord, model: str)
     found = [f"{field} {record.id}: {line} (model {model})" for line in report.warnings.lines()]
     if count := report.left_out.num_places:
         examples = "1 example was" if count == 1 else f"{count:,} examples were"
-        found.append(f"{field} {record.id}: {examples} left out: {'; '.join(report.left_out.lines())}")
+        found.append(
+            f"{field} {record.id}: {examples} left out: {'; '.join(report.left_out.lines())}"
+        )
     return found
 
 
@@ -146,7 +159,9 @@ class FileReader:
         self._unwanted |= self._tasks.keys()
 
     def share_read(self, id: str) -> float | None:
-        """Of the bytes of a job's files, while they are read; 0 while they wait for those of other jobs."""
+        """Of the bytes of a job's files, while they are read; 0 while they wait for those of other
+        jobs.
+        """
         return self._shares.get(id, 0.0) if id in self._tasks else None
 
     async def wait(self) -> None:
@@ -166,8 +181,8 @@ class FileReader:
             self._shares.pop(job.id, None)
 
     async def _again(self, id: str, do: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Do something as often as it takes for the disk and the store to take it; a job that is not wanted any more is
-        tried once.
+        """Do something as often as it takes for the disk and the store to take it; a job that is
+        not wanted any more is tried once.
         """
         for wait_s in _waits_s():
             try:
@@ -175,7 +190,9 @@ class FileReader:
             except (StoreError, OSError) as error:
                 if id in self._unwanted:
                     raise
-                _log.error("the files of job %s wait, and are read again in %.0f s: %s", id, wait_s, error)
+                _log.error(
+                    "the files of job %s wait, and are read again in %.0f s: %s", id, wait_s, error
+                )
             while wait_s > 0 and id not in self._unwanted:
                 await asyncio.sleep(min(_LOOK_S, wait_s))
                 wait_s -= _LOOK_S

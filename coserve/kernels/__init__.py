@@ -1,7 +1,7 @@
 """Kernels: what may have a fast version on some device, one folder per backend (see `base.py`).
 
-Every backend is tested against `plain/`. Which one runs is decided once per model, by `find_backend`. The folder
-`groups/` is not a backend: it has the collectives between ranks.
+Every backend is tested against `plain/`. Which one runs is decided once per model, by
+`find_backend`. The folder `groups/` is not a backend: it has the collectives between ranks.
 """
 
 import os
@@ -28,7 +28,8 @@ def names_for(device: "torch.device") -> tuple[str, ...]:
 
 
 def find_backend(device: "torch.device", name: str | None = None) -> "Backend":
-    """The backend for a device: the one that is named, or `$COSERVE_KERNELS`, or the best that is available there.
+    """The backend for a device: the one that is named, or `$COSERVE_KERNELS`, or the best that is
+    available there.
 
     ModelError for a name that there is none of, or that cannot run on this device.
     """
@@ -38,22 +39,31 @@ def find_backend(device: "torch.device", name: str | None = None) -> "Backend":
     if name not in backend_names():
         raise ModelError(f"no kernels {name!r}; known: {', '.join(backend_names())}")
     if not (found := _backend(name)).is_available(device):
-        raise ModelError(f"the kernels {name!r} cannot run on {device}; these can: {', '.join(names_for(device))}")
+        raise ModelError(
+            f"the kernels {name!r} cannot run on {device}; these can: "
+            f"{', '.join(names_for(device))}"
+        )
     return found(device)
 
 
-def prepare_backends(device: "torch.device", progress: Callable[[int, int], None] | None = None) -> None:
+def prepare_backends(
+    device: "torch.device", progress: Callable[[int, int], None] | None = None
+) -> None:
     """Do what the backends of a device need once, such as compiling; progress: parts done, and all.
 
     `find_backend` would do the same without telling anybody.
     """
-    for name in [os.environ["COSERVE_KERNELS"]] if os.environ.get("COSERVE_KERNELS") else backend_names():
+    for name in (
+        [os.environ["COSERVE_KERNELS"]] if os.environ.get("COSERVE_KERNELS") else backend_names()
+    ):
         if name in backend_names():
             _backend(name).prepare(device, progress)
 
 
 def why_slow(backend: "Backend") -> str:
-    """Return why a faster backend of this device does not run, as one line for users; "" if none is missing."""
+    """Return why a faster backend of this device does not run, as one line for users; "" if none is
+    missing.
+    """
     if os.environ.get("COSERVE_KERNELS"):
         return ""
     faster = (each for each in map(_backend, backend_names()) if each.priority > backend.priority)

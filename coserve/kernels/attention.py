@@ -1,8 +1,8 @@
 """What crosses to a backend for attention: which rows see which keys, and how scores are made.
 
-Shapes: n query rows, m keys, Hq query heads, Hkv key heads (Hq is a multiple of Hkv), D width of a head. Keys and
-values lie in a store of pages, [num_pages, block_tokens, Hkv * D]; a contiguous tensor of m keys is a store of one
-page, [1, m, Hkv * D].
+Shapes: n query rows, m keys, Hq query heads, Hkv key heads (Hq is a multiple of Hkv), D width of a
+head. Keys and values lie in a store of pages, [num_pages, block_tokens, Hkv * D]; a contiguous
+tensor of m keys is a store of one page, [1, m, Hkv * D].
 """
 
 from abc import ABC, abstractmethod
@@ -24,10 +24,10 @@ from coserve.kernels.transfer import int_tensor
 class AttentionSpec:
     """How scores are made: softmax(soft_cap(q k^T * scale) + bias) over the keys that a row sees.
 
-    sliding_window: a row sees this many of its last keys, itself among them; None: all up to itself.
-    soft_cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118).
-    alibi_slopes: by query head; -slope * distance is added (arXiv 2108.12409).
-    sinks: float [Hq], the score of one more key per head that has no value (arXiv 2309.17453, as in gpt-oss).
+    sliding_window: a row sees this many of its last keys, itself among them; None: all up to
+    itself. soft_cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118).
+    alibi_slopes: by query head; -slope * distance is added (arXiv 2108.12409). sinks: float [Hq],
+    the score of one more key per head that has no value (arXiv 2309.17453, as in gpt-oss).
     """
 
     scale: float
@@ -43,7 +43,8 @@ class AttentionSpec:
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Consecutive query rows of one sequence, at least one, which are the last `num_rows` of its `num_keys` keys.
+    """Consecutive query rows of one sequence, at least one, which are the last `num_rows` of its
+    `num_keys` keys.
 
     pages: of the store, in order. Key j is entry `first_key + j` of these pages laid end to end.
     """
@@ -55,10 +56,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class PageTables:
-    """Page tables of some sequences end to end, on the CPU: made once for as long as none of them changes.
+    """Page tables of some sequences end to end, on the CPU: made once for as long as none of them
+    changes.
 
-    tables: by sequence. pages: int64 [all]. first_page, num_pages: int64 [sequences], where each begins there, and how
-    many it has.
+    tables: by sequence. pages: int64 [all]. first_page, num_pages: int64 [sequences], where each
+    begins there, and how many it has.
     """
 
     def __init__(self, tables: Sequence[Sequence[int]]) -> None:
@@ -90,7 +92,8 @@ class PageTables:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SegmentTable(Sequence[Segment]):
-    """Segments by columns, int64 [segments] on the CPU, so that a step of hundreds makes no object for each of them.
+    """Segments by columns, int64 [segments] on the CPU, so that a step of hundreds makes no object
+    for each of them.
 
     first_key: None: keys begin with a page. first_page: where the pages of each begin among
     `pages`, int64 [all]. num_pages: how many each has there, which may be more than it reads.
@@ -132,11 +135,23 @@ class SegmentTable(Sequence[Segment]):
 
     @cached_property
     def _each(self) -> list[Segment]:
-        table, first_keys = self.pages.tolist(), repeat(0) if self.first_key is None else self.first_key.tolist()
-        columns = torch.stack([self.num_rows, self.num_keys, self.first_page, self.num_pages]).tolist()
+        table, first_keys = (
+            self.pages.tolist(),
+            repeat(0) if self.first_key is None else self.first_key.tolist(),
+        )
+        columns = torch.stack(
+            [self.num_rows, self.num_keys, self.first_page, self.num_pages]
+        ).tolist()
         return [
-            Segment(num_rows=num_rows, num_keys=num_keys, pages=table[page : page + num_pages], first_key=first_key)
-            for num_rows, num_keys, page, num_pages, first_key in zip(*columns, first_keys, strict=False)
+            Segment(
+                num_rows=num_rows,
+                num_keys=num_keys,
+                pages=table[page : page + num_pages],
+                first_key=first_key,
+            )
+            for num_rows, num_keys, page, num_pages, first_key in zip(
+                *columns, first_keys, strict=False
+            )
         ]
 
     @cached_property
@@ -165,8 +180,8 @@ class SegmentTable(Sequence[Segment]):
 
 
 class AttentionBatch(ABC):
-    """Segments whose rows follow each other, with whatever a backend derives from them: prepared once for all layers of
-    a step (`Backend.prepare_attention`).
+    """Segments whose rows follow each other, with whatever a backend derives from them: prepared
+    once for all layers of a step (`Backend.prepare_attention`).
     """
 
     @property
@@ -176,8 +191,9 @@ class AttentionBatch(ABC):
 
 
 class AttentionRoom(AttentionBatch):
-    """Room for the segments of one batch after another, for calls that were captured with it (`Backend.capture`). Rows
-    that belong to no segment attend to nothing, and their results are zeros.
+    """Room for the segments of one batch after another, for calls that were captured with it
+    (`Backend.capture`). Rows that belong to no segment attend to nothing, and their results are
+    zeros.
     """
 
     @abstractmethod

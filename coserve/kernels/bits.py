@@ -14,7 +14,9 @@ def packed_width(width: int) -> int:
 def pack_signs(x: Tensor) -> Tensor:
     """x [n, width] -> uint8 [n, ceil(width / 8)]; a bit is set where x > 0."""
     padded = torch.nn.functional.pad(x > 0, (0, -x.shape[1] % 8)).view(x.shape[0], -1, 8)
-    return (padded * torch.tensor(_BITS, dtype=torch.uint8, device=x.device)).sum(-1, dtype=torch.uint8)
+    return (padded * torch.tensor(_BITS, dtype=torch.uint8, device=x.device)).sum(
+        -1, dtype=torch.uint8
+    )
 
 
 def unpack_signs(bits: Tensor, width: int) -> Tensor:

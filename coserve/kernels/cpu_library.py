@@ -1,9 +1,12 @@
-"""The shared library of CPU kernels on disk: shipped with the package, compiled earlier, or compiled now.
+"""The shared library of CPU kernels on disk: shipped with the package, compiled earlier, or
+compiled now.
 
-A library that was compiled here lies in the cache of this user and machine, which all homes share. This module imports
-no PyTorch, so that the compiler can already run while a server still imports it:
+A library that was compiled here lies in the cache of this user and machine, which all homes share.
+This module imports no PyTorch, so that the compiler can already run while a server still imports
+it:
 
-    python -m coserve.kernels.cpu_library PID     # compile in the background for a process; returns at once
+    python -m coserve.kernels.cpu_library PID     # compile in the background for a process; returns
+    at once
 """
 
 import fcntl
@@ -33,14 +36,15 @@ _log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "cpu"
 PREBUILT = SOURCES / "prebuilt"
 
-# Sums may be made in any order, and nobody reads error numbers; infinities and NaN stay what they are.
+# Sums may be made in any order, and nobody reads error numbers; infinities and NaN stay what they
+# are.
 FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
 )
 _NATIVE = ("-march=native",)
-# Seconds of the processor for one file: unlike seconds of the clock, a busy machine does not use them up. The largest
-# file takes three on a Xeon of 2023.
+# Seconds of the processor for one file: unlike seconds of the clock, a busy machine does not use
+# them up. The largest file takes three on a Xeon of 2023.
 _MAX_CPU_S = 300
 # Guard against a compiler that hangs without computing.
 _MAX_WALL_S = 3600
@@ -66,8 +70,22 @@ class Variant:
 _V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _V4_FLAGS = ("-march=x86-64-v4", "-mprefer-vector-width=512")
-_BF16_FLAGS = ("-mavx512bf16", "-mavx512vnni", "-mavx512vbmi", "-mavx512vbmi2", "-mavx512bitalg", "-mavx512vpopcntdq")
-_BF16 = _V4 | {"avx512_bf16", "avx512_vnni", "avx512vbmi", "avx512_vbmi2", "avx512_bitalg", "avx512_vpopcntdq"}
+_BF16_FLAGS = (
+    "-mavx512bf16",
+    "-mavx512vnni",
+    "-mavx512vbmi",
+    "-mavx512vbmi2",
+    "-mavx512bitalg",
+    "-mavx512vpopcntdq",
+)
+_BF16 = _V4 | {
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512vbmi",
+    "avx512_vbmi2",
+    "avx512_bitalg",
+    "avx512_vpopcntdq",
+}
 _AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 # The fastest first.
 VARIANTS = (
@@ -111,7 +129,9 @@ def find_library(progress: Progress | None = None, *, may_be_prebuilt: bool = Tr
         return found
     directory, identity = library_directory(), _identity()
     if not _make_private(directory):
-        _log.warning("%s is not this user's alone, so the CPU kernels are compiled at every start", directory)
+        _log.warning(
+            "%s is not this user's alone, so the CPU kernels are compiled at every start", directory
+        )
         path = _compile(Path(tempfile.mkdtemp(prefix="coserve-kernels-")), identity, progress)
         return BuiltLibrary(path=path, build="native", is_kept=False)
     failure = _failure_file(directory, identity)
@@ -135,7 +155,9 @@ def existing_library(*, may_be_prebuilt: bool = True) -> BuiltLibrary | None:
 
 
 def why_none() -> str:
-    """Return why the plain kernels would run at the next start, as one line; "" if compiled ones would, or may."""
+    """Return why the plain kernels would run at the next start, as one line; "" if compiled ones
+    would, or may.
+    """
     if not sys.platform.startswith("linux") or existing_library() is not None:
         return ""
     if shutil.which("g++") is None:
@@ -147,23 +169,27 @@ def why_none() -> str:
 
 
 def start_compiling() -> None:
-    """Have a process of its own compile the library if there is none, and return without waiting for it.
+    """Have a process of its own compile the library if there is none, and return without waiting
+    for it.
 
-    It is nobody's child, and what it compiles is kept even if the caller ends in the meantime. A failed compilation is
-    tried again while the caller lives.
+    It is nobody's child, and what it compiles is kept even if the caller ends in the meantime. A
+    failed compilation is tried again while the caller lives.
     """
     if not sys.platform.startswith("linux") or shutil.which("g++") is None:
         return
     with suppress(OSError, ValueError):
         if existing_library() is None:
             command = [sys.executable, "-m", __name__, str(os.getpid())]
-            # Files of the caller's that stayed open would keep those waiting who read them to their end.
+            # Files of the caller's that stayed open would keep those waiting who read them to their
+            # end.
             closed = subprocess.DEVNULL
             subprocess.run(command, check=False, stdin=closed, stdout=closed, stderr=closed)
 
 
 def own_flags() -> list[str]:
-    """Return the compiler flags of COSERVE_CXXFLAGS; ValueError if they cannot be split into words."""
+    """Return the compiler flags of COSERVE_CXXFLAGS; ValueError if they cannot be split into
+    words.
+    """
     return shlex.split(os.environ.get("COSERVE_CXXFLAGS", ""))
 
 
@@ -181,7 +207,9 @@ def source_files() -> list[Path]:
 
 
 def prebuilt_path(variant: Variant) -> Path:
-    """Return where the package has a variant's library; its name changes with the sources and flags."""
+    """Return where the package has a variant's library; its name changes with the sources and
+    flags.
+    """
     digest = hashlib.sha256(_sources_digest().encode() + repr((FLAGS, variant.flags)).encode())
     return PREBUILT / f"{variant.name}-{digest.hexdigest()[:16]}.so"
 
@@ -198,7 +226,10 @@ def _prebuilt_variant() -> Variant | None:
     if platform.machine() != "x86_64":
         return None
     features = set(_processor_flags().split())
-    return next((each for each in VARIANTS if each.features <= features and prebuilt_path(each).is_file()), None)
+    return next(
+        (each for each in VARIANTS if each.features <= features and prebuilt_path(each).is_file()),
+        None,
+    )
 
 
 # -- libraries that were compiled earlier -----------------------------------------------------
@@ -229,30 +260,40 @@ def _identity() -> str:
 
 @cache
 def _compiler(command: str | None) -> str:
-    """Return the compiler's version, or "*" if there is no compiler: then the library of any version fits."""
+    """Return the compiler's version, or "*" if there is no compiler: then the library of any
+    version fits.
+    """
     if command is None:
         return "*"
     with suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run([command, "-dumpfullversion"], check=True, capture_output=True, text=True, timeout=60)
+        found = subprocess.run(
+            [command, "-dumpfullversion"], check=True, capture_output=True, text=True, timeout=60
+        )
         return f"gcc{found.stdout.strip()}"
     return "*"
 
 
 def _kept(directory: Path, identity: str) -> Path | None:
-    """Return the library that was compiled earlier, if it is intact and only this user or root can have written it.
+    """Return the library that was compiled earlier, if it is intact and only this user or root can
+    have written it.
 
-    Its name ends with a digest of its content, because loading a damaged library would kill the process.
+    Its name ends with a digest of its content, because loading a damaged library would kill the
+    process.
     """
     for path in directory.glob(f"{identity}-{_compiler(shutil.which('g++'))}-*.so"):
         if not is_trusted(path):
-            _log.warning("another user can write %s, so it is not loaded: the CPU kernels are compiled anew", path)
+            _log.warning(
+                "another user can write %s, so it is not loaded: the CPU kernels are compiled anew",
+                path,
+            )
         elif path.stem.rpartition("-")[2] == _digest(path):
             return path
     return None
 
 
 def _make_private(directory: Path) -> bool:
-    """Close the directory to other users, and remove the libraries that others may have put there while it was open.
+    """Close the directory to other users, and remove the libraries that others may have put there
+    while it was open.
 
     Returns:
         Whether nobody but this user can put files there now.
@@ -281,7 +322,10 @@ def _compiling_alone(directory: Path, identity: str, progress: Progress | None) 
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if progress is not None and (shown := _read_progress(directory, identity)) is not None:
+                if (
+                    progress is not None
+                    and (shown := _read_progress(directory, identity)) is not None
+                ):
                     progress(*shown)
                 time.sleep(_POLL_S)
         try:
@@ -306,7 +350,9 @@ def _read_progress(directory: Path, identity: str) -> tuple[int, int] | None:
 
 
 def _compile(directory: Path, identity: str, progress: Progress | None) -> Path:
-    """Compile for this processor and keep the result under a name that says what it was made from."""
+    """Compile for this processor and keep the result under a name that says what it was made
+    from.
+    """
 
     def report(done: int, total: int) -> None:
         with suppress(OSError):
@@ -322,7 +368,9 @@ def _compile(directory: Path, identity: str, progress: Progress | None) -> Path:
 
 
 def _compile_into(place: Path, flags: tuple[str, ...], progress: Progress | None) -> Path:
-    """Compile all sources, the largest first, as many at a time as there are processors; return the library."""
+    """Compile all sources, the largest first, as many at a time as there are processors; return the
+    library.
+    """
     sources = sorted(source_files(), key=lambda path: path.stat().st_size, reverse=True)
     total = len(sources) + 1
     if progress is not None:
@@ -330,7 +378,9 @@ def _compile_into(place: Path, flags: tuple[str, ...], progress: Progress | None
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = [place / f"{number}.o" for number in range(len(sources))]
         tasks = [
-            pool.submit(_run_compiler, *FLAGS, *flags, f"-I{SOURCES}", "-c", str(source), "-o", str(made))
+            pool.submit(
+                _run_compiler, *FLAGS, *flags, f"-I{SOURCES}", "-c", str(source), "-o", str(made)
+            )
             for source, made in zip(sources, objects, strict=True)
         ]
         try:
@@ -342,7 +392,8 @@ def _compile_into(place: Path, flags: tuple[str, ...], progress: Progress | None
             pool.shutdown(cancel_futures=True)
             raise
     made = place / "kernels.so"
-    # Without OpenMP's library: the process that loads this one has PyTorch's, and two would compete for cores.
+    # Without OpenMP's library: the process that loads this one has PyTorch's, and two would compete
+    # for cores.
     _run_compiler("-shared", *map(str, objects), "-o", str(made))
     return made
 
@@ -351,23 +402,34 @@ def _run_compiler(*arguments: str) -> None:
     """Run g++ with a limit on its processor time; KernelError says why it failed."""
     limited = ["/bin/sh", "-c", f'ulimit -t {_MAX_CPU_S}; exec "$@"', "sh", "g++", *arguments]
     try:
-        done = subprocess.run(limited, check=False, capture_output=True, text=True, timeout=_MAX_WALL_S)
+        done = subprocess.run(
+            limited, check=False, capture_output=True, text=True, timeout=_MAX_WALL_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelError(f"g++ could not be run: {error}") from None
     if done.returncode == 0:
         return
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    said = next((line for line in lines if "error" in line or "not found" in line), "".join(lines[:1]))
-    raise KernelError(said or f"g++ ended with status {done.returncode} (its limit is {_MAX_CPU_S} s of the processor)")
+    said = next(
+        (line for line in lines if "error" in line or "not found" in line), "".join(lines[:1])
+    )
+    raise KernelError(
+        said
+        or f"g++ ended with status {done.returncode} (its limit is {_MAX_CPU_S} s of the processor)"
+    )
 
 
 def main() -> None:
-    """Compile as a process that is nobody's child, again after a pause if it fails and the starter still lives."""
+    """Compile as a process that is nobody's child, again after a pause if it fails and the starter
+    still lives.
+    """
     if os.fork() != 0:
         os._exit(0)
     starter = int(sys.argv[1])
     for pause_s in (*_RETRY_S, 0.0):
-        with suppress(KernelError, OSError, ValueError):  # which the process that needs the kernels reports
+        with suppress(
+            KernelError, OSError, ValueError
+        ):  # which the process that needs the kernels reports
             find_library()
             return
         until_s = time.monotonic() + pause_s

@@ -1,7 +1,8 @@
 """How ranks divide one dimension of a tensor: which entries each of them holds.
 
-Pieces are equally large on all ranks. They need not be neighbours (a fused projection is divided part by part), and
-several ranks may hold the same piece (key heads, where there are fewer than ranks).
+Pieces are equally large on all ranks. They need not be neighbours (a fused projection is divided
+part by part), and several ranks may hold the same piece (key heads, where there are fewer than
+ranks).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,14 +26,18 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How one dimension is divided among the ranks of a group, each of which has as many entries as the others."""
+    """How one dimension is divided among the ranks of a group, each of which has as many entries as
+    the others.
+    """
 
     width: int
     """Entries of the whole dimension."""
     runs: tuple[tuple[Run, ...], ...]
-    """By rank, the entries that it holds, in their order in the whole. Entries from `width` on are zeros."""
+    """By rank, the entries that it holds, in their order in the whole. Entries from `width` on are
+    zeros."""
     dim: int = -1
-    """The dimension, counted from the last one (-1), so that it is the same with and without rows in front."""
+    """The dimension, counted from the last one (-1), so that it is the same with and without rows
+    in front."""
 
     @property
     def size(self) -> int:
@@ -45,20 +50,25 @@ class Cut:
         return sum(run.stop - run.start for run in self.runs[0])
 
     def num_held(self, rank: int) -> int:
-        """Return how many entries of the whole a rank holds: fewer than `local` where its piece is padded."""
+        """Return how many entries of the whole a rank holds: fewer than `local` where its piece is
+        padded.
+        """
         return sum(max(0, min(run.stop, self.width) - run.start) for run in self.runs[rank])
 
     @cached_property
     def copies(self) -> tuple[int, int]:
         """Return the smallest and the largest number of ranks that hold the same entry.
 
-        They differ where a fused projection is divided: each query head may be on one rank, each key head on two.
+        They differ where a fused projection is divided: each query head may be on one rank, each
+        key head on two.
         """
         return int(self._counts.min()), int(self._counts.max())
 
     @property
     def is_disjoint(self) -> bool:
-        """Return whether no entry is on several ranks, so that products over the ranks' entries add up."""
+        """Return whether no entry is on several ranks, so that products over the ranks' entries add
+        up.
+        """
         return self.copies[1] == 1
 
     @property
@@ -78,7 +88,8 @@ class Cut:
         return piece * self._is_owned[rank].to(piece.device).view(shape)
 
     def copied(self, piece: Tensor, rank: int) -> Tensor:
-        """Return the entries of a tensor that several ranks hold, with zeros for those that this rank does not hold.
+        """Return the entries of a tensor that several ranks hold, with zeros for those that this
+        rank does not hold.
 
         The tensors of all ranks have one shape, and each entry the same place in all of them.
         """
@@ -91,7 +102,11 @@ class Cut:
     def put_copied(self, piece: Tensor, entries: Tensor, rank: int) -> None:
         """Write the entries that several ranks hold to a rank's piece: the inverse of `copied`."""
         local, places = self._copied[rank]
-        piece.index_copy_(self.dim, local.to(piece.device), entries.index_select(self.dim, places.to(piece.device)))
+        piece.index_copy_(
+            self.dim,
+            local.to(piece.device),
+            entries.index_select(self.dim, places.to(piece.device)),
+        )
 
     @cached_property
     def _counts(self) -> Tensor:
@@ -107,7 +122,9 @@ class Cut:
 
     @cached_property
     def _copied(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return by rank, of its entries that several ranks hold, their numbers in its piece, and among all such."""
+        """Return by rank, of its entries that several ranks hold, their numbers in its piece, and
+        among all such.
+        """
         is_copied = self._counts > 1
         number, entries = is_copied.cumsum(0) - 1, self.along(-1)
         found = []
@@ -137,7 +154,9 @@ class Cut:
         return (*shape[:place], self.local, *shape[place + 1 :])
 
     def owned_runs(self, rank: int) -> list[tuple[int, Run]]:
-        """Return the entries of a rank that no rank before it holds, each run with its place in the rank's piece."""
+        """Return the entries of a rank that no rank before it holds, each run with its place in the
+        rank's piece.
+        """
         others = [run for runs in self.runs[:rank] for run in runs]
         found, start = list[tuple[int, Run]](), 0
         for run in self.runs[rank]:
@@ -172,7 +191,9 @@ class Cut:
         for run in self.runs[rank]:
             num_there = max(0, min(run.stop, self.width) - run.start)
             if num_there:
-                whole.narrow(self.dim, run.start, num_there).copy_(piece.narrow(self.dim, start, num_there))
+                whole.narrow(self.dim, run.start, num_there).copy_(
+                    piece.narrow(self.dim, start, num_there)
+                )
             start += run.stop - run.start
 
 
@@ -191,8 +212,11 @@ def even_cut(width: int, size: int, *, padded: bool = False) -> Cut | None:
     return Cut(width=width, runs=runs)
 
 
-def head_cut(num_heads: int, head_width: int, size: int, *, name: str, may_copy: bool = False) -> Cut:
-    """Return a cut into whole heads; with fewer heads than ranks, neighbouring ranks hold the same one.
+def head_cut(
+    num_heads: int, head_width: int, size: int, *, name: str, may_copy: bool = False
+) -> Cut:
+    """Return a cut into whole heads; with fewer heads than ranks, neighbouring ranks hold the same
+    one.
 
     Args:
         num_heads: number of heads of the whole tensor.
@@ -212,14 +236,16 @@ def head_cut(num_heads: int, head_width: int, size: int, *, name: str, may_copy:
         fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         multiples = ", or a multiple of it" if may_copy else ""
         raise GraphError(
-            f"{num_heads} {name} cannot be divided among {size} ranks; a number of ranks that fits is "
+            f"{num_heads} {name} cannot be divided among {size} ranks; a number of ranks that fits "
+            f"is "
             f"{' or '.join(map(str, fitting))}{multiples}"
         )
     copies = size // num_heads
     return Cut(
         width=num_heads * head_width,
         runs=tuple(
-            (Run(start=rank // copies * head_width, stop=(rank // copies + 1) * head_width),) for rank in range(size)
+            (Run(start=rank // copies * head_width, stop=(rank // copies + 1) * head_width),)
+            for rank in range(size)
         ),
     )
 
@@ -240,7 +266,9 @@ def united(cuts: Sequence[Cut]) -> Cut:
         return cuts[0]
     return replace(
         cuts[0],
-        runs=tuple(merged(run for cut in cuts for run in cut.runs[rank]) for rank in range(cuts[0].size)),
+        runs=tuple(
+            merged(run for cut in cuts for run in cut.runs[rank]) for rank in range(cuts[0].size)
+        ),
     )
 
 

@@ -1,5 +1,5 @@
-"""Dropout whose mask is a pure function of (row key, feature): nothing is saved, and windows or suspensions cannot
-change it.
+"""Dropout whose mask is a pure function of (row key, feature): nothing is saved, and windows or
+suspensions cannot change it.
 """
 
 import torch
@@ -21,25 +21,31 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def dropout_row_ids(seed: int, rows: Tensor) -> Tensor:
-    """One random key per row: int64 [n] in [0, 2^32), from a seed and row numbers [n] that are never used twice."""
+    """One random key per row: int64 [n] in [0, 2^32), from a seed and row numbers [n] that are
+    never used twice.
+    """
     low, high = _mix(rows), _mix(rows >> 32)
     return _mix(low ^ _mix(high + (seed & _MASK_32)) ^ ((seed >> 32) & _MASK_32))
 
 
 def dropout_ids_of_part(keys: Tensor, part: int) -> Tensor:
-    """The rows' keys (int64 [n]) for one part of a model, so that its parts drop independently of each other."""
+    """The rows' keys (int64 [n]) for one part of a model, so that its parts drop independently of
+    each other.
+    """
     return _mix(keys + part * 0x9E3779B1)
 
 
 def dropout_mask(keys: Tensor, width: int, *, p: float, salt: int) -> Tensor:
     """Which features stay: bool [n, width], each true with probability 1 - p.
 
-    keys: int64 [n] from `dropout_row_ids`; salt: tells apart the places of a model that drop features of the same row.
+    keys: int64 [n] from `dropout_row_ids`; salt: tells apart the places of a model that drop
+    features of the same row.
     """
     features = _as_int32(_mix(torch.arange(width, device=keys.device) + (salt & _MASK_32)))
     rows = _as_int32(keys)
     kept = torch.empty(keys.shape[0], width, dtype=torch.bool, device=keys.device)
-    # int32 cannot say "at least p × 2^32", but with the highest bit flipped it orders as unsigned numbers do.
+    # int32 cannot say "at least p × 2^32", but with the highest bit flipped it orders as unsigned
+    # numbers do.
     threshold = int(p * 2**32) - 2**31
     size = max(1, _CHUNK_ELEMENTS // width)
     for start in range(0, keys.shape[0], size):
@@ -60,7 +66,9 @@ def _as_int32(x: Tensor) -> Tensor:
 
 
 def _mix_int32_(x: Tensor) -> Tensor:
-    """`_mix` on int32, in place: multiplication wraps, and shifts are made logical by masking the sign's copies."""
+    """`_mix` on int32, in place: multiplication wraps, and shifts are made logical by masking the
+    sign's copies.
+    """
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x85EBCA6B - 2**32
     x ^= (x >> 13).bitwise_and_(0x7FFFF)

@@ -1,7 +1,9 @@
-"""What crosses to a backend for gated delta layers: rows of sequences, and the state that each sequence carries.
+"""What crosses to a backend for gated delta layers: rows of sequences, and the state that each
+sequence carries.
 
-Shapes: B sequences of T rows each, Hk key heads (and as many query heads), Hv value heads (a multiple of Hk), Dk and Dv
-widths of a key and a value head, K rows that the short convolution sees, C = 2 * Hk * Dk + Hv * Dv its channels.
+Shapes: B sequences of T rows each, Hk key heads (and as many query heads), Hv value heads (a
+multiple of Hk), Dk and Dv widths of a key and a value head, K rows that the short convolution sees,
+C = 2 * Hk * Dk + Hv * Dv its channels.
 """
 
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ CHUNK_ROWS = 64
 class GatedDeltaSpec:
     """The sizes above, and eps of the lengths of queries and keys.
 
-    A state is float32 [state_size]: the last K - 1 rows before the convolution [K - 1, C], then a matrix for each value
-    head [Hv, Dk, Dv]. That of a sequence without rows is zero.
+    A state is float32 [state_size]: the last K - 1 rows before the convolution [K - 1, C], then a
+    matrix for each value head [Hv, Dk, Dv]. That of a sequence without rows is zero.
     """
 
     num_key_heads: int
@@ -51,7 +53,9 @@ class GatedDeltaWeights:
 
 
 class GatedDeltaRows(NamedTuple):
-    """x [B, T, C]: queries, keys and values before the convolution. b and a [B, T, Hv]: of the gates."""
+    """x [B, T, C]: queries, keys and values before the convolution. b and a [B, T, Hv]: of the
+    gates.
+    """
 
     x: Tensor
     b: Tensor
@@ -59,7 +63,9 @@ class GatedDeltaRows(NamedTuple):
 
 
 class GatedDeltaGradients(NamedTuple):
-    """Of the rows, in their dtype; of the state before them [B, state_size] and of the weights, in float32."""
+    """Of the rows, in their dtype; of the state before them [B, state_size] and of the weights, in
+    float32.
+    """
 
     rows: GatedDeltaRows
     state: Tensor

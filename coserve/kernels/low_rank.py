@@ -1,7 +1,8 @@
-"""What crosses to a backend for adapters that are sums of low rank (LoRA): their factors, and which rows are whose.
+"""What crosses to a backend for adapters that are sums of low rank (LoRA): their factors, and which
+rows are whose.
 
-A model has places where adapters can sit, numbered through the whole model; neighbouring places whose sites read the
-same rows (the projections of queries, keys and values, say) are run as one.
+A model has places where adapters can sit, numbered through the whole model; neighbouring places
+whose sites read the same rows (the projections of queries, keys and values, say) are run as one.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,8 +22,8 @@ PLACE_NUMBERS = 9
 
 
 class LowRankRows(NamedTuple):
-    """What one adapter adds to some columns of all rows of a product: narrow B^T; narrow [n, rank], b [columns, rank].
-    first: the first of these columns.
+    """What one adapter adds to some columns of all rows of a product: narrow B^T; narrow [n, rank],
+    b [columns, rank]. first: the first of these columns.
     """
 
     narrow: Tensor
@@ -31,7 +32,9 @@ class LowRankRows(NamedTuple):
 
 
 class LowRankGradient(NamedTuple):
-    """What one adapter adds to the gradient of a product's rows: narrow A; narrow [n, rank], a [rank, in]."""
+    """What one adapter adds to the gradient of a product's rows: narrow A; narrow [n, rank], a
+    [rank, in].
+    """
 
     narrow: Tensor
     a: Tensor
@@ -39,8 +42,8 @@ class LowRankGradient(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceDropout:
-    """What a place drops of its rows: each feature with probability p. part: the number of its part of the model; salt:
-    see `kernels.dropout`.
+    """What a place drops of its rows: each feature with probability p. part: the number of its part
+    of the model; salt: see `kernels.dropout`.
     """
 
     p: float
@@ -50,7 +53,9 @@ class PlaceDropout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowRank:
-    """What an adapter adds to a place: scale * B (A x), or B (A dropout(x)); a [rank, in], b [out, rank]."""
+    """What an adapter adds to a place: scale * B (A x), or B (A dropout(x)); a [rank, in], b [out,
+    rank].
+    """
 
     a: Tensor
     b: Tensor
@@ -60,8 +65,9 @@ class LowRank:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptRows:
-    """Of an adapter that is trained, for its rows: where what B multiplies (scale * A x, rounded) is kept, addresses by
-    place, int64, row after row (0: nowhere); and the keys of their dropout, int64 [n].
+    """Of an adapter that is trained, for its rows: where what B multiplies (scale * A x, rounded)
+    is kept, addresses by place, int64, row after row (0: nowhere); and the keys of their dropout,
+    int64 [n].
     """
 
     narrow: Tensor
@@ -69,7 +75,9 @@ class KeptRows:
 
 
 class LowRankAdapter:
-    """An adapter by place (None: it has nothing there). The values of its factors may change, and nothing else."""
+    """An adapter by place (None: it has nothing there). The values of its factors may change, and
+    nothing else.
+    """
 
     def __init__(self, places: Sequence[LowRank | None]) -> None:
         self.places = tuple(places)
@@ -79,16 +87,18 @@ class LowRankAdapter:
 
     @cached_property
     def addresses(self) -> Tensor:
-        """Where its factors lie, for kernels that are told: int64 [places, 9], with the addresses of A and B, the rank,
-        the bits of the scale as float64, room for what `KeptRows` says, and of its dropout the part, the salt and the
-        bits of p; zeros where it has nothing.
+        """Where its factors lie, for kernels that are told: int64 [places, 9], with the addresses
+        of A and B, the rank, the bits of the scale as float64, room for what `KeptRows` says, and
+        of its dropout the part, the salt and the bits of p; zeros where it has nothing.
         """
         return torch.tensor([_numbers(place) for place in self.places], dtype=torch.int64)
 
     @cached_property
     def device_addresses(self) -> Tensor:
         """The same, on the device of the factors."""
-        return on_device(self.addresses, next(place.a.device for place in self.places if place is not None))
+        return on_device(
+            self.addresses, next(place.a.device for place in self.places if place is not None)
+        )
 
     @cached_property
     def max_rank(self) -> int:
@@ -97,9 +107,16 @@ class LowRankAdapter:
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype | None]:
-        """Of its factors; None: of those that no kernel can read by their addresses, absent or with gaps."""
-        factors = [tensor for place in self.places if place is not None for tensor in (place.a, place.b)]
-        return frozenset(tensor.dtype if tensor.is_contiguous() and not tensor.is_meta else None for tensor in factors)
+        """Of its factors; None: of those that no kernel can read by their addresses, absent or with
+        gaps.
+        """
+        factors = [
+            tensor for place in self.places if place is not None for tensor in (place.a, place.b)
+        ]
+        return frozenset(
+            tensor.dtype if tensor.is_contiguous() and not tensor.is_meta else None
+            for tensor in factors
+        )
 
 
 def _numbers(place: LowRank | None) -> Sequence[int]:
@@ -117,7 +134,9 @@ def _bits(number: float) -> int:
 
 
 class AdapterRows:
-    """How many rows each of several adapters has, in their order: made once per step, for all products with them."""
+    """How many rows each of several adapters has, in their order: made once per step, for all
+    products with them.
+    """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.sizes, self.device = tuple(sizes), device
@@ -131,7 +150,9 @@ class AdapterRows:
 
 
 class AdapterBatch:
-    """Adapters, at least one, and the rows of a batch that each of them has, at least one: made once per step."""
+    """Adapters, at least one, and the rows of a batch that each of them has, at least one: made
+    once per step.
+    """
 
     def __init__(
         self,
@@ -141,8 +162,8 @@ class AdapterBatch:
         *,
         kept: Sequence[KeptRows] = (),
     ) -> None:
-        """rows: of the batch, those of each adapter. kept: of the last of the adapters, which are trained; their rows
-        are neighbours.
+        """rows: of the batch, those of each adapter. kept: of the last of the adapters, which are
+        trained; their rows are neighbours.
         """
         self.adapters, self._rows, self._kept = tuple(adapters), rows, kept
         # What a backend derives from it, made once for all places.
@@ -161,11 +182,17 @@ class AdapterBatch:
 
     def at(self, place: int) -> "AdapterBatch":
         """Those that sit at a place, at which some do."""
-        which = tuple(index for index, adapter in enumerate(self.adapters) if adapter.places[place] is not None)
+        which = tuple(
+            index
+            for index, adapter in enumerate(self.adapters)
+            if adapter.places[place] is not None
+        )
         if len(which) == len(self.adapters):
             return self
         if which not in self._parts:
-            adapters, rows = zip(*((self.adapters[index], self._rows[index]) for index in which), strict=True)
+            adapters, rows = zip(
+                *((self.adapters[index], self._rows[index]) for index in which), strict=True
+            )
             self._parts[which] = AdapterBatch(adapters, rows, self.sizes.device)
         return self._parts[which]
 
@@ -195,5 +222,7 @@ class AdapterBatch:
     @cached_property
     def dtype(self) -> torch.dtype | None:
         """Of all factors, if kernels can read them by their addresses."""
-        dtypes = frozenset[torch.dtype | None]().union(*(adapter.dtypes for adapter in self.adapters))
+        dtypes = frozenset[torch.dtype | None]().union(
+            *(adapter.dtypes for adapter in self.adapters)
+        )
         return next(iter(dtypes)) if len(dtypes) == 1 else None

@@ -1,9 +1,11 @@
-"""Tracing: operators run once on stand-ins for rows, and a backend writes down what it is asked for. What was written
-down then runs as one call on the rows of any step, without Python between one kernel and the next.
+"""Tracing: operators run once on stand-ins for rows, and a backend writes down what it is asked
+for. What was written down then runs as one call on the rows of any step, without Python between one
+kernel and the next.
 
-In steps of few rows Python takes as long as a tenth of the work, up to a fifth. Each row is the next of a request,
-or of a piece of a prompt, whose rows attend one by one or in tiles; or it belongs to a training window, whose rows come
-after those. A step whose rows are not so, and a model of which some operator cannot be written down, run as always.
+In steps of few rows Python takes as long as a tenth of the work, up to a fifth. Each row is the
+next of a request, or of a piece of a prompt, whose rows attend one by one or in tiles; or it
+belongs to a training window, whose rows come after those. A step whose rows are not so, and a model
+of which some operator cannot be written down, run as always.
 """
 
 from abc import ABC, abstractmethod
@@ -21,8 +23,8 @@ from coserve.kernels.low_rank import AdapterBatch
 BackendT = TypeVar("BackendT", covariant=True)
 
 
-# Up to how many pairs of a row and a key of prompts rows attend one by one in a step that is one call: with more, tiles
-# of attention save more than Python takes.
+# Up to how many pairs of a row and a key of prompts rows attend one by one in a step that is one
+# call: with more, tiles of attention save more than Python takes.
 MOST_PROMPT_PAIRS = 8192
 # More than a step can have.
 ANY_PROMPT_PAIRS = 1 << 60
@@ -50,9 +52,9 @@ class UntraceableError(Exception):
 class TracedWindow:
     """Neighbouring rows of a pack that is trained.
 
-    first_in_pack: the pack's row with which they begin. segments: whom they attend to, of the keys and values that the
-    pack keeps. kept: where they go, addresses int64: of the first one's place in each tensor of `TracedCalls.kept`, in
-    that order; 0: it is not kept.
+    first_in_pack: the pack's row with which they begin. segments: whom they attend to, of the keys
+    and values that the pack keeps. kept: where they go, addresses int64: of the first one's place
+    in each tensor of `TracedCalls.kept`, in that order; 0: it is not kept.
     """
 
     num_rows: int
@@ -65,10 +67,11 @@ class TracedWindow:
 class TracedStep:
     """What changes from step to step.
 
-    inputs: rows by name, [n, width]. attention: of the rows of requests, which come first, each the last of its
-    sequence, unless calls take a prompt's rows together (`TracedCalls.rows_apart`); pieces: those of them that belong
-    together. pages, offsets: where in the stores of keys and values each of them has its own, int64. adapters: of all
-    rows, or None. windows: the rows after those of requests, in order.
+    inputs: rows by name, [n, width]. attention: of the rows of requests, which come first, each the
+    last of its sequence, unless calls take a prompt's rows together (`TracedCalls.rows_apart`);
+    pieces: those of them that belong together. pages, offsets: where in the stores of keys and
+    values each of them has its own, int64. adapters: of all rows, or None. windows: the rows after
+    those of requests, in order.
     """
 
     inputs: Mapping[str, Tensor]
@@ -81,12 +84,16 @@ class TracedStep:
 
 
 class TracedCalls(ABC):
-    """Calls that were written down. They read the weights and stores of pages that the trace was made with."""
+    """Calls that were written down. They read the weights and stores of pages that the trace was
+    made with.
+    """
 
     @property
     @abstractmethod
     def most_rows(self) -> int:
-        """For how many rows of a step they are, at most; there may be kinds of steps for which it is less."""
+        """For how many rows of a step they are, at most; there may be kinds of steps for which it
+        is less.
+        """
 
     @property
     @abstractmethod
@@ -117,8 +124,8 @@ class TracedCalls(ABC):
 
 
 class Trace(ABC, Generic[BackendT]):
-    """One trace that is being made. Where tensors stand in arguments and results, these are stand-ins, or the rows of a
-    step of which nothing but the number is right.
+    """One trace that is being made. Where tensors stand in arguments and results, these are
+    stand-ins, or the rows of a step of which nothing but the number is right.
 
     Each method, and each of the backend, raises UntraceableError for what it cannot write down.
     """
@@ -150,12 +157,13 @@ class Trace(ABC, Generic[BackendT]):
 
     @abstractmethod
     def keep(self, name: Hashable, rows: Tensor) -> None:
-        """Of rows [n, width], windows keep theirs by this name, those that do. A trace that keeps nothing is for steps
-        without windows.
+        """Of rows [n, width], windows keep theirs by this name, those that do. A trace that keeps
+        nothing is for steps without windows.
         """
 
     @abstractmethod
     def store(self, name: Hashable, rows: Tensor, store: Tensor) -> None:
-        """Of rows [n, width], keys or values, requests' go to their places in a store [num_pages, block_tokens, width],
-        a real tensor. Windows have kept theirs by this name, if there may be any.
+        """Of rows [n, width], keys or values, requests' go to their places in a store [num_pages,
+        block_tokens, width], a real tensor. Windows have kept theirs by this name, if there may be
+        any.
         """

@@ -9,16 +9,24 @@ from torch import Tensor
 
 
 def int_tensor(values: Sequence[int]) -> Tensor:
-    """int64 [n] on the CPU, by an array: PyTorch takes several times as long to look at each number of a list."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
+    """int64 [n] on the CPU, by an array: PyTorch takes several times as long to look at each number
+    of a list.
+    """
+    return (
+        torch.frombuffer(array("q", values), dtype=torch.int64)
+        if values
+        else torch.empty(0, dtype=torch.int64)
+    )
 
 
-def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of these values on a device; RuntimeError while calls are captured (`Backend.capture`), which would copy
-    again from where the values lay.
+def on_device(
+    values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A tensor of these values on a device; RuntimeError while calls are captured
+    (`Backend.capture`), which would copy again from where the values lay.
 
-    A GPU copies it from pinned memory when its turn comes; from any other memory PyTorch would wait until everything
-    that was launched before is done.
+    A GPU copies it from pinned memory when its turn comes; from any other memory PyTorch would wait
+    until everything that was launched before is done.
     """
     tensor = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":

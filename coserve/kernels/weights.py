@@ -1,8 +1,10 @@
-"""Weights of linear layers: dense, several in one piece, quantised. Who reads one never asks which it is.
+"""Weights of linear layers: dense, several in one piece, quantised. Who reads one never asks which
+it is.
 
-A weight is [out, in] and multiplies rows [n, in]; that of experts is [experts, out, in]. It knows how it is stored; how
-fast that is multiplied is the backend's business, so each class asks the backend for the products of its own storage.
-Another kind of storage is one class more, with a `format` by which it is asked for.
+A weight is [out, in] and multiplies rows [n, in]; that of experts is [experts, out, in]. It knows
+how it is stored; how fast that is multiplied is the backend's business, so each class asks the
+backend for the products of its own storage. Another kind of storage is one class more, with a
+`format` by which it is asked for.
 """
 
 from abc import ABC, abstractmethod
@@ -52,7 +54,9 @@ class Weight(ABC):
         """x W^T + b; x [n, in], bias [out] -> [n, out]."""
 
     @abstractmethod
-    def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
+    def input_gradient(
+        self, backend: "Backend", grad: Tensor, onto: Tensor | None = None
+    ) -> Tensor:
         """dx = dy W; grad [n, out] -> [n, in], added to `onto` in place if that is given."""
 
     def grouped_product(self, backend: "Backend", x: Tensor, ends: Tensor) -> Tensor:
@@ -69,11 +73,15 @@ class Weight(ABC):
 
     @abstractmethod
     def joined(self, others: Sequence["Weight"]) -> tuple["Weight", list["Weight"]]:
-        """With others of its class as one weight, row after row; and views of that, one for each."""
+        """With others of its class as one weight, row after row; and views of that, one for
+        each.
+        """
 
     @property
     def max_rounding(self) -> float:
-        """How far an element may be from the one that was loaded, beside the rounding to the compute dtype."""
+        """How far an element may be from the one that was loaded, beside the rounding to the
+        compute dtype.
+        """
         return 0.0
 
     def products(
@@ -84,7 +92,9 @@ class Weight(ABC):
         biases: Sequence[Tensor | None],
     ) -> Sequence[Tensor]:
         """`product` of the same rows with several weights, of which this is the first."""
-        return [weight.product(backend, x, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [
+            weight.product(backend, x, bias) for weight, bias in zip(weights, biases, strict=True)
+        ]
 
 
 class DenseWeight(Weight):
@@ -112,7 +122,9 @@ class DenseWeight(Weight):
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
         return backend.product(x, self.tensor, bias)
 
-    def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
+    def input_gradient(
+        self, backend: "Backend", grad: Tensor, onto: Tensor | None = None
+    ) -> Tensor:
         return backend.input_gradient(grad, self.tensor, onto)
 
     def cut(self, cut: Cut, rank: int) -> Weight:
@@ -126,8 +138,8 @@ class DenseWeight(Weight):
 
 
 class Int8Weight(Weight):
-    """Whole numbers from -127 to 127 and one scale per output channel: W[i, j] = values[i, j] * scales[i]; of experts,
-    of each.
+    """Whole numbers from -127 to 127 and one scale per output channel: W[i, j] = values[i, j] *
+    scales[i]; of experts, of each.
 
     Weight-only: rows stay in the compute dtype, and sums are float32.
     """
@@ -172,7 +184,9 @@ class Int8Weight(Weight):
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
         return backend.int8_product(x, self.values, self.scales, bias)
 
-    def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
+    def input_gradient(
+        self, backend: "Backend", grad: Tensor, onto: Tensor | None = None
+    ) -> Tensor:
         return backend.int8_input_gradient(grad, self.values, self.scales, onto)
 
     def grouped_product(self, backend: "Backend", x: Tensor, ends: Tensor) -> Tensor:
@@ -182,20 +196,26 @@ class Int8Weight(Weight):
         return backend.int8_grouped_input_gradient(grad, self.values, self.scales, ends)
 
     def cut(self, cut: Cut, rank: int) -> Weight:
-        """Return a rank's piece; scales are those of whole rows, so that numbers do not depend on the ranks."""
+        """Return a rank's piece; scales are those of whole rows, so that numbers do not depend on
+        the ranks.
+        """
         scales = self.scales if cut.dim == -1 else cut.along(cut.dim + 1).take(self.scales, rank)
         return Int8Weight(cut.take(self.values, rank), scales, self._dtype)
 
     def joined(self, others: Sequence[Weight]) -> tuple[Weight, list[Weight]]:
-        values, scales = (torch.cat(parts) for parts in zip(*(w.tensors() for w in (self, *others)), strict=True))
+        values, scales = (
+            torch.cat(parts) for parts in zip(*(w.tensors() for w in (self, *others)), strict=True)
+        )
         sizes = [weight.shape[0] for weight in (self, *others)]
         parts = zip(torch.split(values, sizes), torch.split(scales, sizes), strict=True)
-        return Int8Weight(values, scales, self._dtype), [Int8Weight(*part, self._dtype) for part in parts]
+        return Int8Weight(values, scales, self._dtype), [
+            Int8Weight(*part, self._dtype) for part in parts
+        ]
 
 
 class JoinedWeight(Weight):
-    """One site's part of the weights of several sites that read the same rows, which lie in one piece: asked for all of
-    them, it multiplies once.
+    """One site's part of the weights of several sites that read the same rows, which lie in one
+    piece: asked for all of them, it multiplies once.
     """
 
     def __init__(self, own: Weight, piece: "_Piece") -> None:
@@ -218,7 +238,9 @@ class JoinedWeight(Weight):
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._own.product(backend, x, bias)
 
-    def input_gradient(self, backend: "Backend", grad: Tensor, onto: Tensor | None = None) -> Tensor:
+    def input_gradient(
+        self, backend: "Backend", grad: Tensor, onto: Tensor | None = None
+    ) -> Tensor:
         return self._own.input_gradient(backend, grad, onto)
 
     def cut(self, cut: Cut, rank: int) -> Weight:
@@ -243,10 +265,14 @@ class JoinedWeight(Weight):
 class _Piece:
     """What the members of a `JoinedWeight` share."""
 
-    def __init__(self, whole: Weight, parts: Sequence[Weight], bias: Tensor | None, sizes: list[int]) -> None:
+    def __init__(
+        self, whole: Weight, parts: Sequence[Weight], bias: Tensor | None, sizes: list[int]
+    ) -> None:
         self.whole, self.bias, self.sizes = whole, bias, sizes
         self.members: list[Weight] = [JoinedWeight(part, self) for part in parts]
-        self.biases: list[Tensor | None] = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
+        self.biases: list[Tensor | None] = (
+            [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
+        )
 
     def is_of(self, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> bool:
         """Whether these are all members and their biases, in order."""
@@ -255,22 +281,34 @@ class _Piece:
         return not any(map(_is_other, biases, self.biases))
 
 
-def join(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[list[Weight], list[Tensor | None]]:
-    """The same weights and biases [out] in one piece each; as they are where only some have a bias."""
+def join(
+    weights: Sequence[Weight], biases: Sequence[Tensor | None]
+) -> tuple[list[Weight], list[Tensor | None]]:
+    """The same weights and biases [out] in one piece each; as they are where only some have a
+    bias.
+    """
     given = [bias for bias in biases if bias is not None]
     if len(given) not in (0, len(weights)):
         return list(weights), list(biases)
     whole, parts = weights[0].joined(weights[1:])
-    piece = _Piece(whole, parts, torch.cat(given) if given else None, [weight.shape[0] for weight in weights])
+    piece = _Piece(
+        whole, parts, torch.cat(given) if given else None, [weight.shape[0] for weight in weights]
+    )
     return piece.members, piece.biases
 
 
-def join_again(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> tuple[Weight | None, Tensor | None]:
-    """Return the piece that weights were joined to with their biases, and its bias; (None, None) if these are not all
-    of its members in order.
+def join_again(
+    weights: Sequence[Weight], biases: Sequence[Tensor | None]
+) -> tuple[Weight | None, Tensor | None]:
+    """Return the piece that weights were joined to with their biases, and its bias; (None, None) if
+    these are not all of its members in order.
     """
     piece = weights[0]._piece if isinstance(weights[0], JoinedWeight) else None
-    return (piece.whole, piece.bias) if piece is not None and piece.is_of(weights, biases) else (None, None)
+    return (
+        (piece.whole, piece.bias)
+        if piece is not None and piece.is_of(weights, biases)
+        else (None, None)
+    )
 
 
 def as_dense(weight: Weight) -> Tensor | None:

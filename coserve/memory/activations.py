@@ -19,8 +19,8 @@ class ActivationMemory(Protocol):
     """Lends groups of tensors that are needed and let go together (what one block saves)."""
 
     def take(self, shapes: Shapes) -> dict[str, Tensor]:
-        """Uninitialised tensors of these shapes and types, by name; BudgetError, and nothing is taken, if there is no
-        room.
+        """Uninitialised tensors of these shapes and types, by name; BudgetError, and nothing is
+        taken, if there is no room.
         """
         ...
 
@@ -36,14 +36,18 @@ class DeviceMemory:
         self._device = device
 
     def take(self, shapes: Shapes) -> dict[str, Tensor]:
-        return {name: torch.empty(shape, dtype=kind, device=self._device) for name, (shape, kind) in shapes.items()}
+        return {
+            name: torch.empty(shape, dtype=kind, device=self._device)
+            for name, (shape, kind) in shapes.items()
+        }
 
     def give_back(self, tensors: dict[str, Tensor]) -> None:
         tensors.clear()
 
 
 class LentRuns:
-    """Each group in one run of neighbouring pages, which were given to a pack in the order in which it takes them.
+    """Each group in one run of neighbouring pages, which were given to a pack in the order in which
+    it takes them.
 
     runs: (first page, number of pages) of each group.
     """
@@ -71,8 +75,8 @@ class LentRuns:
 
 
 def part_of(whole: Tensor, shape: Sequence[int], start: int) -> Tensor:
-    """The numbers from a place of a one-dimensional tensor on, in a shape: by one operation, since a pack has hundreds
-    of tensors.
+    """The numbers from a place of a one-dimensional tensor on, in a shape: by one operation, since
+    a pack has hundreds of tensors.
     """
     strides, size = [], 1
     for length in reversed(shape):

@@ -1,9 +1,10 @@
 """Which slots of host memory hold, or will hold, which blocks of whom. Bookkeeping alone.
 
-A slot has the size of a page. Of a preempted request it holds keys and values of one full block, by the block's key
-(`PrefixIndex.keys`). The request gets a slot for each of its blocks at once, or for none of them: blocks leave the
-device one by one, the last first, and the last are of no use without the first. Requests with a block in common share
-its slot. A pack, or tensors of another kind, get slots for all of it or for nothing, too.
+A slot has the size of a page. Of a preempted request it holds keys and values of one full block, by
+the block's key (`PrefixIndex.keys`). The request gets a slot for each of its blocks at once, or for
+none of them: blocks leave the device one by one, the last first, and the last are of no use without
+the first. Requests with a block in common share its slot. A pack, or tensors of another kind, get
+slots for all of it or for nothing, too.
 """
 
 from collections import Counter
@@ -11,9 +12,11 @@ from collections.abc import Hashable, Iterable, Sequence
 
 
 class HostBlocks:
-    """Slots by number. Questions: `num_used`, `slots_of`; verbs: `want`, `store`; inverse of `want`: `release`.
+    """Slots by number. Questions: `num_used`, `slots_of`; verbs: `want`, `store`; inverse of
+    `want`: `release`.
 
-    Invariant, held by `check_integrity`: a slot is free, or the slot of one block that somebody wants.
+    Invariant, held by `check_integrity`: a slot is free, or the slot of one block that somebody
+    wants.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -52,7 +55,9 @@ class HostBlocks:
                 self._free.append(self._slot.pop(key))
 
     def store(self, keys: Sequence[Hashable]) -> list[tuple[int, int]]:
-        """Blocks leave the device: those that are to be copied, as (place in keys, slot). They count as copied now."""
+        """Blocks leave the device: those that are to be copied, as (place in keys, slot). They
+        count as copied now.
+        """
         found = []
         for place, key in enumerate(keys):
             if (slot := self._slot.get(key)) is not None and key not in self._stored:

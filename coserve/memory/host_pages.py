@@ -1,7 +1,9 @@
-"""Slots of host memory beside the page pool, and copies between the two; and tensors that lie in slots.
+"""Slots of host memory beside the page pool, and copies between the two; and tensors that lie in
+slots.
 
-On a GPU the slots are pinned, and copies run on a stream of their own, beside whatever runs already: `wait` comes
-before anything that reads or writes the pages. On a CPU they are a second arena, and copies are done when they return.
+On a GPU the slots are pinned, and copies run on a stream of their own, beside whatever runs
+already: `wait` comes before anything that reads or writes the pages. On a CPU they are a second
+arena, and copies are done when they return.
 """
 
 import time
@@ -23,7 +25,10 @@ class HostPages:
         self._is_cuda = self._device.type == "cuda"
         # uint8 [num_slots, page_bytes]
         self._slots = torch.empty(
-            num_slots, pages.page_bytes, dtype=torch.uint8, pin_memory=self._is_cuda and num_slots > 0
+            num_slots,
+            pages.page_bytes,
+            dtype=torch.uint8,
+            pin_memory=self._is_cuda and num_slots > 0,
         )
         self._stream: torch.cuda.Stream | None = None
         if self._is_cuda and num_slots:
@@ -52,8 +57,12 @@ class HostPages:
                 if self._stream is not None and source.is_cuda:
                     source.record_stream(self._stream)
 
-    def load(self, shapes: Sequence[Tensor], slots: Sequence[int], *, on_device: bool = True) -> list[Tensor]:
-        """The inverse, to new tensors of these shapes and types: on the device, or in the host's memory."""
+    def load(
+        self, shapes: Sequence[Tensor], slots: Sequence[int], *, on_device: bool = True
+    ) -> list[Tensor]:
+        """The inverse, to new tensors of these shapes and types: on the device, or in the host's
+        memory.
+        """
         if self._stream is not None and not on_device:
             self._stream.synchronize()
         flat, device = self._slots.view(-1), self._device if on_device else torch.device("cpu")
@@ -80,11 +89,15 @@ class HostPages:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _copy(self, source: Tensor, sources: Sequence[int], target: Tensor, targets: Sequence[int]) -> None:
+    def _copy(
+        self, source: Tensor, sources: Sequence[int], target: Tensor, targets: Sequence[int]
+    ) -> None:
         started_s = time.perf_counter()
         with self._own_stream():
             for first, to, number in _runs(sources, targets):
-                target[to : to + number].copy_(source[first : first + number], non_blocking=self._is_cuda)
+                target[to : to + number].copy_(
+                    source[first : first + number], non_blocking=self._is_cuda
+                )
         self._seconds += time.perf_counter() - started_s
 
     def _places(self, tensors: Sequence[Tensor], slots: Sequence[int]) -> Iterator[list[slice]]:
@@ -104,7 +117,9 @@ class HostPages:
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """After all that the device was given before: the pages are being written, or still read."""
+        """After all that the device was given before: the pages are being written, or still
+        read.
+        """
         if self._stream is None:
             yield
             return
@@ -128,7 +143,10 @@ def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int,
     """Neighbours that go to neighbours are one copy: (first source, first target, number)."""
     start = 0
     for end in range(1, len(sources) + 1):
-        is_next = end < len(sources) and (sources[end], targets[end]) == (sources[end - 1] + 1, targets[end - 1] + 1)
+        is_next = end < len(sources) and (sources[end], targets[end]) == (
+            sources[end - 1] + 1,
+            targets[end - 1] + 1,
+        )
         if not is_next:
             yield sources[start], targets[start], end - start
             start = end

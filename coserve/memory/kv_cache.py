@@ -1,7 +1,8 @@
-"""Which pages hold the keys and values of which request: a page holds `block_tokens` tokens. Bookkeeping alone.
+"""Which pages hold the keys and values of which request: a page holds `block_tokens` tokens.
+Bookkeeping alone.
 
-Where a model carries states from row to row (gated delta layers), each request has pages for these, too, which come
-first. Then nothing is shared: the state after a prefix is not kept.
+Where a model carries states from row to row (gated delta layers), each request has pages for these,
+too, which come first. Then nothing is shared: the state after a prefix is not kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,8 @@ class KvCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that could be had now: free ones, those of prefixes that no sequence uses, and what the window of
-        weights and the optimizers of jobs can lend.
+        """Pages that could be had now: free ones, those of prefixes that no sequence uses, and what
+        the window of weights and the optimizers of jobs can lend.
         """
         others = self.window.num_lendable + self.optimizers.num_lendable
         return self.pool.num_free + self.prefixes.num_evictable + others
@@ -38,26 +39,27 @@ class KvCache:
         return self.num_state_pages + -(-num_tokens // self.block_tokens)
 
     def open(self, keys: Sequence[bytes], num_tokens: int) -> "PagedSequence":
-        """A sequence of tokens whose blocks have these keys (`PrefixIndex.keys`; none if every row must be run).
+        """A sequence of tokens whose blocks have these keys (`PrefixIndex.keys`; none if every row
+        must be run).
 
-        It begins with the blocks that are known; its `length` says how many tokens need not be run: fewer than
-        num_tokens. No page is taken yet.
+        It begins with the blocks that are known; its `length` says how many tokens need not be run:
+        fewer than num_tokens. No page is taken yet.
         """
         pages = self.prefixes.find(keys, num_tokens)
         self.prefixes.use(pages)
         return PagedSequence(self, pages, keys)
 
     def num_pages_to_open(self, keys: Sequence[bytes], num_tokens: int) -> tuple[int, int]:
-        """For a sequence of this many tokens: by how many the available pages would fall if it were opened and run, and
-        how many of its tokens are known.
+        """For a sequence of this many tokens: by how many the available pages would fall if it were
+        opened and run, and how many of its tokens are known.
         """
         pages = self.prefixes.find(keys, num_tokens)
         num_unused = sum(page in self.prefixes.evictable for page in pages)
         return self.num_pages(num_tokens) - len(pages) + num_unused, len(pages) * self.block_tokens
 
     def take(self, num_pages: int) -> list[int]:
-        """Pages for a sequence, from the window of weights, then from unused beginnings, then from optimizers, where
-        the free ones do not suffice; BudgetError takes nothing.
+        """Pages for a sequence, from the window of weights, then from unused beginnings, then from
+        optimizers, where the free ones do not suffice; BudgetError takes nothing.
         """
         if num_pages > self.num_available:
             raise BudgetError(f"{num_pages} pages asked for, {self.num_available} are available")
@@ -69,7 +71,9 @@ class KvCache:
         return pages
 
     def evict(self, num_pages: int) -> int:
-        """Forget prefixes that no sequence uses until as many pages are free; returns how many became free."""
+        """Forget prefixes that no sequence uses until as many pages are free; returns how many
+        became free.
+        """
         pages = self.prefixes.evict(max(0, num_pages))
         self.pool.give_back(OWNER, pages)
         return len(pages)
@@ -80,7 +84,9 @@ class KvCache:
         self.pool.give_back(OWNER, pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """The inverse: pages that no other sequence uses and no prefix keeps go back to the pool."""
+        """The inverse: pages that no other sequence uses and no prefix keeps go back to the
+        pool.
+        """
         self.pool.give_back(OWNER, self.prefixes.release(pages))
 
     def move(self, targets: Mapping[int, int]) -> None:
@@ -106,8 +112,12 @@ class PagedSequence:
 
     def num_pages_missing(self, num_tokens: int) -> int:
         """Pages that it takes to run this many more tokens."""
-        missing = self._num_state_pages - (-(self.length + num_tokens) // self._block) - len(self.pages)
-        return missing if missing > 0 else 0  # asked of every request in every step: calls would be most of it
+        missing = (
+            self._num_state_pages - (-(self.length + num_tokens) // self._block) - len(self.pages)
+        )
+        return (
+            missing if missing > 0 else 0
+        )  # asked of every request in every step: calls would be most of it
 
     def reserve(self, num_tokens: int) -> None:
         """Take the pages that this many more tokens need; BudgetError takes nothing."""
@@ -115,14 +125,16 @@ class PagedSequence:
             self.pages += self.cache.take(missing)
 
     def fill(self, num_blocks: int) -> None:
-        """The next pages are filled with their blocks by other means than rows. They are made known with the next
-        `commit`: until then, it is not known whether that was done.
+        """The next pages are filled with their blocks by other means than rows. They are made known
+        with the next `commit`: until then, it is not known whether that was done.
         """
         self.length += num_blocks * self._block
         assert len(self.pages) * self._block >= self.length
 
     def commit(self, num_tokens: int, tokens: Sequence[int], owner: PrefixOwner) -> None:
-        """The rows of this many tokens have run. `tokens`: all so far, to make full blocks known."""
+        """The rows of this many tokens have run. `tokens`: all so far, to make full blocks
+        known.
+        """
         self.length += num_tokens
         assert len(tokens) >= self.length
         num_blocks = self.length // self._block

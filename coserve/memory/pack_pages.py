@@ -1,9 +1,10 @@
-"""The pages of a pack in memory: one run of neighbours for each group of tensors, and when each goes back.
+"""The pages of a pack in memory: one run of neighbours for each group of tensors, and when each
+goes back.
 
-The first group is the workspace, and lasts as long as the pack; after it comes what is saved of every part of the
-model in forward order. Parts that run backward hold theirs until they have, from the last one down; the parts below
-these only until the forward pass is done, whose windows needed their K and V. A device follows the same rule with the
-tensors (`TrainingPass`). Bookkeeping alone.
+The first group is the workspace, and lasts as long as the pack; after it comes what is saved of
+every part of the model in forward order. Parts that run backward hold theirs until they have, from
+the last one down; the parts below these only until the forward pass is done, whose windows needed
+their K and V. A device follows the same rule with the tensors (`TrainingPass`). Bookkeeping alone.
 """
 
 from collections.abc import Sequence
@@ -40,8 +41,9 @@ class PackPages:
         num_trained_parts: int,
         window: WindowPages | None = None,
     ) -> None:
-        """runs: None for groups that the pack has let go already. num_trained_parts: how many of the groups' parts,
-        from the last one down, run backward. window: of weights that it needs as long as it lasts.
+        """runs: None for groups that the pack has let go already. num_trained_parts: how many of
+        the groups' parts, from the last one down, run backward. window: of weights that it needs as
+        long as it lasts.
         """
         self._pool, self._window = pool, window
         self.runs: list[range | None] = list(runs)
@@ -49,9 +51,14 @@ class PackPages:
         lengths = tuple(map(len, held))
         self.num_pages = sum(lengths)  # that it still holds
         self._first_trained = len(runs) - num_trained_parts
-        self._saved_all = False  # whether the groups below the first trained one have been given back
-        self._end = len(runs)  # of the groups that run backward, from here on all have been given back
-        # Where the runs lie one below the other, as they mostly do: the first one's end, and their lengths.
+        self._saved_all = (
+            False  # whether the groups below the first trained one have been given back
+        )
+        self._end = len(
+            runs
+        )  # of the groups that run backward, from here on all have been given back
+        # Where the runs lie one below the other, as they mostly do: the first one's end, and their
+        # lengths.
         self._as_one: tuple[int, tuple[int, ...]] | None = None
         if held and tuple(runs) == (laid := runs_below(held[0].stop, lengths)):
             self._as_one = held[0].stop, lengths
@@ -98,7 +105,9 @@ class PackPages:
             self._window = None
 
     def _give_back(self, start: int, end: int) -> None:
-        """Of the runs of these groups, those that it still holds; all of them, unless it came with fewer."""
+        """Of the runs of these groups, those that it still holds; all of them, unless it came with
+        fewer.
+        """
         if start >= end:
             return
         first, last = self.runs[start], self.runs[end - 1]

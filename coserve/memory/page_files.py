@@ -1,8 +1,10 @@
-"""Pages that go from one device to another through a file that both map: shared memory, on a file system in memory.
+"""Pages that go from one device to another through a file that both map: shared memory, on a file
+system in memory.
 
-A file has a place for each page that goes through it, page after page as the pool of a device with one rank lays them
-out. So both pools must be of the same model, dtype and number of tokens per page, and may be divided among different
-numbers of ranks, each of which writes and reads its own columns of a place; `coserve.handover` sees to that.
+A file has a place for each page that goes through it, page after page as the pool of a device with
+one rank lays them out. So both pools must be of the same model, dtype and number of tokens per
+page, and may be divided among different numbers of ranks, each of which writes and reads its own
+columns of a place; `coserve.handover` sees to that.
 """
 
 import mmap
@@ -33,7 +35,9 @@ class PageFiles:
         """Pages to places, one to one; OSError if the file is not there."""
         self._places.write(self._mapped(path), list(pages), list(places))
 
-    def take(self, path: str, pages: Sequence[int], places: Sequence[int], data: bytes = b"") -> None:
+    def take(
+        self, path: str, pages: Sequence[int], places: Sequence[int], data: bytes = b""
+    ) -> None:
         """The inverse. data: takes the file's place."""
         started_s = time.perf_counter()
         if data:
@@ -49,7 +53,9 @@ class PageFiles:
         return seconds
 
     def _mapped(self, path: str) -> Tensor:
-        """The file as uint8 [num_places, bytes of a place]; unmapped when nobody refers to it any more."""
+        """The file as uint8 [num_places, bytes of a place]; unmapped when nobody refers to it any
+        more.
+        """
         with open(path, "r+b") as file:
             mapped = mmap.mmap(file.fileno(), 0)
         return torch.frombuffer(mapped, dtype=torch.uint8).view(-1, self._place_bytes)
@@ -76,7 +82,8 @@ class _Columns:
     def __init__(self, pages: PagedKv) -> None:
         backbone, self._num_state_pages = pages.backbone, pages.num_state_pages
         self._rank, self._dtype, self._pages = backbone.group.rank, backbone.dtype, pages.pages
-        # Of each tensor of keys or values: its block's number among those with attention, 0 or 1, and its columns.
+        # Of each tensor of keys or values: its block's number among those with attention, 0 or 1,
+        # and its columns.
         self._cuts: list[tuple[int, int, Cut]] = []
         for number, layer in enumerate(backbone.local.kv_layers):
             for which, name in enumerate(backbone.local.graphs[layer].kv_tensors):
@@ -85,11 +92,18 @@ class _Columns:
                 self._cuts.append((number, which, cut))
 
     def write(self, file: Tensor, pages: list[int], places: list[int]) -> None:
-        """Copy this rank's columns to places; of heads that several ranks hold the first of these ranks does."""
+        """Copy this rank's columns to places; of heads that several ranks hold the first of these
+        ranks does.
+        """
         for number, which, cut in self._cuts:
-            own, whole = self._pages[number, which, pages].cpu(), self._whole(file, number, which, cut)
+            own, whole = (
+                self._pages[number, which, pages].cpu(),
+                self._whole(file, number, which, cut),
+            )
             for start, run in cut.owned_runs(self._rank):
-                whole[places, :, run.start : run.stop] = own[..., start : start + run.stop - run.start]
+                whole[places, :, run.start : run.stop] = own[
+                    ..., start : start + run.stop - run.start
+                ]
 
     def read(self, file: Tensor, pages: list[int], places: list[int]) -> None:
         """Copy this rank's columns of places to pages."""
@@ -98,8 +112,12 @@ class _Columns:
             self._pages[number, which, pages] = own.to(self._pages.device)
 
     def _whole(self, file: Tensor, number: int, which: int, cut: Cut) -> Tensor:
-        """Return all keys, or all values, of a block in a file: [num_places, block_tokens, Hkv * D]."""
-        assert not self._num_state_pages, "ranks have parts of a state that do not add up to whole pages"
+        """Return all keys, or all values, of a block in a file: [num_places, block_tokens, Hkv *
+        D].
+        """
+        assert not self._num_state_pages, (
+            "ranks have parts of a state that do not add up to whole pages"
+        )
         num_layers, _, _, block_tokens, _ = self._pages.shape
         used = num_layers * 2 * block_tokens * cut.width * self._dtype.itemsize
         places = file[:, :used].view(self._dtype)

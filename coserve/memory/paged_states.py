@@ -1,7 +1,8 @@
-"""The states of requests in pages of the pool, of models whose blocks carry one (gated delta layers).
+"""The states of requests in pages of the pool, of models whose blocks carry one (gated delta
+layers).
 
-A request has as many pages for its states as all of them together fill, beside those of its keys and values. In these
-pages, laid end to end, the state of each block has its place.
+A request has as many pages for its states as all of them together fill, beside those of its keys
+and values. In these pages, laid end to end, the state of each block has its place.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ def num_state_pages(local: LocalModel, page_bytes: int) -> int:
 class PagedStates:
     """The states of one block, of some requests.
 
-    storage: all pages, uint8 [num_pages, page_bytes]. tables: the pages of each request's states, int64 [requests,
-    pages]. A place is a request's number among these.
+    storage: all pages, uint8 [num_pages, page_bytes]. tables: the pages of each request's states,
+    int64 [requests, pages]. A place is a request's number among these.
     """
 
     def __init__(self, storage: Tensor, tables: Tensor, local: LocalModel, layer: int) -> None:
@@ -47,13 +48,18 @@ class PagedStates:
     def write(self, places: Tensor, states: Tensor) -> None:
         pages, values = self._tables[places], states.contiguous().view(torch.uint8)
         sizes = [last - first for _, first, last in self._parts]
-        for (page, first, last), part in zip(self._parts, torch.split(values, sizes, 1), strict=True):
+        for (page, first, last), part in zip(
+            self._parts, torch.split(values, sizes, 1), strict=True
+        ):
             self._storage[pages[:, page], first:last] = part
 
 
-def state_runs(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> list[StateRun]:
-    """Of the next rows of sequences that stand one after another: starts: how many rows each has had before; lengths:
-    how many it has now. Sequences of equal length run at once; a sequence's place is its number.
+def state_runs(
+    starts: Sequence[int], lengths: Sequence[int], device: torch.device
+) -> list[StateRun]:
+    """Of the next rows of sequences that stand one after another: starts: how many rows each has
+    had before; lengths: how many it has now. Sequences of equal length run at once; a sequence's
+    place is its number.
     """
     first, by_length = 0, dict[int, list[tuple[int, int]]]()
     for place, length in enumerate(lengths):
@@ -62,7 +68,9 @@ def state_runs(starts: Sequence[int], lengths: Sequence[int], device: torch.devi
     return [_run(length, pieces, starts, device) for length, pieces in by_length.items()]
 
 
-def _run(length: int, pieces: Sequence[tuple[int, int]], starts: Sequence[int], device: torch.device) -> StateRun:
+def _run(
+    length: int, pieces: Sequence[tuple[int, int]], starts: Sequence[int], device: torch.device
+) -> StateRun:
     places = on_device([place for place, _ in pieces], device)
     fresh = [not starts[place] for place, _ in pieces]
     begin, num_rows = pieces[0][1], length * len(pieces)

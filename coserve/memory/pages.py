@@ -1,7 +1,7 @@
 """The page pool: all of a device's spare memory in pages of one size, by number. Bookkeeping alone.
 
-Requests take single pages, from the bottom; fine-tuning takes runs of neighbouring pages, from the top, so that what it
-keeps lies in plain contiguous tensors.
+Requests take single pages, from the bottom; fine-tuning takes runs of neighbouring pages, from the
+top, so that what it keeps lies in plain contiguous tensors.
 """
 
 from collections import Counter
@@ -18,8 +18,9 @@ _IS_FREE = bytes([1]) + bytes(255)
 
 
 class PagePool:
-    """Pages by number. Questions: `num_free`, `can_take`; verbs: `take`, `take_runs`, `take_these`, `move`;
-    inverses: `give_back`, `give_back_runs`. Runs come many at a time, since a pack has one for each part of the model.
+    """Pages by number. Questions: `num_free`, `can_take`; verbs: `take`, `take_runs`, `take_these`,
+    `move`; inverses: `give_back`, `give_back_runs`. Runs come many at a time, since a pack has one
+    for each part of the model.
 
     Invariant, held by `check_integrity`: every page is free or has one owner.
     """
@@ -27,10 +28,14 @@ class PagePool:
     def __init__(self, num_pages: int, page_bytes: int) -> None:
         """page_bytes must be a multiple of 64, so that tensors in pages are aligned."""
         if num_pages < 1 or page_bytes < 1 or page_bytes % 64:
-            raise BudgetError(f"a pool of {num_pages} pages of {page_bytes} bytes; pages are multiples of 64 bytes")
+            raise BudgetError(
+                f"a pool of {num_pages} pages of {page_bytes} bytes; pages are multiples of 64 "
+                f"bytes"
+            )
         self.num_pages, self.page_bytes = num_pages, page_bytes
-        # A byte for each page, so that a run of some hundred is taken or given back at once: 0 if it is free, otherwise
-        # the place of its owner among those that there ever were, counted from 1.
+        # A byte for each page, so that a run of some hundred is taken or given back at once: 0 if
+        # it is free, otherwise the place of its owner among those that there ever were, counted
+        # from 1.
         self._marks = bytearray(num_pages)
         self._mark_of: dict[str, int] = {}
         self.num_free = num_pages
@@ -56,11 +61,13 @@ class PagePool:
         return pages
 
     def take_runs(self, owner: str, lengths: Sequence[int]) -> list[range]:
-        """Runs of free neighbours of these lengths, each in turn the highest that there is, as far as there are."""
+        """Runs of free neighbours of these lengths, each in turn the highest that there is, as far
+        as there are.
+        """
         marks, mark = self._marks, bytes([self._mark(owner)])
         num_pages, least = sum(lengths), min(filter(None, lengths), default=0)
-        # No run lies above the highest of the shortest ones. Where there is room for all below it, they come one below
-        # the other.
+        # No run lies above the highest of the shortest ones. Where there is room for all below it,
+        # they come one below the other.
         top = marks.rfind(_FREE * least) + least
         if least and num_pages <= top and marks.startswith(_FREE * num_pages, top - num_pages):
             marks[top - num_pages : top] = mark * num_pages
@@ -85,7 +92,9 @@ class PagePool:
         self._count(owner, len(run))
 
     def move(self, targets: Mapping[int, int]) -> None:
-        """Pages that somebody has lie elsewhere now: where they were is free, and where they are was."""
+        """Pages that somebody has lie elsewhere now: where they were is free, and where they are
+        was.
+        """
         marks = self._marks
         for page, target in targets.items():
             assert marks[page] and not marks[target], f"page {page} cannot move to {target}"
@@ -127,10 +136,14 @@ class PagePool:
         """Assert that the counts are those of the pages."""
         found = Counter(self._marks)
         assert found.pop(0, 0) == self.num_free
-        assert {owner: found[mark] for owner, mark in self._mark_of.items() if found[mark]} == dict(+self._num_by_owner)
+        assert {owner: found[mark] for owner, mark in self._mark_of.items() if found[mark]} == dict(
+            +self._num_by_owner
+        )
 
     def _owner(self, page: int) -> str | None:
-        return next((owner for owner, mark in self._mark_of.items() if mark == self._marks[page]), None)
+        return next(
+            (owner for owner, mark in self._mark_of.items() if mark == self._marks[page]), None
+        )
 
     def _mark(self, owner: str) -> int:
         return self._mark_of.setdefault(owner, len(self._mark_of) + 1)
@@ -145,7 +158,9 @@ class PagePool:
 
 @lru_cache(maxsize=64)
 def runs_below(top: int, lengths: tuple[int, ...]) -> tuple[range, ...]:
-    """Runs of these lengths, the first right below a page and each next one below the one before. One pack after the
-    other has the same.
+    """Runs of these lengths, the first right below a page and each next one below the one before.
+    One pack after the other has the same.
     """
-    return tuple([range(start, end) for end, start in pairwise(accumulate(lengths, sub, initial=top))])
+    return tuple(
+        [range(start, end) for end, start in pairwise(accumulate(lengths, sub, initial=top))]
+    )

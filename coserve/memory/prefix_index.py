@@ -1,10 +1,12 @@
-"""Which pages hold the keys and values of which tokens: full blocks that requests with the same prefix share.
+"""Which pages hold the keys and values of which tokens: full blocks that requests with the same
+prefix share.
 
-A block is found by a hash of its tokens and all tokens before it, which begins with the adapter version, so that an
-entry can never be seen under another version. Where tenants do not share prefixes, the tenant is part of the hash from
-the first block on that is not public: no other tenant finds these blocks, nor learns from time or counts that they are
-there. Blocks are counted by their users; those that no request uses stay until
-their page is needed, and the one unused longest goes first.
+A block is found by a hash of its tokens and all tokens before it, which begins with the adapter
+version, so that an entry can never be seen under another version. Where tenants do not share
+prefixes, the tenant is part of the hash from the first block on that is not public: no other tenant
+finds these blocks, nor learns from time or counts that they are there. Blocks are counted by their
+users; those that no request uses stay until their page is needed, and the one unused longest goes
+first.
 """
 
 from array import array
@@ -19,7 +21,8 @@ class PrefixOwner(NamedTuple):
     """The group of requests that may share a prefix.
 
     Attributes:
-        version: What the keys and values were computed with: an adapter version, and a salt that a request brings.
+        version: What the keys and values were computed with: an adapter version, and a salt that a
+            request brings.
         tenant: The tenant that they belong to; "" for all tenants.
         num_public_tokens: Tokens at the beginning that all tenants share, whatever the tenant.
     """
@@ -30,8 +33,8 @@ class PrefixOwner(NamedTuple):
 
 
 class PrefixIndex:
-    """Pure bookkeeping: page numbers in, page numbers out. It owns nothing; the cache above it takes and returns
-    pages.
+    """Pure bookkeeping: page numbers in, page numbers out. It owns nothing; the cache above it
+    takes and returns pages.
     """
 
     def __init__(self, block_tokens: int, *, shares: bool = True) -> None:
@@ -42,8 +45,11 @@ class PrefixIndex:
         self._users: dict[int, int] = {}
         # The longest unused first, and how many had become unused when it did.
         self._unused: OrderedDict[int, int] = OrderedDict()
-        self.num_released = self.num_evicted = 0  # pages that ever became unused, and that were ever forgotten
-        # Told the keys and the pages of blocks that are being forgotten, while the pages still hold them.
+        self.num_released = self.num_evicted = (
+            0  # pages that ever became unused, and that were ever forgotten
+        )
+        # Told the keys and the pages of blocks that are being forgotten, while the pages still hold
+        # them.
         self.on_evict: Callable[[Sequence[bytes], Sequence[int]], None] | None = None
 
     @property
@@ -56,25 +62,35 @@ class PrefixIndex:
         """How many these are."""
         return len(self._unused)
 
-    def keys(self, owner: PrefixOwner, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
-        """Return the key of every full block of an owner's tokens; known: those of the first blocks."""
+    def keys(
+        self, owner: PrefixOwner, tokens: Sequence[int], known: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        """Return the key of every full block of an owner's tokens; known: those of the first
+        blocks.
+        """
         if not self.shares:
             return []
         found = list(known)
-        key = found[-1] if found else blake2b(owner.version.encode(), digest_size=16, person=b"version").digest()
+        key = (
+            found[-1]
+            if found
+            else blake2b(owner.version.encode(), digest_size=16, person=b"version").digest()
+        )
         private = owner.num_public_tokens // self.block_tokens if owner.tenant else -1
         unknown = array("q", tokens[len(found) * self.block_tokens :])
         ids, size = unknown.tobytes(), unknown.itemsize * self.block_tokens
         for start in range(0, len(ids) - size + 1, size):
             if len(found) == private:  # from here on nobody else finds the blocks
-                key = blake2b(key + owner.tenant.encode(), digest_size=16, person=b"tenant").digest()
+                key = blake2b(
+                    key + owner.tenant.encode(), digest_size=16, person=b"tenant"
+                ).digest()
             key = blake2b(key + ids[start : start + size], digest_size=16).digest()
             found.append(key)
         return found
 
     def find(self, keys: Sequence[bytes], num_tokens: int) -> list[int]:
-        """Pages of the longest known prefix of a sequence of `num_tokens` tokens, in whole blocks; at least one token
-        is left to compute.
+        """Pages of the longest known prefix of a sequence of `num_tokens` tokens, in whole blocks;
+        at least one token is left to compute.
         """
         pages = []
         for key in keys[: max(0, num_tokens - 1) // self.block_tokens]:
@@ -90,7 +106,9 @@ class PrefixIndex:
             self._unused.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> list[int]:
-        """Count one user less of each; returns the pages that no sequence uses and no index entry keeps."""
+        """Count one user less of each; returns the pages that no sequence uses and no index entry
+        keeps.
+        """
         loose = []
         # The end of a sequence is of less use to others than its beginning: it goes first.
         for page in reversed(pages):
@@ -138,7 +156,9 @@ class PrefixIndex:
 
     def unused_since(self, num_released: int) -> set[int]:
         """Pages that no request has used since as many had become unused."""
-        return {page for page, _ in takewhile(lambda each: each[1] < num_released, self._unused.items())}
+        return {
+            page for page, _ in takewhile(lambda each: each[1] < num_released, self._unused.items())
+        }
 
     def move(self, targets: Mapping[int, int]) -> None:
         """Pages that requests use lie elsewhere now."""

@@ -1,8 +1,9 @@
-"""Where runs of neighbouring pages can be had: as few pages of requests moved as that takes, and then as few known
-prefixes forgotten. Bookkeeping alone.
+"""Where runs of neighbouring pages can be had: as few pages of requests moved as that takes, and
+then as few known prefixes forgotten. Bookkeeping alone.
 
-Costs of all runs of one length come from one pass over the pool; to take a run, then, changes only the costs of those
-that overlap with it. So a pack of many groups costs as many passes as its groups have different lengths.
+Costs of all runs of one length come from one pass over the pool; to take a run, then, changes only
+the costs of those that overlap with it. So a pack of many groups costs as many passes as its groups
+have different lengths.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,9 +17,12 @@ _CHUNK = 256
 class RunSearch:
     """The pages of a pool at one moment: free, evictable, movable, or in use for good."""
 
-    def __init__(self, free_flags: bytes, evictable: Collection[int], movable: Collection[int] = ()) -> None:
-        """free_flags: of every page, 1 if it is free. evictable: pages in use that may be had at a cost of 1 each.
-        movable: pages whose content can lie elsewhere; one costs more than any run without.
+    def __init__(
+        self, free_flags: bytes, evictable: Collection[int], movable: Collection[int] = ()
+    ) -> None:
+        """free_flags: of every page, 1 if it is free. evictable: pages in use that may be had at a
+        cost of 1 each. movable: pages whose content can lie elsewhere; one costs more than any run
+        without.
         """
         move = 1 + len(free_flags)
         # No run without a page that cannot be had costs as much.
@@ -32,8 +36,12 @@ class RunSearch:
         self._sums = [0, *accumulate(costs)]
 
     def place(self, lengths: Sequence[int]) -> list[range]:
-        """Runs of these lengths, each in turn where it costs least, of equal ones the highest; as far as there are."""
-        windows = {length: _Windows(self._sums, length, self._taken) for length in set(lengths) if length}
+        """Runs of these lengths, each in turn where it costs least, of equal ones the highest; as
+        far as there are.
+        """
+        windows = {
+            length: _Windows(self._sums, length, self._taken) for length in set(lengths) if length
+        }
         runs: list[range] = []
         for length in lengths:
             start = windows[length].best() if length else 0
@@ -71,7 +79,10 @@ class _Windows:
 
     def take(self, run: range) -> None:
         """No run that overlaps with this one can be had any more."""
-        first, end = max(0, self._last - run.stop + 1), min(len(self._costs), self._last - run.start + self._length)
+        first, end = (
+            max(0, self._last - run.stop + 1),
+            min(len(self._costs), self._last - run.start + self._length),
+        )
         if first >= end:
             return
         self._costs[first:end] = [self._taken] * (end - first)

@@ -1,13 +1,14 @@
 """A window of device memory that the frozen weights of a model pass through, part by part.
 
-HARLI section 4.3. The model stays in its files (`coserve.models.mapped_weights`). A pass through it says which parts it
-will need, in what order; a thread copies the next ones into the window while one computes, in place of those that will
-be needed last. The window may grow and shrink between any two parts: what lies outside of it is forgotten, and comes
-again when it is needed. It never holds more than its bytes.
+HARLI section 4.3. The model stays in its files (`coserve.models.mapped_weights`). A pass through it
+says which parts it will need, in what order; a thread copies the next ones into the window while
+one computes, in place of those that will be needed last. The window may grow and shrink between any
+two parts: what lies outside of it is forgotten, and comes again when it is needed. It never holds
+more than its bytes.
 
-On a CPU a part is copied from the mapped files, whose pages are dropped after that. On CUDA it goes through pinned host
-memory, on a stream of its own: the copy begins when the device has done all that it was given before, and
-the device waits for it before it uses the part.
+On a CPU a part is copied from the mapped files, whose pages are dropped after that. On CUDA it goes
+through pinned host memory, on a stream of its own: the copy begins when the device has done all
+that it was given before, and the device waits for it before it uses the part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,9 @@ _COPY_ELEMENTS = 32768
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Copy:
-    """A part in the window, or on its way there. bytes: where it lies. done: gives, on CUDA, the copy's end."""
+    """A part in the window, or on its way there. bytes: where it lies. done: gives, on CUDA, the
+    copy's end.
+    """
 
     bytes: range
     weights: Mapping[str, Tensor | Weight]
@@ -42,25 +45,38 @@ class _Copy:
 
 
 class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
-    """A model's weights by part: those of `use`d parts in the window, of all others as they are in the files.
+    """A model's weights by part: those of `use`d parts in the window, of all others as they are in
+    the files.
 
-    num_bytes_copied: into the window so far. waited_s: for which callers waited for parts. Not to be shared between
-    threads.
+    num_bytes_copied: into the window so far. waited_s: for which callers waited for parts. Not to
+    be shared between threads.
     """
 
     def __init__(
-        self, architecture: Architecture, mapped: MappedWeights, storage: Tensor, *, dtype: torch.dtype
+        self,
+        architecture: Architecture,
+        mapped: MappedWeights,
+        storage: Tensor,
+        *,
+        dtype: torch.dtype,
     ) -> None:
-        """storage: uint8 [n], the memory of which the window is given bytes. dtype: of the weights in it."""
+        """storage: uint8 [n], the memory of which the window is given bytes. dtype: of the weights
+        in it.
+        """
         self.num_bytes_copied, self.waited_s = 0, 0.0
         self._mapped, self._storage, self._dtype = mapped, storage, dtype
-        self._linear = {(part, f"{node}.weight") for part, node in architecture.linear_sites.values()}
+        self._linear = {
+            (part, f"{node}.weight") for part, node in architecture.linear_sites.values()
+        }
         self._is_cuda = storage.device.type == "cuda"
         # Of a table few rows are looked up: on a CPU they are read where they lie.
         table = {weight.tensor.dtype for weight in mapped["embed"].values()}
-        self._parts = tuple(part for part in mapped if part != "embed" or self._is_cuda or table != {dtype})
+        self._parts = tuple(
+            part for part in mapped if part != "embed" or self._is_cuda or table != {dtype}
+        )
         self._sizes = {
-            part: sum(_aligned(self._num_bytes(weight)) for weight in mapped[part].values()) for part in mapped
+            part: sum(_aligned(self._num_bytes(weight)) for weight in mapped[part].values())
+            for part in mapped
         }
         self._room = range(0)
         self._copies: dict[Part, _Copy] = {}
@@ -75,7 +91,9 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
 
     @property
     def least_bytes(self) -> int:
-        """With which a part can come while the one before it computes, in any order of neighbours."""
+        """With which a part can come while the one before it computes, in any order of
+        neighbours.
+        """
         sizes = [self._sizes[part] for part in self._parts]
         return max([one + other for one, other in pairwise(sizes)], default=sizes[0])
 
@@ -92,7 +110,10 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
     def __getitem__(self, part: Part) -> Mapping[str, Tensor | Weight]:
         if part == self._in_use and part in self._copies:
             return self._copies[part].weights
-        return {name: self._as_read(part, name, weight.tensor) for name, weight in self._mapped[part].items()}
+        return {
+            name: self._as_read(part, name, weight.tensor)
+            for name, weight in self._mapped[part].items()
+        }
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self._mapped)
@@ -103,13 +124,15 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
     # -- verbs ----------------------------------------------------------------------
 
     def resize(self, room: range) -> float:
-        """The bytes of the storage that it may use from now on; what lies outside is forgotten when this returns.
-        Returns the seconds that took: 0 if nothing lay there.
+        """The bytes of the storage that it may use from now on; what lies outside is forgotten when
+        this returns. Returns the seconds that took: 0 if nothing lay there.
         """
         assert self._in_use is None and 0 <= room.start <= room.stop <= len(self._storage)
         self._room = room
         gone = [
-            part for part, copy in self._copies.items() if copy.bytes.start < room.start or copy.bytes.stop > room.stop
+            part
+            for part, copy in self._copies.items()
+            if copy.bytes.start < room.start or copy.bytes.stop > room.stop
         ]
         started_s = perf_counter()
         for part in gone:
@@ -117,21 +140,25 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         return perf_counter() - started_s if gone else 0.0
 
     def fetch(self, order: Sequence[Part], *, at_once: bool = False) -> None:
-        """Begin to bring parts, in the order in which they will be used, as far as there is room for them beside those
-        that are needed sooner; at_once: for the first one, also in place of parts that are on their way.
+        """Begin to bring parts, in the order in which they will be used, as far as there is room
+        for them beside those that are needed sooner; at_once: for the first one, also in place of
+        parts that are on their way.
         """
         turns: dict[Part, int] = {}
         for turn, part in enumerate(order):
             turns.setdefault(part, turn)
         for part, turn in turns.items():
             if part in self._parts and part not in self._copies:
-                place = self._make_place(self._sizes[part], turn, turns, at_once=at_once and not turn)
+                place = self._make_place(
+                    self._sizes[part], turn, turns, at_once=at_once and not turn
+                )
                 if place is None:
                     return
                 self._copies[part] = self._begin(part, place)
 
     def wait(self, part: Part, most_s: float = inf) -> bool:
-        """Wait until a part that was fetched is there, but no longer than that; returns whether it is.
+        """Wait until a part that was fetched is there, but no longer than that; returns whether it
+        is.
 
         WeightsError: its file is not what it was.
         """
@@ -155,8 +182,8 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
             self.waited_s += perf_counter() - started_s
 
     def use(self, order: Sequence[Part]) -> None:
-        """Until `release`, the first part's weights are those in the window: waits for it. Then the next ones are
-        fetched.
+        """Until `release`, the first part's weights are those in the window: waits for it. Then the
+        next ones are fetched.
 
         order: in which parts will be used. WeightsError as `wait`.
         """
@@ -186,19 +213,26 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
 
     # -- places ---------------------------------------------------------------------
 
-    def _make_place(self, size: int, turn: int, turns: Mapping[Part, int], *, at_once: bool) -> range | None:
-        """Free bytes for a part that is needed at this turn, the highest that there are, in place of parts that are
-        needed later: of as few as that takes, the last one first. at_once: also of those that are on their way.
+    def _make_place(
+        self, size: int, turn: int, turns: Mapping[Part, int], *, at_once: bool
+    ) -> range | None:
+        """Free bytes for a part that is needed at this turn, the highest that there are, in place
+        of parts that are needed later: of as few as that takes, the last one first. at_once: also
+        of those that are on their way.
         """
         later = [
             part
             for part, copy in self._copies.items()
-            if part != self._in_use and (at_once or copy.done.done()) and turns.get(part, inf) > turn
+            if part != self._in_use
+            and (at_once or copy.done.done())
+            and turns.get(part, inf) > turn
         ]
         later.sort(key=lambda part: turns.get(part, inf), reverse=True)
         for number in range(len(later) + 1):
             gone = later[:number]
-            place = self._free_place(size, [copy.bytes for part, copy in self._copies.items() if part not in gone])
+            place = self._free_place(
+                size, [copy.bytes for part, copy in self._copies.items() if part not in gone]
+            )
             if place is not None:
                 for part in gone:
                     held = self._copies[part].bytes
@@ -235,7 +269,9 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         start, moves, weights = place.start, [], {}
         for name, weight in self._mapped[part].items():
             num_bytes = self._num_bytes(weight)
-            target = self._storage[start : start + num_bytes].view(self._dtype).view(weight.tensor.shape)
+            target = (
+                self._storage[start : start + num_bytes].view(self._dtype).view(weight.tensor.shape)
+            )
             moves.append((weight, target))
             weights[name] = self._as_read(part, name, target)
             start += _aligned(num_bytes)
@@ -250,7 +286,10 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
 
     @torch.inference_mode()
     def _copy(
-        self, moves: Sequence[tuple[MappedTensor, Tensor]], free: "torch.cuda.Event | None", cancelled: Event
+        self,
+        moves: Sequence[tuple[MappedTensor, Tensor]],
+        free: "torch.cuda.Event | None",
+        cancelled: Event,
     ) -> "torch.cuda.Event | None":
         """In the thread: read tensors of the files, and write them to the window."""
         for source, _ in moves:
@@ -264,11 +303,18 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         return None
 
     def _copy_pinned(
-        self, moves: Sequence[tuple[MappedTensor, Tensor]], free: "torch.cuda.Event | None", cancelled: Event
+        self,
+        moves: Sequence[tuple[MappedTensor, Tensor]],
+        free: "torch.cuda.Event | None",
+        cancelled: Event,
     ) -> "torch.cuda.Event":
         assert self._stream is not None and free is not None
         if self._staging is None:
-            largest = max(self._num_bytes(weight) for part in self._parts for weight in self._mapped[part].values())
+            largest = max(
+                self._num_bytes(weight)
+                for part in self._parts
+                for weight in self._mapped[part].values()
+            )
             self._staging = torch.empty(largest, dtype=torch.uint8, pin_memory=True)
         ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stream.wait_event(free)

@@ -1,7 +1,9 @@
-"""The pages that weights of other models pass through: one run, which gives way to everybody. Bookkeeping alone.
+"""The pages that weights of other models pass through: one run, which gives way to everybody.
+Bookkeeping alone.
 
-A device follows it with the weights (`coserve.memory.weight_window`). Requests take pages of it as if they were free:
-it shrinks from below, where requests' pages come from, down to what the pack in memory cannot do without.
+A device follows it with the weights (`coserve.memory.weight_window`). Requests take pages of it as
+if they were free: it shrinks from below, where requests' pages come from, down to what the pack in
+memory cannot do without.
 """
 
 from collections.abc import Callable, Collection
@@ -12,7 +14,9 @@ OWNER = "weights"
 
 
 class WindowPages:
-    """run: the pages, empty if there is no window. num_lendable: of these, that others can have now."""
+    """run: the pages, empty if there is no window. num_lendable: of these, that others can have
+    now.
+    """
 
     def __init__(self, pool: PagePool) -> None:
         self.run = range(0)

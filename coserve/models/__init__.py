@@ -1,6 +1,8 @@
-"""Models: families as graphs, weights in Hugging Face's layout, and the forward pass over a mixed batch of rows.
+"""Models: families as graphs, weights in Hugging Face's layout, and the forward pass over a mixed
+batch of rows.
 
-Importing this package is cheap, so that a model can be refused before torch and transformers are imported.
+Importing this package is cheap, so that a model can be refused before torch and transformers are
+imported.
 """
 
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""The backbone: one frozen copy of a model's weights on one device, with everything that is fixed once it is loaded."""
+"""The backbone: one frozen copy of a model's weights on one device, with everything that is fixed
+once it is loaded.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,8 +26,8 @@ from coserve.models.source import ModelSource, find_model
 from coserve.models.weights import WeightStorage, absent_weights, random_weights
 from coserve.settings import is_whole, shown
 
-# Rows of a block, where results must not depend on the company: about as many as cost little more than one, since
-# the weight has to come from memory.
+# Rows of a block, where results must not depend on the company: about as many as cost little more
+# than one, since the weight has to come from memory.
 _BLOCK_ROWS = {"cpu": 16}
 _MANY_BLOCK_ROWS = 128
 
@@ -36,8 +38,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Backbone:
     """Read-only once it is loaded; requests and jobs share it.
 
-    rotary: see `Architecture.rotary_tables`. max_positions: of the longest sequence that is run. block_rows: see
-    `Context`; of forward passes of requests (None: rows run as they come).
+    rotary: see `Architecture.rotary_tables`. max_positions: of the longest sequence that is run.
+    block_rows: see `Context`; of forward passes of requests (None: rows run as they come).
     """
 
     name: str
@@ -65,7 +67,8 @@ class Backbone:
 
     @property
     def link_flops_per_byte(self) -> float:
-        """Return the FLOPs that a rank computes while a gather moves a byte; 0 for one rank, and for shapes alone.
+        """Return the FLOPs that a rank computes while a gather moves a byte; 0 for one rank, and
+        for shapes alone.
 
         All ranks measure it together the first time.
         """
@@ -77,12 +80,20 @@ class Backbone:
 
     def _measured_link(self) -> float:
         layers = [self.weights[part].values() for part in self.local.parts if isinstance(part, int)]
-        matrices = [each for weights in layers for each in weights if isinstance(each, Weight) and len(each.shape) == 2]
+        matrices = [
+            each
+            for weights in layers
+            for each in weights
+            if isinstance(each, Weight) and len(each.shape) == 2
+        ]
         largest = max(matrices, key=lambda matrix: prod(matrix.shape))
-        return link_flops_per_byte(self.group, self.backend, largest, dtype=self.dtype, device=self.device)
+        return link_flops_per_byte(
+            self.group, self.backend, largest, dtype=self.dtype, device=self.device
+        )
 
     def deterministic(self, *, is_so: bool = True) -> "Backbone":
-        """The same weights; forward passes of requests give a row the same results in any company, or need not.
+        """The same weights; forward passes of requests give a row the same results in any company,
+        or need not.
 
         UnsupportedModelError if this family's cannot.
         """
@@ -91,11 +102,13 @@ class Backbone:
                 f"{self.name} is a {self.architecture.config.model_type}, whose results depend on "
                 f"{self.architecture.depends_on}; leave --deterministic out"
             )
-        return replace(self, block_rows=_BLOCK_ROWS.get(self.device.type, _MANY_BLOCK_ROWS) if is_so else None)
+        return replace(
+            self, block_rows=_BLOCK_ROWS.get(self.device.type, _MANY_BLOCK_ROWS) if is_so else None
+        )
 
     def constants(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """What the graphs may read for these rows: tokens and positions int64 [n], cos and sin of each rotary
-        table [n, features that it rotates].
+        """What the graphs may read for these rows: tokens and positions int64 [n], cos and sin of
+        each rotary table [n, features that it rotates].
         """
         constants = {"tokens": tokens, "positions": positions}
         for prefix, table in self.rotary.items():
@@ -124,11 +137,12 @@ def load_backbone(
 
     Args:
         dtype: "float32", "bfloat16", "float16", or "auto" for the one in the model's configuration.
-        weights: how the weights of linear layers are stored: "dense" in the dtype, or "int8" (see `Int8Weight`).
+        weights: how the weights of linear layers are stored: "dense" in the dtype, or "int8" (see
+            `Int8Weight`).
         kernels: the name of a backend (see `find_backend`); None for the best one.
         seed: of the random weights of a `dummy:` model.
-        max_positions: of the longest sequence that will be run; None: as long as the model was made for. It decides
-            which of LongRoPE's two sets of frequencies is used.
+        max_positions: of the longest sequence that will be run; None: as long as the model was made
+            for. It decides which of LongRoPE's two sets of frequencies is used.
     """
     return build_backbone(
         find_model(model),
@@ -166,13 +180,16 @@ def build_backbone(
     max_positions: int | None = None,
     group: RankGroup | None = None,
 ) -> Backbone:
-    """Load the weights of a model that has been found; on the "meta" device it has shapes only, whatever its size.
+    """Load the weights of a model that has been found; on the "meta" device it has shapes only,
+    whatever its size.
 
     Args:
-        group: the rank's group where several hold the model together: the rank reads and holds its share alone.
+        group: the rank's group where several hold the model together: the rank reads and holds its
+            share alone.
 
     Raises:
-        UnsupportedModelError: the model cannot be divided among the ranks; said before any weight is read.
+        UnsupportedModelError: the model cannot be divided among the ranks; said before any weight
+            is read.
     """
     architecture, group = build_architecture(source.config), group or SingleRank()
     local = local_model(architecture, Ranks(rank=group.rank, size=group.size))
@@ -180,11 +197,15 @@ def build_backbone(
     if max_positions is None:
         max_positions = most
     if not is_whole(max_positions, 1):
-        raise ModelError(f"max_positions must be a whole number from 1 to {most}, not {shown(max_positions)}")
+        raise ModelError(
+            f"max_positions must be a whole number from 1 to {most}, not {shown(max_positions)}"
+        )
     if max_positions > most:
         raise ModelError(f"{max_positions} positions are more than the {most} of {source.name}")
     compute_dtype, rotary = resolve_dtype(source, dtype), architecture.rotary_tables()
-    storage = WeightStorage(dtype=compute_dtype, weight_format=weight_format, backend=find_backend(device, kernels))
+    storage = WeightStorage(
+        dtype=compute_dtype, weight_format=weight_format, backend=find_backend(device, kernels)
+    )
     if device.type == "meta":
         weights = absent_weights(local, storage)
     elif source.directory is None:
@@ -206,8 +227,8 @@ def build_backbone(
 
 
 def resolve_dtype(source: ModelSource, dtype: str) -> torch.dtype:
-    """The compute dtype for a choice of "auto" or a name; a configuration that names none, or a wider one, means
-    float32.
+    """The compute dtype for a choice of "auto" or a name; a configuration that names none, or a
+    wider one, means float32.
     """
     if dtype == "auto":
         named = str(getattr(source.config, "dtype", None)).removeprefix("torch.")

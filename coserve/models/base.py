@@ -1,4 +1,6 @@
-"""What a model family is: graphs (embedding, blocks, head), how a checkpoint holds its weights, and rotary tables."""
+"""What a model family is: graphs (embedding, blocks, head), how a checkpoint holds its weights, and
+rotary tables.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -26,11 +28,12 @@ Part = int | Literal["embed", "head"]
 class Architecture(ABC):
     """A family, built for one configuration.
 
-    Subclasses give the graphs. A node is named after the module that it stands for, so that `prefix(part) + node
-    name` is the module's name in transformers, `… + ".weight"` the weight's name there, and PEFT's target patterns
-    match as they are; where a checkpoint has it otherwise, `stored_as` says so. The row input of a block or the head is
-    called "x"; constants that a graph may declare are "tokens" and "positions" (int64), "cos" and "sin" of each rotary
-    table, "targets" and "dropout_row_ids".
+    Subclasses give the graphs. A node is named after the module that it stands for, so that
+    `prefix(part) + node name` is the module's name in transformers, `… + ".weight"` the weight's
+    name there, and PEFT's target patterns match as they are; where a checkpoint has it otherwise,
+    `stored_as` says so. The row input of a block or the head is called "x"; constants that a graph
+    may declare are "tokens" and "positions" (int64), "cos" and "sin" of each rotary table,
+    "targets" and "dropout_row_ids".
     """
 
     def __init__(self, config: "PretrainedConfig") -> None:
@@ -41,7 +44,9 @@ class Architecture(ABC):
         self.max_positions: int = getattr(config, self.max_positions_name)
         self.num_heads: int = config.num_attention_heads
         self.num_key_value_heads: int = self._head_field("num_key_value_heads") or self.num_heads
-        self.head_dim: int = self._head_field("head_dim") or self.hidden_size // max(1, self.num_heads)
+        self.head_dim: int = self._head_field("head_dim") or self.hidden_size // max(
+            1, self.num_heads
+        )
         self.tied: bool = bool(config.tie_word_embeddings)
         self._check_sizes()
 
@@ -49,14 +54,16 @@ class Architecture(ABC):
 
     embedding_name: ClassVar[str] = "model.embed_tokens"
     block_prefix: ClassVar[str] = "model.layers"
-    # Whether the configuration's `num_key_value_heads` and `head_dim` are read: of other families, transformers goes by
-    # `hidden_size` and the number of heads, whatever they say.
+    # Whether the configuration's `num_key_value_heads` and `head_dim` are read: of other families,
+    # transformers goes by `hidden_size` and the number of heads, whatever they say.
     has_head_fields: ClassVar[bool] = False
     # The configuration's field for the longest sequence.
     max_positions_name: ClassVar[str] = "max_position_embeddings"
-    # Why a row's results cannot be made the same in any company (`Backbone.deterministic`); "": they can.
+    # Why a row's results cannot be made the same in any company (`Backbone.deterministic`); "":
+    # they can.
     depends_on: ClassVar[str] = ""
-    # A regular expression of tensors in checkpoints that nothing reads: buffers of older versions of transformers.
+    # A regular expression of tensors in checkpoints that nothing reads: buffers of older versions
+    # of transformers.
     unread: ClassVar[str] = r"(.*\.)?rotary_emb\.inv_freq"
 
     @abstractmethod
@@ -72,7 +79,9 @@ class Architecture(ABC):
         """Graph from "x" [hidden_size] to logits [vocab_size]."""
 
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
-        """The angles of the constants "cos" and "sin", by what stands before these names: "" for those of most."""
+        """The angles of the constants "cos" and "sin", by what stands before these names: "" for
+        those of most.
+        """
         return {}
 
     def stored_as(self, name: str) -> Stored:
@@ -123,7 +132,9 @@ class Architecture(ABC):
         shapes: dict[str, tuple[int, ...]] = {}
         for name, stored in self.stored.items():
             views = stored.views(torch.empty(self.weight_shapes[name], device="meta"))
-            shapes |= {each: tuple(view.shape) for each, view in zip(stored.names, views, strict=True)}
+            shapes |= {
+                each: tuple(view.shape) for each, view in zip(stored.names, views, strict=True)
+            }
         return shapes
 
     @property
@@ -133,8 +144,8 @@ class Architecture(ABC):
 
     @property
     def bare_prefix(self) -> str:
-        """What stands before the names of a whole model's tensors, but not of a model's that was saved without its
-        head.
+        """What stands before the names of a whole model's tensors, but not of a model's that was
+        saved without its head.
         """
         return self.embedding_name.split(".")[0] + "."
 
@@ -150,7 +161,9 @@ class Architecture(ABC):
 
     @cached_property
     def expert_sites(self) -> dict[str, tuple[Part, str]]:
-        """The same of every product with experts' matrices, by the name that transformers has for all of them."""
+        """The same of every product with experts' matrices, by the name that transformers has for
+        all of them.
+        """
         return {
             self.prefix(part) + node.name: (part, node.name)
             for part in self.parts
@@ -163,13 +176,17 @@ class Architecture(ABC):
         return self.tied and name == f"{self.embedding_name}.weight"
 
     def with_vocabulary(self, vocab_size: int) -> Self:
-        """Return the architecture of a model whose vocabulary was resized: other embeddings and another head, the same
-        blocks.
+        """Return the architecture of a model whose vocabulary was resized: other embeddings and
+        another head, the same blocks.
         """
         if vocab_size == self.vocab_size:
             return self
         found = copy(self)
-        for name in [each for each in vars(found) if isinstance(getattr(type(self), each, None), cached_property)]:
+        for name in [
+            each
+            for each in vars(found)
+            if isinstance(getattr(type(self), each, None), cached_property)
+        ]:
             del vars(found)[name]
         found.config = copy(self.config)
         found.config.vocab_size = found.vocab_size = vocab_size
@@ -196,7 +213,9 @@ class Architecture(ABC):
             "scale": self.head_dim**-0.5,
             "sliding_window": sliding_window,
         }
-        return b.apply("attention", "attention", {"q": q, "k": k, "v": v, "sinks": sinks}, **usual | attributes)
+        return b.apply(
+            "attention", "attention", {"q": q, "k": k, "v": v, "sinks": sinks}, **usual | attributes
+        )
 
     def _check_sizes(self) -> None:
         """Refuse sizes that make no model, before anything is built from them."""
@@ -210,11 +229,15 @@ class Architecture(ABC):
             "head_dim": self.head_dim,
             "intermediate_size": getattr(self.config, "intermediate_size", 1),
             "ffn_dim": getattr(self.config, "ffn_dim", 1),
-            "sliding_window": 1 if (window := getattr(self.config, "sliding_window", None)) is None else window,
+            "sliding_window": 1
+            if (window := getattr(self.config, "sliding_window", None)) is None
+            else window,
         }
         for name, size in sizes.items():
             if not is_whole(size, 1):
-                raise UnsupportedModelError(f"{name}={size!r} makes no model; it must be a whole number of at least 1")
+                raise UnsupportedModelError(
+                    f"{name}={size!r} makes no model; it must be a whole number of at least 1"
+                )
         if self.num_heads % self.num_key_value_heads:
             raise UnsupportedModelError(
                 f"num_attention_heads={self.num_heads} must be a multiple of "
@@ -222,7 +245,8 @@ class Architecture(ABC):
             )
         if not self._head_field("head_dim") and self.hidden_size % self.num_heads:
             raise UnsupportedModelError(
-                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_heads}"
+                f"hidden_size={self.hidden_size} must be a multiple of "
+                f"num_attention_heads={self.num_heads}"
             )
 
     def _head_field(self, name: str) -> int | None:
@@ -234,7 +258,8 @@ class Architecture(ABC):
         if value not in allowed:
             options = " or ".join(str(option) for option in allowed)
             raise UnsupportedModelError(
-                f"{self.config.model_type} with {setting}={value!r} is not supported; {setting} must be {options}"
+                f"{self.config.model_type} with {setting}={value!r} is not supported; {setting} "
+                f"must be {options}"
             )
 
 

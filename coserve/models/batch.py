@@ -1,10 +1,12 @@
-"""The forward pass over a mixed batch: decode tokens, prefill chunks and fine-tuning windows as rows of one matrix.
+"""The forward pass over a mixed batch: decode tokens, prefill chunks and fine-tuning windows as
+rows of one matrix.
 
-Every node of the backbone runs once on all rows. Only three things look at whom a row belongs to: attention, adapters
-(their bypasses run on their rows, and add to the site's output), and saving. Saving is one mechanism for all: a
-training window keeps its program's saved set, and a request keeps K and V, which is its KV cache. What these three need
-is prepared once per step, for all layers, and none of them loops over requests: the rows of all requests of a cache are
-one group (`BatchRows`), and what LoRAs of any ranks add to sites that read the same rows is one call.
+Every node of the backbone runs once on all rows. Only three things look at whom a row belongs to:
+attention, adapters (their bypasses run on their rows, and add to the site's output), and saving.
+Saving is one mechanism for all: a training window keeps its program's saved set, and a request
+keeps K and V, which is its KV cache. What these three need is prepared once per step, for all
+layers, and none of them loops over requests: the rows of all requests of a cache are one group
+(`BatchRows`), and what LoRAs of any ranks add to sites that read the same rows is one call.
 """
 
 from abc import ABC, abstractmethod
@@ -40,9 +42,11 @@ class Destination(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Where some rows of some tensors go: name -> a tensor [n, ...], or what else can be copied into.
+    """Where some rows of some tensors go: name -> a tensor [n, ...], or what else can be copied
+    into.
 
-    only_kept: the nodes that make those of them that exist only to be kept: packed signs, a rank's columns.
+    only_kept: the nodes that make those of them that exist only to be kept: packed signs, a rank's
+    columns.
     """
 
     rows: Mapping[str, "Destination"] = field(default_factory=dict)
@@ -50,10 +54,12 @@ class Keep:
 
 
 class BatchRows(ABC):
-    """Neighbouring rows of a batch, of one span or of several, with what they need in every part of the model.
+    """Neighbouring rows of a batch, of one span or of several, with what they need in every part of
+    the model.
 
-    tokens (negative: virtual), positions: int64 [n]. segments: whom they attend to, in stores of pages of
-    `block_tokens` keys. keeps_inside: whether they keep what is computed within bypasses, or have constants for them.
+    tokens (negative: virtual), positions: int64 [n]. segments: whom they attend to, in stores of
+    pages of `block_tokens` keys. keeps_inside: whether they keep what is computed within bypasses,
+    or have constants for them.
     """
 
     tokens: Tensor
@@ -68,7 +74,9 @@ class BatchRows(ABC):
 
     @abstractmethod
     def keep(self, part: Part) -> Keep:
-        """What to save of this part. Must hold the tensors that the part's graph carries (K and V)."""
+        """What to save of this part. Must hold the tensors that the part's graph carries (K and
+        V).
+        """
 
     @abstractmethod
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -76,16 +84,22 @@ class BatchRows(ABC):
 
     @property
     def in_pages(self) -> InPages | None:
-        """Where their keys and values go, if nothing else is kept, and their blocks may run as one call."""
+        """Where their keys and values go, if nothing else is kept, and their blocks may run as one
+        call.
+        """
         return None
 
     @property
     def in_window(self) -> InWindow | None:
-        """What is kept of them, if they are of a training window, and their blocks may run as one call with others'."""
+        """What is kept of them, if they are of a training window, and their blocks may run as one
+        call with others'.
+        """
         return None
 
     def states(self, layer: int) -> StateRows:
-        """Their pieces of sequences, and where the states of a block lie that carries one; `rows` says nothing."""
+        """Their pieces of sequences, and where the states of a block lie that carries one; `rows`
+        says nothing.
+        """
         raise NotImplementedError
 
     def constants(self, part: Part) -> Mapping[str, Tensor]:
@@ -96,8 +110,8 @@ class BatchRows(ABC):
 class Span(ABC):
     """Consecutive rows of a batch that belong to one request or one training window.
 
-    bypasses: of the adapter that the rows use, or None. group: neighbours of an equal group are one `BatchRows`; None:
-    alone.
+    bypasses: of the adapter that the rows use, or None. group: neighbours of an equal group are one
+    `BatchRows`; None: alone.
     """
 
     num_rows: int
@@ -109,14 +123,16 @@ class Span(ABC):
         """The rows of this span and of others of its group after it."""
 
     def run_captured(self) -> Tensor | None:
-        """By themselves through the embedding and all blocks, by calls that were captured: [n, hidden_size]; None where
-        they must run as always.
+        """By themselves through the embedding and all blocks, by calls that were captured: [n,
+        hidden_size]; None where they must run as always.
         """
         return None
 
 
 def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
-    """Run the spans through the embedding and all blocks: [n, hidden_size] for the head, rows in the spans' order."""
+    """Run the spans through the embedding and all blocks: [n, hidden_size] for the head, rows in
+    the spans' order.
+    """
     assert spans, "a batch has at least one span"
     if not backbone.backend.captures:
         return _forward(backbone, spans)
@@ -143,7 +159,9 @@ def _forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
 
 
 def forward_part(backbone: Backbone, spans: Sequence[Span], part: Part, x: Tensor | None) -> Tensor:
-    """Run the spans through one part before the head: x [n, hidden_size] (None: the embedding) -> [n, hidden_size]."""
+    """Run the spans through one part before the head: x [n, hidden_size] (None: the embedding) ->
+    [n, hidden_size].
+    """
     return _Batch(backbone, spans).run(part, x)
 
 
@@ -169,7 +187,9 @@ class _Batch:
         self._keepers: list[_Keeper] = []
         users: list[tuple[int, Bypasses | None, BatchRows | None]] = []
         start = 0
-        for _, found in groupby(spans, key=lambda span: id(span) if span.group is None else span.group):
+        for _, found in groupby(
+            spans, key=lambda span: id(span) if span.group is None else span.group
+        ):
             first, *others = found
             own = first.gather(others)
             rows = slice(start, start + own.tokens.shape[0])
@@ -178,11 +198,15 @@ class _Batch:
             users += [(span.num_rows, span.bypasses, own) for span in (first, *others)]
             start = rows.stop
         self._adapters = RowAdapters(users, backbone.device, apart=bool(backbone.block_rows))
-        tokens, positions = (_cat([getattr(k.own, name) for k in self._keepers]) for name in ("tokens", "positions"))
+        tokens, positions = (
+            _cat([getattr(k.own, name) for k in self._keepers]) for name in ("tokens", "positions")
+        )
         self._constants = backbone.constants(tokens, positions)
 
     def run(self, part: Part, x: Tensor | None) -> Tensor:
-        """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's output."""
+        """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's
+        output.
+        """
         backbone, graph = self._backbone, self._backbone.local.graphs[part]
         context = Context(
             backend=backbone.backend,
@@ -193,7 +217,9 @@ class _Batch:
         )
         runs, weights = backbone.local.place_runs[part], backbone.weights[part]
         num_rows = self._keepers[-1].rows.stop
-        after = AfterNode(part, graph, self._keepers, self._adapters, runs, weights, context, num_rows)
+        after = AfterNode(
+            part, graph, self._keepers, self._adapters, runs, weights, context, num_rows
+        )
         values: dict[str, Tensor] = dict(self._constants)
         if x is not None:
             values["x"] = x
@@ -208,12 +234,16 @@ class _Batch:
         windows = [window for keeper in others if (window := keeper.own.in_window) is not None]
         if requests is None or len(windows) < len(others) or backbone.block_rows is not None:
             return None
-        inputs = {name: rows for name, rows in self._constants.items() if rows.dtype == backbone.dtype} | {"x": x}
+        inputs = {
+            name: rows for name, rows in self._constants.items() if rows.dtype == backbone.dtype
+        } | {"x": x}
 
         def attention(rows_apart: bool) -> AttentionBatch:
             if requests.segments is None or not rows_apart:
                 return first.attention
-            return backbone.backend.prepare_attention(requests.segments(), block_tokens=first.own.block_tokens)
+            return backbone.backend.prepare_attention(
+                requests.segments(), block_tokens=first.own.block_tokens
+            )
 
         return run_at_once(backbone, inputs, requests, attention, windows, self._adapters)
 
@@ -271,10 +301,14 @@ class _Savers:
         return place if isinstance(place, Tensor) and place.shape[0] == self._num_rows else None
 
     def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
-        """Copy a tensor's rows to all who keep them; the rows of `value` are those of a group, or of the batch."""
+        """Copy a tensor's rows to all who keep them; the rows of `value` are those of a group, or
+        of the batch.
+        """
         for saved in self._savers.get(name, ()):
             if (rows := _rows_in(saved, group)) is not None:
-                saved.keep.rows[name].copy_(value[rows])  # nothing to do where they are (`room`): PyTorch sees that
+                saved.keep.rows[name].copy_(
+                    value[rows]
+                )  # nothing to do where they are (`room`): PyTorch sees that
         for saved, made, node in self._made.get(name, ()):
             if (rows := _rows_in(saved, group)) is not None:
                 found = run_node(node, {name: value[rows]}, {}, self._context)
@@ -282,8 +316,8 @@ class _Savers:
 
 
 class AfterNode:
-    """What happens after each node of a part: bypasses add to its output (of nodes that run at once, after the first
-    of them), then what is kept of it is saved.
+    """What happens after each node of a part: bypasses add to its output (of nodes that run at
+    once, after the first of them), then what is kept of it is saved.
     """
 
     def __init__(
@@ -303,7 +337,9 @@ class AfterNode:
         self._runs = {run.node: run for run in runs if run.mask & batch.mask} if batch else {}
         self.savers = _Savers(part, keepers, context)
         read = {name for run in self._runs.values() for name in (run.source, *run.outputs)}
-        self.bypasses = BypassRuns(part, graph, adapters.groups, num_rows, weights, context, self.savers, read)
+        self.bypasses = BypassRuns(
+            part, graph, adapters.groups, num_rows, weights, context, self.savers, read
+        )
 
         # Nodes after which there is anything to do.
         producer = self.bypasses.graph.producer

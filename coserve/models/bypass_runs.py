@@ -1,12 +1,14 @@
-"""The bypasses of one part of a model on the rows of a batch: each after its node, or its last product within the
-node's own.
+"""The bypasses of one part of a model on the rows of a batch: each after its node, or its last
+product within the node's own.
 
-What a bypass adds is most often a product of low rank, narrow B^T. Where all rows have one adapter, nobody wants that
-product for itself, and the backend has a kernel for both (`graph.fuse`), the rest of the bypass runs before the node,
-and the node's product takes narrow and B along: both are made in the same sums, and the result is written once.
+What a bypass adds is most often a product of low rank, narrow B^T. Where all rows have one adapter,
+nobody wants that product for itself, and the backend has a kernel for both (`graph.fuse`), the rest
+of the bypass runs before the node, and the node's product takes narrow and B along: both are made
+in the same sums, and the result is written once.
 
-Where an adapter has weights of its own for a node, its rows run the node once more with these. Where all rows are its
-rows, and it has weights of its own for all nodes that run at once, they run with these alone.
+Where an adapter has weights of its own for a node, its rows run the node once more with these.
+Where all rows are its rows, and it has weights of its own for all nodes that run at once, they run
+with these alone.
 """
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
@@ -24,7 +26,8 @@ from coserve.graph.tensors import Kind, TensorSpec
 from coserve.models.base import Part
 from coserve.models.bypasses import BypassGroup
 
-# Most graphs that are remembered for a part: what is kept of it, and the adapters of its rows, are seldom others.
+# Most graphs that are remembered for a part: what is kept of it, and the adapters of its rows, are
+# seldom others.
 _MOST_REWRITTEN = 64
 
 
@@ -50,10 +53,11 @@ class Saver(Protocol):
 
 
 class BypassRuns:
-    """See above. graph: the part's, fused; within: the nodes whose product takes along what a bypass adds.
+    """See above. graph: the part's, fused; within: the nodes whose product takes along what a
+    bypass adds.
 
-    Two products of which the next node makes a gated unit, and whose results are kept, may make it, too: the results
-    are then written to where they are kept.
+    Two products of which the next node makes a gated unit, and whose results are kept, may make it,
+    too: the results are then written to where they are kept.
     """
 
     def __init__(
@@ -67,25 +71,41 @@ class BypassRuns:
         saver: Saver,
         read: Collection[str] = (),
     ) -> None:
-        """graph, weights: of the part. num_rows: of the batch, or 0 where every bypass runs after its node. read:
-        tensors that others read.
+        """graph, weights: of the part. num_rows: of the batch, or 0 where every bypass runs after
+        its node. read: tensors that others read.
         """
         self._part, self._context, self._saver = part, context, saver
         self._groups: dict[str, list[BypassGroup]] = {}
         for group in groups:
             for site in group.sites(part):
                 self._groups.setdefault(site, []).append(group)
-        has_one = len(groups) == 1 and groups[0].has_one_adapter_of(num_rows) and context.block_rows is None
-        operators = frozenset(context.backend.fused) if context.block_rows is None else frozenset[str]()
+        has_one = (
+            len(groups) == 1
+            and groups[0].has_one_adapter_of(num_rows)
+            and context.block_rows is None
+        )
+        operators = (
+            frozenset(context.backend.fused) if context.block_rows is None else frozenset[str]()
+        )
         may_be_within = has_one and "linear_and_low_rank" in operators
-        self.within = {site for site in self._groups if self._is_within(graph.node[site])} if may_be_within else set()
-        self._alone = {site for site in self._groups if self._instead(site)} if has_one else set[str]()
-        self._ran_alone = set[str]()  # of these, the nodes that ran with the adapter's weights alone
+        self.within = (
+            {site for site in self._groups if self._is_within(graph.node[site])}
+            if may_be_within
+            else set()
+        )
+        self._alone = (
+            {site for site in self._groups if self._instead(site)} if has_one else set[str]()
+        )
+        self._ran_alone = set[
+            str
+        ]()  # of these, the nodes that ran with the adapter's weights alone
         self.graph, self.weights, self._given = graph, weights, list[str]()
         if operators:
             self._fuse(groups, operators, read)
 
-    def _fuse(self, groups: Sequence[BypassGroup], operators: frozenset[str], read: Collection[str]) -> None:
+    def _fuse(
+        self, groups: Sequence[BypassGroup], operators: frozenset[str], read: Collection[str]
+    ) -> None:
         graph, saver, bypasses = self.graph, self._saver, dict[str, AttachedBypass]()
         if self.within:
             weights = dict(self.weights)
@@ -93,21 +113,34 @@ class BypassRuns:
                 bypasses[site], parameters = groups[0].site(self._part, site)
                 weights |= parameters
             self.weights = weights
-        added_to = {graph.node[site].outputs[0][1] for site in self._groups if site not in self.within}
+        added_to = {
+            graph.node[site].outputs[0][1] for site in self._groups if site not in self.within
+        }
         names = saver.names
         kept = frozenset((*read, *added_to, *names))
-        rooms = frozenset(name for name in names if name not in added_to and saver.room(name) is not None)
-        key = (tuple((site, id(bypass)) for site, bypass in bypasses.items()), operators, kept, rooms)
+        rooms = frozenset(
+            name for name in names if name not in added_to and saver.room(name) is not None
+        )
+        key = (
+            tuple((site, id(bypass)) for site, bypass in bypasses.items()),
+            operators,
+            kept,
+            rooms,
+        )
         made, its_bypasses = graph.rewritten.get(key, (None, {}))
-        # Bypasses take long to compare. Those of one adapter are the same objects in every step; a copy of the graph
-        # may have others by the same numbers.
-        if made is None or any(its_bypasses[site] is not bypass for site, bypass in bypasses.items()):
+        # Bypasses take long to compare. Those of one adapter are the same objects in every step; a
+        # copy of the graph may have others by the same numbers.
+        if made is None or any(
+            its_bypasses[site] is not bypass for site, bypass in bypasses.items()
+        ):
             if len(graph.rewritten) >= _MOST_REWRITTEN:
                 graph.rewritten.clear()
             made = fuse(_with_bypasses(graph, bypasses, self.weights), operators, kept, rooms)
             graph.rewritten[key] = made, bypasses
         self.graph = made
-        self._given = [spec.name for spec in self.graph.with_kind("constant") if spec.name not in graph.spec]
+        self._given = [
+            spec.name for spec in self.graph.with_kind("constant") if spec.name not in graph.spec
+        ]
         self._one = groups[0] if groups else None
 
     @property
@@ -137,7 +170,9 @@ class BypassRuns:
         return bool(self._alone)
 
     def constants(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the fused graph reads beside the part's inputs: constants of bypasses, and rooms of kept rows."""
+        """Return what the fused graph reads beside the part's inputs: constants of bypasses, and
+        rooms of kept rows.
+        """
         rooms = {room_name(name): name for name in self._saver.names}
         found = dict[str, Tensor]()
         for name in self._given:
@@ -149,7 +184,9 @@ class BypassRuns:
         return found
 
     def run_nodes(self, nodes: Sequence[Node], values: MutableMapping[str, Tensor]) -> bool:
-        """Run nodes that run at once with the weights of the adapter that all rows have; whether it has any."""
+        """Run nodes that run at once with the weights of the adapter that all rows have; whether it
+        has any.
+        """
         if all(node.name in self._alone for node in nodes):
             for node in nodes:
                 self._run_alone(node, values)
@@ -162,21 +199,29 @@ class BypassRuns:
         [group] = self._groups[node.name]
         bypass, parameters = group.site(self._part, node.name)
         assert bypass.instead is not None
-        values[node.outputs[0][1]] = self._with_own_weights(group, bypass.instead, parameters, values)
+        values[node.outputs[0][1]] = self._with_own_weights(
+            group, bypass.instead, parameters, values
+        )
 
     def _with_own_weights(
-        self, group: BypassGroup, instead: Node, parameters: Mapping[str, Any], values: Mapping[str, Tensor]
+        self,
+        group: BypassGroup,
+        instead: Node,
+        parameters: Mapping[str, Any],
+        values: Mapping[str, Tensor],
     ) -> Tensor:
         """Return what a group's rows get of a node whose weights the adapter has."""
         local = dict[str, Tensor]()
-        of_site = {name: self.weights[name] for name in instead.input.values() if name in self.weights}
+        of_site = {
+            name: self.weights[name] for name in instead.input.values() if name in self.weights
+        }
         weights = {**parameters, **of_site}
         self._take_inputs(group, instead, local, weights, values)
         return run_node(instead, local, weights, self._context)[instead.outputs[0][1]]
 
     def _run(self, group: BypassGroup, node: Node, values: Mapping[str, Tensor]) -> None:
-        """Run the bypasses of a group's adapters on their rows, save what is kept of their inside, add their result in
-        place.
+        """Run the bypasses of a group's adapters on their rows, save what is kept of their inside,
+        add their result in place.
         """
         bypass, parameters = group.site(self._part, node.name)
         if bypass.weights:
@@ -192,11 +237,14 @@ class BypassRuns:
         local: dict[str, Tensor] = {bypass.base: base}
         if self._saver.keeps(bypass.base):
             self._saver.save(bypass.base, base, group)
-        # The last node's result goes right into the sum, unless somebody wants it for itself, or it reads the base.
+        # The last node's result goes right into the sum, unless somebody wants it for itself, or it
+        # reads the base.
         last = bypass.nodes[-1]
         is_sum = last.outputs[0][1] == bypass.result and not self._saver.keeps(bypass.result)
         is_sum &= bypass.base not in last.input.values() and self._context.block_rows is None
-        self._run_inside(group, bypass.nodes[:-1] if is_sum else bypass.nodes, local, parameters, values)
+        self._run_inside(
+            group, bypass.nodes[:-1] if is_sum else bypass.nodes, local, parameters, values
+        )
         if not is_sum:
             group.add(output, local[bypass.result])
             return
@@ -230,15 +278,21 @@ class BypassRuns:
         parameters: Mapping[str, Any],
         values: Mapping[str, Tensor],
     ) -> None:
-        """Bring to `local` what a node of a bypass reads of the batch, or of the constants of its rows."""
+        """Bring to `local` what a node of a bypass reads of the batch, or of the constants of its
+        rows.
+        """
         for name in node.input.values():
             if name not in local and name not in parameters:
-                local[name] = group.take(values[name]) if name in values else group.constant(self._part, name)
+                local[name] = (
+                    group.take(values[name]) if name in values else group.constant(self._part, name)
+                )
 
 
-def _with_bypasses(graph: Graph, bypasses: Mapping[str, AttachedBypass], weights: Mapping[str, Any]) -> Graph:
-    """Return a graph with bypasses of low rank as nodes: of nodes that run at once, all that comes before their last
-    products stands before all of them.
+def _with_bypasses(
+    graph: Graph, bypasses: Mapping[str, AttachedBypass], weights: Mapping[str, Any]
+) -> Graph:
+    """Return a graph with bypasses of low rank as nodes: of nodes that run at once, all that comes
+    before their last products stands before all of them.
     """
     if not bypasses:
         return graph

@@ -1,9 +1,10 @@
 """The adapters of a batch's rows: which bypasses run together, on which rows.
 
-Adapters that are sums of low rank at linear layers (LoRA) run as one, whatever their number, targets and ranks
-(`kernels.low_rank.AdapterBatch`), on the rows of which nothing is kept within a bypass. Of all others, those of one
-structure (the same sites, operators and ranks) are one group: their bypasses run as one, with the parameters of each
-for its own rows (`kernels.base.Grouped`). So what a step runs grows with the number of structures, not of requests.
+Adapters that are sums of low rank at linear layers (LoRA) run as one, whatever their number,
+targets and ranks (`kernels.low_rank.AdapterBatch`), on the rows of which nothing is kept within a
+bypass. Of all others, those of one structure (the same sites, operators and ranks) are one group:
+their bypasses run as one, with the parameters of each for its own rows (`kernels.base.Grouped`). So
+what a step runs grows with the number of structures, not of requests.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -16,22 +17,35 @@ from torch import Tensor
 
 from coserve.graph.bypass import AttachedBypass
 from coserve.kernels.base import Grouped
-from coserve.kernels.low_rank import AdapterBatch, AdapterRows, KeptRows, LowRank, LowRankAdapter, PlaceDropout
+from coserve.kernels.low_rank import (
+    AdapterBatch,
+    AdapterRows,
+    KeptRows,
+    LowRank,
+    LowRankAdapter,
+    PlaceDropout,
+)
 from coserve.models.base import Architecture, Part
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundBypass:
-    """A bypass at a site, with its tensors (parameters and derived ones, in the compute dtype, by name)."""
+    """A bypass at a site, with its tensors (parameters and derived ones, in the compute dtype, by
+    name).
+    """
 
     bypass: AttachedBypass
     parameters: Mapping[str, Tensor]
 
 
 class Bypasses:
-    """What an adapter adds to a model: for each part, its bypasses by site. Only the parameters' values change."""
+    """What an adapter adds to a model: for each part, its bypasses by site. Only the parameters'
+    values change.
+    """
 
-    def __init__(self, parts: Mapping[Part, Mapping[str, BoundBypass]], architecture: Architecture) -> None:
+    def __init__(
+        self, parts: Mapping[Part, Mapping[str, BoundBypass]], architecture: Architecture
+    ) -> None:
         """architecture: of the adapter, whose vocabulary may be another than the backbone's."""
         self._parts, self._architecture = parts, architecture
 
@@ -49,13 +63,18 @@ class Bypasses:
 
     @cached_property
     def structure(self) -> Hashable:
-        """Equal for adapters whose bypasses can run as one; unique where an operator takes the parameters of one. Ranks
-        show in the parameters' shapes alone: two adapters whose alpha goes with the rank have the same operators.
+        """Equal for adapters whose bypasses can run as one; unique where an operator takes the
+        parameters of one. Ranks show in the parameters' shapes alone: two adapters whose alpha goes
+        with the rank have the same operators.
         """
-        bypasses = [(part, site, b) for part, sites in self._parts.items() for site, b in sites.items()]
+        bypasses = [
+            (part, site, b) for part, sites in self._parts.items() for site, b in sites.items()
+        ]
         if not all(_can_be_grouped(bound) for _, _, bound in bypasses):
             return object()
-        return _interned(tuple((part, site, bound.bypass, _shapes(bound)) for part, site, bound in bypasses))
+        return _interned(
+            tuple((part, site, bound.bypass, _shapes(bound)) for part, site, bound in bypasses)
+        )
 
     @cached_property
     def low_rank(self) -> LowRankAdapter | None:
@@ -72,7 +91,9 @@ class Bypasses:
 
     @cached_property
     def narrow(self) -> Mapping[tuple[Part, str], int]:
-        """If it is of low rank: the tensors that its factors B multiply, by part and name, and their places."""
+        """If it is of low rank: the tensors that its factors B multiply, by part and name, and
+        their places.
+        """
         return {
             (part, bound.bypass.nodes[-1].input["x"]): self._places[part, site]
             for part, sites in self._parts.items()
@@ -82,7 +103,9 @@ class Bypasses:
     @cached_property
     def _places(self) -> Mapping[tuple[Part, str], int]:
         """The model's linear layers, by part and node."""
-        return {place: number for number, place in enumerate(self._architecture.linear_sites.values())}
+        return {
+            place: number for number, place in enumerate(self._architecture.linear_sites.values())
+        }
 
 
 def _shapes(bound: BoundBypass) -> tuple[tuple[str, torch.Size], ...]:
@@ -90,8 +113,8 @@ def _shapes(bound: BoundBypass) -> tuple[tuple[str, torch.Size], ...]:
 
 
 def _as_low_rank(bound: BoundBypass, part: int) -> LowRank | None:
-    """A bypass that is B (A x), or scale * B (A x), of its site's input or of what dropout leaves of it; None for any
-    other. part: its number.
+    """A bypass that is B (A x), or scale * B (A x), of its site's input or of what dropout leaves
+    of it; None for any other. part: its number.
     """
     bypass = bound.bypass
     if bypass.instead is not None or tuple(node.op for node in bypass.nodes) not in _LOW_RANK:
@@ -112,7 +135,9 @@ def _as_low_rank(bound: BoundBypass, part: int) -> LowRank | None:
 
 # Operators of a bypass of two factors.
 _LOW_RANK = frozenset(
-    (first, *scale, "low_rank") for first in ("low_rank", "dropout_low_rank") for scale in ((), ("scale",))
+    (first, *scale, "low_rank")
+    for first in ("low_rank", "dropout_low_rank")
+    for scale in ((), ("scale",))
 )
 
 
@@ -146,7 +171,9 @@ class BypassGroup:
         rows = [row for member in self._members for row in member.rows]
         whole = range(rows[0], rows[0] + len(rows))
         is_slice = all(map(int.__eq__, rows, whole))
-        self._rows = slice(whole.start, whole.stop) if is_slice else torch.tensor(rows, device=device)
+        self._rows = (
+            slice(whole.start, whole.stop) if is_slice else torch.tensor(rows, device=device)
+        )
         self._places: dict[int, slice] = {}
         start = 0
         for member in self._members:
@@ -163,14 +190,22 @@ class BypassGroup:
         return self._adapters[0].of(part)
 
     def site(self, part: Part, site: str) -> tuple[AttachedBypass, Mapping[str, Any]]:
-        """The bypass there, and its parameters by name: tensors, or `Grouped` of several adapters."""
+        """The bypass there, and its parameters by name: tensors, or `Grouped` of several
+        adapters.
+        """
         first, *others = (adapter.of(part)[site] for adapter in self._adapters)
         if not others:
             return first.bypass, first.parameters
-        names = {name for node in first.bypass.nodes for name in node.input.values() if name in first.parameters}
+        names = {
+            name
+            for node in first.bypass.nodes
+            for name in node.input.values()
+            if name in first.parameters
+        }
         bound = (first, *others)
         return first.bypass, {
-            name: Grouped(tensors=tuple(each.parameters[name] for each in bound), rows=self._sizes) for name in names
+            name: Grouped(tensors=tuple(each.parameters[name] for each in bound), rows=self._sizes)
+            for name in names
         }
 
     def take(self, x: Tensor) -> Tensor:
@@ -191,7 +226,9 @@ class BypassGroup:
 
     def constant(self, part: Part, name: str) -> Tensor:
         """A constant that its spans bring along."""
-        return torch.cat([member.own.constants(part)[name] for member in self._members if member.own is not None])
+        return torch.cat(
+            [member.own.constants(part)[name] for member in self._members if member.own is not None]
+        )
 
     def rows_of(self, own: Any) -> slice | None:
         """Where the rows of a span that is a group of its own stand among this group's."""
@@ -214,10 +251,14 @@ class RowAdapters:
     """
 
     def __init__(
-        self, users: Sequence[tuple[int, Bypasses | None, Any]], device: torch.device, *, apart: bool = False
+        self,
+        users: Sequence[tuple[int, Bypasses | None, Any]],
+        device: torch.device,
+        *,
+        apart: bool = False,
     ) -> None:
-        """users: (number of rows, bypasses, the `BatchRows` of the span). apart: one group per adapter, so that no
-        row's results depend on which others there are.
+        """users: (number of rows, bypasses, the `BatchRows` of the span). apart: one group per
+        adapter, so that no row's results depend on which others there are.
         """
         self._device, self._apart = device, apart
         self._rows: dict[LowRankAdapter, list[int]] = {}
@@ -227,7 +268,12 @@ class RowAdapters:
             if bypasses is not None:
                 rows = range(start, start + num_rows)
                 low_rank = bypasses.low_rank
-                if apart or (own is not None and own.keeps_inside) or low_rank is None or low_rank.drops:
+                if (
+                    apart
+                    or (own is not None and own.keeps_inside)
+                    or low_rank is None
+                    or low_rank.drops
+                ):
                     others.append((rows, bypasses, own))
                 else:
                     self._rows.setdefault(low_rank, []).extend(rows)
@@ -244,20 +290,30 @@ class RowAdapters:
 
     @cached_property
     def low_rank(self) -> AdapterBatch | None:
-        return AdapterBatch(list(self._rows), list(self._rows.values()), self._device) if self._rows else None
+        return (
+            AdapterBatch(list(self._rows), list(self._rows.values()), self._device)
+            if self._rows
+            else None
+        )
 
-    def with_windows(self, windows: Sequence[tuple[LowRankAdapter, range, KeptRows]]) -> AdapterBatch | None:
+    def with_windows(
+        self, windows: Sequence[tuple[LowRankAdapter, range, KeptRows]]
+    ) -> AdapterBatch | None:
         """Those of `low_rank`, and after them those of training windows, with their rows."""
         if not windows:
             return self.low_rank
         adapters, rows, kept = zip(*windows, strict=True)
-        return AdapterBatch([*self._rows, *adapters], [*self._rows.values(), *rows], self._device, kept=kept)
+        return AdapterBatch(
+            [*self._rows, *adapters], [*self._rows.values(), *rows], self._device, kept=kept
+        )
 
 
 def _groups_of(
     users: Sequence[tuple[range, Bypasses, Any]], device: torch.device, *, apart: bool = False
 ) -> list[BypassGroup]:
-    """Groups of rows. users: (rows, bypasses, the `BatchRows` of the span). apart: one per adapter."""
+    """Groups of rows. users: (rows, bypasses, the `BatchRows` of the span). apart: one per
+    adapter.
+    """
     found: dict[Hashable, list[_Member]] = {}
     for rows, bypasses, own in users:
         found.setdefault(bypasses if apart else bypasses.structure, []).append(

@@ -6,13 +6,14 @@ from pathlib import Path
 from coserve.errors import DiskFullError, UnknownModelError
 from coserve.models.source import find_here, model_files
 
-# Left free for others that write there, and for a head that is written beside the table that it was: as much again as
-# the model's files have, up to this.
+# Left free for others that write there, and for a head that is written beside the table that it
+# was: as much again as the model's files have, up to this.
 _MAX_SPARE_BYTES = 10_000_000_000
 
 
 def check_room(model: str, directory: Path) -> None:
-    """Raise DiskFullError if the disk of a directory has no room for a copy of a model, with some to spare. Blocks.
+    """Raise DiskFullError if the disk of a directory has no room for a copy of a model, with some
+    to spare. Blocks.
 
     Of a model whose files are not on this machine nothing is known.
     """
@@ -25,5 +26,6 @@ def check_room(model: str, directory: Path) -> None:
     free_bytes = shutil.disk_usage(directory).free
     if needed_bytes > free_bytes:
         raise DiskFullError(
-            f"the merged model needs {needed_bytes / 1e9:.3g} GB of free disk, and {free_bytes / 1e9:.3g} GB are free"
+            f"the merged model needs {needed_bytes / 1e9:.3g} GB of free disk, and "
+            f"{free_bytes / 1e9:.3g} GB are free"
         )

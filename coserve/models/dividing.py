@@ -1,4 +1,6 @@
-"""One rank's backbone, cut from a whole one in memory: what tests compare loading with, and divide models by."""
+"""One rank's backbone, cut from a whole one in memory: what tests compare loading with, and divide
+models by.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,10 @@ def divided_backbone(whole: Backbone, group: RankGroup) -> Backbone:
     """
     rank = replace(whole, group=group)
     weights: Weights = {
-        part: {name: share(value, rank.local.state(part, name), group.rank) for name, value in tensors.items()}
+        part: {
+            name: share(value, rank.local.state(part, name), group.rank)
+            for name, value in tensors.items()
+        }
         for part, tensors in whole.weights.items()
     }
     table = weights["embed"][f"{whole.architecture.embedding_name}.weight"]

@@ -15,8 +15,9 @@ from coserve.models.stored import Index, PerExpert
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor in a file, by the file's header. name: its own, there. parts: of a quantised weight, those that it is
-    made from, by what their names end with. at: where in a tensor of all experts it lies, if it is a part of one.
+    """A tensor in a file, by the file's header. name: its own, there. parts: of a quantised weight,
+    those that it is made from, by what their names end with. at: where in a tensor of all experts
+    it lies, if it is a part of one.
     """
 
     file: Path
@@ -37,7 +38,9 @@ class Entry:
             expert, rows = self.at
             own, *columns = index or (slice(None),)
             index = (expert, within(rows, own, self.shape[0]), *columns)
-        tensor: Tensor = reader.get_slice(self.name)[index] if index else reader.get_tensor(self.name)
+        tensor: Tensor = (
+            reader.get_slice(self.name)[index] if index else reader.get_tensor(self.name)
+        )
         return tensor
 
 
@@ -59,7 +62,9 @@ def entries_of(file: Path) -> Iterator[Entry]:
     with open_file(file) as reader:
         for name in reader.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
             tensor = reader.get_slice(name)
-            yield Entry(file=file, name=name, shape=tuple(tensor.get_shape()), kind=tensor.get_dtype())
+            yield Entry(
+                file=file, name=name, shape=tuple(tensor.get_shape()), kind=tensor.get_dtype()
+            )
 
 
 def tensors_of_all_experts(architecture: Architecture) -> dict[str, PerExpert]:
@@ -73,10 +78,15 @@ def of_experts(entry: Entry, stored: PerExpert) -> dict[str, Entry]:
     num_parts = len(stored.patterns)
     if len(entry.shape) != 3 or entry.shape[0] != stored.num_experts or entry.shape[1] % num_parts:
         raise WeightsError(
-            f"{entry.file}: {entry.name} has shape {list(entry.shape)}, not one of {stored.num_experts} experts"
+            f"{entry.file}: {entry.name} has shape {list(entry.shape)}, not one of "
+            f"{stored.num_experts} experts"
         )
     rows = entry.shape[1] // num_parts
-    places = [(e, slice(i * rows, (i + 1) * rows)) for e in range(stored.num_experts) for i in range(num_parts)]
+    places = [
+        (e, slice(i * rows, (i + 1) * rows))
+        for e in range(stored.num_experts)
+        for i in range(num_parts)
+    ]
     return {
         name: replace(entry, shape=(rows, entry.shape[2]), at=place)
         for name, place in zip(stored.names, places, strict=True)

@@ -1,8 +1,10 @@
-"""Shortens the imports of a process that starts: no garbage collection, and configurations without models.
+"""Shortens the imports of a process that starts: no garbage collection, and configurations without
+models.
 
-Reading a configuration with transformers imports its validators. They import `transformers.activations` for the names
-of activation functions, and with it torch._dynamo, torch.distributed.tensor and sympy: a second of computing. Few
-configurations are validated by these names, so a mapping that imports the module when it is read takes its place.
+Reading a configuration with transformers imports its validators. They import
+`transformers.activations` for the names of activation functions, and with it torch._dynamo,
+torch.distributed.tensor and sympy: a second of computing. Few configurations are validated by these
+names, so a mapping that imports the module when it is read takes its place.
 """
 
 import gc
@@ -18,10 +20,11 @@ _ACTIVATIONS = "transformers.activations"
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Import without garbage collections, and leave out of later ones all objects that exist at the end.
+    """Import without garbage collections, and leave out of later ones all objects that exist at the
+    end.
 
-    Modules stay for as long as the process lives. Collections during the imports take a third of a second and find
-    nothing.
+    Modules stay for as long as the process lives. Collections during the imports take a third of a
+    second and find nothing.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -36,8 +39,9 @@ def without_collections() -> Iterator[None]:
 def import_configurations() -> None:
     """Import what transformers needs to read configurations, without its activation functions.
 
-    Call it before the process has threads: another thread could import the module that is replaced for this moment.
-    A version of transformers that is built differently is imported as usual, by the code that reads a configuration.
+    Call it before the process has threads: another thread could import the module that is replaced
+    for this moment. A version of transformers that is built differently is imported as usual, by
+    the code that reads a configuration.
     """
     transformers = import_module("transformers")
     if _ACTIVATIONS in sys.modules:
@@ -55,7 +59,9 @@ def import_configurations() -> None:
 
 
 class _Activations(Mapping[str, Any]):
-    """Mapping of transformers from names to activation functions, imported when it is first read."""
+    """Mapping of transformers from names to activation functions, imported when it is first
+    read.
+    """
 
     def __getitem__(self, name: str) -> Any:
         return _imported()[name]

@@ -1,4 +1,5 @@
-"""The files of a model in Hugging Face's layout: what can be told, and refused, by their names and `config.json` alone.
+"""The files of a model in Hugging Face's layout: what can be told, and refused, by their names and
+`config.json` alone.
 
 Nothing heavy is imported here: `coserve up` refuses a model as soon as its configuration is read.
 """
@@ -14,8 +15,8 @@ from coserve.models.quantised import quantisation_of
 _INDEX = "model.safetensors.index.json"
 # An index of a hundred thousand tensors has some ten megabytes.
 _MAX_JSON_BYTES = 64 << 20
-# What classes that generate text end with, the usual one first: `architectures` in config.json names the class that was
-# saved.
+# What classes that generate text end with, the usual one first: `architectures` in config.json
+# names the class that was saved.
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -23,13 +24,15 @@ def check_config(path: Path) -> None:
     """Read a config.json.
 
     Raises:
-        UnknownModelError: there is none. ModelError: it is damaged. UnsupportedModelError: it is of a model that is not
-        run here.
+        UnknownModelError: there is none. ModelError: it is damaged. UnsupportedModelError: it is of
+        a model that is not run here.
     """
     if not path.is_file():
         if found := sorted(path.parent.glob("*.gguf")):
             raise gguf_error(found[0])
-        raise UnknownModelError(f"{path.parent} has no config.json; give a directory in Hugging Face's layout")
+        raise UnknownModelError(
+            f"{path.parent} has no config.json; give a directory in Hugging Face's layout"
+        )
     try:
         config = _read_json(path)
     except OSError as error:
@@ -49,7 +52,9 @@ def check_config(path: Path) -> None:
 
 
 def _read_json(path: Path) -> Any:
-    """Read a small file of a model; ValueError if it is not JSON, nested too deeply or far too long."""
+    """Read a small file of a model; ValueError if it is not JSON, nested too deeply or far too
+    long.
+    """
     with path.open("rb") as file:
         content = file.read(_MAX_JSON_BYTES + 1)
     if len(content) > _MAX_JSON_BYTES:
@@ -63,10 +68,15 @@ def _read_json(path: Path) -> Any:
 def _require_generation(path: Path, architectures: Any) -> None:
     if not architectures:  # not every file says it
         return
-    names = [str(name) for name in architectures] if isinstance(architectures, list) else [str(architectures)]
+    names = (
+        [str(name) for name in architectures]
+        if isinstance(architectures, list)
+        else [str(architectures)]
+    )
     if not any(name.endswith(_GENERATES) for name in names):
         raise UnsupportedModelError(
-            f"{path} describes {', '.join(names)}, which does not generate text; give a model whose class ends with "
+            f"{path} describes {', '.join(names)}, which does not generate text; give a model "
+            f"whose class ends with "
             f"{_GENERATES[0]}"
         )
 
@@ -74,14 +84,15 @@ def _require_generation(path: Path, architectures: Any) -> None:
 def gguf_error(path: Path) -> UnsupportedModelError:
     """What is wrong with a GGUF file."""
     return UnsupportedModelError(
-        f"{path} is a GGUF file, which is not read here; give the directory, or the hub's name, of the model that it "
+        f"{path} is a GGUF file, which is not read here; give the directory, or the hub's name, of "
+        f"the model that it "
         "was made from, with config.json and *.safetensors"
     )
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that transformers would read: one whole, or the shards of an index; WeightsError if they are not all
-    there.
+    """The files that transformers would read: one whole, or the shards of an index; WeightsError if
+    they are not all there.
     """
     whole, index = directory / "model.safetensors", directory / _INDEX
     if whole.exists():
@@ -89,7 +100,9 @@ def weight_files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(_read_json(index)["weight_map"].values()))
-            if outside := [name for name in names if not name or Path(name).name != name or name == ".."]:
+            if outside := [
+                name for name in names if not name or Path(name).name != name or name == ".."
+            ]:
                 raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise WeightsError(f"{index} is not a safetensors index: {error!r}") from None
@@ -99,7 +112,11 @@ def weight_files(directory: Path) -> list[Path]:
         return files
     if files := sorted(directory.glob("model-*-of-*.safetensors")):
         return files
-    others = [path.name for pattern in ("*.safetensors", "*.bin", "*.pth") for path in sorted(directory.glob(pattern))]
+    others = [
+        path.name
+        for pattern in ("*.safetensors", "*.bin", "*.pth")
+        for path in sorted(directory.glob(pattern))
+    ]
     found = f" (found {some_of(others)}); {_conversion(directory)}" if others else ""
     raise WeightsError(f"{directory} has no model.safetensors, and no shards of one{found}")
 

@@ -1,6 +1,6 @@
-"""What Qwen3-Next and Qwen3.5 share: gated delta layers (linear attention, whose state has a fixed size) beside gated
-attention, rotary positions on a part of each head, and norms whose weights are stored less one. Source: arXiv
-2412.06464 (the gated delta rule).
+"""What Qwen3-Next and Qwen3.5 share: gated delta layers (linear attention, whose state has a fixed
+size) beside gated attention, rotary positions on a part of each head, and norms whose weights are
+stored less one. Source: arXiv 2412.06464 (the gated delta rule).
 """
 
 from collections.abc import Mapping
@@ -34,8 +34,14 @@ class GatedDeltaDecoder(RotaryDecoder):
     def rotary_prefix(self, layer: int) -> str | None:
         return "" if self.config.layer_types[layer] == _FULL else None
 
-    def attend(self, b: GraphBuilder, x: str, layer: int, tables: Mapping[str, tuple[str, str]]) -> str:
-        return super().attend(b, x, layer, tables) if self.config.layer_types[layer] == _FULL else self._delta(b, x)
+    def attend(
+        self, b: GraphBuilder, x: str, layer: int, tables: Mapping[str, tuple[str, str]]
+    ) -> str:
+        return (
+            super().attend(b, x, layer, tables)
+            if self.config.layer_types[layer] == _FULL
+            else self._delta(b, x)
+        )
 
     def queries_keys_values(self, b: GraphBuilder, x: str) -> tuple[str, str, str]:
         """Each query head stands before its gate."""
@@ -46,7 +52,8 @@ class GatedDeltaDecoder(RotaryDecoder):
         widths = {"self_attn.query": self.head_dim, "self_attn.gate": self.head_dim}
         q, _ = b.split(fused, widths, groups=heads)
         q, k = (
-            self.norm(b, name, rows, self.head_dim) for name, rows in (("self_attn.q_norm", q), ("self_attn.k_norm", k))
+            self.norm(b, name, rows, self.head_dim)
+            for name, rows in (("self_attn.q_norm", q), ("self_attn.k_norm", k))
         )
         return q, k, v
 
@@ -56,11 +63,17 @@ class GatedDeltaDecoder(RotaryDecoder):
 
     def norm(self, b: GraphBuilder, name: str, x: str, features: int) -> str:
         weight = b.weight(f"{name}.weight", features)
-        return b.apply("rms_norm", name, {"x": x, "weight": weight}, eps=self.config.rms_norm_eps, plus_one=True)
+        return b.apply(
+            "rms_norm",
+            name,
+            {"x": x, "weight": weight},
+            eps=self.config.rms_norm_eps,
+            plus_one=True,
+        )
 
     def delta_projections(self, b: GraphBuilder, x: str) -> tuple[str, str, str, str]:
-        """Add the projections into a gated delta layer, from rows [hidden_size]; the names of queries, keys and values,
-        of both gates (b, a), and of the gate of what comes out (z).
+        """Add the projections into a gated delta layer, from rows [hidden_size]; the names of
+        queries, keys and values, of both gates (b, a), and of the gate of what comes out (z).
         """
         config = self.config
         num_heads, width = config.linear_num_value_heads, config.linear_value_head_dim
@@ -81,7 +94,9 @@ class GatedDeltaDecoder(RotaryDecoder):
         qkv, beta, decay, z = self.delta_projections(b, x)
         rows = {"x": qkv, "b": beta, "a": decay}
         weights = {
-            "conv": b.weight("linear_attn.conv1d.weight", self.num_channels, 1, config.linear_conv_kernel_dim),
+            "conv": b.weight(
+                "linear_attn.conv1d.weight", self.num_channels, 1, config.linear_conv_kernel_dim
+            ),
             "a_log": b.weight("linear_attn.A_log", num_heads),
             "dt_bias": b.weight("linear_attn.dt_bias", num_heads),
         }
@@ -104,13 +119,19 @@ class GatedDeltaDecoder(RotaryDecoder):
         config, types = self.config, self.config.layer_types
         if len(types) != self.num_layers or not {_FULL} <= {*types} <= {_FULL, _LINEAR}:
             raise UnsupportedModelError(
-                f"layer_types must say {_LINEAR} or {_FULL} of each of the {self.num_layers} layers, and the latter of "
+                f"layer_types must say {_LINEAR} or {_FULL} of each of the {self.num_layers} "
+                f"layers, and the latter of "
                 f"one at least, not {types}"
             )
-        names = [f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
+        names = [
+            f"linear_{name}"
+            for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        ]
         for name in (*names, "linear_conv_kernel_dim"):
             if not is_whole(size := getattr(config, name), 1):
-                raise UnsupportedModelError(f"{name}={size!r} makes no model; it must be a whole number of at least 1")
+                raise UnsupportedModelError(
+                    f"{name}={size!r} makes no model; it must be a whole number of at least 1"
+                )
         if config.linear_num_value_heads % config.linear_num_key_heads:
             raise UnsupportedModelError(
                 f"linear_num_value_heads={config.linear_num_value_heads} must be a multiple of "

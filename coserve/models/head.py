@@ -1,7 +1,8 @@
 """The head of the model on rows of any adapters: logits, and the states that they are made of.
 
-Ranks divide the vocabulary, so that each has the logits of some tokens. Rank 0 alone chooses tokens: all logits of a
-row go there or, where the likeliest token is all that is asked for, only each rank's likeliest.
+Ranks divide the vocabulary, so that each has the logits of some tokens. Rank 0 alone chooses
+tokens: all logits of a row go there or, where the likeliest token is all that is asked for, only
+each rank's likeliest.
 """
 
 from collections.abc import Sequence
@@ -21,18 +22,22 @@ Users = Sequence[tuple[int, Bypasses | None]]
 
 
 def logits(backbone: Backbone, hidden: Tensor, users: Users = ()) -> Tensor:
-    """Return the head's logits of rows of any adapters: [n, hidden_size] -> [n, vocab_size] in the compute dtype.
+    """Return the head's logits of rows of any adapters: [n, hidden_size] -> [n, vocab_size] in the
+    compute dtype.
 
-    Where adapters have vocabularies of their own, vocab_size is the largest of theirs and the backbone's, so that it
-    is never less than the backbone's, and tokens that a row's model does not have get -inf.
+    Where adapters have vocabularies of their own, vocab_size is the largest of theirs and the
+    backbone's, so that it is never less than the backbone's, and tokens that a row's model does not
+    have get -inf.
 
     Args:
         backbone: the model; of several ranks, all call this and have the result.
         hidden: rows as the last block gives them.
-        users: (number of rows, their adapter's bypasses or None), in the order of the rows; none: all rows use the
-            bare model.
+        users: (number of rows, their adapter's bypasses or None), in the order of the rows; none:
+            all rows use the bare model.
     """
-    assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], "the users' rows are all the rows"
+    assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], (
+        "the users' rows are all the rows"
+    )
     if _have_one_vocabulary(backbone, users):
         return _run_head(backbone, backbone.local.graphs["head"], hidden, users)
     return _logits_of_vocabularies(backbone, hidden, users)
@@ -53,10 +58,11 @@ def logits_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -> T
 
 
 def likeliest_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -> Tensor | None:
-    """Return the likeliest token of each row, int64 [n], on rank 0, and None on all others; see `logits`.
+    """Return the likeliest token of each row, int64 [n], on rank 0, and None on all others; see
+    `logits`.
 
-    All ranks call this. Of each row two numbers of each rank are gathered. Of equal logits the first token's is taken,
-    as one rank does.
+    All ranks call this. Of each row two numbers of each rank are gathered. Of equal logits the
+    first token's is taken, as one rank does.
     """
     if backbone.group.size == 1:
         return backbone.backend.argmax(logits(backbone, hidden, users))
@@ -70,7 +76,9 @@ def likeliest_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -
     if pieces is None:
         return None
     rank = pieces[..., 0].argmax(0)
-    return pieces[..., 1].gather(0, rank[None])[0].long() + rank * cut.local  # pieces stand in the order of the ranks
+    return (
+        pieces[..., 1].gather(0, rank[None])[0].long() + rank * cut.local
+    )  # pieces stand in the order of the ranks
 
 
 def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
@@ -90,7 +98,9 @@ def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
 
 def _own_logits(backbone: Backbone, hidden: Tensor, users: Users) -> tuple[Tensor, Cut]:
     """Return the logits of this rank's tokens, [n, local], and how ranks divide the vocabulary."""
-    assert _have_one_vocabulary(backbone, users), "such adapters are refused where ranks divide the model"
+    assert _have_one_vocabulary(backbone, users), (
+        "such adapters are refused where ranks divide the model"
+    )
     graph, cut = backbone.local.own_head
     return _run_head(backbone, graph, hidden, users), cut
 
@@ -104,17 +114,25 @@ def _have_one_vocabulary(backbone: Backbone, users: Users) -> bool:
 def _run_head(backbone: Backbone, graph: Graph, hidden: Tensor, users: Users) -> Tensor:
     """Run the head, or the part of it that `graph` is, on rows that all have as many logits."""
     adapters = RowAdapters(
-        [(num_rows, bypasses, None) for num_rows, bypasses in users], backbone.device, apart=bool(backbone.block_rows)
+        [(num_rows, bypasses, None) for num_rows, bypasses in users],
+        backbone.device,
+        apart=bool(backbone.block_rows),
     )
     context, values = row_context(backbone), {"x": hidden}
-    runs, weights, num_rows = backbone.local.place_runs["head"], backbone.weights["head"], hidden.shape[0]
+    runs, weights, num_rows = (
+        backbone.local.place_runs["head"],
+        backbone.weights["head"],
+        hidden.shape[0],
+    )
     after = AfterNode("head", graph, (), adapters, runs, weights, context, num_rows)
     after.run(values, context)
     return values[graph.outputs[0]]
 
 
 def _logits_of_vocabularies(backbone: Backbone, hidden: Tensor, users: Users) -> Tensor:
-    """Run the rows of each adapter whose vocabulary is another than the backbone's apart, and all others at once."""
+    """Run the rows of each adapter whose vocabulary is another than the backbone's apart, and all
+    others at once.
+    """
     vocab_size, start = backbone.architecture.vocab_size, 0
     groups: dict[Bypasses | None, tuple[list[int], list[tuple[int, Bypasses | None]]]] = {}
     for num_rows, bypasses in users:
@@ -124,7 +142,9 @@ def _logits_of_vocabularies(backbone: Backbone, hidden: Tensor, users: Users) ->
         own.append((num_rows, bypasses))
         start += num_rows
     sizes = [vocab_size if bypasses is None else bypasses.vocab_size for bypasses in groups]
-    found = torch.full((start, max(vocab_size, *sizes)), -inf, dtype=hidden.dtype, device=hidden.device)
+    found = torch.full(
+        (start, max(vocab_size, *sizes)), -inf, dtype=hidden.dtype, device=hidden.device
+    )
     graph = backbone.local.graphs["head"]
     for size, (rows, own) in zip(sizes, groups.values(), strict=True):
         places = torch.tensor(rows, device=hidden.device)

@@ -1,7 +1,7 @@
 """What of a model runs on one rank: its graphs, and the sizes that follow from them.
 
-An `Architecture` is the whole model: names, files, the shapes of adapters. A `LocalModel` is what one rank executes of
-it. With one rank the two have the same graphs.
+An `Architecture` is the whole model: names, files, the shapes of adapters. A `LocalModel` is what
+one rank executes of it. With one rank the two have the same graphs.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,8 @@ class PlaceRun:
     outputs: tuple[str, ...]
     """Tensors that the layers give, in order."""
     first: int
-    """Number of the first layer among all linear layers of the whole model (`Architecture.linear_sites`)."""
+    """Number of the first layer among all linear layers of the whole model
+    (`Architecture.linear_sites`)."""
 
     @cached_property
     def mask(self) -> int:
@@ -61,13 +62,17 @@ class LocalModel:
 
     @cached_property
     def kv_widths(self) -> tuple[int, ...]:
-        """Return the number of elements of a row's keys, and of its values, in each block with attention."""
+        """Return the number of elements of a row's keys, and of its values, in each block with
+        attention.
+        """
         graph = self.graphs[self.kv_layers[0]]
         return tuple(graph.spec[name].shape[0] for name in graph.kv_tensors)
 
     @cached_property
     def state_sizes(self) -> dict[int, int]:
-        """Return the number of float32 elements that a sequence carries from row to row, by block that has such."""
+        """Return the number of float32 elements that a sequence carries from row to row, by block
+        that has such.
+        """
         sizes = {layer: self.graphs[layer].state_size for layer in self._layers}
         return {layer: size for layer, size in sizes.items() if size}
 
@@ -75,10 +80,12 @@ class LocalModel:
     def place_runs(self) -> dict[Part, tuple[PlaceRun, ...]]:
         """Return, by part, its linear layers in runs of those that read the same rows.
 
-        Each layer is one place. Places are numbered through the whole model, so that tables of adapters' factors are
-        alike whatever runs where.
+        Each layer is one place. Places are numbered through the whole model, so that tables of
+        adapters' factors are alike whatever runs where.
         """
-        numbers = {site: number for number, site in enumerate(self.architecture.linear_sites.values())}
+        numbers = {
+            site: number for number, site in enumerate(self.architecture.linear_sites.values())
+        }
         found: dict[Part, tuple[PlaceRun, ...]] = {}
         for part in self.parts:
             runs = [nodes for nodes in self.graphs[part].runs if nodes[0].op == "linear"]
@@ -95,13 +102,16 @@ class LocalModel:
 
     @cached_property
     def own_head(self) -> tuple[Graph, Cut]:
-        """Return the head's graph up to the logits of this rank's tokens, and how ranks divide the vocabulary.
+        """Return the head's graph up to the logits of this rank's tokens, and how ranks divide the
+        vocabulary.
 
         For several ranks, whose graph of the head ends with a gather of these logits.
         """
         head = self.graphs["head"]
         *nodes, gather = head.nodes
-        assert gather.op == "rank_gather" and gather.outputs[0][1] == head.outputs[0], "ranks divide the vocabulary"
+        assert gather.op == "rank_gather" and gather.outputs[0][1] == head.outputs[0], (
+            "ranks divide the vocabulary"
+        )
         own, whole = gather.input["x"], head.outputs[0]
         tensors = tuple(tensor for tensor in head.tensors if tensor.name != whole)
         return Graph(tensors=tensors, nodes=tuple(nodes), outputs=(own,)), gather.attribute["cut"]
@@ -124,15 +134,17 @@ def local_model(architecture: Architecture, ranks: Ranks) -> LocalModel:
         UnsupportedModelError: the model cannot be divided among the ranks.
     """
     if ranks.size == 1:
-        return LocalModel(architecture=architecture, ranks=ranks, graphs=architecture.graphs, divided={})
+        return LocalModel(
+            architecture=architecture, ranks=ranks, graphs=architecture.graphs, divided={}
+        )
     shared: dict[Graph, LocalGraph] = {}
     divided: dict[Part, LocalGraph] = {}
     for part, graph in architecture.graphs.items():
         if graph not in shared:
             try:
-                shared[graph] = place_backbone(graph, ranks.size, fixed=_fixed(architecture, part, ranks)).local(
-                    ranks.rank
-                )
+                shared[graph] = place_backbone(
+                    graph, ranks.size, fixed=_fixed(architecture, part, ranks)
+                ).local(ranks.rank)
             except GraphError as error:
                 raise UnsupportedModelError(f"{architecture.config.model_type}: {error}") from None
         divided[part] = shared[graph]
@@ -140,7 +152,9 @@ def local_model(architecture: Architecture, ranks: Ranks) -> LocalModel:
     return LocalModel(architecture=architecture, ranks=ranks, graphs=graphs, divided=divided)
 
 
-def _fixed(architecture: Architecture, part: Part, ranks: Ranks) -> tuple[tuple[str, AnyState], ...]:
+def _fixed(
+    architecture: Architecture, part: Part, ranks: Ranks
+) -> tuple[tuple[str, AnyState], ...]:
     """Return the weights of a part whose states are no choice."""
     name = {"head": HEAD, "embed": f"{architecture.embedding_name}.weight"}.get(str(part))
     if name is None or (part == "embed" and not architecture.tied):

@@ -1,5 +1,5 @@
-"""A checkpoint whose weights stay in its files: mapped into memory's address space, read from disk where they are
-touched, and dropped again.
+"""A checkpoint whose weights stay in its files: mapped into memory's address space, read from disk
+where they are touched, and dropped again.
 """
 
 import json
@@ -22,7 +22,9 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class MappedFile:
-    """A safetensors file (its format: `coserve.adapters.tensor_files`). It must not be changed while it is mapped."""
+    """A safetensors file (its format: `coserve.adapters.tensor_files`). It must not be changed
+    while it is mapped.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,20 +42,29 @@ class MappedFile:
         """WeightsError for a type that is none of ours."""
         fields = self._fields[name]
         if fields["dtype"] not in _DTYPES:
-            raise WeightsError(f"{self.path}: {name} is {fields['dtype']}; it must be one of {', '.join(_DTYPES)}")
+            raise WeightsError(
+                f"{self.path}: {name} is {fields['dtype']}; it must be one of {', '.join(_DTYPES)}"
+            )
         start, end = (self._first + offset for offset in fields["data_offsets"])
         dtype = _DTYPES[fields["dtype"]]
-        flat = torch.frombuffer(self.map, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start)
+        flat = torch.frombuffer(
+            self.map, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start
+        )
         return MappedTensor(file=self, start=start, end=end, tensor=flat.view(fields["shape"]))
 
     def check_is_whole(self) -> None:
-        """WeightsError if it has become shorter: what is missing could not be read, and would end the process."""
+        """WeightsError if it has become shorter: what is missing could not be read, and would end
+        the process.
+        """
         try:
             num_bytes = self.path.stat().st_size
         except OSError as error:
             raise WeightsError(f"{self.path} cannot be read any more: {error}") from None
         if num_bytes < self.num_bytes:
-            raise WeightsError(f"{self.path} had {self.num_bytes:,} bytes, and has {num_bytes:,} now; fetch it again")
+            raise WeightsError(
+                f"{self.path} had {self.num_bytes:,} bytes, and has {num_bytes:,} now; fetch it "
+                f"again"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,16 +94,23 @@ class MappedWeights(Mapping[Part, Mapping[str, MappedTensor]]):
     """Of each part of a model, what its graph reads by name."""
 
     def __init__(self, architecture: Architecture, directory: Path) -> None:
-        """WeightsError as `load_weights`; UnsupportedModelError if files have weights in another layout."""
-        if others := [name for name, stored in architecture.stored.items() if type(stored) is not AsItIs]:
+        """WeightsError as `load_weights`; UnsupportedModelError if files have weights in another
+        layout.
+        """
+        if others := [
+            name for name, stored in architecture.stored.items() if type(stored) is not AsItIs
+        ]:
             raise UnsupportedModelError(
-                f"jobs on another model than the one that serves read its weights right from its files, where a "
-                f"{architecture.config.model_type} has {some_of(others)} in another layout; serve it to train on it"
+                f"jobs on another model than the one that serves read its weights right from its "
+                f"files, where a "
+                f"{architecture.config.model_type} has {some_of(others)} in another layout; serve "
+                f"it to train on it"
             )
         entries = find_weights(architecture, directory)
         if quantised := [name for name, entry in entries.items() if entry.parts]:
             raise UnsupportedModelError(
-                f"jobs on another model than the one that serves read its weights right from its files, where "
+                f"jobs on another model than the one that serves read its weights right from its "
+                f"files, where "
                 f"{some_of(quantised)} are quantised; serve it to train on it"
             )
         files = {path: MappedFile(path) for path in {entry.file for entry in entries.values()}}

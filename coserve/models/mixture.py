@@ -1,4 +1,6 @@
-"""What mixtures of experts share: a router, and an MLP for each expert, whose matrices are one weight [E, out, in]."""
+"""What mixtures of experts share: a router, and an MLP for each expert, whose matrices are one
+weight [E, out, in].
+"""
 
 from coserve.errors import UnsupportedModelError
 from coserve.graph.ir import GraphBuilder
@@ -9,8 +11,9 @@ from coserve.models.rotary_decoder import RotaryDecoder
 class MixtureDecoder(RotaryDecoder):
     """A decoder whose blocks have experts in place of an MLP. Its fields are set by the family.
 
-    experts_per_row: to how many a row goes. all_scores: whether their shares are of a softmax over all experts.
-    shared_width: of one more expert, an MLP with a gate of its own to which all rows go; 0: there is none.
+    experts_per_row: to how many a row goes. all_scores: whether their shares are of a softmax over
+    all experts. shared_width: of one more expert, an MLP with a gate of its own to which all rows
+    go; 0: there is none.
     """
 
     depends_on = "the company of a row in its experts"
@@ -27,26 +30,34 @@ class MixtureDecoder(RotaryDecoder):
         """UnsupportedModelError unless a row can go to that many."""
         if not 1 <= self.experts_per_row <= self.num_experts:
             raise UnsupportedModelError(
-                f"num_experts_per_tok={self.experts_per_row} must be from 1 to the number of experts, "
+                f"num_experts_per_tok={self.experts_per_row} must be from 1 to the number of "
+                f"experts, "
                 f"{self.num_experts}"
             )
 
     def experts(self, b: GraphBuilder, x: str) -> str:
-        """Add router and experts, from rows [hidden_size] to rows [hidden_size]; the output's name."""
+        """Add router and experts, from rows [hidden_size] to rows [hidden_size]; the output's
+        name.
+        """
         weight = b.weight(f"{self.router}.weight", self.num_experts, self.hidden_size)
         bias = b.weight(f"{self.router}.bias", self.num_experts) if self.router_bias else None
         scores = {"x": x, "weight": weight, "bias": bias}
         op = "route_of_all" if self.all_scores else "route"
         shares = b.apply(op, self.router, scores, top_k=self.experts_per_row)
         chosen = f"{self.router}.experts"
-        h = self._products(b, "mlp.experts.gate_up_proj", x, chosen, 2 * self.expert_width, shared=True)
+        h = self._products(
+            b, "mlp.experts.gate_up_proj", x, chosen, 2 * self.expert_width, shared=True
+        )
         h = self.expert_gate(b, h)
         h = self._products(b, "mlp.experts.down_proj", h, chosen, self.hidden_size, shared=False)
         y = b.apply("mixture", "mlp.mixture", {"x": h, "shares": shares})
         return added(b, "mlp.sum", y, self._shared_expert(b, x)) if self.shared_width else y
 
     def _shared_expert(self, b: GraphBuilder, x: str) -> str:
-        gate, up = (b.linear(f"mlp.shared_expert.{name}_proj", x, self.shared_width) for name in ("gate", "up"))
+        gate, up = (
+            b.linear(f"mlp.shared_expert.{name}_proj", x, self.shared_width)
+            for name in ("gate", "up")
+        )
         h = self.gated(b, gate, up, "mlp.shared_expert")
         y = b.linear("mlp.shared_expert.down_proj", h, self.hidden_size)
         share = b.linear("mlp.shared_expert_gate", x, 1)
@@ -58,7 +69,9 @@ class MixtureDecoder(RotaryDecoder):
         gate, up = b.split(fused, widths, groups=self.experts_per_row)
         return self.gated(b, gate, up)
 
-    def _products(self, b: GraphBuilder, name: str, x: str, chosen: str, out: int, *, shared: bool) -> str:
+    def _products(
+        self, b: GraphBuilder, name: str, x: str, chosen: str, out: int, *, shared: bool
+    ) -> str:
         """shared: whether a row is the same for all its experts."""
         width = b.width(x) if shared else b.width(x) // self.experts_per_row
         weight = b.weight(f"{name}.weight", self.num_experts, out, width)

@@ -1,4 +1,6 @@
-"""Pieces of graphs that families share: each adds its nodes to a builder, and returns its output's name."""
+"""Pieces of graphs that families share: each adds its nodes to a builder, and returns its output's
+name.
+"""
 
 from coserve.graph.ir import GraphBuilder
 
@@ -36,7 +38,9 @@ def added(b: GraphBuilder, node: str, *terms: str) -> str:
     """The sum of rows, the first two first."""
     total, *others = terms
     for index, term in enumerate(others):
-        total = b.apply("add", f"{node}_{index}" if index < len(others) - 1 else node, {"a": total, "b": term})
+        total = b.apply(
+            "add", f"{node}_{index}" if index < len(others) - 1 else node, {"a": total, "b": term}
+        )
     return total
 
 
@@ -46,9 +50,19 @@ def angles(b: GraphBuilder, num_rotated: int, prefix: str = "") -> tuple[str, st
 
 
 def rotated(
-    b: GraphBuilder, node: str, x: str, table: tuple[str, str], head_dim: int, *, interleaved: bool = False
+    b: GraphBuilder,
+    node: str,
+    x: str,
+    table: tuple[str, str],
+    head_dim: int,
+    *,
+    interleaved: bool = False,
 ) -> str:
     """Heads turned by angles, all their features or the first ones."""
     cos, sin = table
-    partial = {"head_dim": head_dim, "interleaved": interleaved} if interleaved or b.width(cos) < head_dim else {}
+    partial = (
+        {"head_dim": head_dim, "interleaved": interleaved}
+        if interleaved or b.width(cos) < head_dim
+        else {}
+    )
     return b.apply("rope", node, {"x": x, "cos": cos, "sin": sin}, **partial)

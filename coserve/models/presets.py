@@ -1,4 +1,6 @@
-"""Real shapes without files: the configurations of `dummy:<preset>`, as published with each model."""
+"""Real shapes without files: the configurations of `dummy:<preset>`, as published with each
+model.
+"""
 
 from typing import Any
 
@@ -11,7 +13,9 @@ _LLAMA3_ROPE = {
 }
 
 
-def _llama3(hidden: int, mlp: int, layers: int, heads: int, *, factor: float, tied: bool = False) -> dict[str, Any]:
+def _llama3(
+    hidden: int, mlp: int, layers: int, heads: int, *, factor: float, tied: bool = False
+) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -65,7 +69,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _qwen25(896, 4864, 24, 14, 2, tied=True, positions=32768),
     "qwen2.5-1.5b": _qwen25(1536, 8960, 28, 12, 2, tied=True, positions=131072),
     "llama-3.2-1b": {**_llama3(2048, 8192, 16, 32, factor=32.0, tied=True), "head_dim": 64},
-    "qwen2.5-7b": {**_qwen25(3584, 18944, 28, 28, 4, tied=False, positions=131072), "rms_norm_eps": 1e-6},
+    "qwen2.5-7b": {
+        **_qwen25(3584, 18944, 28, 28, 4, tied=False, positions=131072),
+        "rms_norm_eps": 1e-6,
+    },
     "llama-3.1-8b": _llama3(4096, 14336, 32, 32, factor=8.0),
     "llama-2-13b": {
         "model_type": "llama",

@@ -1,7 +1,8 @@
-"""Reading a checkpoint: from safetensors files in Hugging Face's layout into the dtype and device where weights stay.
+"""Reading a checkpoint: from safetensors files in Hugging Face's layout into the dtype and device
+where weights stay.
 
-A rank of a group reads its own pieces of plain tensors. Where a piece follows from whole rows, or a weight from several
-quantised tensors, the whole weight is made and then cut, one at a time.
+A rank of a group reads its own pieces of plain tensors. Where a piece follows from whole rows, or a
+weight from several quantised tensors, the whole weight is made and then cut, one at a time.
 """
 
 import logging
@@ -47,12 +48,13 @@ def load_weights(
 ) -> Weights:
     """Read a rank's share of a checkpoint's weights; of one rank all of them.
 
-    Names, shapes and types are checked before the first tensor is read. Weights of a quantised checkpoint are made from
-    their tensors one by one; the log says how far they are off as they are held.
+    Names, shapes and types are checked before the first tensor is read. Weights of a quantised
+    checkpoint are made from their tensors one by one; the log says how far they are off as they are
+    held.
 
     Raises:
-        WeightsError: a file is missing or damaged, or a tensor is missing, unknown, misshapen or not of a float type;
-            the message names it.
+        WeightsError: a file is missing or damaged, or a tensor is missing, unknown, misshapen or
+            not of a float type; the message names it.
     """
     architecture = local.architecture
     found, quantisation = find_weights(architecture, directory), quantisation_of_model(architecture)
@@ -71,9 +73,15 @@ def load_weights(
                     if progress is not None:
                         progress(len(loading.weights), len(architecture.weight_shapes))
     if unread := [
-        name for name in found if name not in architecture.stored_shapes and name != stored_head(architecture)
+        name
+        for name in found
+        if name not in architecture.stored_shapes and name != stored_head(architecture)
     ]:
-        _log.info("%d tensors are left unread, which the text model does not have: %s", len(unread), some_of(unread))
+        _log.info(
+            "%d tensors are left unread, which the text model does not have: %s",
+            len(unread),
+            some_of(unread),
+        )
     if quantisation is not None and rounding.num_weights and local.ranks.rank == 0:
         _log.info("%s, %s", quantisation.words, rounding.words(storage.weight_format, dtype))
     head = found.get(stored_head(architecture)) if architecture.tied else None
@@ -90,14 +98,18 @@ class _Loading:
 
     def __init__(self, local: LocalModel, storage: WeightStorage) -> None:
         self.weights: dict[str, Tensor | Weight] = {}
-        self._architecture, self._storage, self._shares = local.architecture, storage, WeightShares(local)
+        self._architecture, self._storage, self._shares = (
+            local.architecture,
+            storage,
+            WeightShares(local),
+        )
         self._owners = {
             tensor: (name, index)
             for name, stored in self._architecture.stored.items()
             for index, tensor in enumerate(stored.names)
         }
-        # Of weights of which some tensors are still to come: what is made of them, which pieces of each tensor go
-        # where, and how many tensors are missing.
+        # Of weights of which some tensors are still to come: what is made of them, which pieces of
+        # each tensor go where, and how many tensors are missing.
         self._partial: dict[str, tuple[Tensor, Sequence[Pieces], int]] = {}
 
     def take(self, tensor_name: str, read: Read) -> None:
@@ -106,9 +118,13 @@ class _Loading:
         if self._shares.state(name) is FIRST and self._shares.rank:
             self.weights[name] = self._empty(self._architecture.weight_shapes[name]).zero_()
         elif type(self._architecture.stored[name]) is AsItIs and self._cut(name) is None:
-            self._hold(name, read(()).to(device=self._storage.backend.device, dtype=self._storage.dtype))
+            self._hold(
+                name, read(()).to(device=self._storage.backend.device, dtype=self._storage.dtype)
+            )
         else:
-            target, pieces, missing = self._partial.pop(name) if name in self._partial else self._begin(name)
+            target, pieces, missing = (
+                self._partial.pop(name) if name in self._partial else self._begin(name)
+            )
             for index, place in pieces[number]:
                 place.view(target).copy_(read(index))
             if missing > 1:
@@ -120,11 +136,14 @@ class _Loading:
         """Take a tensor that was made of several quantised ones, float32.
 
         Returns:
-            What this rank holds of it, before and after it was brought into the form in which it is held.
+            What this rank holds of it, before and after it was brought into the form in which it is
+            held.
         """
         self.take(tensor_name, lambda index: tensor[index])
         name, _ = self._owners[tensor_name]
-        if type(self._architecture.stored[name]) is not AsItIs:  # the weight is made of several tensors, and is dense
+        if (
+            type(self._architecture.stored[name]) is not AsItIs
+        ):  # the weight is made of several tensors, and is dense
             return tensor, tensor.to(self._storage.dtype)
         held = self.weights[name]
         dense = held if isinstance(held, Tensor) else held.dense()
@@ -139,7 +158,9 @@ class _Loading:
         return [place.of_rank(shape, cut, self._shares.rank) for place in places]
 
     def _cut(self, name: str) -> Cut | None:
-        """Return the cut by which this rank reads pieces of a weight; None where it reads all of it."""
+        """Return the cut by which this rank reads pieces of a weight; None where it reads all of
+        it.
+        """
         state = self._shares.state(name)
         if not isinstance(state, Cut) or self._storage.needs_whole(self._architecture, name, state):
             return None
@@ -147,7 +168,11 @@ class _Loading:
 
     def _begin(self, name: str) -> tuple[Tensor, Sequence[Pieces], int]:
         """Return an entry of `_partial` for a weight of which no tensor has come."""
-        shape, cut, pieces = self._architecture.weight_shapes[name], self._cut(name), self.pieces(name)
+        shape, cut, pieces = (
+            self._architecture.weight_shapes[name],
+            self._cut(name),
+            self.pieces(name),
+        )
         target = self._empty(shape if cut is None else cut.local_shape(shape))
         if cut is not None and cut.is_padded:
             target.zero_()
@@ -173,7 +198,11 @@ class Rounding:
     def add(self, name: str, weight: Tensor, held: Tensor) -> None:
         """weight: float32."""
         wrong, whole = float((held.float() - weight).square().sum()), float(weight.square().sum())
-        self._wrong, self._all, self.num_weights = self._wrong + wrong, self._all + whole, self.num_weights + 1
+        self._wrong, self._all, self.num_weights = (
+            self._wrong + wrong,
+            self._all + whole,
+            self.num_weights + 1,
+        )
         self._worst = max(self._worst, ((wrong / whole) ** 0.5 if whole else 0.0, name))
 
     @property
@@ -186,12 +215,15 @@ class Rounding:
         kind = str(dtype).removeprefix("torch.") if weight_format == "dense" else weight_format
         most, name = self._worst
         return (
-            f"{self.num_weights} matrices, are held as {kind}: off by {self.share:.2%} of their root mean square, at "
+            f"{self.num_weights} matrices, are held as {kind}: off by {self.share:.2%} of their "
+            f"root mean square, at "
             f"most by {most:.2%} ({name})"
         )
 
 
-def _dequantised(entry: Entry, reader: Any, quantisation: Quantisation, device: torch.device) -> Tensor:
+def _dequantised(
+    entry: Entry, reader: Any, quantisation: Quantisation, device: torch.device
+) -> Tensor:
     """A quantised weight in float32. reader: of the entry's file."""
 
     def read(part: Entry) -> Tensor:
@@ -207,7 +239,12 @@ def _dequantised(entry: Entry, reader: Any, quantisation: Quantisation, device: 
         weight = quantisation.dequantised(tensors, entry.shape)
     except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise WeightsError(f"{entry.file}: the tensors of {entry.name} do not fit together: {reason}") from None
+        raise WeightsError(
+            f"{entry.file}: the tensors of {entry.name} do not fit together: {reason}"
+        ) from None
     if tuple(weight.shape) != entry.shape:
-        raise WeightsError(f"{entry.file}: {entry.name} comes to {list(weight.shape)}; needed are {list(entry.shape)}")
+        raise WeightsError(
+            f"{entry.file}: {entry.name} comes to {list(weight.shape)}; needed are "
+            f"{list(entry.shape)}"
+        )
     return weight

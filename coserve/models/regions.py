@@ -1,7 +1,9 @@
-"""Where the piece of a tensor that a rank holds lies in files, whose tensors are whole whatever the number of ranks.
+"""Where the piece of a tensor that a rank holds lies in files, whose tensors are whole whatever the
+number of ranks.
 
-A tensor of a file is a view of the whole weight or parameter: the same, transposed, or a part of it. From the view
-follows which block of the file's tensor a rank reads or writes, and which elements of the rank's piece these are.
+A tensor of a file is a view of the whole weight or parameter: the same, transposed, or a part of
+it. From the view follows which block of the file's tensor a rank reads or writes, and which
+elements of the rank's piece these are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,14 +60,15 @@ class View:
     shape: tuple[int, ...]
     """Of the file's tensor."""
     dims: tuple[int | None, ...]
-    """By dimension of the file's tensor, the one of the whole tensor; None where it has one entry and is none."""
+    """By dimension of the file's tensor, the one of the whole tensor; None where it has one entry
+    and is none."""
     starts: tuple[int, ...]
     """By dimension of the whole tensor, the first entry that is in the file's."""
 
     @classmethod
     def of(cls, tensor: Tensor, whole: Tensor) -> "View | None":
-        """Return how a tensor views another one, which is contiguous; None if it does not, or takes its dimensions
-        apart or together.
+        """Return how a tensor views another one, which is contiguous; None if it does not, or takes
+        its dimensions apart or together.
         """
         if tensor is not whole and tensor._base is not whole:
             return None
@@ -78,7 +81,10 @@ class View:
             fits = [
                 dim
                 for dim, most in enumerate(whole.shape)
-                if most > 1 and whole.stride(dim) == stride and starts[dim] + size <= most and dim not in dims
+                if most > 1
+                and whole.stride(dim) == stride
+                and starts[dim] + size <= most
+                and dim not in dims
             ]
             if size != 1 and not fits:
                 return None
@@ -104,13 +110,17 @@ class View:
             yield self._region(piece, None, 0, 0, 0)
 
     def owned_regions(self, piece: Tensor, state: AnyState, rank: int) -> Iterator[Region]:
-        """Yield what a rank writes of the file's tensor: what it holds and no rank before it does; see `regions`."""
+        """Yield what a rank writes of the file's tensor: what it holds and no rank before it does;
+        see `regions`.
+        """
         if isinstance(state, Cut):
             yield from self._cut_regions(piece, state, owned_runs(state, rank))
         elif rank == 0:
             yield self._region(piece, None, 0, 0, 0)
 
-    def _cut_regions(self, piece: Tensor, cut: Cut, runs: Sequence[tuple[Run, int]]) -> Iterator[Region]:
+    def _cut_regions(
+        self, piece: Tensor, cut: Cut, runs: Sequence[tuple[Run, int]]
+    ) -> Iterator[Region]:
         dim = piece.ndim + cut.dim
         first = self.starts[dim]
         stop = first + (self.shape[self.dims.index(dim)] if dim in self.dims else 1)
@@ -120,8 +130,9 @@ class View:
                 yield self._region(piece, dim, low - first, high - low, start + low - run.start)
 
     def _region(self, piece: Tensor, dim: int | None, first: int, size: int, local: int) -> Region:
-        """Return the region of `size` entries of a dimension of the whole tensor, from `first` on in the file's tensor
-        and from `local` on in the piece; of all entries, where there is no such dimension.
+        """Return the region of `size` entries of a dimension of the whole tensor, from `first` on
+        in the file's tensor and from `local` on in the piece; of all entries, where there is no
+        such dimension.
         """
         index = list[int | slice]()
         for each, start in enumerate(self.starts):
@@ -139,12 +150,18 @@ class View:
         for place, (shown, length) in enumerate(zip(self.dims, self.shape, strict=True)):
             if shown is None:
                 part = part.unsqueeze(place)
-            at.append(slice(first, first + size) if shown is not None and shown == dim else slice(0, length))
+            at.append(
+                slice(first, first + size)
+                if shown is not None and shown == dim
+                else slice(0, length)
+            )
         return Region(at=tuple(at), part=part)
 
 
 def held_runs(cut: Cut, rank: int) -> list[tuple[Run, int]]:
-    """Return the runs of entries that a rank holds, and where each begins in the rank's piece; without padding."""
+    """Return the runs of entries that a rank holds, and where each begins in the rank's piece;
+    without padding.
+    """
     found, start = list[tuple[Run, int]](), 0
     for run in cut.runs[rank]:
         stop = min(run.stop, cut.width)
@@ -176,7 +193,11 @@ def marked_blocks(values: Tensor, marks: Tensor) -> Iterator[Block]:
         marks: bool, of the same shape.
     """
     flat, values = marks.reshape(-1).to(torch.int8), values.reshape(-1)
-    steps = torch.diff(flat, prepend=flat.new_zeros(1), append=flat.new_zeros(1)).nonzero()[:, 0].tolist()
+    steps = (
+        torch.diff(flat, prepend=flat.new_zeros(1), append=flat.new_zeros(1))
+        .nonzero()[:, 0]
+        .tolist()
+    )
     for start, stop in zip(steps[::2], steps[1::2], strict=True):
         yield Block(starts=[start], rows=values[None, start:stop])
 

@@ -29,7 +29,9 @@ class HeldWeights:
     """Number of the rank."""
 
     def stored(self, architecture: Architecture) -> "dict[str, StoredPiece]":
-        """Return what the rank holds of each of the checkpoint's tensors that the weights are, by its name."""
+        """Return what the rank holds of each of the checkpoint's tensors that the weights are, by
+        its name.
+        """
         found = dict[str, StoredPiece]()
         for name, weight in self.weights.items():
             stored, state = architecture.stored_as(name), self.states.get(name, WHOLE)
@@ -44,7 +46,9 @@ class HeldWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredPiece:
-    """What a rank holds of a weight, and one of the checkpoint's tensors as a view of the whole weight."""
+    """What a rank holds of a weight, and one of the checkpoint's tensors as a view of the whole
+    weight.
+    """
 
     weight: str
     """Full name of the weight."""

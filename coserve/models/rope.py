@@ -12,8 +12,8 @@ from coserve.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Those whose frequencies do not depend on the length of the sequence at hand, so that a cached key stays right; of
-# LongRoPE's two sets one is chosen.
+# Those whose frequencies do not depend on the length of the sequence at hand, so that a cached key
+# stays right; of LongRoPE's two sets one is chosen.
 _SCALED = ("linear", "llama3", "longrope", "yarn")
 
 
@@ -21,10 +21,11 @@ _SCALED = ("linear", "llama3", "longrope", "yarn")
 class RotaryTable:
     """Inverse frequencies float32 [D / 2] and the factor on cos and sin that some scalings ask for.
 
-    scale_beta, scale_after: both grow with the position p, too: by 1 + beta * log(1 + floor(p / after)), as queries do
-    in Llama 4 and Ministral 3.
+    scale_beta, scale_after: both grow with the position p, too: by 1 + beta * log(1 + floor(p /
+    after)), as queries do in Llama 4 and Ministral 3.
 
-    short_frequencies, short_positions: of LongRoPE: other inverse frequencies, for sequences of up to this many tokens.
+    short_frequencies, short_positions: of LongRoPE: other inverse frequencies, for sequences of up
+    to this many tokens.
     """
 
     inverse_frequencies: Tensor
@@ -35,12 +36,17 @@ class RotaryTable:
     short_positions: int = 0
 
     def up_to(self, max_positions: int) -> "RotaryTable":
-        """The table of a model whose sequences have at most `max_positions` tokens: one set of frequencies for all of
-        them, since keys that are cached stay as they are when their sequence grows.
+        """The table of a model whose sequences have at most `max_positions` tokens: one set of
+        frequencies for all of them, since keys that are cached stay as they are when their sequence
+        grows.
         """
         if self.short_frequencies is None:
             return self
-        chosen = self.short_frequencies if max_positions <= self.short_positions else self.inverse_frequencies
+        chosen = (
+            self.short_frequencies
+            if max_positions <= self.short_positions
+            else self.inverse_frequencies
+        )
         return replace(self, inverse_frequencies=chosen, short_frequencies=None)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -49,7 +55,12 @@ class RotaryTable:
         angles = torch.cat((angles, angles), -1)
         factor: Tensor | float = self.factor
         if self.scale_beta:
-            factor = factor * (1 + self.scale_beta * torch.log(1 + torch.floor(positions / self.scale_after)))[:, None]
+            factor = (
+                factor
+                * (1 + self.scale_beta * torch.log(1 + torch.floor(positions / self.scale_after)))[
+                    :, None
+                ]
+            )
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def to(self, device: torch.device) -> "RotaryTable":
@@ -57,19 +68,28 @@ class RotaryTable:
 
 
 def rotary_table(
-    config: "PretrainedConfig", head_dim: int, layer_type: str | None = None, *, of_a_part: bool = False
+    config: "PretrainedConfig",
+    head_dim: int,
+    layer_type: str | None = None,
+    *,
+    of_a_part: bool = False,
 ) -> RotaryTable:
     """The table of a configuration; scalings are transformers' own (`modeling_rope_utils`).
 
-    layer_type: of which layers, where the configuration has parameters for each type. of_a_part: whether the family
-    turns a part of each head where `partial_rotary_factor` says so, which transformers does not read for all.
+    layer_type: of which layers, where the configuration has parameters for each type. of_a_part:
+    whether the family turns a part of each head where `partial_rotary_factor` says so, which
+    transformers does not read for all.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    parameters = (
+        config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    )
     kind = parameters.get("rope_type", "default")
     if kind != "default" and kind not in _SCALED:
-        raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; known: default, {', '.join(_SCALED)}")
+        raise UnsupportedModelError(
+            f"rope scaling {kind!r} is not supported; known: default, {', '.join(_SCALED)}"
+        )
     part = parameters.get("partial_rotary_factor") or 1.0
     if kind != "default" and part != 1.0 and not of_a_part:
         raise UnsupportedModelError(
@@ -78,7 +98,11 @@ def rotary_table(
         )
     try:
         if kind == "default":
-            num_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) if of_a_part else head_dim
+            num_rotated = (
+                int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+                if of_a_part
+                else head_dim
+            )
             exponents = torch.arange(0, num_rotated, 2, dtype=torch.float32) / num_rotated
             return RotaryTable(inverse_frequencies=1.0 / (parameters["rope_theta"] ** exponents))
         of_layers = {} if layer_type is None else {"layer_type": layer_type}
@@ -89,9 +113,14 @@ def rotary_table(
             if {len(parameters["long_factor"]), len(parameters["short_factor"])} != {len(long)}:
                 raise ValueError(f"long_factor and short_factor must have {len(long)} numbers each")
             return RotaryTable(
-                inverse_frequencies=long, factor=factor, short_frequencies=short, short_positions=original
+                inverse_frequencies=long,
+                factor=factor,
+                short_frequencies=short,
+                short_positions=original,
             )
         frequencies, factor = init()
     except (TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
-        raise UnsupportedModelError(f"rope scaling {dict(parameters)} is not valid: {error!r}") from None
+        raise UnsupportedModelError(
+            f"rope scaling {dict(parameters)} is not valid: {error!r}"
+        ) from None
     return RotaryTable(inverse_frequencies=frequencies, factor=factor)

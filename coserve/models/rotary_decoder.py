@@ -1,4 +1,6 @@
-"""What Llama and its relatives share: RMS norms at attention and a gated MLP, rotary positions, grouped key heads."""
+"""What Llama and its relatives share: RMS norms at attention and a gated MLP, rotary positions,
+grouped key heads.
+"""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -15,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class RotaryDecoder(Architecture):
-    """A family says how it differs: biases, norms on queries and keys, norms before or after attention and MLP, sliding
-    windows and rotary tables by layer, factors, or another `norm`, `mlp`, or `queries_keys_values`.
+    """A family says how it differs: biases, norms on queries and keys, norms before or after
+    attention and MLP, sliding windows and rotary tables by layer, factors, or another `norm`,
+    `mlp`, or `queries_keys_values`.
 
     attention_norms, mlp_norms: the norms before and after each, None where there is none.
     """
@@ -34,7 +37,8 @@ class RotaryDecoder(Architecture):
     norm_queries_and_keys: bool = False
     # Whether `partial_rotary_factor` is read.
     turns_a_part: ClassVar[bool] = False
-    # Of the rows after the embedding (rounded to their dtype or not), and of what attention and MLP add to them.
+    # Of the rows after the embedding (rounded to their dtype or not), and of what attention and MLP
+    # add to them.
     embedding_factor: float = 1.0
     embedding_factor_is_rounded: ClassVar[bool] = False
     residual_factor: float = 1.0
@@ -47,7 +51,9 @@ class RotaryDecoder(Architecture):
         """`sliding_window` where the configuration has a type for each layer."""
         types = ("full_attention", "sliding_attention")
         if (kind := self.config.layer_types[layer]) not in types:
-            raise UnsupportedModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(types)}")
+            raise UnsupportedModelError(
+                f"layer_types {kind!r} is not supported; supported: {', '.join(types)}"
+            )
         window: int | None = self.config.sliding_window if kind == "sliding_attention" else None
         return window
 
@@ -69,7 +75,9 @@ class RotaryDecoder(Architecture):
     def embed(self) -> Graph:
         b = GraphBuilder()
         weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
-        x = b.apply("embedding", self.embedding_name, {"ids": tokens_input(b), "weight": weight}, offset=0)
+        x = b.apply(
+            "embedding", self.embedding_name, {"ids": tokens_input(b), "weight": weight}, offset=0
+        )
         rounded = self.embedding_factor_is_rounded
         return b.build(scaled(b, "embedding_factor", x, self.embedding_factor, rounded=rounded))
 
@@ -109,19 +117,28 @@ class RotaryDecoder(Architecture):
         """Add the block's MLP, from rows [hidden_size] to rows [hidden_size]; its output's name."""
         gate = b.linear("mlp.gate_proj", x, self.config.intermediate_size, bias=self.mlp_bias)
         up = b.linear("mlp.up_proj", x, self.config.intermediate_size, bias=self.mlp_bias)
-        return b.linear("mlp.down_proj", self.gated(b, gate, up), self.hidden_size, bias=self.mlp_bias)
+        return b.linear(
+            "mlp.down_proj", self.gated(b, gate, up), self.hidden_size, bias=self.mlp_bias
+        )
 
     def gated(self, b: GraphBuilder, gate: str, up: str, module: str = "mlp") -> str:
-        """Add activation(gate) * up; its output's name. module: what the names of its nodes begin with."""
+        """Add activation(gate) * up; its output's name. module: what the names of its nodes begin
+        with.
+        """
         name: str = getattr(self.config, self.hidden_act_name)
         if name == "silu":
             return b.apply("silu_mul", f"{module}.act", {"gate": gate, "up": up})
         return b.apply(
-            "mul", f"{module}.gated", {"x": up, "factor": activation(b, f"{module}.act", name, gate)}, per_row=True
+            "mul",
+            f"{module}.gated",
+            {"x": up, "factor": activation(b, f"{module}.act", name, gate)},
+            per_row=True,
         )
 
     def norm(self, b: GraphBuilder, name: str, x: str, features: int) -> str:
-        """Add a norm of rows [features], or of each of their heads [features]; its output's name."""
+        """Add a norm of rows [features], or of each of their heads [features]; its output's
+        name.
+        """
         weight = b.weight(f"{name}.weight", features)
         return b.apply("rms_norm", name, {"x": x, "weight": weight}, eps=self.config.rms_norm_eps)
 
@@ -129,9 +146,11 @@ class RotaryDecoder(Architecture):
         """Add what is done with the head's products; its output's name."""
         return logits
 
-    def attend(self, b: GraphBuilder, x: str, layer: int, tables: Mapping[str, tuple[str, str]]) -> str:
-        """Add what looks at other rows, from rows [hidden_size] to rows [hidden_size]; its output's name. tables: the
-        angles' names, by what stands before them.
+    def attend(
+        self, b: GraphBuilder, x: str, layer: int, tables: Mapping[str, tuple[str, str]]
+    ) -> str:
+        """Add what looks at other rows, from rows [hidden_size] to rows [hidden_size]; its output's
+        name. tables: the angles' names, by what stands before them.
         """
         q, k, v = self.queries_keys_values(b, x)
         if (prefix := self.query_rotary_prefix(layer)) is not None:
@@ -144,12 +163,19 @@ class RotaryDecoder(Architecture):
     def _angles(self, b: GraphBuilder, layer: int) -> dict[str, tuple[str, str]]:
         """Declare the constants of the tables that a block uses."""
         prefixes = dict.fromkeys((self.rotary_prefix(layer), self.query_rotary_prefix(layer)))
-        return {prefix: angles(b, self._num_rotated[prefix], prefix) for prefix in prefixes if prefix is not None}
+        return {
+            prefix: angles(b, self._num_rotated[prefix], prefix)
+            for prefix in prefixes
+            if prefix is not None
+        }
 
     @cached_property
     def _num_rotated(self) -> dict[str, int]:
         """Features of a head that each table rotates."""
-        return {prefix: 2 * len(table.inverse_frequencies) for prefix, table in self.rotary_tables().items()}
+        return {
+            prefix: 2 * len(table.inverse_frequencies)
+            for prefix, table in self.rotary_tables().items()
+        }
 
     def _normed(self, b: GraphBuilder, name: str | None, x: str) -> str:
         return x if name is None else self.norm(b, name, x, self.hidden_size)

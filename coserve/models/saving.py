@@ -1,4 +1,6 @@
-"""Writes a model in Hugging Face's layout: a copy of the one that it came from, with some weights changed."""
+"""Writes a model in Hugging Face's layout: a copy of the one that it came from, with some weights
+changed.
+"""
 
 import json
 import os
@@ -31,18 +33,23 @@ def save_model(
     *,
     keeps_tie: bool = False,
 ) -> None:
-    """Write a model to a directory, which is made; file by file, so that one file's weights are in memory at a time.
+    """Write a model to a directory, which is made; file by file, so that one file's weights are in
+    memory at a time.
 
     Args:
         source: where the model came from; its weights keep their types and files.
-        changed: weights that are others, by full name. A head that was the table of embeddings is written by itself
-            where one of both is changed, unless it keeps_tie.
+        changed: weights that are others, by full name. A head that was the table of embeddings is
+            written by itself where one of both is changed, unless it keeps_tie.
 
     Raises:
-        ModelError: the model has no files, or a weight has no place in them. OSError: they cannot be written.
+        ModelError: the model has no files, or a weight has no place in them. OSError: they cannot
+            be written.
     """
     files = files_of(architecture, source)
-    table, head = stored_name(architecture, f"{architecture.embedding_name}.weight"), stored_head(architecture)
+    table, head = (
+        stored_name(architecture, f"{architecture.embedding_name}.weight"),
+        stored_head(architecture),
+    )
     tensors = _as_stored(architecture, changed)
     is_other = bool({table, head} & tensors.keys())
     unties = architecture.tied and is_other and not keeps_tie
@@ -53,7 +60,9 @@ def save_model(
         shutil.copy(path, directory)
     left = set(tensors) - ({head} if architecture.tied else set())
     for path in weight_files(files):
-        left -= _write_file(architecture, path, directory / path.name, tensors, (table, head) if unties else None)
+        left -= _write_file(
+            architecture, path, directory / path.name, tensors, (table, head) if unties else None
+        )
     if left:
         raise ModelError(no_place(files, left))
     if unties:
@@ -62,12 +71,15 @@ def save_model(
 
 
 def files_of(architecture: Architecture, source: ModelSource) -> Path:
-    """Return the directory of a model's files; ModelError where changed weights have no place in files like them."""
+    """Return the directory of a model's files; ModelError where changed weights have no place in
+    files like them.
+    """
     if source.directory is None:
         raise ModelError(no_files(source))
     if (quantisation := quantisation_of_model(architecture)) is not None:
         raise ModelError(
-            f"{source.name} is quantised ({quantisation.words}), and changed weights have no place in its files; "
+            f"{source.name} is quantised ({quantisation.words}), and changed weights have no place "
+            f"in its files; "
             "give the model that it was made from"
         )
     return source.directory
@@ -109,8 +121,8 @@ def _write_file(
     changed: Mapping[str, Tensor],
     tied: tuple[str, str] | None,
 ) -> set[str]:
-    """A file with its changed tensors; those that are written. tied: the names of the table and of the head, which is
-    to stand beside it.
+    """A file with its changed tensors; those that are written. tied: the names of the table and of
+    the head, which is to stand beside it.
     """
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file

@@ -1,4 +1,6 @@
-"""Writes a model that ranks hold in pieces in Hugging Face's layout: each rank what it holds of the changed weights."""
+"""Writes a model that ranks hold in pieces in Hugging Face's layout: each rank what it holds of the
+changed weights.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,16 +18,25 @@ from coserve.models.files import weight_files
 from coserve.models.regions import Block, Blocks, View, region_blocks
 from coserve.models.restoring import HeldWeights, StoredPiece
 from coserve.models.saving import files_of, no_place, small_files, stored_name
-from coserve.models.shared_files import FileTensor, torch_type, write_shared_bytes, write_shared_tensors
+from coserve.models.shared_files import (
+    FileTensor,
+    torch_type,
+    write_shared_bytes,
+    write_shared_tensors,
+)
 from coserve.models.source import ModelSource
 from coserve.models.weights import name_in_model, stored_head
 
 
 def save_model_pieces(
-    architecture: Architecture, source: ModelSource, directory: Path, changed: HeldWeights, ranks: Ranks
+    architecture: Architecture,
+    source: ModelSource,
+    directory: Path,
+    changed: HeldWeights,
+    ranks: Ranks,
 ) -> None:
-    """Write this rank's pieces of a model to a directory, which is made; see `shared_files`. What has not changed is
-    written by rank 0. A head that is the table of embeddings stays that.
+    """Write this rank's pieces of a model to a directory, which is made; see `shared_files`. What
+    has not changed is written by rank 0. A head that is the table of embeddings stays that.
 
     Args:
         architecture: the model's.
@@ -35,11 +46,15 @@ def save_model_pieces(
         ranks: which rank this is.
 
     Raises:
-        ModelError: the model has no files, or a weight has no place in them. OSError: they cannot be written.
+        ModelError: the model has no files, or a weight has no place in them. OSError: they cannot
+            be written.
     """
     files = files_of(architecture, source)
     pieces = changed.stored(architecture)
-    table, head = stored_name(architecture, f"{architecture.embedding_name}.weight"), stored_head(architecture)
+    table, head = (
+        stored_name(architecture, f"{architecture.embedding_name}.weight"),
+        stored_head(architecture),
+    )
     if architecture.tied and table in pieces:
         pieces[head] = pieces[table]  # where files have it as well
     directory.mkdir(parents=True, exist_ok=True)
@@ -53,7 +68,11 @@ def save_model_pieces(
 
 
 def _write_file(
-    architecture: Architecture, path: Path, target: Path, pieces: dict[str, StoredPiece], ranks: Ranks
+    architecture: Architecture,
+    path: Path,
+    target: Path,
+    pieces: dict[str, StoredPiece],
+    ranks: Ranks,
 ) -> set[str]:
     """Write a file; returns the names of the changed tensors that it has."""
     experts, written = tensors_of_all_experts(architecture), set[str]()
@@ -61,7 +80,8 @@ def _write_file(
     with open_file(path) as reader:
         for entry in entries_of(path):
             name = name_in_model(architecture, entry.name)
-            # One tensor of all experts is the weight as it is, and all parts of it have changed if one has.
+            # One tensor of all experts is the weight as it is, and all parts of it have changed if
+            # one has.
             names = experts[entry.name].names if entry.name in experts else (name,)
             each, view = pieces.get(names[0]), None
             if each is not None:
@@ -72,7 +92,9 @@ def _write_file(
     return written
 
 
-def _tensor(entry: Entry, reader: Any, each: StoredPiece | None, view: View | None, rank: int) -> FileTensor:
+def _tensor(
+    entry: Entry, reader: Any, each: StoredPiece | None, view: View | None, rank: int
+) -> FileTensor:
     """Return a tensor of a file as a rank writes it.
 
     Args:
@@ -88,7 +110,9 @@ def _tensor(entry: Entry, reader: Any, each: StoredPiece | None, view: View | No
     if each is None or view is None:
         blocks = partial(_unchanged, entry, reader, rank)
     else:
-        blocks = region_blocks(partial(view.owned_regions, each.piece, each.state, rank), entry.shape)
+        blocks = region_blocks(
+            partial(view.owned_regions, each.piece, each.state, rank), entry.shape
+        )
     return FileTensor(shape=entry.shape, dtype=dtype, blocks=blocks)
 
 
@@ -96,4 +120,6 @@ def _unchanged(entry: Entry, reader: Any, rank: int) -> Iterator[Block]:
     """Yield a tensor as the model's own file has it, on rank 0."""
     if rank == 0:
         tensor: Tensor = entry.read(reader)
-        yield from region_blocks(partial(View.all_of(entry.shape).owned_regions, tensor, WHOLE, 0), entry.shape)()
+        yield from region_blocks(
+            partial(View.all_of(entry.shape).owned_regions, tensor, WHOLE, 0), entry.shape
+        )()

@@ -16,8 +16,8 @@ from coserve.models.bypasses import Bypasses
 
 
 class CachedSequence:
-    """Tokens that have been run, as K and V of every block with attention: float [capacity, Hkv * D] each, in the
-    compute dtype; and the states of the others, float32 [1, state size].
+    """Tokens that have been run, as K and V of every block with attention: float [capacity, Hkv *
+    D] each, in the compute dtype; and the states of the others, float32 [1, state size].
     """
 
     def __init__(self, backbone: Backbone, capacity: int, bypasses: Bypasses | None = None) -> None:
@@ -33,7 +33,9 @@ class CachedSequence:
         for layer in backbone.local.kv_layers:
             graph = backbone.local.graphs[layer]
             self.cache[layer] = {
-                name: torch.zeros(capacity, *graph.spec[name].shape, dtype=backbone.dtype, device=backbone.device)
+                name: torch.zeros(
+                    capacity, *graph.spec[name].shape, dtype=backbone.dtype, device=backbone.device
+                )
                 for name in graph.kv_tensors
             }
 
@@ -41,7 +43,9 @@ class CachedSequence:
         """A span that runs the next tokens (int64 [n]): a prefill chunk, or one decoded token."""
         start, end = self.length, self.length + tokens.shape[0]
         if end > self.capacity:
-            raise BudgetError(f"a sequence of {end} tokens does not fit its cache of {self.capacity}")
+            raise BudgetError(
+                f"a sequence of {end} tokens does not fit its cache of {self.capacity}"
+            )
         self.length = end
         return _CachedRows(self, tokens.to(self._device), start, end)
 
@@ -59,7 +63,12 @@ class _CachedRows(Span, BatchRows):
         return self
 
     def keep(self, part: Part) -> Keep:
-        return Keep(rows={name: rows[self._start : self._end] for name, rows in self._cache.get(part, {}).items()})
+        return Keep(
+            rows={
+                name: rows[self._start : self._end]
+                for name, rows in self._cache.get(part, {}).items()
+            }
+        )
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = (rows[None] for rows in self._cache[layer].values())

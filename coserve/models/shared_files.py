@@ -1,8 +1,10 @@
-"""Files that the ranks of a group write together, each its own pieces, without waiting for one another.
+"""Files that the ranks of a group write together, each its own pieces, without waiting for one
+another.
 
-Every rank opens the same files and writes its pieces in place. Until all have, a file has a name that nothing reads
-(`pending`). The process that has given the command hears from all ranks, and then gives the files their names
-(`named_when_written`); where one rank failed, none of the files appears.
+Every rank opens the same files and writes its pieces in place. Until all have, a file has a name
+that nothing reads (`pending`). The process that has given the command hears from all ranks, and
+then gives the files their names (`named_when_written`); where one rank failed, none of the files
+appears.
 """
 
 import json
@@ -55,7 +57,8 @@ class FileTensor:
 
 
 def write_shared_tensors(path: Path, tensors: Mapping[str, FileTensor], ranks: Ranks) -> None:
-    """Write this rank's pieces of a safetensors file, which is durable but has no name yet; see the module.
+    """Write this rank's pieces of a safetensors file, which is durable but has no name yet; see the
+    module.
 
     Args:
         path: name of the file once it is whole.
@@ -68,7 +71,9 @@ def write_shared_tensors(path: Path, tensors: Mapping[str, FileTensor], ranks: R
     header, starts, num_bytes = _header(tensors)
     descriptor = os.open(pending(path), os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        os.ftruncate(descriptor, num_bytes)  # to the same size on every rank, so that nothing written is cut off
+        os.ftruncate(
+            descriptor, num_bytes
+        )  # to the same size on every rank, so that nothing written is cut off
         if ranks.rank == 0:
             _write_at(descriptor, memoryview(header), 0)
         for name, tensor in tensors.items():
@@ -85,7 +90,9 @@ def write_shared_tensors(path: Path, tensors: Mapping[str, FileTensor], ranks: R
 
 
 def write_shared_bytes(path: Path, content: bytes, ranks: Ranks) -> None:
-    """Write a small file as rank 0; other ranks leave it to that one. OSError if it cannot be written."""
+    """Write a small file as rank 0; other ranks leave it to that one. OSError if it cannot be
+    written.
+    """
     if ranks.rank == 0:
         with pending(path).open("wb") as file:
             file.write(content)
@@ -100,8 +107,9 @@ def pending(path: Path) -> Path:
 
 @contextmanager
 def named_when_written(directory: Path) -> Iterator[None]:
-    """Give the files that ranks write in a directory their names once the context has ended without an error, with
-    which all ranks must be done. After an error they are removed, as are those that an earlier writer has left.
+    """Give the files that ranks write in a directory their names once the context has ended without
+    an error, with which all ranks must be done. After an error they are removed, as are those that
+    an earlier writer has left.
     """
     _remove_pending(directory)
     try:
@@ -136,7 +144,8 @@ def _remove_pending(directory: Path) -> None:
 
 
 def _header(tensors: Mapping[str, FileTensor]) -> tuple[bytes, dict[str, int], int]:
-    """Return what stands before the tensors, the first byte of each, and the number of bytes of the file.
+    """Return what stands before the tensors, the first byte of each, and the number of bytes of the
+    file.
 
     All that is laid out as safetensors itself does it.
     """
@@ -147,7 +156,11 @@ def _header(tensors: Mapping[str, FileTensor]) -> tuple[bytes, dict[str, int], i
         tensor, start = tensors[name], end
         end += prod(tensor.shape) * tensor.dtype.itemsize
         ends[name] = start, end
-        fields[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        fields[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     content = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     content += b" " * (-len(content) % 8)
     first = 8 + len(content)

@@ -23,7 +23,9 @@ class WeightShares:
         if local.divided:
             for part in local.parts:
                 for tensor in self.architecture.graphs[part].with_kind("weight"):
-                    self._states[self.architecture.prefix(part) + tensor.name] = local.state(part, tensor.name)
+                    self._states[self.architecture.prefix(part) + tensor.name] = local.state(
+                        part, tensor.name
+                    )
         if self.architecture.tied:
             table = self.state(f"{self.architecture.embedding_name}.weight")
             assert self.state(HEAD) == table, "a table that is the head, too, is divided once"
@@ -33,7 +35,9 @@ class WeightShares:
         return self._states.get(name, WHOLE)
 
     def of(self, name: str, whole: Tensor | Weight) -> Tensor | Weight:
-        """Return the rank's share of a whole weight: a copy, or the weight itself where that is all of it."""
+        """Return the rank's share of a whole weight: a copy, or the weight itself where that is all
+        of it.
+        """
         return share(whole, self.state(name), self.rank)
 
 
@@ -45,14 +49,17 @@ def share(whole: Tensor | Weight, state: AnyState, rank: int) -> Tensor | Weight
 
 
 def piece(whole: Tensor, state: AnyState, rank: int) -> Tensor:
-    """Return what a rank holds of a tensor in a state; the tensor itself where that is all of it."""
+    """Return what a rank holds of a tensor in a state; the tensor itself where that is all of
+    it.
+    """
     if isinstance(state, Cut):
         return state.take(whole, rank)
     return whole.new_zeros(whole.shape) if state is FIRST and rank else whole
 
 
 def owned(own: Tensor, state: AnyState, rank: int) -> Tensor | None:
-    """Return what a rank holds of a tensor, each entry on one rank alone; None where rank 0 has all that others hold.
+    """Return what a rank holds of a tensor, each entry on one rank alone; None where rank 0 has all
+    that others hold.
 
     Of an entry that several ranks hold, those after the first of them have a zero.
     """

@@ -1,5 +1,5 @@
-"""Where a model comes from: a directory, a hub id, the package itself (`tiny`), or a shape without weights
-(`dummy:…`).
+"""Where a model comes from: a directory, a hub id, the package itself (`tiny`), or a shape without
+weights (`dummy:…`).
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ _TINY_DIRECTORY = Path(__file__).parent / "tiny"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model that has been found: its name as given, its configuration (of its text part, if it sees pictures,
-    too), and its weights' directory (None: random weights).
+    """A model that has been found: its name as given, its configuration (of its text part, if it
+    sees pictures, too), and its weights' directory (None: random weights).
     """
 
     name: str
@@ -36,27 +36,35 @@ def find_model(name: str | Path, *, with_weights: bool = True) -> ModelSource:
     """Find a model and read its configuration.
 
     Args:
-        name: a directory in Hugging Face's layout, a hub id ("org/name"), "tiny" for the built-in model (a directory
-        of that name is "./tiny"), "dummy:<preset>", or "dummy:<path to a config.json>".
+        name: a directory in Hugging Face's layout, a hub id ("org/name"), "tiny" for the built-in
+        model (a directory of that name is "./tiny"), "dummy:<preset>", or "dummy:<path to a
+        config.json>".
         with_weights: whether a hub model's weights are fetched too, or only its configuration.
 
     Raises:
-        UnknownModelError: nothing is there. UnsupportedModelError: the family is not one of ours, it does not generate
-        text, or its weights are in a format that is not read (quantised, GGUF).
+        UnknownModelError: nothing is there. UnsupportedModelError: the family is not one of ours,
+        it does not generate text, or its weights are in a format that is not read (quantised,
+        GGUF).
     """
     if isinstance(name, Path):  # never what is built in, or on the hub
         name = str(name.absolute())
     if not isinstance(name, str):
-        raise UnknownModelError(f"a model is a directory, or has a name, and {shown(name)} is neither")
+        raise UnknownModelError(
+            f"a model is a directory, or has a name, and {shown(name)} is neither"
+        )
     if name.startswith(_DUMMY):
-        return ModelSource(name=name, config=_dummy_config(name.removeprefix(_DUMMY)), directory=None)
+        return ModelSource(
+            name=name, config=_dummy_config(name.removeprefix(_DUMMY)), directory=None
+        )
     directory = _local_directory(name) or _fetch(name, with_weights)
-    return ModelSource(name=name, config=_read_config(directory / "config.json"), directory=directory)
+    return ModelSource(
+        name=name, config=_read_config(directory / "config.json"), directory=directory
+    )
 
 
 def find_here(name: str) -> str:
-    """Return a name for a model whose files are on this machine: for a hub id its directory in the hub's cache, for
-    any other name the name itself. Nothing is fetched.
+    """Return a name for a model whose files are on this machine: for a hub id its directory in the
+    hub's cache, for any other name the name itself. Nothing is fetched.
 
     Raises:
         UnknownModelError: there is no such model on this machine.
@@ -74,14 +82,15 @@ def find_here(name: str) -> str:
 
 
 def find_fetched(name: str) -> ModelSource:
-    """Find a model whose files another process of this machine has fetched; nothing is asked of the hub, where another
-    revision may be by now. See `find_here` for errors.
+    """Find a model whose files another process of this machine has fetched; nothing is asked of the
+    hub, where another revision may be by now. See `find_here` for errors.
     """
     return replace(find_model(find_here(name)), name=name)
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that is on this machine, as far as its small files tell, which takes no time; see `find_model`.
+    """Refuse a model that is on this machine, as far as its small files tell, which takes no time;
+    see `find_model`.
 
     Raises:
         ModelError: `find_model` would refuse it, or its weights are not there.
@@ -95,8 +104,8 @@ def check_model(name: str) -> None:
 
 
 def model_files(name: str) -> list[Path]:
-    """The configuration and the weights of a model that is a directory here; of any other, and of one that cannot be
-    used, none.
+    """The configuration and the weights of a model that is a directory here; of any other, and of
+    one that cannot be used, none.
     """
     try:
         directory = None if name.startswith(_DUMMY) else _local_directory(name)
@@ -112,9 +121,15 @@ def _local_directory(name: str) -> Path | None:
         return directory
     if name.endswith(".gguf") and _is(Path.is_file, directory):
         raise gguf_error(directory)
-    if not name or _is(Path.exists, directory) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if (
+        not name
+        or _is(Path.exists, directory)
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+    ):
         raise UnknownModelError(
-            f"{name!r} is not a directory; give one that holds config.json and *.safetensors, or the name {TINY}"
+            f"{name!r} is not a directory; give one that holds config.json and *.safetensors, or "
+            f"the name {TINY}"
         )
     return None
 
@@ -153,8 +168,12 @@ def _read_config(path: Path) -> "PretrainedConfig":
     check_config(path)
     try:
         return text_config(AutoConfig.from_pretrained(path))
-    except Exception as error:  # transformers validates with many error types; all of them mean a bad file
-        raise ModelError(f"{path} is not a usable configuration: {' '.join(str(error).split())}") from error
+    except (
+        Exception
+    ) as error:  # transformers validates with many error types; all of them mean a bad file
+        raise ModelError(
+            f"{path} is not a usable configuration: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _fetch(name: str, with_weights: bool) -> Path:
@@ -162,12 +181,15 @@ def _fetch(name: str, with_weights: bool) -> Path:
 
     patterns = ["*.json", "tokenizer*", "*.jinja"] + ["model*.safetensors"] * with_weights
     try:
-        # First this alone: nothing else is fetched of a model that is refused for its configuration.
+        # First this alone: nothing else is fetched of a model that is refused for its
+        # configuration.
         check_config(Path(snapshot_download(name, allow_patterns="config.json")) / "config.json")
         return Path(snapshot_download(name, allow_patterns=patterns))
     except ModelError:
         raise
-    except Exception as error:  # network, authorisation, no such repository: the hub client's message says which
+    except (
+        Exception
+    ) as error:  # network, authorisation, no such repository: the hub client's message says which
         reason = " ".join(str(error).split())[:300]
         raise UnknownModelError(
             f"{name!r} is neither a directory, nor {TINY}, nor a model that the hub gives: {reason}"

@@ -1,7 +1,9 @@
-"""How a checkpoint holds a weight of a graph: under which names, and how those tensors lie in the weight.
+"""How a checkpoint holds a weight of a graph: under which names, and how those tensors lie in the
+weight.
 
-A layout is a way to look at a weight: for each tensor of the checkpoint, a view of the weight that has the tensor's
-shape. Loading copies into the views, saving copies out of them, so that both agree.
+A layout is a way to look at a weight: for each tensor of the checkpoint, a view of the weight that
+has the tensor's shape. Loading copies into the views, saving copies out of them, so that both
+agree.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +35,8 @@ class Place:
         return found.mT if self.is_transposed else found
 
     def of_rank(self, shape: tuple[int, ...], cut: Cut, rank: int) -> list[tuple[Index, "Place"]]:
-        """Return what a rank needs of the tensor, and where that lies in the rank's piece of the weight.
+        """Return what a rank needs of the tensor, and where that lies in the rank's piece of the
+        weight.
 
         Args:
             shape: that of the whole weight.
@@ -51,12 +54,19 @@ class Place:
                 local = start + low - run.start
                 target = [*given]
                 target[dim] = local if isinstance(own, int) else slice(local, local + high - low)
-                needed = [_ALL if number != dim else slice(low - first, high - first) for number in range(len(shape))]
+                needed = [
+                    _ALL if number != dim else slice(low - first, high - first)
+                    for number in range(len(shape))
+                ]
                 # Dimensions of which the tensor has one entry are none of its own.
-                needed = [part for part, of in zip(needed, given, strict=True) if not isinstance(of, int)]
+                needed = [
+                    part for part, of in zip(needed, given, strict=True) if not isinstance(of, int)
+                ]
                 if self.is_transposed:
                     needed[-2:] = reversed(needed[-2:])
-                found.append((tuple(needed), Place(at=tuple(target), is_transposed=self.is_transposed)))
+                found.append(
+                    (tuple(needed), Place(at=tuple(target), is_transposed=self.is_transposed))
+                )
             start += run.stop - run.start
         return found
 
@@ -107,10 +117,11 @@ class Transposed(AsItIs):
 
 @dataclass(frozen=True)
 class PerExpert(Stored):
-    """A tensor [out, in] for each expert, or several, row after row; the weight is [experts, sum of out, in].
+    """A tensor [out, in] for each expert, or several, row after row; the weight is [experts, sum of
+    out, in].
 
-    patterns: their names, with {} where the expert's number stands; all have as many rows. whole: what files call the
-    weight that have it as one tensor.
+    patterns: their names, with {} where the expert's number stands; all have as many rows. whole:
+    what files call the weight that have it as one tensor.
     """
 
     patterns: tuple[str, ...]
@@ -119,7 +130,9 @@ class PerExpert(Stored):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(pattern.format(e) for e in range(self.num_experts) for pattern in self.patterns)
+        return tuple(
+            pattern.format(e) for e in range(self.num_experts) for pattern in self.patterns
+        )
 
     def places(self, shape: tuple[int, ...]) -> Sequence[Place]:
         rows = shape[-2] // len(self.patterns)

@@ -1,7 +1,8 @@
 """All blocks as one call, where a backend can do that (`coserve.kernels.trace`).
 
-A trace belongs to a page pool, whose addresses it holds, to the places at which some adapter of the step sits, and to
-steps with training windows or without. It is made at the first step that can use it.
+A trace belongs to a page pool, whose addresses it holds, to the places at which some adapter of the
+step sits, and to steps with training windows or without. It is made at the first step that can use
+it.
 """
 
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
@@ -19,7 +20,14 @@ from coserve.graph.operators.base import AttentionRows, Context
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.base import Backend
 from coserve.kernels.low_rank import KeptRows, LowRankAdapter
-from coserve.kernels.trace import Trace, TracedCalls, TracedPiece, TracedStep, TracedWindow, UntraceableError
+from coserve.kernels.trace import (
+    Trace,
+    TracedCalls,
+    TracedPiece,
+    TracedStep,
+    TracedWindow,
+    UntraceableError,
+)
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.models.bypasses import Bypasses, RowAdapters
@@ -37,8 +45,8 @@ class _Traced(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PageStores:
-    """The stores of keys and values by block with attention, [num_pages, block_tokens, Hkv * D] each, and their traces
-    by what they are for (None: the blocks cannot be traced for that).
+    """The stores of keys and values by block with attention, [num_pages, block_tokens, Hkv * D]
+    each, and their traces by what they are for (None: the blocks cannot be traced for that).
     """
 
     layers: Mapping[Part, tuple[Tensor, Tensor]]
@@ -47,19 +55,26 @@ class PageStores:
     @property
     def most_rows(self) -> int:
         """Of a step that runs as one call, as far as traces have been made; 0 without any."""
-        return max([calls.most_rows for calls in self.traces.values() if calls is not None], default=0)
+        return max(
+            [calls.most_rows for calls in self.traces.values() if calls is not None], default=0
+        )
 
     @property
     def most_prompt_pairs(self) -> int:
         """The same of pairs of a row and a key of prompts."""
-        return max([calls.most_prompt_pairs for calls in self.traces.values() if calls is not None], default=0)
+        return max(
+            [calls.most_prompt_pairs for calls in self.traces.values() if calls is not None],
+            default=0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InPages:
-    """Rows' places in the stores of keys and values of every block: which page, and which entry of it, int64 [n].
+    """Rows' places in the stores of keys and values of every block: which page, and which entry of
+    it, int64 [n].
 
-    pieces: rows that belong together; segments: then makes one for each row (`TracedCalls.rows_apart`).
+    pieces: rows that belong together; segments: then makes one for each row
+    (`TracedCalls.rows_apart`).
     """
 
     stores: PageStores
@@ -70,18 +85,20 @@ class InPages:
 
 
 class KeptTensors:
-    """What a pack keeps of each part between forward and backward, a row of each tensor for each of its own; they stay
-    where they are.
+    """What a pack keeps of each part between forward and backward, a row of each tensor for each of
+    its own; they stay where they are.
     """
 
-    def __init__(self, tensors: Mapping[Part, Mapping[str, Tensor]], bypasses: Bypasses | None) -> None:
+    def __init__(
+        self, tensors: Mapping[Part, Mapping[str, Tensor]], bypasses: Bypasses | None
+    ) -> None:
         """bypasses: of the adapter that is trained."""
         self._tensors, self.bypasses = tensors, bypasses
         self._found: dict[TracedCalls, tuple[Tensor, Tensor] | None] = {}
 
     def addresses(self, calls: TracedCalls, first_row: int) -> tuple[Tensor, Tensor] | None:
-        """Where rows of the pack go, the first of them in each tensor, int64: what these calls give, and what the
-        adapter's factors B multiply, by place; None if others are kept.
+        """Where rows of the pack go, the first of them in each tensor, int64: what these calls
+        give, and what the adapter's factors B multiply, by place; None if others are kept.
         """
         if calls not in self._found:
             self._found[calls] = self._find(calls)
@@ -92,14 +109,16 @@ class KeptTensors:
         return kept, narrow
 
     def _find(self, calls: TracedCalls) -> tuple[Tensor, Tensor] | None:
-        """Where each tensor's first row lies, and bytes from one to the next: those of the calls, then those within the
-        adapter.
+        """Where each tensor's first row lies, and bytes from one to the next: those of the calls,
+        then those within the adapter.
         """
         numbers: dict[Hashable, int] = {name: number for number, name in enumerate(calls.kept)}
         num_places = 0
         if self.bypasses is not None and self.bypasses.low_rank is not None:
             num_places = len(self.bypasses.low_rank.places)
-            numbers.update({name: len(calls.kept) + place for name, place in self.bypasses.narrow.items()})
+            numbers.update(
+                {name: len(calls.kept) + place for name, place in self.bypasses.narrow.items()}
+            )
         starts = torch.zeros(len(calls.kept) + num_places, dtype=torch.int64)
         steps = torch.zeros_like(starts)
         for part, tensors in self._tensors.items():
@@ -115,8 +134,8 @@ class KeptTensors:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InWindow:
-    """Rows of a training window: what its pack keeps, which of the pack's rows is the first of them, whom they attend
-    to, and the keys of their dropout, int64 [n].
+    """Rows of a training window: what its pack keeps, which of the pack's rows is the first of
+    them, whom they attend to, and the keys of their dropout, int64 [n].
     """
 
     kept: KeptTensors
@@ -150,9 +169,9 @@ def run_at_once(
 ) -> Tensor | None:
     """All blocks as one call; None where they must run one by one.
 
-    inputs: "x", rows after the embedding, and the model's constants in the compute dtype. requests: the first of these
-    rows; attention: makes theirs, told whether each row of a prompt is a segment of its own. windows: all others, in
-    their order. adapters: of all rows.
+    inputs: "x", rows after the embedding, and the model's constants in the compute dtype. requests:
+    the first of these rows; attention: makes theirs, told whether each row of a prompt is a segment
+    of its own. windows: all others, in their order. adapters: of all rows.
     """
     if adapters.have_requests_apart or not all(window.may_run_at_once for window in windows):
         return None
@@ -174,7 +193,12 @@ def run_at_once(
         kept, narrow = addresses
         rows = range(row, row + window.num_rows)
         traced.append(
-            TracedWindow(num_rows=len(rows), first_in_pack=window.first_row, segments=window.segments, kept=kept)
+            TracedWindow(
+                num_rows=len(rows),
+                first_in_pack=window.first_row,
+                segments=window.segments,
+                kept=kept,
+            )
         )
         if window.adapter is not None:
             own = KeptRows(narrow=narrow, dropout_row_ids=window.dropout_row_ids)
@@ -206,7 +230,9 @@ def _traced_calls(
     return stores.traces[what]
 
 
-def _trace(backbone: Backbone, stores: PageStores, widths: dict[str, int], what: _Traced) -> TracedCalls | None:
+def _trace(
+    backbone: Backbone, stores: PageStores, widths: dict[str, int], what: _Traced
+) -> TracedCalls | None:
     """widths: of the inputs."""
     if backbone.backend.captures and backbone.ranks.size > 1:
         return None  # captured calls that contain NCCL's have hung when they were run again
@@ -239,7 +265,11 @@ def _trace_block(
     runs = {run.node: run for run in backbone.local.place_runs[layer] if run.mask & what.places}
     stores = dict(zip(graph.kv_tensors, (keys, key_values), strict=True))
     ranks = backbone.local.ranks
-    in_pieces = dividable(graph, backbone.local.divided[layer].states, ranks.size) if ranks.size > 1 else frozenset()
+    in_pieces = (
+        dividable(graph, backbone.local.divided[layer].states, ranks.size)
+        if ranks.size > 1
+        else frozenset()
+    )
 
     def keep(name: str, rows: Tensor) -> None:
         if what.has_windows:
@@ -263,6 +293,8 @@ def _trace_block(
         read = {name for run in runs.values() for name in (run.source, *run.outputs)}
         graph = fuse(graph, trace.backend.fused, read | stores.keys())
     attention = AttentionRows(rows=slice(None), batch=trace.attention, keys=keys, values=key_values)
-    context = Context(backend=trace.backend, attention=(attention,), group=trace.group(backbone.group))
+    context = Context(
+        backend=trace.backend, attention=(attention,), group=trace.group(backbone.group)
+    )
     run_graph(graph, values, backbone.weights[layer], context, after)
     return values[graph.outputs[0]]

@@ -1,4 +1,6 @@
-"""Models that see pictures, too: their text part is a model here, and what is for pictures is left unread."""
+"""Models that see pictures, too: their text part is a model here, and what is for pictures is left
+unread.
+"""
 
 from copy import copy
 from typing import TYPE_CHECKING, ClassVar
@@ -16,7 +18,9 @@ _WHOLE = ("model_type", "tie_word_embeddings", "quantization_config", "dtype", "
 
 
 def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
-    """What a configuration says of the text part, by the whole model's type; of a text model, the configuration."""
+    """What a configuration says of the text part, by the whole model's type; of a text model, the
+    configuration.
+    """
     if (text := config.get_text_config()) is config:
         return config
     text = copy(text)
@@ -27,26 +31,33 @@ def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 class VisionLanguage(RotaryDecoder):
-    """A text family comes after it among the bases. text_types: the model types of the text parts that it runs."""
+    """A text family comes after it among the bases. text_types: the model types of the text parts
+    that it runs.
+    """
 
     embedding_name = f"{_TEXT}embed_tokens"
     block_prefix = f"{_TEXT}layers"
     norm_name = f"{_TEXT}norm"
-    unread = rf"{RotaryDecoder.unread}|mtp\..*|(model\.)?(visual|vision_tower|multi_modal_projector)\..*"
+    unread = (
+        rf"{RotaryDecoder.unread}|mtp\..*|(model\.)?(visual|vision_tower|multi_modal_projector)\..*"
+    )
     text_types: ClassVar[tuple[str, ...]]
 
     def __init__(self, config: "PretrainedConfig") -> None:
         # The instance has the whole model's.
         if (kind := type(config).model_type) not in self.text_types:
             raise UnsupportedModelError(
-                f"{config.model_type} with a text_config of model_type {kind!r} is not supported; it must be "
+                f"{config.model_type} with a text_config of model_type {kind!r} is not supported; "
+                f"it must be "
                 f"{' or '.join(self.text_types)}"
             )
         super().__init__(config)
 
 
 class LlavaNames(VisionLanguage):
-    """One whose checkpoints have the names of LLaVA's, which were those of transformers' modules once."""
+    """One whose checkpoints have the names of LLaVA's, which were those of transformers' modules
+    once.
+    """
 
     def stored_as(self, name: str) -> Stored:
         rest = name.removeprefix(_TEXT)

@@ -1,6 +1,8 @@
-"""Weights as a model holds them: how they are stored, drawn at random or found in files, and joined.
+"""Weights as a model holds them: how they are stored, drawn at random or found in files, and
+joined.
 
-`coserve.models.reading` reads them. One tensor is made at a time, so nothing large ever exists twice.
+`coserve.models.reading` reads them. One tensor is made at a time, so nothing large ever exists
+twice.
 """
 
 import re
@@ -26,15 +28,16 @@ from coserve.models.quantised.base import Quantisation
 from coserve.models.shares import WeightShares
 from coserve.models.stored import WHOLE_TENSOR, Pieces
 
-# What the nodes of a part read, by name: the weights of linear layers, and tensors (embeddings, norms, biases).
+# What the nodes of a part read, by name: the weights of linear layers, and tensors (embeddings,
+# norms, biases).
 Weights = dict[Part, dict[str, Tensor | Weight]]
 _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors writes them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightStorage:
-    """How weights are held: the compute dtype, how those of linear layers are stored (`weight_formats`; all others stay
-    in the dtype), and which backend multiplies with them.
+    """How weights are held: the compute dtype, how those of linear layers are stored
+    (`weight_formats`; all others stay in the dtype), and which backend multiplies with them.
     """
 
     dtype: torch.dtype
@@ -53,13 +56,22 @@ class WeightStorage:
         return tensor if self.weight_format == DenseWeight.format else self.linear(tensor)
 
     def needs_whole(self, architecture: Architecture, name: str, cut: Cut) -> bool:
-        """Return whether a rank's piece of a weight follows from whole rows, of which it holds some columns."""
+        """Return whether a rank's piece of a weight follows from whole rows, of which it holds some
+        columns.
+        """
         is_float = not weight_class(self.weight_format).scales_rows
         sites = {**architecture.linear_sites, **architecture.expert_sites}
-        return not is_float and cut.dim == -1 and name.endswith(".weight") and name.removesuffix(".weight") in sites
+        return (
+            not is_float
+            and cut.dim == -1
+            and name.endswith(".weight")
+            and name.removesuffix(".weight") in sites
+        )
 
     def made(self, architecture: Architecture, name: str, tensor: Tensor) -> "Tensor | Weight":
-        """A tensor of the checkpoint as it is held. The table of embeddings that is also the head stays a tensor."""
+        """A tensor of the checkpoint as it is held. The table of embeddings that is also the head
+        stays a tensor.
+        """
         if name.removesuffix(".weight") in architecture.linear_sites and name.endswith(".weight"):
             return self.linear(tensor)
         if name.removesuffix(".weight") in architecture.expert_sites and name.endswith(".weight"):
@@ -68,8 +80,8 @@ class WeightStorage:
 
 
 def find_weights(architecture: Architecture, directory: Path) -> dict[str, Entry]:
-    """A checkpoint's tensors by the names that the model has for them, none of which is read; WeightsError if they are
-    not the model's.
+    """A checkpoint's tensors by the names that the model has for them, none of which is read;
+    WeightsError if they are not the model's.
     """
     found: dict[str, Entry] = {}
     whole = tensors_of_all_experts(architecture)
@@ -81,10 +93,16 @@ def find_weights(architecture: Architecture, directory: Path) -> dict[str, Entry
             if quantisation is not None and entry.name.endswith(quantisation.unused):
                 continue
             experts = whole.get(entry.name)
-            parts = {name_in_model(architecture, entry.name): entry} if experts is None else of_experts(entry, experts)
+            parts = (
+                {name_in_model(architecture, entry.name): entry}
+                if experts is None
+                else of_experts(entry, experts)
+            )
             for name, part in parts.items():
                 if name in found:
-                    raise WeightsError(f"{entry.name} is in both {found[name].file} and {file}; keep one of them")
+                    raise WeightsError(
+                        f"{entry.name} is in both {found[name].file} and {file}; keep one of them"
+                    )
                 found[name] = part
     if quantisation is not None:
         found = _whole(found, quantisation, architecture)
@@ -97,7 +115,9 @@ def quantisation_of_model(architecture: Architecture) -> Quantisation | None:
     return quantisation_of(getattr(architecture.config, "quantization_config", None))
 
 
-def _whole(found: dict[str, Entry], quantisation: Quantisation, architecture: Architecture) -> dict[str, Entry]:
+def _whole(
+    found: dict[str, Entry], quantisation: Quantisation, architecture: Architecture
+) -> dict[str, Entry]:
     """With one entry in place of those of the tensors that a quantised weight is made from."""
     groups: dict[str, dict[str, Entry]] = {}
     plain: dict[str, Entry] = {}
@@ -111,7 +131,9 @@ def _whole(found: dict[str, Entry], quantisation: Quantisation, architecture: Ar
             plain[name] = parts[quantisation.weight]
             continue
         if missing := [part for part in quantisation.needed if part not in parts]:
-            raise WeightsError(f"{name} lacks {missing[0]}, which {quantisation.words} needs to make it")
+            raise WeightsError(
+                f"{name} lacks {missing[0]}, which {quantisation.words} needs to make it"
+            )
         first = parts[quantisation.needed[0]]
         shape = quantisation.shape({part: each.shape for part, each in parts.items()})
         shape = shape or architecture.stored_shapes.get(name, ())
@@ -122,7 +144,11 @@ def _whole(found: dict[str, Entry], quantisation: Quantisation, architecture: Ar
 def name_in_model(architecture: Architecture, name: str) -> str:
     """A checkpoint of a model that was saved without its head lacks what all names begin with."""
     whole = architecture.bare_prefix + name
-    return whole if name not in architecture.stored_shapes and whole in architecture.stored_shapes else name
+    return (
+        whole
+        if name not in architecture.stored_shapes and whole in architecture.stored_shapes
+        else name
+    )
 
 
 def stored_head(architecture: Architecture) -> str:
@@ -145,13 +171,20 @@ def _check(architecture: Architecture, found: dict[str, Entry], directory: Path)
         and not (architecture.tied and name == stored_head(architecture))
     ]
     if unknown:
-        raise WeightsError(f"{directory} holds {some_of(unknown)}, which this {family} does not have")
+        raise WeightsError(
+            f"{directory} holds {some_of(unknown)}, which this {family} does not have"
+        )
     for name, shape in shapes.items():
         entry = found[name]
         if entry.shape != shape:
-            raise WeightsError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(shape)}")
+            raise WeightsError(
+                f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(shape)}"
+            )
         if entry.kind not in _FLOATS:
-            raise WeightsError(f"{entry.file}: {name} is {entry.kind}; weights must be float32, float16 or bfloat16")
+            raise WeightsError(
+                f"{entry.file}: {name} is {entry.kind}; weights must be float32, float16 or "
+                f"bfloat16"
+            )
 
 
 def check_tied_head(head: Entry, table: Tensor, pieces: Pieces = WHOLE_TENSOR) -> None:
@@ -170,13 +203,15 @@ def check_tied_head(head: Entry, table: Tensor, pieces: Pieces = WHOLE_TENSOR) -
             own = place.view(table)
             if not torch.equal(head.read(reader, index).to(own), own):
                 raise WeightsError(
-                    f"{head.file}: {head.name} is not the embedding, but the configuration ties them; set "
+                    f"{head.file}: {head.name} is not the embedding, but the configuration ties "
+                    f"them; set "
                     "tie_word_embeddings to false"
                 )
 
 
 def random_weights(local: LocalModel, storage: WeightStorage, *, seed: int) -> Weights:
-    """Weights drawn from N(0, 0.02²), norms at one, biases at zero: right in shape and speed, and nothing more.
+    """Weights drawn from N(0, 0.02²), norms at one, biases at zero: right in shape and speed, and
+    nothing more.
 
     A rank's are pieces of those that one rank has: each tensor is drawn whole.
     """
@@ -195,8 +230,12 @@ def random_weights(local: LocalModel, storage: WeightStorage, *, seed: int) -> W
     return joined_weights(local, weights, storage)
 
 
-def joined_weights(local: LocalModel, loaded: dict[str, Tensor | Weight], storage: WeightStorage) -> Weights:
-    """`by_part`, with weights that are multiplied with the same rows in one piece of memory; takes from `loaded`."""
+def joined_weights(
+    local: LocalModel, loaded: dict[str, Tensor | Weight], storage: WeightStorage
+) -> Weights:
+    """`by_part`, with weights that are multiplied with the same rows in one piece of memory; takes
+    from `loaded`.
+    """
     weights = by_part(local.architecture, loaded, storage)
     loaded.clear()  # so that each goes as soon as its copy is there
     return join_runs(weights, local.graphs)
@@ -223,21 +262,34 @@ def join_runs(weights: Weights, graphs: Mapping[Part, Graph]) -> Weights:
 def weight_tensors(weights: Mapping[str, Tensor | Weight]) -> list[Tensor]:
     """What the weights of a part hold in memory."""
     held = weights.values()
-    return [tensor for each in held for tensor in ((each,) if isinstance(each, Tensor) else each.tensors())]
+    return [
+        tensor
+        for each in held
+        for tensor in ((each,) if isinstance(each, Tensor) else each.tensors())
+    ]
 
 
 def absent_weights(local: LocalModel, storage: WeightStorage) -> Weights:
     """Weights of the right shapes on the meta device: nothing is read and nothing is held."""
     architecture, shares = local.architecture, WeightShares(local)
     loaded = {
-        name: shares.of(name, storage.made(architecture, name, torch.empty(shape, dtype=storage.dtype, device="meta")))
+        name: shares.of(
+            name,
+            storage.made(
+                architecture, name, torch.empty(shape, dtype=storage.dtype, device="meta")
+            ),
+        )
         for name, shape in architecture.weight_shapes.items()
     }
     return by_part(architecture, loaded, storage)
 
 
-def by_part(architecture: Architecture, weights: dict[str, Tensor | Weight], storage: WeightStorage) -> Weights:
-    """Weights by full name -> by part and the name in its graph; a tied dense head shares the embedding's tensor."""
+def by_part(
+    architecture: Architecture, weights: dict[str, Tensor | Weight], storage: WeightStorage
+) -> Weights:
+    """Weights by full name -> by part and the name in its graph; a tied dense head shares the
+    embedding's tensor.
+    """
     if architecture.tied:
         table = weights[f"{architecture.embedding_name}.weight"]
         assert isinstance(table, Tensor)

@@ -1,6 +1,7 @@
 """The layout of the file by which an engine's process leaves word of the jobs that it works for.
 
-A head, then two slots of ids, each of which ends with a zero: the process may die while it writes one of them.
+A head, then two slots of ids, each of which ends with a zero: the process may die while it writes
+one of them.
 """
 
 import struct

@@ -1,9 +1,11 @@
-"""What the server's process and the engine's say to each other: msgpack over one ZeroMQ pair socket.
+"""What the server's process and the engine's say to each other: msgpack over one ZeroMQ pair
+socket.
 
-The server says what to do (`Command`: of those that `coserve.engine.commands` describes, and two more), the engine what
-came of it (`Report`). Commands with a `call` are answered by one `Reply` with the same number; a request is answered by
-its chunks, and a job by its events. Times are seconds of the monotonic clock, which both processes share. Nothing but
-tokens, settings and paths crosses: no tensor ever does.
+The server says what to do (`Command`: of those that `coserve.engine.commands` describes, and two
+more), the engine what came of it (`Report`). Commands with a `call` are answered by one `Reply`
+with the same number; a request is answered by its chunks, and a job by its events. Times are
+seconds of the monotonic clock, which both processes share. Nothing but tokens, settings and paths
+crosses: no tensor ever does.
 """
 
 from typing import Any
@@ -38,12 +40,13 @@ _MAX_COUNTED_PARTS = 100
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine's process is to be, as JSON. address: of the socket that the server has bound. activity: a file
-    for `coserve.worker.activity`. threads: of the CPU; None: as many as the model is worth. record: a file to write all
-    that the engine does to. role, prefill_socket, prefill_min_tokens: see `coserve.worker.handover`. max_model_len:
-    tokens of a request, prompt and answer, and of an example; None: as many as the model has positions. log_format,
-    log_level: see `coserve.logs`. files_url, files_cache_bytes: see `coserve.jobs.remote_files`; the process's home is
-    the directory here.
+    """What the engine's process is to be, as JSON. address: of the socket that the server has
+    bound. activity: a file for `coserve.worker.activity`. threads: of the CPU; None: as many as the
+    model is worth. record: a file to write all that the engine does to. role, prefill_socket,
+    prefill_min_tokens: see `coserve.worker.handover`. max_model_len: tokens of a request, prompt
+    and answer, and of an example; None: as many as the model has positions. log_format, log_level:
+    see `coserve.logs`. files_url, files_cache_bytes: see `coserve.jobs.remote_files`; the process's
+    home is the directory here.
     """
 
     address: str
@@ -63,7 +66,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     files_url: str | None = None
     files_cache_bytes: int | None = None
     measures_first: bool = True
-    """Whether a device without a measured profile is measured before it serves, or beside requests."""
+    """Whether a device without a measured profile is measured before it serves, or beside
+    requests."""
     engine: EngineConfig
 
 
@@ -108,9 +112,9 @@ class StartProgress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The engine takes commands. threads: of the CPU. slo: of requests that bring none; it follows what steps take.
-    num_state_pages, fingerprint: see `DeviceInfo`. hardware: kind of device. profile: what it takes for the pieces of a
-    step; None: not known.
+    """The engine takes commands. threads: of the CPU. slo: of requests that bring none; it follows
+    what steps take. num_state_pages, fingerprint: see `DeviceInfo`. hardware: kind of device.
+    profile: what it takes for the pieces of a step; None: not known.
     """
 
     model: str
@@ -129,7 +133,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     profile: Profile | None = None
     fingerprint: str = ""
     num_ranks: int = 1
-    """Number of processes that hold the model together; sizes in bytes and pages are those of each."""
+    """Number of processes that hold the model together; sizes in bytes and pages are those of
+    each."""
     kernels: str = ""
     """Name of the kernel backend."""
     kernels_warning: str = ""
@@ -147,7 +152,9 @@ class StartFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True):
-    """A command is done, or refused with an error in one line of a kind (the name of its class in coserve.errors)."""
+    """A command is done, or refused with an error in one line of a kind (the name of its class in
+    coserve.errors).
+    """
 
     call: int
     error: str | None = None
@@ -165,7 +172,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """One step: when it ended, what it took and was believed to take, and the rows in it by kind.
 
-    backward_rows: rows through the loss and of tasklets, over all blocks and the head, divided by the number of these.
+    backward_rows: rows through the loss and of tasklets, over all blocks and the head, divided by
+    the number of these.
     """
 
     end_s: float
@@ -182,8 +190,8 @@ STATS_S = 0.2
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What steps brought. Chunks come at once, all else every `STATS_S` seconds, with events of jobs, and when there is
-    nothing left to do.
+    """What steps brought. Chunks come at once, all else every `STATS_S` seconds, with events of
+    jobs, and when there is nothing left to do.
     """
 
     chunks: list[Chunk] = []

@@ -1,5 +1,5 @@
-"""Where the socket between server and engine lies, and pages that an engine shares: in the home, or linked from there,
-so that what a killed server leaves is found and removed at the next start.
+"""Where the socket between server and engine lies, and pages that an engine shares: in the home, or
+linked from there, so that what a killed server leaves is found and removed at the next start.
 """
 
 import os
@@ -16,8 +16,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def make_socket_directory(home: Path) -> Path:
-    """A new directory that only this user can enter. Where the home's path is too long for the address of a socket it
-    lies elsewhere, and this is a link to it. Where the home's disk is full it lies elsewhere without a link.
+    """A new directory that only this user can enter. Where the home's path is too long for the
+    address of a socket it lies elsewhere, and this is a link to it. Where the home's disk is full
+    it lies elsewhere without a link.
     """
     run = home / "run"
     try:
@@ -44,8 +45,9 @@ def activity_file(directory: Path) -> Path:
 
 
 def make_pages_directory(address: str) -> Path:
-    """Where an engine keeps pages that go from process to process; address: of its socket. In memory where the system
-    has a place for that, with a link in the socket's directory, so that it goes with that.
+    """Where an engine keeps pages that go from process to process; address: of its socket. In
+    memory where the system has a place for that, with a link in the socket's directory, so that it
+    goes with that.
     """
     link = Path(address.removeprefix("ipc://")).parent / _PAGES
     if not os.access(_SHARED_MEMORY, os.W_OK):

@@ -1,8 +1,10 @@
-"""Runs calls of a task in processes of their own: a crash, an overrun or a leak there costs the one call.
+"""Runs calls of a task in processes of their own: a crash, an overrun or a leak there costs the one
+call.
 
-A template process (`template.py`) prepares the task once and forks a process for each call, which shares the prepared
-state and starts within milliseconds. It inherits no open files and only those environment variables that Python
-needs. It starts with the first call, and again after it has died; `rest` ends it until the next call.
+A template process (`template.py`) prepares the task once and forks a process for each call, which
+shares the prepared state and starts within milliseconds. It inherits no open files and only those
+environment variables that Python needs. It starts with the first call, and again after it has died;
+`rest` ends it until the next call.
 """
 
 import logging
@@ -28,9 +30,19 @@ from coserve.sandbox.template import LENGTH, OUT_OF_MEMORY, UNSTARTED
 
 _log = logging.getLogger(__name__)
 
-# Environment variables that the processes get: what the interpreter and the dynamic linker need, and no secrets.
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
-# Seconds by which an answer may come after the limit of its call: preparing the task, and a busy machine.
+# Environment variables that the processes get: what the interpreter and the dynamic linker need,
+# and no secrets.
+_ENVIRONMENT = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "LANG",
+    "LC_ALL",
+    "VIRTUAL_ENV",
+    "PYTHONHOME",
+    "PYTHONDONTWRITEBYTECODE",
+)
+# Seconds by which an answer may come after the limit of its call: preparing the task, and a busy
+# machine.
 _GRACE_S = 60.0
 _MAX_REPLY_BYTES = 64 << 20
 _MESSAGES: dict[Failure, str] = {
@@ -44,12 +56,16 @@ _MESSAGES: dict[Failure, str] = {
 
 
 def has_sandboxes() -> bool:
-    """Return whether this system has what a sandbox needs: Linux, as others enforce no limit of memory on a process."""
+    """Return whether this system has what a sandbox needs: Linux, as others enforce no limit of
+    memory on a process.
+    """
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 class Sandbox:
-    """A task's sandbox. Calls may come from several threads at once; each gets a process of its own."""
+    """A task's sandbox. Calls may come from several threads at once; each gets a process of its
+    own.
+    """
 
     def __init__(self, task: type[Task], setup: Any, limits: Limits | None = None) -> None:
         """Start nothing yet. setup: what the task is made with."""
@@ -138,7 +154,11 @@ class Sandbox:
         )
         level = logging.WARNING if failure in ("crashed", "unstarted") else logging.DEBUG
         _log.log(
-            level, "a call of %s has no result: %s (%s)", self._task.__name__, message, " ".join(reason.split())[-300:]
+            level,
+            "a call of %s has no result: %s (%s)",
+            self._task.__name__,
+            message,
+            " ".join(reason.split())[-300:],
         )
         return SandboxError(message, failure=failure)
 
@@ -151,7 +171,14 @@ class _Template:
         name, bounds = task_name(task), msgspec.json.encode(limits).decode()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "coserve.sandbox.template", str(theirs.fileno()), name, bounds],
+                [
+                    sys.executable,
+                    "-m",
+                    "coserve.sandbox.template",
+                    str(theirs.fileno()),
+                    name,
+                    bounds,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -169,7 +196,9 @@ class _Template:
         return self._process.pid
 
     def call(self, sent: bytes, limit_s: float) -> tuple[bytes, Ended] | None:
-        """Return a call's reply and how its process ended; None if the template has ended, or does not answer."""
+        """Return a call's reply and how its process ended; None if the template has ended, or does
+        not answer.
+        """
         until_s = time.monotonic() + limit_s
         data, theirs = socket.socketpair()
         report, written = os.pipe()

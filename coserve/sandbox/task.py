@@ -1,4 +1,6 @@
-"""The interface between a sandbox and the code that runs in it: a task, and the limits of each of its calls."""
+"""The interface between a sandbox and the code that runs in it: a task, and the limits of each of
+its calls.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,8 +12,9 @@ import msgspec
 class Task(ABC):
     """A function on plain data that keeps prepared state.
 
-    A sandbox imports the class by its module and name, makes one instance, and forks a process for each call: every
-    call finds the state as `__init__` left it. The module must not import torch, since each sandbox imports it anew.
+    A sandbox imports the class by its module and name, makes one instance, and forks a process for
+    each call: every call finds the state as `__init__` left it. The module must not import torch,
+    since each sandbox imports it anew.
     """
 
     # Types of the data that goes in and comes out, for msgspec.
@@ -25,7 +28,9 @@ class Task(ABC):
 
     @abstractmethod
     def run(self, call: Any) -> Any:
-        """Do one call in a process of its own; what it raises is a failure of the sandbox ("crashed")."""
+        """Do one call in a process of its own; what it raises is a failure of the sandbox
+        ("crashed").
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +47,9 @@ class Limits:
     wall_s: float = 30.0
 
 
-# The first three are due to the call, which would fail so again. The others are due to the machine: "late" where it is
-# busy, "killed" as the kernel does without memory, "unstarted" where there are no more threads or files.
+# The first three are due to the call, which would fail so again. The others are due to the machine:
+# "late" where it is busy, "killed" as the kernel does without memory, "unstarted" where there are
+# no more threads or files.
 Failure = Literal["crashed", "memory", "time", "late", "killed", "unstarted"]
 
 

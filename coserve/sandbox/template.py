@@ -1,7 +1,7 @@
 """The template process of a sandbox: it prepares a task once, then forks a process for each call.
 
-It runs nothing that a client wrote, has one thread, and ends when the process that started it does: the control socket
-closes then. Its children end with it.
+It runs nothing that a client wrote, has one thread, and ends when the process that started it does:
+the control socket closes then. Its children end with it.
 """
 
 import gc
@@ -33,7 +33,9 @@ _NICENESS = 5
 
 
 def main() -> NoReturn:
-    """Serve calls until the control socket is closed. Arguments: its number, and the task's name."""
+    """Serve calls until the control socket is closed. Arguments: its number, and the task's
+    name.
+    """
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = msgspec.convert(msgspec.json.decode(sys.argv[3]), Limits)
     os.nice(_NICENESS)
@@ -81,7 +83,9 @@ class _Child:
         _, status, usage = os.wait4(self.pid, 0)
         size = os.lseek(self.stderr, 0, os.SEEK_END)
         said = os.pread(self.stderr, _STDERR_BYTES, max(0, size - _STDERR_BYTES))
-        ended = Ended(os.waitstatus_to_exitcode(status), said.decode(errors="replace"), usage.ru_maxrss * 1024)
+        ended = Ended(
+            os.waitstatus_to_exitcode(status), said.decode(errors="replace"), usage.ru_maxrss * 1024
+        )
         with suppress(OSError):  # nobody waits for it any longer
             os.write(self.report, msgspec.msgpack.encode(ended))  # far less than a pipe holds
         for file in (self.report, self.stderr, self.pidfd):
@@ -144,7 +148,8 @@ def _limit(limits: Limits) -> None:
     signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
     resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    # The thread's stack comes on top, and what the allocator reserves for a thread (64 MiB, hardly any of it used).
+    # The thread's stack comes on top, and what the allocator reserves for a thread (64 MiB, hardly
+    # any of it used).
     most = _address_space_bytes() + limits.memory_bytes + limits.stack_bytes + (128 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
@@ -155,7 +160,9 @@ def _address_space_bytes() -> int:
 
 
 def _run_on_thread(task: Task, data: int) -> int:
-    """Run the call on a thread, whose stack has the limit's size; returns the process's exit status."""
+    """Run the call on a thread, whose stack has the limit's size; returns the process's exit
+    status.
+    """
     statuses: list[int] = []
 
     def run() -> None:

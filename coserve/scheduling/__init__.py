@@ -1,4 +1,6 @@
-"""Scheduling: what a policy sees (View), what it decides (Plan), what steps will cost (LatencyModel), and SLOs."""
+"""Scheduling: what a policy sees (View), what it decides (Plan), what steps will cost
+(LatencyModel), and SLOs.
+"""
 
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import (

@@ -1,34 +1,40 @@
-"""What predictions are off by, by kind: steps move these factors, and with age they give way to wider ones."""
+"""What predictions are off by, by kind: steps move these factors, and with age they give way to
+wider ones.
+"""
 
 from collections.abc import Hashable, Sequence
 
 # Weight of the newest step in a factor.
 _WEIGHT = 0.15
-# How much of a factor is left after a step in which nothing of its kind was seen: half of it after 350.
+# How much of a factor is left after a step in which nothing of its kind was seen: half of it after
+# 350.
 _TRUST_PER_STEP = 0.998
 # One step that was held up by something else must not move a factor far.
 _MOST_WRONG = 2.0
 
 
 def size_class(number: int) -> int:
-    """Of a number of rows, or of parameters, the order of magnitude: 17 to 32 are alike, which kernels compute in as
-    many tiles.
+    """Of a number of rows, or of parameters, the order of magnitude: 17 to 32 are alike, which
+    kernels compute in as many tiles.
     """
     return (number - 1).bit_length()
 
 
 class AgedFactors:
-    """Factors by key; a factor that was never seen is the wider one that is asked for with it. No clock, no I/O."""
+    """Factors by key; a factor that was never seen is the wider one that is asked for with it. No
+    clock, no I/O.
+    """
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.num_changes = 0  # grows with all that gives `of` other answers: factors that move, and steps that age them
+        # grows with all that gives `of` other answers: factors that move, and steps that age them
+        self.num_changes = 0
         self._ages = False  # whether an answer since the last step gave way with age
         self._seen: dict[Hashable, tuple[float, int]] = {}  # the factor, and when it was seen
 
     def of(self, key: Hashable, wider: float) -> float:
-        """A factor. The longer it was not seen the more it gives way to the wider one: a kind of step that once took
-        very long would never be tried again.
+        """A factor. The longer it was not seen the more it gives way to the wider one: a kind of
+        step that once took very long would never be tried again.
         """
         seen = self._seen.get(key)
         if seen is None:
@@ -41,10 +47,13 @@ class AgedFactors:
         found: float = wider * (factor / wider) ** trust
         return found
 
-    def move(self, key: Hashable, right: float, *, believed: float = 1.0, first_weight: float = _WEIGHT) -> None:
+    def move(
+        self, key: Hashable, right: float, *, believed: float = 1.0, first_weight: float = _WEIGHT
+    ) -> None:
         """A step would have been predicted rightly by this factor.
 
-        believed, first_weight: what it was held for if this is the first step of its kind, and how far that one counts.
+        believed, first_weight: what it was held for if this is the first step of its kind, and how
+        far that one counts.
         """
         seen = self._seen.get(key)
         old, weight = (believed, first_weight) if seen is None else (seen[0], _WEIGHT)
@@ -53,8 +62,8 @@ class AgedFactors:
         self._seen[key] = factor, self.num_steps
 
     def hold(self, keys: Sequence[Hashable], factor: float) -> bool:
-        """The same for several at once, if all of them are this factor, as where steps take what was predicted; whether
-        they are.
+        """The same for several at once, if all of them are this factor, as where steps take what
+        was predicted; whether they are.
         """
         seen, now = self._seen, (factor, self.num_steps)
         for key in keys:

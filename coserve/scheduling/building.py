@@ -1,5 +1,5 @@
-"""Building a plan piece by piece: what policies share. A policy says how much time there is; here is what fits.
-`step_time.py` adds up what it takes.
+"""Building a plan piece by piece: what policies share. A policy says how much time there is; here
+is what fits. `step_time.py` adds up what it takes.
 """
 
 from collections.abc import Callable, Sequence
@@ -7,23 +7,44 @@ from math import inf
 
 from msgspec import structs
 
-from coserve.scheduling.fusion import hybrid_tasks, is_before_backward, joined_tasklets, least_advanced, tasklet_rows
+from coserve.scheduling.fusion import (
+    hybrid_tasks,
+    is_before_backward,
+    joined_tasklets,
+    least_advanced,
+    tasklet_rows,
+)
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.order import by_due
-from coserve.scheduling.pieces import CLEARLY, MOST_ROW_COST, largest_that_fits, least_urgent, rows_of_tile
-from coserve.scheduling.plan import JobProgress, Plan, PlannedLoss, PlannedRows, PlannedTasklets, RequestProgress, View
+from coserve.scheduling.pieces import (
+    CLEARLY,
+    MOST_ROW_COST,
+    largest_that_fits,
+    least_urgent,
+    rows_of_tile,
+)
+from coserve.scheduling.plan import (
+    JobProgress,
+    Plan,
+    PlannedLoss,
+    PlannedRows,
+    PlannedTasklets,
+    RequestProgress,
+    View,
+)
 from coserve.scheduling.slo.deadlines import SURE_MARGINS
 from coserve.scheduling.step_time import StepTime
 
-# The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward pass may not have as
-# many rows.
+# The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward
+# pass may not have as many rows.
 LEAST_WINDOW_ROWS = 16
-# Where a piece of a loss ends before the last row, its rows are a multiple of this: libraries compile a product for
-# each number of rows, which takes a tenth of the loss of 128 rows over a large vocabulary, and cut it into tiles.
+# Where a piece of a loss ends before the last row, its rows are a multiple of this: libraries
+# compile a product for each number of rows, which takes a tenth of the loss of 128 rows over a
+# large vocabulary, and cut it into tiles.
 LOSS_ROWS_STEP = 32
-# Either may cost `MOST_ROW_COST` times per row what one of as many rows would; a smaller one waits until more time has
-# been saved up, where that can be: slack is spent in lumps.
+# Either may cost `MOST_ROW_COST` times per row what one of as many rows would; a smaller one waits
+# until more time has been saved up, where that can be: slack is spent in lumps.
 GOOD_ROWS = 256
 
 
@@ -31,7 +52,9 @@ class PlanBuilder:
     """A plan that grows, and what it will take so far."""
 
     def __init__(self, view: View, latency: LatencyModel, memory: MemoryPlan | None = None) -> None:
-        """memory: the pages that change hands before the step; packs may begin in it until the plan is built."""
+        """memory: the pages that change hands before the step; packs may begin in it until the plan
+        is built.
+        """
         self._latency, self._max_rows, self._memory = latency, view.max_rows, memory
         self._begins = False
         self._time = StepTime(overhead_s=latency.overhead.seconds(begins=False))
@@ -88,7 +111,8 @@ class PlanBuilder:
             backward_limit_s=time.backward_limit_s() if self._tasklets else None,
             partition=time.partition,
             prediction=time.prediction(
-                forward_correction=self._latency.forward_correction(self._load), decode_share=self._decode_share
+                forward_correction=self._latency.forward_correction(self._load),
+                decode_share=self._decode_share,
             ),
         )
 
@@ -103,25 +127,41 @@ class PlanBuilder:
         if not requests:
             return
         room = self._max_rows - self._load.rows
-        requests = requests if len(requests) <= room else sorted(requests, key=lambda each: each.last_token_s)[:room]
+        requests = (
+            requests
+            if len(requests) <= room
+            else sorted(requests, key=lambda each: each.last_token_s)[:room]
+        )
         self._load.add_decodes(requests)
-        self._rows += [PlannedRows(request.id, "decode", request.num_past, 1) for request in requests]
+        self._rows += [
+            PlannedRows(request.id, "decode", request.num_past, 1) for request in requests
+        ]
         self._time.forward_s = self._latency.forward_s(self._load)
         self._num_decoding += len(requests)
         self._paces += sum([1 / request.info.tpot_s for request in requests])
-        self._decode_share = (self._time.overhead_s + self._time.forward_s) * self._paces / self._num_decoding
+        self._decode_share = (
+            (self._time.overhead_s + self._time.forward_s) * self._paces / self._num_decoding
+        )
 
     def decode_seconds(self, requests: Sequence[RequestProgress]) -> Callable[[int], float]:
-        """Return what the forward pass would take with one row of the first of these requests, by their number."""
+        """Return what the forward pass would take with one row of the first of these requests, by
+        their number.
+        """
         return self._latency.with_decodes(self._load, requests)
 
     def prefill(
-        self, requests: Sequence[RequestProgress], budget_s: float, *, urgent: bool = True, stretch: float = 1.0
+        self,
+        requests: Sequence[RequestProgress],
+        budget_s: float,
+        *,
+        urgent: bool = True,
+        stretch: float = 1.0,
     ) -> bool:
         """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
 
-        budget_s: from the step's start to the end of the forward pass. urgent: the first one gets its smallest piece in
-        any case. stretch: a prompt may take as many times the budget if it ends with this step.
+        budget_s: from the step's start to the end of the forward pass. urgent: the first one gets
+        its smallest piece in any case. stretch: a prompt may take as many times the budget if it
+        ends with this step.
         """
         self._count_overhead()
         budget_s -= self._time.overhead_s
@@ -132,28 +172,38 @@ class PlanBuilder:
                 return False
             seconds = self._latency.with_request(self._load, request)
             others = self._load.rows
-            least = least_urgent(seconds, longest, others) if must else min(longest, rows_of_tile(others))
+            least = (
+                least_urgent(seconds, longest, others)
+                if must
+                else min(longest, rows_of_tile(others))
+            )
             if not must and seconds(least) > budget_s:
                 return False
             ends = request.num_rows == longest and seconds(longest) <= stretch * budget_s
             rows = longest if ends else largest_that_fits(least, longest, seconds, budget_s)
             self._load.add_request(request, rows)
             self._rows.append(PlannedRows(request.id, "prefill", request.num_past, rows))
-            before_s, self._time.forward_s = self._time.forward_s, self._latency.forward_s(self._load)
+            before_s, self._time.forward_s = (
+                self._time.forward_s,
+                self._latency.forward_s(self._load),
+            )
             self._time.prefill_s += self._time.forward_s - before_s
             if rows < request.num_rows:
                 return False
         return True
 
     def batch(self, requests: Sequence[RequestProgress], until_s: float, *, must: bool) -> None:
-        """Rows of batch work, as far as they are done by then: tokens of those that decode, the ones that wait longest
-        first; then prompts, those first that are due first. To be asked once all other requests have their rows.
+        """Rows of batch work, as far as they are done by then: tokens of those that decode, the
+        ones that wait longest first; then prompts, those first that are due first. To be asked once
+        all other requests have their rows.
 
         must: the smallest piece in any case.
         """
         self._count_overhead()
         before_s, prefill_s = self._time.forward_s, self._time.prefill_s
-        decoding = sorted([each for each in requests if each.num_rows == 1], key=lambda each: each.last_token_s)
+        decoding = sorted(
+            [each for each in requests if each.num_rows == 1], key=lambda each: each.last_token_s
+        )
         most = min(len(decoding), self._max_rows - self._load.rows)
         if most > 0:
             seconds = self._latency.with_decodes(self._load, decoding)
@@ -170,11 +220,12 @@ class PlanBuilder:
         self._time.prefill_s = prefill_s
 
     def divide(self, jobs: Sequence[JobProgress], until_s: float) -> None:
-        """Have the tasklets of the plan run beside its forward pass where that is predicted to get more done by then;
-        to be asked once all requests have their rows, with the jobs that are to be served.
+        """Have the tasklets of the plan run beside its forward pass where that is predicted to get
+        more done by then; to be asked once all requests have their rows, with the jobs that are to
+        be served.
 
-        Only if the first job goes backward, and has tasklets for as long as the forward pass lasts: windows, the loss
-        and small rests are worth most in turns.
+        Only if the first job goes backward, and has tasklets for as long as the forward pass lasts:
+        windows, the loss and small rests are worth most in turns.
         """
         if not self._rows or not jobs or jobs[0].phase != "backward":
             return
@@ -194,20 +245,26 @@ class PlanBuilder:
         if backward_speed * forward_s / forward_speed <= left_s:
             self._time.divide(*found)
 
-    def tune(
-        self, jobs: Sequence[JobProgress], until_s: float, *, max_defer_s: float = 0.0, least_share: float = 0.0
+    def tune(  # noqa: C901
+        self,
+        jobs: Sequence[JobProgress],
+        until_s: float,
+        *,
+        max_defer_s: float = 0.0,
+        least_share: float = 0.0,
     ) -> None:
-        """Of each job in turn, the largest piece of its current phase that fits into what is left of the time; losses
-        and tasklets with all others of its hybrid task (`scheduling.fusion`).
+        """Of each job in turn, the largest piece of its current phase that fits into what is left
+        of the time; losses and tasklets with all others of its hybrid task (`scheduling.fusion`).
 
-        A device that has nothing else to do makes the smallest step there is, whatever the time: no later one would
-        have more.
+        A device that has nothing else to do makes the smallest step there is, whatever the time: no
+        later one would have more.
 
         Args:
             until_s: seconds from the step's start to its end, at the latest.
-            max_defer_s: how long what costs too much per row may wait, because a later step will have more time.
-            least_share: of the time, what jobs get in any case: one that has waited long enough for its smallest piece
-                to be no more gets it.
+            max_defer_s: how long what costs too much per row may wait, because a later step will
+                have more time.
+            least_share: of the time, what jobs get in any case: one that has waited long enough for
+                its smallest piece to be no more gets it.
         """
         self._count_overhead()
         self._time.allow_until(until_s)
@@ -229,7 +286,8 @@ class PlanBuilder:
                 if self._window(job, left_s, may_wait=job.waited_s < max_defer_s):
                     forward.add(tasks[job.id])
             elif self._time.partition is None or job.phase == "backward":
-                # Who was served more waits at the loss for those of its hybrid task who were served less.
+                # Who was served more waits at the loss for those of its hybrid task who were served
+                # less.
                 if tasks[job.id] in forward and is_before_backward(job):
                     continue
                 if together := members.pop(tasks[job.id], None):
@@ -240,7 +298,8 @@ class PlanBuilder:
             self._least(jobs[0])
 
     def take(self, job: JobProgress, rows: int, num_tasklets: int = 1) -> None:
-        """A piece of the job's current phase, whatever it takes: at most as many rows, and as many tasklets of them.
+        """A piece of the job's current phase, whatever it takes: at most as many rows, and as many
+        tasklets of them.
 
         No smaller than the smallest piece; nothing if the forward pass has no room for that.
         """
@@ -270,7 +329,9 @@ class PlanBuilder:
             self._least(oldest)
 
     def piece_s(self, job: JobProgress, rows: int) -> float:
-        """Return what a piece of at most as many rows would add to the step, in seconds; inf without room for it."""
+        """Return what a piece of at most as many rows would add to the step, in seconds; inf
+        without room for it.
+        """
         rows = min(job.num_rows_left, rows)
         if job.phase == "update":
             return self._latency.update_s(job.info.counts)
@@ -286,7 +347,10 @@ class PlanBuilder:
     def served_jobs(self) -> set[str]:
         """Jobs that have a piece in the plan."""
         windows = [rows.item for rows in self._rows if rows.kind == "window"]
-        losses, tasklets = [piece.job for piece in self._losses], [part.job for part in self._tasklets]
+        losses, tasklets = (
+            [piece.job for piece in self._losses],
+            [part.job for part in self._tasklets],
+        )
         return {*windows, *losses, *tasklets, *self._updates}
 
     def _least(self, job: JobProgress) -> None:
@@ -311,7 +375,9 @@ class PlanBuilder:
             self._time.update_s += seconds
 
     def _together(self, jobs: Sequence[JobProgress], until_s: float, *, max_defer_s: float) -> None:
-        """Jobs of a hybrid task: what is left of their losses as far as it fits, then tasklets of all who can join."""
+        """Jobs of a hybrid task: what is left of their losses as far as it fits, then tasklets of
+        all who can join.
+        """
         going = []
         for job in jobs:
             if job.phase == "backward":
@@ -328,7 +394,10 @@ class PlanBuilder:
             return
         found = joined_tasklets(jobs, left_s, self._latency, group=len(self._tasklets))
         if found is None and len(jobs) > 1:  # one alone may fit: the one that is least advanced
-            alone = max(jobs, key=lambda job: (job.num_parts_left - job.info.counts.num_parts, job.num_rows_left))
+            alone = max(
+                jobs,
+                key=lambda job: (job.num_parts_left - job.info.counts.num_parts, job.num_rows_left),
+            )
             found = joined_tasklets([alone], left_s, self._latency, group=0)
         if found is not None:
             self._tasklets += found.tasklets
@@ -345,7 +414,11 @@ class PlanBuilder:
         if LOSS_ROWS_STEP < rows < longest:
             rows -= rows % LOSS_ROWS_STEP
         good = min(longest, GOOD_ROWS)
-        if may_wait and rows < good and self._more_loss_s(rows) / rows > MOST_ROW_COST * self._more_loss_s(good) / good:
+        if (
+            may_wait
+            and rows < good
+            and self._more_loss_s(rows) / rows > MOST_ROW_COST * self._more_loss_s(good) / good
+        ):
             return False
         self._add_loss(job, rows)
         return rows == longest and job.num_parts_left > 0
@@ -374,7 +447,10 @@ class PlanBuilder:
             return False
         rows = largest_that_fits(least, longest, extra_s, left_s)
         # The step that is clearly cheapest per row, not the largest.
-        while rows // 2 >= least and (before_s + extra_s(rows // 2)) * CLEARLY < (before_s + extra_s(rows)) / 2:
+        while (
+            rows // 2 >= least
+            and (before_s + extra_s(rows // 2)) * CLEARLY < (before_s + extra_s(rows)) / 2
+        ):
             rows //= 2
         good = min(longest, GOOD_ROWS)
         if may_wait and rows < good and extra_s(rows) / rows > MOST_ROW_COST * extra_s(good) / good:

@@ -1,7 +1,7 @@
 """What predictions turned out to be wrong by: a correction for steps of each kind, and a margin.
 
-LLMStation section 4.2 trusts records of what steps took over its model once there are some; here records move
-corrections, which also hold for kinds of step that were seen long ago, or never.
+LLMStation section 4.2 trusts records of what steps took over its model once there are some; here
+records move corrections, which also hold for kinds of step that were seen long ago, or never.
 """
 
 from collections import deque
@@ -19,7 +19,8 @@ _NUM_STEPS_PER_MARGIN = 16
 _MARGIN_QUANTILE = 0.95
 _LEAST_MARGIN, _MOST_MARGIN = 0.02, 0.5
 
-# A profile is to be corrected once steps have taken this much more or less than it says, after as many steps.
+# A profile is to be corrected once steps have taken this much more or less than it says, after as
+# many steps.
 _FAR_OFF, _SETTLED_STEPS = 1.15, 500
 
 _SECTIONS = ("forward", "loss", "backward", "update")
@@ -29,7 +30,8 @@ _Kind = tuple[str, int, bool]
 
 
 class Corrections:
-    """Factors by section ("forward", "loss", "backward", "update"), size class of rows, and windows. No clock, no I/O.
+    """Factors by section ("forward", "loss", "backward", "update"), size class of rows, and
+    windows. No clock, no I/O.
 
     margin: what steps take more than predicted, as a share; all but the worst of recent steps.
     """
@@ -45,7 +47,11 @@ class Corrections:
 
     def of(self, section: str, rows: int, windows: bool) -> float:
         """The factor of a section with this many rows, with windows among them or without."""
-        kind = section, (rows - 1).bit_length(), windows  # as `size_class`, without a call: asked for in every search
+        kind = (
+            section,
+            (rows - 1).bit_length(),
+            windows,
+        )  # as `size_class`, without a call: asked for in every search
         found = self._known.get(kind)
         if found is None:
             found = self._known[kind] = self._factors.of(kind, self.of_section(section))
@@ -59,7 +65,9 @@ class Corrections:
             found = self._known[section] = self._factors.of(section, wider)
         return found
 
-    def observe(self, section: str, rows: int, windows: bool, *, predicted_s: float, measured_s: float) -> None:
+    def observe(
+        self, section: str, rows: int, windows: bool, *, predicted_s: float, measured_s: float
+    ) -> None:
         """A section of a step was predicted with its correction; what it took."""
         if predicted_s <= 0 or measured_s <= 0:
             return
@@ -68,7 +76,9 @@ class Corrections:
         if measured_s == predicted_s and self._factors.hold((kind, section, ""), right):
             return
         right *= bounded(measured_s / predicted_s)
-        self._factors.move(kind, right, believed=self.of_section(section), first_weight=_FIRST_WEIGHT)
+        self._factors.move(
+            kind, right, believed=self.of_section(section), first_weight=_FIRST_WEIGHT
+        )
         self._factors.move(section, right)
         self._factors.move("", right)
         self._forget_changed()
@@ -83,9 +93,15 @@ class Corrections:
             self.margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, late))
 
     def settled(self, profile: Profile) -> Profile | None:
-        """A profile as steps have shown it to be, if that is far from what it says, and was seen for long."""
+        """A profile as steps have shown it to be, if that is far from what it says, and was seen
+        for long.
+        """
         is_near = all(1 / _FAR_OFF < self.of_section(section) < _FAR_OFF for section in _SECTIONS)
-        return None if is_near or self._factors.num_steps < _SETTLED_STEPS else self._corrected(profile)
+        return (
+            None
+            if is_near or self._factors.num_steps < _SETTLED_STEPS
+            else self._corrected(profile)
+        )
 
     def refresh(self) -> None:
         """Hold all that was seen for as true as if it had been seen just now."""
@@ -97,7 +113,9 @@ class Corrections:
         return sorted(abs(error) / (1 + error) for error in self._errors)
 
     def _forget_changed(self) -> None:
-        """Where steps take what was predicted, as on a modelled device without noise, what is known stays as it is."""
+        """Where steps take what was predicted, as on a modelled device without noise, what is known
+        stays as it is.
+        """
         if self._factors.num_changes != self._known_at:
             self._known.clear()
             self._known_at = self._factors.num_changes
@@ -107,7 +125,10 @@ class Corrections:
         by = {section: self.of_section(section) for section in _SECTIONS}
 
         def corrected(section: str, curve: Curve) -> Curve:
-            seconds = [s * self.of(section, n, False) for n, s in zip(curve.rows, curve.seconds, strict=True)]
+            seconds = [
+                s * self.of(section, n, False)
+                for n, s in zip(curve.rows, curve.seconds, strict=True)
+            ]
             return Curve(rows=curve.rows, seconds=tuple(seconds))
 
         def scaled(curve: Curve) -> Curve:

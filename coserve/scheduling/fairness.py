@@ -1,11 +1,13 @@
 """Virtual token counters: what each tenant has been served, requests and fine-tuning together.
 
-FlexLLM appendix C, Algorithm 4 (after Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Each
-tenant has a counter of weighted tokens. A tenant whose queue was empty is lifted to the least counter of those that
-queue, so that idling saves up no credit. The policy `vtc` serves the tenant with the least counter first.
+FlexLLM appendix C, Algorithm 4 (after Sheng et al., "Fairness in Serving Large Language Models",
+OSDI 2024). Each tenant has a counter of weighted tokens. A tenant whose queue was empty is lifted
+to the least counter of those that queue, so that idling saves up no credit. The policy `vtc` serves
+the tenant with the least counter first.
 
-Theorem 1 there: while two tenants both have work queued, what they are served differs by no more than
-2 max(w_p L, max(w_q, w_r) M), with L the longest prompt and M the most tokens under way at once.
+Theorem 1 there: while two tenants both have work queued, what they are served differs by no more
+than 2 max(w_p L, max(w_q, w_r) M), with L the longest prompt and M the most tokens under way at
+once.
 """
 
 from collections import Counter
@@ -15,10 +17,12 @@ from coserve.scheduling.plan import TenantView
 
 
 class TokenWeights(NamedTuple):
-    """What a token costs its tenant: of a prompt (w_p), of an output (w_q), of a job's row in one pass (w_r).
+    """What a token costs its tenant: of a prompt (w_p), of an output (w_q), of a job's row in one
+    pass (w_r).
 
-    The defaults of the first two are Sheng et al.'s. A row of a job passes forward once and backward once, and backward
-    through frozen weights takes about what forward takes: each pass costs what a prompt's token costs.
+    The defaults of the first two are Sheng et al.'s. A row of a job passes forward once and
+    backward once, and backward through frozen weights takes about what forward takes: each pass
+    costs what a prompt's token costs.
     """
 
     prompt: float = 1.0
@@ -27,9 +31,11 @@ class TokenWeights(NamedTuple):
 
 
 class TokenCounters:
-    """Counters of all tenants that were ever seen. Plain bookkeeping: the engine tells it what happens.
+    """Counters of all tenants that were ever seen. Plain bookkeeping: the engine tells it what
+    happens.
 
-    A tenant's queue is its requests that wait to be admitted (again, if they were preempted), and its jobs that run.
+    A tenant's queue is its requests that wait to be admitted (again, if they were preempted), and
+    its jobs that run.
     """
 
     def __init__(self, weights: TokenWeights | None = None) -> None:
@@ -40,7 +46,9 @@ class TokenCounters:
         self._last_left: str | None = None
 
     def arrive(self, tenant: str) -> None:
-        """A request of a tenant joins the queue, or a job. Lifts the tenant's counter if nothing of it was there."""
+        """A request of a tenant joins the queue, or a job. Lifts the tenant's counter if nothing of
+        it was there.
+        """
         served = self._served.setdefault(tenant, 0.0)
         if not self._queued[tenant]:
             queued = [self._served[each] for each, number in self._queued.items() if number]
@@ -52,7 +60,9 @@ class TokenCounters:
         self._queued[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """A request leaves the queue (it was admitted, or has ended), or a job (it has ended, or was paused)."""
+        """A request leaves the queue (it was admitted, or has ended), or a job (it has ended, or
+        was paused).
+        """
         assert self._queued[tenant] > 0, f"nothing of tenant {tenant!r} is queued"
         self._queued[tenant] -= 1
         if not self._queued[tenant]:
@@ -60,7 +70,9 @@ class TokenCounters:
             self._last_left = tenant
 
     def charge(self, tenant: str, *, prompt: int = 0, output: int = 0, tuning: float = 0.0) -> None:
-        """A tenant was served: a prompt (when it is admitted), tokens of outputs, rows of jobs in one pass each."""
+        """A tenant was served: a prompt (when it is admitted), tokens of outputs, rows of jobs in
+        one pass each.
+        """
         weights = self.weights
         served = prompt * weights.prompt + output * weights.output + tuning * weights.tuning
         self._served[tenant] = self._served.get(tenant, 0.0) + served
@@ -71,4 +83,6 @@ class TokenCounters:
 
     def views(self) -> tuple[TenantView, ...]:
         """The counters of the tenants that queue, for a policy."""
-        return tuple([TenantView(name=tenant, served=self._served[tenant]) for tenant in self._queued])
+        return tuple(
+            [TenantView(name=tenant, served=self._served[tenant]) for tenant in self._queued]
+        )

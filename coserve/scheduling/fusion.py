@@ -1,17 +1,19 @@
-"""Which jobs run backward as one batch of rows, and which take turns: MuxTune's task fusion (section 3.3) by measured
-curves.
+"""Which jobs run backward as one batch of rows, and which take turns: MuxTune's task fusion
+(section 3.3) by measured curves.
 
-Packs in memory are partitioned into hybrid tasks. Jobs of one hybrid task are multiplexed in space: the next tasklets
-of all that are at the same part of the model are one batch. Hybrid tasks are multiplexed in time: one after the other.
-A hybrid task costs what a tasklet of all its rows is measured to take, times what joining packs is measured to add
-(`Profile.joining`: rows that are copied side by side, adapters' own products, and a launch for each kernel where single
-packs have captured calls). That is measured of jobs of one structure; others' adapters cost as much here. It needs room
-for copies of these rows, which stands for the memory of section 3.3 (equation 5): packs that are in memory have theirs.
-The partition that takes the least time is found by dynamic programming over jobs sorted by their rows. Sequences are
-joined as they are, so nothing is padded (section 3.5 aligns what we lay end to end).
+Packs in memory are partitioned into hybrid tasks. Jobs of one hybrid task are multiplexed in space:
+the next tasklets of all that are at the same part of the model are one batch. Hybrid tasks are
+multiplexed in time: one after the other. A hybrid task costs what a tasklet of all its rows is
+measured to take, times what joining packs is measured to add (`Profile.joining`: rows that are
+copied side by side, adapters' own products, and a launch for each kernel where single packs have
+captured calls). That is measured of jobs of one structure; others' adapters cost as much here. It
+needs room for copies of these rows, which stands for the memory of section 3.3 (equation 5): packs
+that are in memory have theirs. The partition that takes the least time is found by dynamic
+programming over jobs sorted by their rows. Sequences are joined as they are, so nothing is padded
+(section 3.5 aligns what we lay end to end).
 
-Pure arithmetic, asked for by every plan: jobs join and leave between any two steps. While packs have the same rows, the
-latency model remembers what came of it.
+Pure arithmetic, asked for by every plan: jobs join and leave between any two steps. While packs
+have the same rows, the latency model remembers what came of it.
 """
 
 from collections.abc import Sequence
@@ -26,11 +28,15 @@ from coserve.scheduling.plan import JobProgress, PlannedTasklets
 LEAST_ROWS = 16
 
 
-def hybrid_tasks(jobs: Sequence[JobProgress], latency: LatencyModel, *, max_rows: int) -> dict[str, int]:
-    """The hybrid task of each job that has a pack in memory, by number; a job on another model has one of its own.
+def hybrid_tasks(
+    jobs: Sequence[JobProgress], latency: LatencyModel, *, max_rows: int
+) -> dict[str, int]:
+    """The hybrid task of each job that has a pack in memory, by number; a job on another model has
+    one of its own.
 
     Args:
-        max_rows: the most rows of a batch, unless one pack has more: what is copied side by side has room.
+        max_rows: the most rows of a batch, unless one pack has more: what is copied side by side
+            has room.
     """
     packs = [job for job in jobs if job.phase in ("forward", "loss", "backward")]
     if len(packs) < 2:
@@ -41,15 +47,19 @@ def hybrid_tasks(jobs: Sequence[JobProgress], latency: LatencyModel, *, max_rows
         return {**alone, **{job.id: 0 for job in packs}}
     tasks: dict[str, int] = alone
     shapes = tuple([(job.num_rows, latency.backward_weight(job)) for job in packs])
-    for first, last in pairwise(latency.remember((max_rows, shapes), lambda: _cuts(shapes, latency, max_rows))):
+    for first, last in pairwise(
+        latency.remember((max_rows, shapes), lambda: _cuts(shapes, latency, max_rows))
+    ):
         for job in packs[first:last]:
             tasks[job.id] = last
     return tasks
 
 
-def _cuts(shapes: Sequence[tuple[int, float]], latency: LatencyModel, max_rows: int) -> tuple[int, ...]:
-    """Where hybrid tasks begin among packs of these rows, each with the weight of a row, sorted by rows; and their
-    number. It follows from the profile alone.
+def _cuts(
+    shapes: Sequence[tuple[int, float]], latency: LatencyModel, max_rows: int
+) -> tuple[int, ...]:
+    """Where hybrid tasks begin among packs of these rows, each with the weight of a row, sorted by
+    rows; and their number. It follows from the profile alone.
     """
     rows = [0, *accumulate([num_rows for num_rows, _ in shapes])]
     weighed = [0.0, *accumulate([num_rows * weight for num_rows, weight in shapes])]
@@ -84,8 +94,9 @@ class JoinedTasklets(NamedTuple):
 def joined_tasklets(
     jobs: Sequence[JobProgress], left_s: float, latency: LatencyModel, *, group: int
 ) -> JoinedTasklets | None:
-    """Tasklets of jobs that go backward, with as many rows as possible: first what is left of the least advanced part,
-    then whole parts. None if not the smallest of all of them fits into the time.
+    """Tasklets of jobs that go backward, with as many rows as possible: first what is left of the
+    least advanced part, then whole parts. None if not the smallest of all of them fits into the
+    time.
     """
     if len(jobs) == 1:
         return _tasklets_alone(jobs[0], left_s, latency)
@@ -101,12 +112,17 @@ def joined_tasklets(
     if any(each < job.num_rows_left for job, each in zip(now, rows, strict=True)):
         most = min([job.num_rows_left // each for job, each in zip(now, rows, strict=True)])
         number = times(seconds, left_s, most)
-        pieces = [PlannedTasklets(job.id, each, number, group) for job, each in zip(now, rows, strict=True)]
+        pieces = [
+            PlannedTasklets(job.id, each, number, group)
+            for job, each in zip(now, rows, strict=True)
+        ]
         return JoinedTasklets(tuple(pieces), number * seconds, seconds)
     return _whole_parts(jobs, fewest, left_s, latency, group)
 
 
-def _tasklets_alone(job: JobProgress, left_s: float, latency: LatencyModel) -> JoinedTasklets | None:
+def _tasklets_alone(
+    job: JobProgress, left_s: float, latency: LatencyModel
+) -> JoinedTasklets | None:
     """The same of one job, as most are."""
     rows = job.num_rows_left
     first_s = latency.tasklet_s(job, rows)
@@ -122,19 +138,26 @@ def _tasklets_alone(job: JobProgress, left_s: float, latency: LatencyModel) -> J
     if job.num_parts_left > 1:
         part_s = latency.tasklet_s(job, job.num_rows)
         if num_more := times(part_s, left_s - first_s, job.num_parts_left - 1):
-            number, seconds, longest_s = 1 + num_more, first_s + num_more * part_s, max(first_s, part_s)
+            number, seconds, longest_s = (
+                1 + num_more,
+                first_s + num_more * part_s,
+                max(first_s, part_s),
+            )
     return JoinedTasklets((PlannedTasklets(job.id, job.num_rows, number),), seconds, longest_s)
 
 
 def _whole_parts(
     jobs: Sequence[JobProgress], fewest: int, left_s: float, latency: LatencyModel, group: int
 ) -> JoinedTasklets:
-    """Turns of whole parts; a job takes part from where the others have caught up with it until it is done."""
+    """Turns of whole parts; a job takes part from where the others have caught up with it until it
+    is done.
+    """
     first = {job.id: _parts_done(job) - fewest for job in jobs}
     ends = {job.id: first[job.id] + job.num_parts_left for job in jobs}
     seconds = longest_s = 0.0
     num_turns = 0
-    # Between these turns, all are alike: what is left of a part is another number of rows only in a job's first.
+    # Between these turns, all are alike: what is left of a part is another number of rows only in a
+    # job's first.
     cuts = sorted({*first.values(), *[turn + 1 for turn in first.values()], *ends.values()})
     for turn, end in pairwise(cuts):
         windows = [
@@ -146,11 +169,19 @@ def _whole_parts(
         number = times(turn_s, left_s - seconds, end - turn)
         if not number:
             break
-        seconds, longest_s, num_turns = seconds + number * turn_s, max(longest_s, turn_s), num_turns + number
+        seconds, longest_s, num_turns = (
+            seconds + number * turn_s,
+            max(longest_s, turn_s),
+            num_turns + number,
+        )
         if number < end - turn:
             break
     counts = {job.id: max(0, min(num_turns, ends[job.id]) - first[job.id]) for job in jobs}
-    pieces = [PlannedTasklets(job.id, job.num_rows, counts[job.id], group) for job in jobs if counts[job.id]]
+    pieces = [
+        PlannedTasklets(job.id, job.num_rows, counts[job.id], group)
+        for job in jobs
+        if counts[job.id]
+    ]
     return JoinedTasklets(tuple(pieces), seconds, longest_s)
 
 
@@ -160,7 +191,9 @@ def times(seconds: float, within_s: float, most: int) -> int:
 
 
 def tasklet_rows(job: JobProgress, rows: int, num_tasklets: int) -> list[int]:
-    """Rows of each of a job's next tasklets, at most this many, if it goes backward in windows of as many rows."""
+    """Rows of each of a job's next tasklets, at most this many, if it goes backward in windows of
+    as many rows.
+    """
     sizes: list[int] = []
     left = job.num_rows_left
     for _ in range(job.num_parts_left):
@@ -172,7 +205,9 @@ def tasklet_rows(job: JobProgress, rows: int, num_tasklets: int) -> list[int]:
 
 
 def least_advanced(jobs: Sequence[JobProgress]) -> list[JobProgress]:
-    """Of jobs that go backward, those that have done the fewest parts, or one more: these wait for one part at most."""
+    """Of jobs that go backward, those that have done the fewest parts, or one more: these wait for
+    one part at most.
+    """
     fewest = min([_parts_done(job) for job in jobs])
     return [job for job in jobs if _parts_done(job) <= fewest + 1]
 

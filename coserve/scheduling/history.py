@@ -1,7 +1,8 @@
 """What a policy needs to know of the steps so far: the engine keeps it, and tells it every step.
 
-A policy itself keeps nothing between calls. One whose decisions follow from earlier steps (iterations that are counted,
-latencies that are recorded) makes a `History`, and finds it in every view.
+A policy itself keeps nothing between calls. One whose decisions follow from earlier steps
+(iterations that are counted, latencies that are recorded) makes a `History`, and finds it in every
+view.
 """
 
 from abc import ABC, abstractmethod
@@ -15,10 +16,10 @@ from coserve.scheduling.plan import Plan, View
 class StepView(NamedTuple):
     """A step that was run.
 
-    view, latency, plan: what it was planned from, and what ran. forward_s, loss_s, backward_s, update_s: what its
-    sections took; beside_s: tasklets beside the forward pass. num_tasklets, num_beside: all that ran, and those, by
-    job. num_running, num_waiting: sequences of requests after it. num_arrived, num_ended: sequences that ever came, and
-    that ever ended.
+    view, latency, plan: what it was planned from, and what ran. forward_s, loss_s, backward_s,
+    update_s: what its sections took; beside_s: tasklets beside the forward pass. num_tasklets,
+    num_beside: all that ran, and those, by job. num_running, num_waiting: sequences of requests
+    after it. num_arrived, num_ended: sequences that ever came, and that ever ended.
     """
 
     view: View

@@ -1,9 +1,11 @@
-"""How long a step will take: counted costs times measured curves, corrected by what steps really took.
+"""How long a step will take: counted costs times measured curves, corrected by what steps really
+took.
 
-LLMStation section 4.2 and HARLI section 5 predict from linear models of counted work, and trust records over models
-once there are some. So here: a `Profile` holds seconds by number of rows, measured once (or modelled), for
-the pieces that a step is made of; the counts of `scheduling.counts` carry it over to other adapters and lengths; and
-every measured step moves a correction for steps of its kind. The margin is what recent predictions were wrong by.
+LLMStation section 4.2 and HARLI section 5 predict from linear models of counted work, and trust
+records over models once there are some. So here: a `Profile` holds seconds by number of rows,
+measured once (or modelled), for the pieces that a step is made of; the counts of
+`scheduling.counts` carry it over to other adapters and lengths; and every measured step moves a
+correction for steps of its kind. The margin is what recent predictions were wrong by.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -27,11 +29,12 @@ _MOST_REMEMBERED = 256
 class ForwardLoad(msgspec.Struct, kw_only=True):
     """What a forward pass is made of; sums that grow as rows are added.
 
-    sampled: rows of which a token is chosen; drawn: of these, by chance; masked: of these, among some tokens. scored:
-    rows of prompts whose next token is scored. pairs: of a row and a key in windows and prefill chunks. keys: that are
-    read. bypasses: bypasses that run. windows: how many there are. window_rows: theirs, each weighed by its job's cost
-    beside the reference job's. window_pairs, window_bypasses: those among the pairs, and among the bypasses.
-    windows_apart: of jobs with which no forward pass runs as one call.
+    sampled: rows of which a token is chosen; drawn: of these, by chance; masked: of these, among
+    some tokens. scored: rows of prompts whose next token is scored. pairs: of a row and a key in
+    windows and prefill chunks. keys: that are read. bypasses: bypasses that run. windows: how many
+    there are. window_rows: theirs, each weighed by its job's cost beside the reference job's.
+    window_pairs, window_bypasses: those among the pairs, and among the bypasses. windows_apart: of
+    jobs with which no forward pass runs as one call.
     """
 
     rows: int = 0
@@ -90,8 +93,9 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
 
 
 def tasklet_section(model: str) -> str:
-    """The section of corrections that tasklets are of: those of a model that does not serve ("": the one that does)
-    have their own, since its weights may be anything beside the reference job's, and take time to come.
+    """The section of corrections that tasklets are of: those of a model that does not serve ("":
+    the one that does) have their own, since its weights may be anything beside the reference job's,
+    and take time to come.
     """
     return f"backward {model}" if model else "backward"
 
@@ -99,18 +103,22 @@ def tasklet_section(model: str) -> str:
 class LatencyModel:
     """Seconds of what a plan holds. Arithmetic alone: no clock, no I/O.
 
-    corrections: what they have turned out to be wrong by. sharing: what they become where the device is divided.
-    overhead: what steps take beside all that.
+    corrections: what they have turned out to be wrong by. sharing: what they become where the
+    device is divided. overhead: what steps take beside all that.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.use_profile(profile)
 
     def use_profile(self, profile: Profile) -> None:
-        """Predict by this profile from now on; what steps have taught of the last one is forgotten."""
+        """Predict by this profile from now on; what steps have taught of the last one is
+        forgotten.
+        """
         self.profile, self.sharing = profile, SharingModel(profile.sharing)
         self._forward, self._head = profile.forward.table(), profile.head.table()
-        self._sample, self._score, self._mask = (each.table() for each in (profile.sample, profile.score, profile.mask))
+        self._sample, self._score, self._mask = (
+            each.table() for each in (profile.sample, profile.score, profile.mask)
+        )
         self._loss, self._backward = profile.loss.table(), profile.backward.table()
         self.corrections, self.overhead = Corrections(), StepOverhead()
         # For one job, what rows weigh beside the reference job's: (window rows, tasklets).
@@ -130,21 +138,40 @@ class LatencyModel:
         return self.corrections.of("forward", load.rows, load.windows > 0)
 
     def decode_s(self, *, num_requests: int, context: int) -> float:
-        """Seconds of a step that decodes requests with this many tokens in the cache, and does nothing else."""
+        """Seconds of a step that decodes requests with this many tokens in the cache, and does
+        nothing else.
+        """
         return self.forward_s(
-            ForwardLoad(rows=num_requests, sampled=num_requests, spans=num_requests, keys=num_requests * (context + 1))
+            ForwardLoad(
+                rows=num_requests,
+                sampled=num_requests,
+                spans=num_requests,
+                keys=num_requests * (context + 1),
+            )
         )
 
     def prompt_s(self, rows: int, num_past: int = 0) -> float:
-        """Seconds of as many rows of one prompt alone, with attention to one another and to num_past tokens before."""
+        """Seconds of as many rows of one prompt alone, with attention to one another and to
+        num_past tokens before.
+        """
         if not rows:
             return 0.0
         return self.forward_s(
-            ForwardLoad(rows=rows, sampled=1, spans=1, pairs=rows * (num_past + rows / 2), keys=num_past + rows)
+            ForwardLoad(
+                rows=rows,
+                sampled=1,
+                spans=1,
+                pairs=rows * (num_past + rows / 2),
+                keys=num_past + rows,
+            )
         )
 
-    def with_decodes(self, load: ForwardLoad, requests: Sequence[RequestProgress]) -> Callable[[int], float]:
-        """The seconds of a load with the next token of the first of these requests added to it, by their number."""
+    def with_decodes(
+        self, load: ForwardLoad, requests: Sequence[RequestProgress]
+    ) -> Callable[[int], float]:
+        """The seconds of a load with the next token of the first of these requests added to it, by
+        their number.
+        """
 
         def seconds(number: int) -> float:
             more = structs.replace(load, versions=set(load.versions))
@@ -161,11 +188,16 @@ class LatencyModel:
         p, info, num_past = self.profile, request.info, request.num_past
         others, has_windows = load.rows, load.windows > 0
         one_call_s = self._one_call_saved_s(load.windows, load.window_rows, load.window_bypasses)
-        others_pairs, most_rows = load.pairs - load.window_pairs, 0 if load.windows_apart else p.one_call.rows
+        others_pairs, most_rows = (
+            load.pairs - load.window_pairs,
+            0 if load.windows_apart else p.one_call.rows,
+        )
         raw_s = self._sum_s(load) - seconds_at(self._forward, others)
         whole_s = seconds_at(self._head, load.sampled + 1) - seconds_at(self._head, load.sampled)
         if info.draws:
-            whole_s += seconds_at(self._sample, load.drawn + 1) - seconds_at(self._sample, load.drawn)
+            whole_s += seconds_at(self._sample, load.drawn + 1) - seconds_at(
+                self._sample, load.drawn
+            )
         if info.is_masked:
             whole_s += seconds_at(self._mask, load.masked + 1) - seconds_at(self._mask, load.masked)
         scored_s = seconds_at(self._score, load.scored)
@@ -173,7 +205,12 @@ class LatencyModel:
         bypass_s = info.num_bypasses * p.s_per_bypass if is_new else 0.0
 
         def seconds(rows: int) -> float:
-            raw = raw_s + seconds_at(self._forward, others + rows) + (num_past + rows) * p.s_per_key + p.s_per_span
+            raw = (
+                raw_s
+                + seconds_at(self._forward, others + rows)
+                + (num_past + rows) * p.s_per_key
+                + p.s_per_span
+            )
             pairs = rows * (num_past + rows / 2) if rows > 1 else 0.0
             raw += pairs * p.s_per_pair
             if others + rows <= most_rows and others_pairs + pairs <= p.one_call.prompt_pairs:
@@ -181,7 +218,9 @@ class LatencyModel:
             if rows == request.num_rows:
                 raw += whole_s
             if request.num_scored:
-                raw += seconds_at(self._score, load.scored + min(rows, request.num_scored)) - scored_s
+                raw += (
+                    seconds_at(self._score, load.scored + min(rows, request.num_scored)) - scored_s
+                )
             return (raw + bypass_s) * self.corrections.of("forward", others + rows, has_windows)
 
         return seconds
@@ -192,8 +231,15 @@ class LatencyModel:
         weight = self._weigh(job.info.counts)[0]
         most_rows = self._most_rows_at_once(load) if job.info.counts.runs_at_once else 0
         row_s = job.mean_context_len * p.s_per_pair + weight * p.s_per_window_row
-        num_bypasses, saved_s_per_row = job.info.counts.num_bypasses, weight * p.one_call.saved_s_per_window_row
-        saved_s = self._one_call_saved_s(1, load.window_rows, load.window_bypasses + num_bypasses) if most_rows else 0.0
+        num_bypasses, saved_s_per_row = (
+            job.info.counts.num_bypasses,
+            weight * p.one_call.saved_s_per_window_row,
+        )
+        saved_s = (
+            self._one_call_saved_s(1, load.window_rows, load.window_bypasses + num_bypasses)
+            if most_rows
+            else 0.0
+        )
         raw_s = self._sum_s(load) - seconds_at(self._forward, others) if others else 0.0
         raw_s += p.s_per_span + num_bypasses * (p.s_per_bypass + p.s_per_window_bypass)
 
@@ -224,14 +270,18 @@ class LatencyModel:
     def tasklet_s(self, job: JobProgress, rows: int) -> float:
         """Seconds of one tasklet: `tasklets_s` of one job, which plans ask for most often."""
         _, by_row, pair_s = self._weigh(job.info.counts)
-        raw = seconds_at(self._backward, rows) * (rows * by_row) / rows + rows * job.mean_context_len * pair_s
+        raw = (
+            seconds_at(self._backward, rows) * (rows * by_row) / rows
+            + rows * job.mean_context_len * pair_s
+        )
         return raw * self.corrections.of(tasklet_section(job.info.counts.model), rows, False)
 
     def tasklets_s(self, windows: Sequence[tuple[JobProgress, int]]) -> float:
-        """Seconds of one tasklet of each job, with its rows, all at the same part of the model, as one batch.
+        """Seconds of one tasklet of each job, with its rows, all at the same part of the model, as
+        one batch.
 
-        As in MuxTune's model of a stage (section 3.3), the backbone's share follows from the sum of the rows, and
-        attention from each job's own.
+        As in MuxTune's model of a stage (section 3.3), the backbone's share follows from the sum of
+        the rows, and attention from each job's own.
         """
         num_rows, weighed, pairs_s = 0, 0.0, 0.0
         for job, rows in windows:
@@ -240,15 +290,17 @@ class LatencyModel:
             weighed += rows * by_row
             pairs_s += rows * job.mean_context_len * pair_s
         raw = seconds_at(self._backward, num_rows) * weighed / num_rows + pairs_s
-        return raw * self.corrections.of(tasklet_section(windows[0][0].info.counts.model), num_rows, False)
+        return raw * self.corrections.of(
+            tasklet_section(windows[0][0].info.counts.model), num_rows, False
+        )
 
     def backward_weight(self, job: JobProgress) -> float:
         """What a row of a job's tasklet costs beside the reference job's."""
         return self._weigh(job.info.counts)[1]
 
     def batch_s(self, num_rows: int, weighed: float) -> float:
-        """Seconds of a tasklet without attention, as profiled: corrections of single sizes would upset a comparison of
-        sizes. weighed: the sum of its rows' weights.
+        """Seconds of a tasklet without attention, as profiled: corrections of single sizes would
+        upset a comparison of sizes. weighed: the sum of its rows' weights.
         """
         return seconds_at(self._backward, num_rows) * weighed / num_rows
 
@@ -261,7 +313,9 @@ class LatencyModel:
         return forward_s + self.loss_s(rows) + job.num_parts_left * self.tasklet_s(job, rows)
 
     def remember(self, key: Hashable, work_out: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """What was worked out for this key before; it must follow from the key and the profile alone."""
+        """What was worked out for this key before; it must follow from the key and the profile
+        alone.
+        """
         found = self._remembered.get(key)
         if found is None:
             if len(self._remembered) >= _MOST_REMEMBERED:
@@ -275,14 +329,18 @@ class LatencyModel:
         return raw * self.corrections.of("update", counts.num_parameters, False)
 
     def rerun_s(self, num_tokens: int) -> float:
-        """By how many seconds a request's next row takes longer if the tokens before it must be run again.
+        """By how many seconds a request's next row takes longer if the tokens before it must be run
+        again.
 
-        The weights are read in either case. Both are corrected alike: corrections of single sizes would upset it.
+        The weights are read in either case. Both are corrected alike: corrections of single sizes
+        would upset it.
         """
         keys = num_tokens + 1
         whole = ForwardLoad(rows=keys, sampled=1, spans=1, pairs=keys * keys / 2, keys=keys)
         alone = ForwardLoad(rows=1, sampled=1, spans=1, keys=keys)
-        return (self._raw_forward_s(whole) - self._raw_forward_s(alone)) * self.forward_correction(whole)
+        return (self._raw_forward_s(whole) - self._raw_forward_s(alone)) * self.forward_correction(
+            whole
+        )
 
     def copy_s(self, num_bytes: int) -> float:
         """Seconds of copying pages from or to the host; inf if that is not known."""
@@ -311,7 +369,9 @@ class LatencyModel:
         return seconds
 
     def _most_rows_at_once(self, load: ForwardLoad) -> int:
-        """Up to how many rows a load runs as one call, if it is not more rows of prompts that are added; 0: never."""
+        """Up to how many rows a load runs as one call, if it is not more rows of prompts that are
+        added; 0: never.
+        """
         one_call = self.profile.one_call
         may = (
             not load.windows_apart
@@ -345,7 +405,9 @@ class LatencyModel:
         )
 
     def _weigh(self, counts: JobCounts) -> tuple[float, float, float]:
-        """Of a job beside the reference job: a window's row, a tasklet's rows; and seconds of a pair backward."""
+        """Of a job beside the reference job: a window's row, a tasklet's rows; and seconds of a
+        pair backward.
+        """
         weights = self._weights.get(counts)
         if weights is None:
             job, p = self.profile.job, self.profile

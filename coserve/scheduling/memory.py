@@ -1,10 +1,11 @@
 """Who gets pages: what policies share. Requests come before jobs, for memory as for time.
 
-A request is admitted once its whole prompt fits (FlexLLM section 7). Where pages are missing, what is cheapest to do
-again goes: a job's pack, or the youngest request, whose tokens are computed again later. A pack that has run for long
-is worth more than a short prompt; it is spared where the request can wait until the pack's pages come back. A pack is
-begun only where the requests that run will leave it its pages until it is done. Batch work makes room before all of
-these, the youngest first, and is admitted where nobody else waits. A policy may decide otherwise, in its own file.
+A request is admitted once its whole prompt fits (FlexLLM section 7). Where pages are missing, what
+is cheapest to do again goes: a job's pack, or the youngest request, whose tokens are computed again
+later. A pack that has run for long is worth more than a short prompt; it is spared where the
+request can wait until the pack's pages come back. A pack is begun only where the requests that run
+will leave it its pages until it is done. Batch work makes room before all of these, the youngest
+first, and is admitted where nobody else waits. A policy may decide otherwise, in its own file.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,15 +16,17 @@ from msgspec import structs
 from coserve.scheduling.order import by_due, by_priority
 from coserve.scheduling.plan import JobProgress, RequestProgress, View
 
-# A pack waits until there are this many pages per running request beside it: it would be dropped at once otherwise.
+# A pack waits until there are this many pages per running request beside it: it would be dropped at
+# once otherwise.
 SPARE_PAGES = 4
-# A request is preempted for a pack only if the pack loses this many times as many rows: requests come first.
+# A request is preempted for a pack only if the pack loses this many times as many rows: requests
+# come first.
 PACK_WORTH = 4.0
 # A pack that has waited for as many times its own time is begun though it might be dropped.
 MOST_PACK_WAITS = 30.0
 
-# Rows of packs in memory with which products are as fast as with more: a device computes longer than it reads weights
-# from some hundred rows on. Another pack would hold memory for nothing.
+# Rows of packs in memory with which products are as fast as with more: a device computes longer
+# than it reads weights from some hundred rows on. Another pack would hold memory for nothing.
 ENOUGH_PACK_ROWS = 512
 
 # Whether a request keeps its SLO if it waits until a pack is done.
@@ -31,7 +34,9 @@ CanWait = Callable[[RequestProgress, JobProgress], bool]
 
 
 class MemoryPlan:
-    """Pages changing hands, decided piece by piece; `requests`, `batch` and `jobs` are those that can run after it."""
+    """Pages changing hands, decided piece by piece; `requests`, `batch` and `jobs` are those that
+    can run after it.
+    """
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -43,14 +48,18 @@ class MemoryPlan:
         self.drop: list[str] = []
         self.admit: list[str] = []
         self.begin: list[str] = []
-        self.waits_for_pack = False  # whether a request is not admitted because a pack will soon be done
+        self.waits_for_pack = (
+            False  # whether a request is not admitted because a pack will soon be done
+        )
         self.claimant = ""  # the tenant that pages are wanted for
         self._grown: dict[str, int] = {}
         self._is_short = False  # whether requests made room for others
         self._batch_pages = inf  # the share of batch work
 
     def grow(self, can_wait: CanWait | None = None) -> None:
-        """See to it that every request that runs has the pages of its next rows, whatever it takes."""
+        """See to it that every request that runs has the pages of its next rows, whatever it
+        takes.
+        """
         needed = sum([request.num_pages for request in self.requests]) if self.requests else 0
         if needed <= self.free:
             self.free -= needed
@@ -60,15 +69,21 @@ class MemoryPlan:
             self.claimant = request.info.tenant
             while request.id not in self.preempt and request.num_pages > self.free:
                 youngest = self._youngest()
-                spares = can_wait is not None and self._spares(youngest, youngest.num_past, can_wait)
+                spares = can_wait is not None and self._spares(
+                    youngest, youngest.num_past, can_wait
+                )
                 if spares or not self._reclaim(request.num_pages):
                     self._preempt(youngest)
             if request.id not in self.preempt:
                 self.free -= request.num_pages
                 self._grown[request.id] = request.num_pages
 
-    def admit_waiting(self, waiting: Iterable[RequestProgress] | None = None, can_wait: CanWait | None = None) -> None:
-        """Give waiting requests their pages, in this order (default: as they came), as long as whole prompts fit."""
+    def admit_waiting(
+        self, waiting: Iterable[RequestProgress] | None = None, can_wait: CanWait | None = None
+    ) -> None:
+        """Give waiting requests their pages, in this order (default: as they came), as long as
+        whole prompts fit.
+        """
         if self._is_short:
             return
         for request in by_priority(self._view.waiting) if waiting is None else waiting:
@@ -90,11 +105,15 @@ class MemoryPlan:
             self.requests.append(request)
             self.admit.append(request.id)
 
-    def serve_batch(self, max_pages: float, waiting: Iterable[RequestProgress] | None = None) -> None:
-        """Pages for the next rows of batch work, and for more of it, in this order (default: those first that are due
-        first); as long as no request waits, and a few pages are left for those that run.
+    def serve_batch(
+        self, max_pages: float, waiting: Iterable[RequestProgress] | None = None
+    ) -> None:
+        """Pages for the next rows of batch work, and for more of it, in this order (default: those
+        first that are due first); as long as no request waits, and a few pages are left for those
+        that run.
 
-        max_pages: of all batch work together; for more to be admitted, and where a job needs the others.
+        max_pages: of all batch work together; for more to be admitted, and where a job needs the
+        others.
         """
         self._batch_pages = max_pages
         # What this plan has admitted has its pages.
@@ -114,13 +133,18 @@ class MemoryPlan:
         for request in waiting:
             if not request.may_start:
                 continue
-            if not self._fits_batch(request, num_held=num_held, num_free=self.free, num_batch=len(self.batch)):
+            if not self._fits_batch(
+                request, num_held=num_held, num_free=self.free, num_batch=len(self.batch)
+            ):
                 return
             self._add_batch(request)
             num_held += request.num_pages
 
-    def _fits_batch(self, request: RequestProgress, *, num_held: int, num_free: int, num_batch: int) -> bool:
-        """Return whether there is a slot for batch work, and pages within its share, beside the requests that run.
+    def _fits_batch(
+        self, request: RequestProgress, *, num_held: int, num_free: int, num_batch: int
+    ) -> bool:
+        """Return whether there is a slot for batch work, and pages within its share, beside the
+        requests that run.
 
         Args:
             num_held: Pages that batch work has.
@@ -150,8 +174,9 @@ class MemoryPlan:
         *,
         requests_first: bool = True,
     ) -> None:
-        """Give jobs (default: the one served least first) the memory of their next packs, until those in memory have
-        enough rows, and as far as requests do not want it (requests_first=False: if any waits).
+        """Give jobs (default: the one served least first) the memory of their next packs, until
+        those in memory have enough rows, and as far as requests do not want it
+        (requests_first=False: if any waits).
 
         pack_s: how long a pack will take; until then, requests that run must find pages beside it.
         """
@@ -164,7 +189,10 @@ class MemoryPlan:
             if group in full or (requests_first and self._keeps_others_waiting(job)):
                 continue
             if job.phase == "update" and job.waited_s <= self._view.tpot_s:
-                full.add(group)  # its next pack comes first, right after this step; unless the update finds no time
+                full.add(
+                    group
+                    # its next pack comes first, right after this step; unless the update finds no time
+                )
                 continue
             if job.phase != "pack":
                 continue
@@ -188,7 +216,11 @@ class MemoryPlan:
 
     def _requests_wait(self) -> bool:
         """Return whether no pack may begin, since a request waits for pages."""
-        return bool(self._view.waiting) and len(self.requests) < self._view.max_requests and bool(self._not_admitted())
+        return (
+            bool(self._view.waiting)
+            and len(self.requests) < self._view.max_requests
+            and bool(self._not_admitted())
+        )
 
     def _keeps_others_waiting(self, job: JobProgress) -> bool:
         """Return whether this job may not begin a pack, though others may."""
@@ -200,7 +232,9 @@ class MemoryPlan:
         return [each for each in self._view.waiting if each.may_start and each.id not in admitted]
 
     def _group_of(self, job: JobProgress) -> str:
-        """Return the group of jobs in which one job's pack waits for another's: here all are one."""
+        """Return the group of jobs in which one job's pack waits for another's: here all are
+        one.
+        """
         return ""
 
     def _rows_in_memory(self) -> dict[str, int]:
@@ -222,9 +256,10 @@ class MemoryPlan:
     def _growth(self, seconds: float) -> int:
         """Pages that the requests that run may take within this time; at least the spare ones.
 
-        With the time T until pages are given back it follows HARLI's reserve (section 4.4), (T / TPOT) max_bs tokens.
-        There it is kept at all times for as many requests as may ever run. Here it is asked of a pack that is to begin,
-        for those that run, each up to its own end: once the pack is in memory they may take all of it.
+        With the time T until pages are given back it follows HARLI's reserve (section 4.4), (T /
+        TPOT) max_bs tokens. There it is kept at all times for as many requests as may ever run.
+        Here it is asked of a pack that is to begin, for those that run, each up to its own end:
+        once the pack is in memory they may take all of it.
         """
         pages, block = 0, self._view.block_tokens
         for request in self.requests:
@@ -233,7 +268,9 @@ class MemoryPlan:
         return pages
 
     def _reclaim(self, num_pages: int) -> bool:
-        """Drop packs, those that lose least first, until as many pages are available. Drops none in vain."""
+        """Drop packs, those that lose least first, until as many pages are available. Drops none in
+        vain.
+        """
         packs = self._packs()
         if self.free + sum([job.num_pages for job in packs]) < num_pages:
             return False
@@ -246,9 +283,15 @@ class MemoryPlan:
         return bool(packs)
 
     def _spares(self, request: RequestProgress, num_rows: int, can_wait: CanWait) -> bool:
-        """Whether the pack that would be dropped first is worth more than these rows of a request that can wait."""
+        """Whether the pack that would be dropped first is worth more than these rows of a request
+        that can wait.
+        """
         packs = self._packs()
-        return bool(packs) and rows_lost(packs[0]) > PACK_WORTH * num_rows and can_wait(request, packs[0])
+        return (
+            bool(packs)
+            and rows_lost(packs[0]) > PACK_WORTH * num_rows
+            and can_wait(request, packs[0])
+        )
 
     def _packs(self) -> list[JobProgress]:
         """Those in memory, the one that loses least first."""
@@ -256,7 +299,10 @@ class MemoryPlan:
 
     def _youngest(self) -> RequestProgress:
         """Of those with the least priority that came at once, the one that was admitted last."""
-        return max(reversed(self.requests), key=lambda running: (running.info.priority, running.info.arrival_s))
+        return max(
+            reversed(self.requests),
+            key=lambda running: (running.info.priority, running.info.arrival_s),
+        )
 
     def _preempt(self, request: RequestProgress) -> None:
         self._is_short = True
@@ -264,7 +310,9 @@ class MemoryPlan:
         self._close(request)
 
     def _return_to_share(self, num_pages: int) -> None:
-        """Have batch work that has grown beyond its share make room, if that brings as many free pages."""
+        """Have batch work that has grown beyond its share make room, if that brings as many free
+        pages.
+        """
         held, given, kept = self._given(self.batch), 0, list(self.batch)
         while kept and held - given > self._batch_pages:
             given += kept.pop().num_held
@@ -274,10 +322,14 @@ class MemoryPlan:
 
     def _given(self, items: Sequence[RequestProgress] | Sequence[JobProgress]) -> int:
         """Pages that come back when these make room."""
-        return sum([each.num_pages if isinstance(each, JobProgress) else each.num_held for each in items])
+        return sum(
+            [each.num_pages if isinstance(each, JobProgress) else each.num_held for each in items]
+        )
 
     def _preempt_batch(self, num_pages: int, *, slots: int = 0) -> None:
-        """Have batch work make room, what came last first, until as many pages and slots are free, or none is left."""
+        """Have batch work make room, what came last first, until as many pages and slots are free,
+        or none is left.
+        """
         most = self._view.max_requests - len(self.requests) - slots
         while self.batch and (self.free < num_pages or len(self.batch) > most):
             request = self._last_of_batch()

@@ -1,6 +1,7 @@
 """The order in which waiting requests get on: on a device, and in the queue of a cluster.
 
-What the order depends on is read by functions, since a cluster's tasks have it elsewhere than an engine's requests.
+What the order depends on is read by functions, since a cluster's tasks have it elsewhere than an
+engine's requests.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_PRIORITY, _DUE_S, _TENANT = attrgetter("info.priority"), attrgetter("info.batch_due_s"), attrgetter("info.tenant")
+_PRIORITY, _DUE_S, _TENANT = (
+    attrgetter("info.priority"),
+    attrgetter("info.batch_due_s"),
+    attrgetter("info.tenant"),
+)
 
 
 def by_priority(waiting: Sequence[T], priority: Callable[[T], int] = _PRIORITY) -> Sequence[T]:
@@ -18,7 +23,9 @@ def by_priority(waiting: Sequence[T], priority: Callable[[T], int] = _PRIORITY) 
 
 
 def by_due(batch: Sequence[T], due_s: Callable[[T], float | None] = _DUE_S) -> list[T]:
-    """Return batch work with what should be done first at the front: nobody waits for it, whatever its priority."""
+    """Return batch work with what should be done first at the front: nobody waits for it, whatever
+    its priority.
+    """
     return sorted(batch, key=lambda request: due_s(request) or 0.0)
 
 
@@ -28,8 +35,8 @@ def by_share(
     cost: Callable[[T], float],
     tenant_of: Callable[[T], str] = _TENANT,
 ) -> Iterator[T]:
-    """Yield, again and again, the first request of the tenant that has been served least, which pays for it (Algorithm
-    4 of FlexLLM's appendix C). served: by tenant; 0 for others.
+    """Yield, again and again, the first request of the tenant that has been served least, which
+    pays for it (Algorithm 4 of FlexLLM's appendix C). served: by tenant; 0 for others.
     """
     served, by_tenant = dict(served), dict[str, list[T]]()
     for request in reversed(waiting):

@@ -1,23 +1,31 @@
-"""How many rows a piece of work may have: the most that fit, and the fewest that are worth running."""
+"""How many rows a piece of work may have: the most that fit, and the fewest that are worth
+running.
+"""
 
 from collections.abc import Callable
 
-# The smallest piece of a prompt that is urgent, where fewer rows cost more, each, than MOST_ROW_COST times as much.
+# The smallest piece of a prompt that is urgent, where fewer rows cost more, each, than
+# MOST_ROW_COST times as much.
 LEAST_PREFILL_ROWS, MOST_ROW_COST = 64, 1.1
-# By which factor half of a piece must be the cheaper one per row to be taken in its place. Else a size that was slow
-# when first seen, as where memory is touched for the first time, would not be tried again for long.
+# By which factor half of a piece must be the cheaper one per row to be taken in its place. Else a
+# size that was slow when first seen, as where memory is touched for the first time, would not be
+# tried again for long.
 CLEARLY = 1.05
-# Where nobody decodes, a prompt may take this many times the time of a step if it ends with it: its last few rows would
-# take as long as a token of all, and an arrival waits for them in either case.
+# Where nobody decodes, a prompt may take this many times the time of a step if it ends with it: its
+# last few rows would take as long as a token of all, and an arrival waits for them in either case.
 WHOLE_STRETCH = 1.25
 # Kernels compute rows in tiles of as many; as few fill up one that others have begun.
 TILE_ROWS, LEAST_FILLING_ROWS = 16, 4
 
 
-def largest_that_fits(least: int, most: int, seconds: Callable[[int], float], within_s: float) -> int:
-    """The largest number from `least` to `most` that fits, to within a sixty-fourth; `least` if none does.
+def largest_that_fits(
+    least: int, most: int, seconds: Callable[[int], float], within_s: float
+) -> int:
+    """The largest number from `least` to `most` that fits, to within a sixty-fourth; `least` if
+    none does.
 
-    Seconds are nearly a line in the number, so it is looked for on the line between two numbers, and halfway in turns.
+    Seconds are nearly a line in the number, so it is looked for on the line between two numbers,
+    and halfway in turns.
     """
     if (high_s := seconds(most)) <= within_s:
         return most
@@ -25,7 +33,9 @@ def largest_that_fits(least: int, most: int, seconds: Callable[[int], float], wi
     low_s, on_line = seconds(least), True
     while low_s < within_s and high - low > max(1, low // 64):
         if on_line:
-            middle = low + max(1, min(int((high - low) * (within_s - low_s) / (high_s - low_s)), high - low - 1))
+            middle = low + max(
+                1, min(int((high - low) * (within_s - low_s) / (high_s - low_s)), high - low - 1)
+            )
         else:
             middle = (low + high) // 2
         middle_s, on_line = seconds(middle), not on_line
@@ -43,8 +53,9 @@ def rows_of_tile(others: int) -> int:
 
 
 def least_urgent(seconds: Callable[[int], float], longest: int, others: int) -> int:
-    """The smallest piece of a prompt that is urgent, of at most `longest` rows: one that fills a tile with the other
-    rows of the step, if each takes little more time than those of the usual piece. seconds: of the step, by its rows.
+    """The smallest piece of a prompt that is urgent, of at most `longest` rows: one that fills a
+    tile with the other rows of the step, if each takes little more time than those of the usual
+    piece. seconds: of the step, by its rows.
     """
     usual = min(longest, LEAST_PREFILL_ROWS)
     most_s = MOST_ROW_COST * seconds(usual) / usual

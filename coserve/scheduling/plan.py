@@ -1,11 +1,13 @@
-"""What a policy may see, and what it decides: plain data, quick to make or to bring up to date for every step.
+"""What a policy may see, and what it decides: plain data, quick to make or to bring up to date for
+every step.
 
-What stays the same of a request or a job is made once and shared by reference (`RequestInfo`, `JobInfo`); what changes
-is `RequestProgress` and `JobProgress`. All fields are given by keyword, so that a new number concerns the code that
-makes it and the code that reads it, and none in between. A step has some hundred requests: each keeps one
-`RequestProgress`, which the engine brings up to date before it plans, since making one by keyword would take five times
-as long; it is a dataclass, since setting a field of a struct takes four times as long. Structs of numbers and strings
-alone need no garbage collection (`gc=False`).
+What stays the same of a request or a job is made once and shared by reference (`RequestInfo`,
+`JobInfo`); what changes is `RequestProgress` and `JobProgress`. All fields are given by keyword, so
+that a new number concerns the code that makes it and the code that reads it, and none in between. A
+step has some hundred requests: each keeps one `RequestProgress`, which the engine brings up to date
+before it plans, since making one by keyword would take five times as long; it is a dataclass, since
+setting a field of a struct takes four times as long. Structs of numbers and strings alone need no
+garbage collection (`gc=False`).
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ JobPhase = Literal["pack", "forward", "loss", "backward", "update"]
 
 
 class RequestInfo(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What stays the same of a request, for all of its sequences. Times are seconds of the engine's clock."""
+    """What stays the same of a request, for all of its sequences. Times are seconds of the engine's
+    clock.
+    """
 
     arrival_s: float
     """Time of arrival."""
@@ -49,8 +53,8 @@ class RequestInfo(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class RequestProgress:
     """How far one sequence of a request is that runs, or that waits for pages.
 
-    It is as of the moment of planning, and brought up to date before the next step: policies do not change it, and
-    keep none for later.
+    It is as of the moment of planning, and brought up to date before the next step: policies do not
+    change it, and keep none for later.
     """
 
     id: str
@@ -68,7 +72,8 @@ class RequestProgress:
     last_token_s: float
     """Time of its last token; before the first one its arrival."""
     num_pages: int = 0
-    """Pages by which the available ones fall when all of num_rows get theirs, with its admission if it waits."""
+    """Pages by which the available ones fall when all of num_rows get theirs, with its admission if
+    it waits."""
     num_held: int = 0
     """Pages that it holds, which come back when it is preempted."""
     num_scored: int = 0
@@ -80,7 +85,8 @@ class RequestProgress:
     num_sure: int = 0
     """Tokens that will come in any case; none below 0."""
     jobs_s: float = 0.0
-    """Seconds that jobs and batch work have taken since its first token; before that, since its arrival."""
+    """Seconds that jobs and batch work have taken since its first token; before that, since its
+    arrival."""
 
 
 class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,11 +106,13 @@ class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
     info: JobInfo
     """What stays the same."""
     phase: JobPhase
-    """"pack" if its next pack is to be begun, "update" if an optimizer step is due; otherwise what its pack is at."""
+    """"pack" if its next pack is to be begun, "update" if an optimizer step is due; otherwise what
+    its pack is at."""
     num_rows: int = 0
     """Rows of its pack."""
     num_rows_left: int = 0
-    """Rows still to go forward, through the loss (those that have a target), or backward in the current part."""
+    """Rows still to go forward, through the loss (those that have a target), or backward in the
+    current part."""
     num_parts_left: int = 0
     """Parts of the model still to go backward, the current one among them."""
     mean_context_len: float = 0.0
@@ -114,11 +122,13 @@ class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int = 0
     """Pages that the pack holds, or needs to begin."""
     num_rows_done: int = 0
-    """Rows lost if the pack were dropped; the loss, and each part backward, count as a pass each."""
+    """Rows lost if the pack were dropped; the loss, and each part backward, count as a pass
+    each."""
     num_rows_run: float = 0.0
     """Rows of all its packs so far."""
     begins_at: JobPhase = "forward"
-    """Phase at which a pack that is to be begun starts: "forward", except for one that comes back from the host."""
+    """Phase at which a pack that is to be begun starts: "forward", except for one that comes back
+    from the host."""
 
 
 def whole_pack(counts: JobCounts, num_rows: int, mean_context_len: float = 0.0) -> JobProgress:
@@ -142,7 +152,8 @@ class TenantView(msgspec.Struct, frozen=True, kw_only=True):
     served: float = 0.0
     """Weighted tokens that it was served (`scheduling.fairness`)."""
     used_s: float = 0.0
-    """Seconds of the device that it was served, divided by its weight (`scheduling.tenant_times`)."""
+    """Seconds of the device that it was served, divided by its weight
+    (`scheduling.tenant_times`)."""
     weight: float = 1.0
     """Its part of the device beside the others'."""
     is_present: bool = True
@@ -150,8 +161,8 @@ class TenantView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SloUse(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """Shares of their SLOs that recent requests would have used without jobs, 99 of 100 of them; 0 if nothing is known,
-    and at 1 nothing is left for jobs (`scheduling.slo.headroom`).
+    """Shares of their SLOs that recent requests would have used without jobs, 99 of 100 of them; 0
+    if nothing is known, and at 1 nothing is left for jobs (`scheduling.slo.headroom`).
     """
 
     ttft: float = 0.0
@@ -161,8 +172,8 @@ class SloUse(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     late_share: float = 0.0
     """Share of the requests that would have used more than 1."""
     time: float = 0.0
-    """Largest share of some seconds lately that requests used, for prompts and to decode at the pace of their SLOs; 0
-    in the first seconds, and in those after a long pause."""
+    """Largest share of some seconds lately that requests used, for prompts and to decode at the
+    pace of their SLOs; 0 in the first seconds, and in those after a long pause."""
     known: float = 0.0
     """How far the requests seen so far tell what 99 of 100 use, from 0 to 1."""
 
@@ -173,8 +184,9 @@ _UNKNOWN_USE = SloUse()
 class View(msgspec.Struct, frozen=True):
     """The engine at the moment of planning.
 
-    A policy that does not tell batch work apart (`Policy.serves_batch`) finds it among the requests. The engine gives
-    the first fields by position: Python makes a dictionary for more than 15 keywords, which takes three times as long.
+    A policy that does not tell batch work apart (`Policy.serves_batch`) finds it among the
+    requests. The engine gives the first fields by position: Python makes a dictionary for more than
+    15 keywords, which takes three times as long.
     """
 
     now_s: float
@@ -212,11 +224,14 @@ class View(msgspec.Struct, frozen=True):
     history: Any = None
     """What the policy has the engine remember (`Policy.make_history`); None if that is nothing."""
     give_back_s: float = 0.0
-    """Seconds within which packs, requests and weights of other models that make room have given back their pages."""
+    """Seconds within which packs, requests and weights of other models that make room have given
+    back their pages."""
 
 
 class PlannedRows(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive rows of one work item in the forward pass; start: its first row, counted in the work item."""
+    """Consecutive rows of one work item in the forward pass; start: its first row, counted in the
+    work item.
+    """
 
     item: str
     kind: RowKind
@@ -234,8 +249,8 @@ class PlannedLoss(msgspec.Struct, frozen=True):
 class PlannedTasklets(msgspec.Struct, frozen=True):
     """The next tasklets of a job, each of at most `rows` rows.
 
-    Jobs of one group run theirs as one batch of rows where they are at the same part of the model; one that is ahead
-    waits for the others. group None: by itself.
+    Jobs of one group run theirs as one batch of rows where they are at the same part of the model;
+    one that is ahead waits for the others. group None: by itself.
     """
 
     job: str
@@ -245,11 +260,11 @@ class PlannedTasklets(msgspec.Struct, frozen=True):
 
 
 class Partition(NamedTuple):
-    """Units of a device (cores of a CPU, shares of a GPU's multiprocessors) for each side of a step that runs jobs
-    beside its forward pass: together at most as many as there are.
+    """Units of a device (cores of a CPU, shares of a GPU's multiprocessors) for each side of a step
+    that runs jobs beside its forward pass: together at most as many as there are.
 
-    stops: whether tasklets that are left when the forward pass has ended stay for a later step; otherwise they run on,
-    on the whole device.
+    stops: whether tasklets that are left when the forward pass has ended stay for a later step;
+    otherwise they run on, on the whole device.
     """
 
     forward_units: int
@@ -258,7 +273,9 @@ class Partition(NamedTuple):
 
 
 class Prediction(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What the step of a plan is predicted to take: seconds of the whole device, section by section."""
+    """What the step of a plan is predicted to take: seconds of the whole device, section by
+    section.
+    """
 
     forward_s: float = 0.0
     """The forward pass, with sampling."""
@@ -283,7 +300,8 @@ class Prediction(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     backward_speed: float = 0.0
     """Speed of losses and tasklets beside the forward pass; 0 where they do not run beside it."""
     decode_share: float = 0.0
-    """Share of a TPOT that a step takes which only decodes, averaged over the requests that decode."""
+    """Share of a TPOT that a step takes which only decodes, averaged over the requests that
+    decode."""
 
     @property
     def step_s(self) -> float:
@@ -291,8 +309,8 @@ class Prediction(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return self.seconds_with(self.backward_s)
 
     def seconds_with(self, backward_s: float) -> float:
-        """Return the time of the step if its tasklets are worth as many seconds of the whole device: what losses and
-        tasklets get done beside the forward pass takes no time of its own.
+        """Return the time of the step if its tasklets are worth as many seconds of the whole
+        device: what losses and tasklets get done beside the forward pass takes no time of its own.
         """
         forward_s = self.forward_s / self.forward_speed
         left_s = max(0.0, self.loss_s + backward_s - self.backward_speed * forward_s)
@@ -305,11 +323,11 @@ _NOTHING = Prediction()
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine does next.
 
-    First, memory changes hands: requests are preempted, packs dropped, requests admitted and packs begun, in this
-    order. The engine checks each: what cannot be done, because pages are missing, is left out, with its rows. Then one
-    step runs: losses, tasklets, optimizer steps, the forward pass; in this order, or with a partition losses and
-    tasklets beside the forward pass. The tokens of requests come out at the end of the step, where their deadlines are
-    compared with it.
+    First, memory changes hands: requests are preempted, packs dropped, requests admitted and packs
+    begun, in this order. The engine checks each: what cannot be done, because pages are missing, is
+    left out, with its rows. Then one step runs: losses, tasklets, optimizer steps, the forward
+    pass; in this order, or with a partition losses and tasklets beside the forward pass. The tokens
+    of requests come out at the end of the step, where their deadlines are compared with it.
     """
 
     preempt: tuple[str, ...] = ()
@@ -344,7 +362,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def moved_jobs(self) -> tuple[str, ...]:
         """The jobs whose packs get on with it."""
         windows = [rows.item for rows in self.rows if rows.kind == "window"]
-        losses, tasklets = [piece.job for piece in self.losses], [part.job for part in self.tasklets]
+        losses, tasklets = (
+            [piece.job for piece in self.losses],
+            [part.job for part in self.tasklets],
+        )
         return tuple(dict.fromkeys([*windows, *losses, *tasklets]))
 
     @property

@@ -1,5 +1,5 @@
-"""What a device takes for the pieces of a step: measured once (`coserve.devices.profiling`), or made from the
-paces of one that is not here (`coserve.simulate.roofline`).
+"""What a device takes for the pieces of a step: measured once (`coserve.devices.profiling`), or
+made from the paces of one that is not here (`coserve.simulate.roofline`).
 """
 
 from bisect import bisect_right
@@ -17,13 +17,19 @@ TABLE_ROWS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Seconds at some numbers of rows, rising; between them as a line, beyond them as the last line continues."""
+    """Seconds at some numbers of rows, rising; between them as a line, beyond them as the last line
+    continues.
+    """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if len(self.rows) != len(self.seconds) or len(self.rows) < 2 or list(self.rows) != sorted(set(self.rows)):
+        if (
+            len(self.rows) != len(self.seconds)
+            or len(self.rows) < 2
+            or list(self.rows) != sorted(set(self.rows))
+        ):
             raise ValueError(f"a curve needs two rising numbers of rows or more, not {self.rows}")
 
     def at(self, rows: int) -> float:
@@ -52,11 +58,11 @@ def _table(curve: Curve) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class OneCall:
-    """What a forward pass takes less whose blocks run as one call (`coserve.kernels.trace`): one with requests, with up
-    to `rows` in all, and `prompt_pairs` of a row and a key of prompts.
+    """What a forward pass takes less whose blocks run as one call (`coserve.kernels.trace`): one
+    with requests, with up to `rows` in all, and `prompt_pairs` of a row and a key of prompts.
 
-    saved_s: without windows. window_saved_s, saved_s_per_window_row: with windows of the reference job, beside
-    `Profile.s_per_window_bypass`.
+    saved_s: without windows. window_saved_s, saved_s_per_window_row: with windows of the reference
+    job, beside `Profile.s_per_window_bypass`.
     """
 
     rows: int = 0
@@ -89,18 +95,21 @@ FREE = Curve(rows=(1, 2), seconds=(0.0, 0.0))
 class Profile:
     """What a device needs for the pieces of a step of one model.
 
-    forward: rows of requests through all blocks. head: rows through the head, and the likeliest token of each. sample:
-    what drawing a token of each row takes more than that, at temperature 1. mask: what rows take more of which only
-    some tokens may come. score: rows through the head to the log-probability of the next token of each, as for prompts.
-    loss: trained rows through the head, forward and backward. backward: a tasklet of the reference job (`job`), on rows
-    without keys. s_per_pair, backward_s_per_pair: attention of a row to a key of its window in all blocks, and in one
-    block backward. s_per_key: a key that a span's attention reads. s_per_span: a span more. s_per_bypass: a site of an
-    adapter more; s_per_window_bypass: what it takes more in a window, whatever its rows. s_per_window_row: what a
-    window's row of the reference job costs more than a request's (its bypasses, and saving). s_per_parameter, update_s:
-    an optimizer step, by what it moves and at least. sharing: of a device that can be divided. s_per_copied_byte: of a
-    page that goes to the host, or comes back; None: not known. saved_bytes_per_token: that a pack of the reference job
-    keeps for its backward pass; 0: not known. joining: what a tasklet of several packs takes, as a multiple of one of a
-    single pack of as many rows. sums, backward_sums: what `forward` and `backward` have of moving data between ranks.
+    forward: rows of requests through all blocks. head: rows through the head, and the likeliest
+    token of each. sample: what drawing a token of each row takes more than that, at temperature 1.
+    mask: what rows take more of which only some tokens may come. score: rows through the head to
+    the log-probability of the next token of each, as for prompts. loss: trained rows through the
+    head, forward and backward. backward: a tasklet of the reference job (`job`), on rows without
+    keys. s_per_pair, backward_s_per_pair: attention of a row to a key of its window in all blocks,
+    and in one block backward. s_per_key: a key that a span's attention reads. s_per_span: a span
+    more. s_per_bypass: a site of an adapter more; s_per_window_bypass: what it takes more in a
+    window, whatever its rows. s_per_window_row: what a window's row of the reference job costs more
+    than a request's (its bypasses, and saving). s_per_parameter, update_s: an optimizer step, by
+    what it moves and at least. sharing: of a device that can be divided. s_per_copied_byte: of a
+    page that goes to the host, or comes back; None: not known. saved_bytes_per_token: that a pack
+    of the reference job keeps for its backward pass; 0: not known. joining: what a tasklet of
+    several packs takes, as a multiple of one of a single pack of as many rows. sums, backward_sums:
+    what `forward` and `backward` have of moving data between ranks.
     """
 
     model: ModelCounts
@@ -134,7 +143,9 @@ class Profile:
 
         Savings keep their seconds, so that what they are taken from stays larger by the factor.
         """
-        curves = {name: getattr(self, name).slower(factor) for name in (*_CURVES, *_OPTIONAL_CURVES)}
+        curves = {
+            name: getattr(self, name).slower(factor) for name in (*_CURVES, *_OPTIONAL_CURVES)
+        }
         seconds = {name: factor * getattr(self, name) for name in _SECONDS}
         copied = None if self.s_per_copied_byte is None else factor * self.s_per_copied_byte
         return replace(self, **curves, **seconds, s_per_copied_byte=copied)
@@ -144,8 +155,8 @@ class Profile:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Profile":
-        """The inverse, also for profiles that lack what has a default; ValueError, TypeError or KeyError for anything
-        else.
+        """The inverse, also for profiles that lack what has a default; ValueError, TypeError or
+        KeyError for anything else.
         """
         curves = {
             name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))
@@ -162,4 +173,6 @@ def seconds_at(table: tuple[float, ...], rows: int) -> float:
     """Of a curve's table, at any number of rows."""
     if rows <= TABLE_ROWS:
         return table[rows]
-    return table[-1] + (table[-1] - table[TABLE_ROWS // 2]) / (TABLE_ROWS // 2) * (rows - TABLE_ROWS)
+    return table[-1] + (table[-1] - table[TABLE_ROWS // 2]) / (TABLE_ROWS // 2) * (
+        rows - TABLE_ROWS
+    )

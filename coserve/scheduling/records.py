@@ -1,10 +1,12 @@
-"""LLMStation section 4.2: latencies by what was recorded, and by a linear model of counted work where nothing was.
+"""LLMStation section 4.2: latencies by what was recorded, and by a linear model of counted work
+where nothing was.
 
-Records are grouped by (hardware, model, adapters) and keyed by (decode batch, tuning length). Hardware and model are
-the engine's own, which leaves the adapters: what a job trains, and how many bypasses those have that requests use.
-Beside the paper's two, a key says which kind of step it was, and on what part of the device. A record overrules the
-model as soon as it is there, until it is too old: what was once held up by something else would never be tried again.
-What is recorded only if it is planned (`renew`) gives way to a prediction step by step.
+Records are grouped by (hardware, model, adapters) and keyed by (decode batch, tuning length).
+Hardware and model are the engine's own, which leaves the adapters: what a job trains, and how many
+bypasses those have that requests use. Beside the paper's two, a key says which kind of step it was,
+and on what part of the device. A record overrules the model as soon as it is there, until it is too
+old: what was once held up by something else would never be tried again. What is recorded only if it
+is planned (`renew`) gives way to a prediction step by step.
 """
 
 from collections.abc import Callable, Hashable
@@ -30,8 +32,8 @@ _MANY = 1024, 2048
 
 
 class Work(NamedTuple):
-    """What a piece needs, in seconds at the device's rates: fixed_s is a step with nothing to compute. communication_s:
-    of what ranks move between their devices; 0 on a device by itself.
+    """What a piece needs, in seconds at the device's rates: fixed_s is a step with nothing to
+    compute. communication_s: of what ranks move between their devices; 0 on a device by itself.
     """
 
     fixed_s: float
@@ -41,8 +43,8 @@ class Work(NamedTuple):
 
 
 class Key(NamedTuple):
-    """kind: of the step. batch: rows of requests. length: rows of the job, in the window or in a tasklet. units: of the
-    device for requests and for jobs; None: all of it for both.
+    """kind: of the step. batch: rows of requests. length: rows of the job, in the window or in a
+    tasklet. units: of the device for requests and for jobs; None: all of it for both.
     """
 
     kind: str
@@ -53,14 +55,17 @@ class Key(NamedTuple):
 
 @dataclass
 class LinearModel:
-    """Seconds as a weighted sum of a piece's work; weights by recursive least squares, all steps counting alike.
+    """Seconds as a weighted sum of a piece's work; weights by recursive least squares, all steps
+    counting alike.
 
     At first a piece takes its computation and its memory access, one after the other.
     """
 
     weights: list[float] = field(default_factory=lambda: [0.0, 1.0, 1.0, 1.0])
     _inverse: list[list[float]] = field(
-        default_factory=lambda: [[_UNSURE if row == column else 0.0 for column in range(4)] for row in range(4)]
+        default_factory=lambda: [
+            [_UNSURE if row == column else 0.0 for column in range(4)] for row in range(4)
+        ]
     )
 
     def seconds(self, work: Work) -> float:
@@ -73,7 +78,9 @@ class LinearModel:
         px = [sum([p * each for p, each in zip(row, x, strict=True)]) for row in self._inverse]
         gain = [each / (1 + sum([a * b for a, b in zip(x, px, strict=True)])) for each in px]
         error = 1 - sum([weight * each for weight, each in zip(self.weights, x, strict=True)])
-        self.weights = [weight + each * error for weight, each in zip(self.weights, gain, strict=True)]
+        self.weights = [
+            weight + each * error for weight, each in zip(self.weights, gain, strict=True)
+        ]
         self._inverse = [
             [p - g * other for p, other in zip(row, px, strict=True)]
             for row, g in zip(self._inverse, gain, strict=True)
@@ -82,7 +89,9 @@ class LinearModel:
 
 @dataclass
 class LatencyRecords:
-    """Records, by adapters and by key, with when they were renewed; and a linear model for each kind."""
+    """Records, by adapters and by key, with when they were renewed; and a linear model for each
+    kind.
+    """
 
     records: dict[Hashable, dict[Key, tuple[float, int]]] = field(default_factory=dict)
     models: dict[str, LinearModel] = field(default_factory=dict)
@@ -91,7 +100,9 @@ class LatencyRecords:
     def seconds(self, adapters: Hashable, key: Key, work: Callable[[], Work]) -> float:
         """What was recorded, or what the model of this kind says; only that asks for the work."""
         found = self.recorded(adapters, key)
-        return (self.models.get(key.kind) or LinearModel()).seconds(work()) if found is None else found
+        return (
+            (self.models.get(key.kind) or LinearModel()).seconds(work()) if found is None else found
+        )
 
     def recorded(self, adapters: Hashable, key: Key) -> float | None:
         """None if there was no such step, or not for long."""
@@ -123,14 +134,19 @@ class LatencyRecords:
         is_new = key not in self.records.get(adapters, {})
         old = seconds if is_new else self.aged(adapters, key, predicted_s)
         self.num_recorded += 1
-        self.records.setdefault(adapters, {})[key] = (1 - _NEWEST) * old + _NEWEST * seconds, self.num_recorded
+        self.records.setdefault(adapters, {})[key] = (
+            (1 - _NEWEST) * old + _NEWEST * seconds,
+            self.num_recorded,
+        )
 
 
 def forward_work(load: ForwardLoad, latency: LatencyModel) -> Work:
     """Of a forward pass."""
     p = latency.profile
     fixed_s, row_s = _apart(p.forward, p.sums)
-    computation_s = load.rows * row_s + load.pairs * p.s_per_pair + load.window_rows * p.s_per_window_row
+    computation_s = (
+        load.rows * row_s + load.pairs * p.s_per_pair + load.window_rows * p.s_per_window_row
+    )
     memory_s = fixed_s + p.head.at(load.sampled) + load.keys * p.s_per_key
     return Work(fixed_s, computation_s, p.sums.at(load.rows), memory_s)
 
@@ -145,6 +161,8 @@ def tasklet_work(job: JobProgress, rows: int, latency: LatencyModel) -> Work:
 
 
 def _apart(curve: Curve, sums: Curve) -> tuple[float, float]:
-    """Without the sums: seconds of a row, which are those of reading the weights, and of each row among many."""
+    """Without the sums: seconds of a row, which are those of reading the weights, and of each row
+    among many.
+    """
     few_s, many_s, more_s = (curve.at(rows) - sums.at(rows) for rows in (1, *_MANY))
     return few_s, (more_s - many_s) / (_MANY[1] - _MANY[0])

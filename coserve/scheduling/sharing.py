@@ -1,9 +1,11 @@
-"""How fast the two sides of a divided device are: the forward pass on some of its units, losses and tasklets on others.
+"""How fast the two sides of a divided device are: the forward pass on some of its units, losses and
+tasklets on others.
 
-In two stages, as HARLI section 5 predicts decode steps. The first is measured for each number of units: the speed of a
-side that works there alone (equation 2). The second is what the sides take from each other, which grows with the
-units of the other (equation 3): they share caches and the memory's bandwidth. Speeds are shares of that on the whole
-device, so that all that is known of a step on the whole device carries over; and steps correct them.
+In two stages, as HARLI section 5 predicts decode steps. The first is measured for each number of
+units: the speed of a side that works there alone (equation 2). The second is what the sides take
+from each other, which grows with the units of the other (equation 3): they share caches and the
+memory's bandwidth. Speeds are shares of that on the whole device, so that all that is known of a
+step on the whole device carries over; and steps correct them.
 """
 
 from bisect import bisect_left
@@ -30,17 +32,24 @@ class Share:
     def __post_init__(self) -> None:
         if not self.rows or list(self.rows) != sorted(set(self.rows)):
             raise ValueError(f"speeds need rising numbers of rows, not {self.rows}")
-        if not len(self.rows) == len(self.forward) == len(self.backward) or min(*self.forward, *self.backward) <= 0:
-            raise ValueError(f"speeds must be above 0 and as many as rows, not {self.forward} and {self.backward}")
+        if (
+            not len(self.rows) == len(self.forward) == len(self.backward)
+            or min(*self.forward, *self.backward) <= 0
+        ):
+            raise ValueError(
+                f"speeds must be above 0 and as many as rows, not {self.forward} and "
+                f"{self.backward}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
     """What was measured of a divided device.
 
-    shares: of numbers of units below num_units. forward_interference, backward_interference: by which share of its time
-    a side takes longer if the whole device worked for the other side beside it. pays: whether more gets done so, where
-    the speeds say it; otherwise it is divided only by policies that do so for other reasons.
+    shares: of numbers of units below num_units. forward_interference, backward_interference: by
+    which share of its time a side takes longer if the whole device worked for the other side beside
+    it. pays: whether more gets done so, where the speeds say it; otherwise it is divided only by
+    policies that do so for other reasons.
     """
 
     num_units: int
@@ -51,8 +60,12 @@ class Sharing:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Sharing":
-        """The inverse of `dataclasses.asdict`; ValueError, TypeError or KeyError for anything else."""
-        shares = [{name: _tuple(value) for name, value in share.items()} for share in fields["shares"]]
+        """The inverse of `dataclasses.asdict`; ValueError, TypeError or KeyError for anything
+        else.
+        """
+        shares = [
+            {name: _tuple(value) for name, value in share.items()} for share in fields["shares"]
+        ]
         return cls(**{**fields, "shares": tuple([Share(**share) for share in shares])})
 
 
@@ -63,18 +76,26 @@ class SharingModel:
         """None: the device cannot be divided, or nobody has measured how."""
         self._sharing = sharing
         self._shares = {share.units: share for share in sharing.shares} if sharing else {}
-        self._measured: dict[tuple[Partition, Side, int], float] = {}  # speeds by rows, without corrections
+        self._measured: dict[
+            tuple[Partition, Side, int], float
+        ] = {}  # speeds by rows, without corrections
         self._factors = AgedFactors()  # for a side in general, and of a partition at some rows
         self.partitions: tuple[Partition, ...] = ()
         if sharing is not None:
             others = [(units, sharing.num_units - units) for units in sorted(self._shares)]
-            self.partitions = tuple([Partition(*each) for each in others if each[1] in self._shares])
+            self.partitions = tuple(
+                [Partition(*each) for each in others if each[1] in self._shares]
+            )
 
-    def speeds(self, partition: Partition, *, forward_rows: int, tasklet_rows: int) -> tuple[float, float]:
-        """Of the forward pass and of tasklets of these rows beside it, as shares of those on the whole device.
+    def speeds(
+        self, partition: Partition, *, forward_rows: int, tasklet_rows: int
+    ) -> tuple[float, float]:
+        """Of the forward pass and of tasklets of these rows beside it, as shares of those on the
+        whole device.
 
         Args:
-            partition: of units that were measured; one of `partitions`, which use all units, or one that leaves some.
+            partition: of units that were measured; one of `partitions`, which use all units, or one
+                that leaves some.
         """
         return (
             self._measured_speed(partition, "forward", forward_rows)
@@ -84,35 +105,56 @@ class SharingModel:
         )
 
     def _measured_speed(self, partition: Partition, side: Side, rows: int) -> float:
-        """Both stages, worked out once for each number of rows: every plan asks for all partitions."""
+        """Both stages, worked out once for each number of rows: every plan asks for all
+        partitions.
+        """
         key = partition, side, rows
         if key not in self._measured:
             assert self._sharing is not None, "the device was not measured in parts"
             forward_units, backward_units, _ = partition
             if side == "forward":
-                own, other, interference = forward_units, backward_units, self._sharing.forward_interference
+                own, other, interference = (
+                    forward_units,
+                    backward_units,
+                    self._sharing.forward_interference,
+                )
             else:
-                own, other, interference = backward_units, forward_units, self._sharing.backward_interference
+                own, other, interference = (
+                    backward_units,
+                    forward_units,
+                    self._sharing.backward_interference,
+                )
             share = self._shares[own]
-            alone = between(share.rows, share.forward if side == "forward" else share.backward, rows)
+            alone = between(
+                share.rows, share.forward if side == "forward" else share.backward, rows
+            )
             self._measured[key] = alone / (1 + interference * other / self._sharing.num_units)
         return self._measured[key]
 
     def best(
-        self, *, forward_rows: int, tasklet_rows: int, most_stretch: float = inf, margin: float = 0.0
+        self,
+        *,
+        forward_rows: int,
+        tasklet_rows: int,
+        most_stretch: float = inf,
+        margin: float = 0.0,
     ) -> tuple[Partition, float, float] | None:
-        """The partition that gets most of tasklets done by any moment after the forward pass, with its speeds; None if
-        none gets more done than one side after the other, or it does not pay.
+        """The partition that gets most of tasklets done by any moment after the forward pass, with
+        its speeds; None if none gets more done than one side after the other, or it does not pay.
 
-        A forward pass of a second takes 1 / f on its side. Meanwhile tasklets lose (1 - t) / f to those on the whole
-        device, f and t being the speeds of the sides; one after the other they would lose that second.
+        A forward pass of a second takes 1 / f on its side. Meanwhile tasklets lose (1 - t) / f to
+        those on the whole device, f and t being the speeds of the sides; one after the other they
+        would lose that second.
 
         Args:
             most_stretch: by what factor the forward pass may take longer.
-            margin: by which share steps take longer than predicted, at most: more than that must be gained.
+            margin: by which share steps take longer than predicted, at most: more than that must be
+                gained.
         """
         found, least = None, 1 / (1 + margin)
-        for partition in self.partitions if self._sharing is not None and self._sharing.pays else ():
+        for partition in (
+            self.partitions if self._sharing is not None and self._sharing.pays else ()
+        ):
             speeds = self.speeds(partition, forward_rows=forward_rows, tasklet_rows=tasklet_rows)
             lost_s = (1 - speeds[1]) / speeds[0]
             if lost_s < least and speeds[0] * most_stretch >= 1:
@@ -120,13 +162,15 @@ class SharingModel:
         return found
 
     def observe(self, partition: Partition, side: Side, rows: int, *, measured: float) -> None:
-        """A side reached this speed, with these rows: plans may have asked for others, so what they predicted says
-        nothing of the correction for these.
+        """A side reached this speed, with these rows: plans may have asked for others, so what they
+        predicted says nothing of the correction for these.
         """
         if measured <= 0:
             return
         believed = self._correction(partition, side, rows)
-        right = believed * bounded(measured / (believed * self._measured_speed(partition, side, rows)))
+        right = believed * bounded(
+            measured / (believed * self._measured_speed(partition, side, rows))
+        )
         self._factors.move(_key(partition, side, rows), right, believed=self._factors.of(side, 1.0))
         self._factors.move(side, right)
 
@@ -139,13 +183,17 @@ class SharingModel:
         self._factors.refresh()
 
     def _correction(self, partition: Partition, side: Side, rows: int) -> float:
-        if not self._factors.num_changes:  # no step was divided yet: every plan asks for all partitions
+        if (
+            not self._factors.num_changes
+        ):  # no step was divided yet: every plan asks for all partitions
             return 1.0
         return self._factors.of(_key(partition, side, rows), self._factors.of(side, 1.0))
 
 
 def between(rows: Sequence[int], values: Sequence[float], num_rows: int) -> float:
-    """A value on the lines between those at some numbers of rows; beyond these, that at the last."""
+    """A value on the lines between those at some numbers of rows; beyond these, that at the
+    last.
+    """
     high = bisect_left(rows, num_rows)
     if high == 0 or high == len(rows):
         return values[min(high, len(rows) - 1)]
@@ -155,7 +203,11 @@ def between(rows: Sequence[int], values: Sequence[float], num_rows: int) -> floa
 
 def _key(partition: Partition, side: Side, rows: int) -> tuple[Partition, Side, int]:
     """A partition that stops is as fast as one that does not."""
-    return (partition._replace(stops=False) if partition.stops else partition), side, size_class(rows)
+    return (
+        (partition._replace(stops=False) if partition.stops else partition),
+        side,
+        size_class(rows),
+    )
 
 
 def _tuple(value: Any) -> Any:

@@ -1,8 +1,11 @@
-"""What steps take beside their sections: the host's part, before a device begins and after it is done."""
+"""What steps take beside their sections: the host's part, before a device begins and after it is
+done.
+"""
 
 # Weight of the newest step, and how far the first counts.
 _WEIGHT, _FIRST_WEIGHT = 0.1, 0.5
-# By how much a step may take more than believed, as a factor and in seconds: one that was held up must not count far.
+# By how much a step may take more than believed, as a factor and in seconds: one that was held up
+# must not count far.
 _MOST_WRONG, _MOST_MORE_S = 2.0, 1e-4
 # Of a first step.
 _MOST_FIRST_S = 5e-3

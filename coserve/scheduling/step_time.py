@@ -1,4 +1,6 @@
-"""What a step takes that is being planned: its sections, on the whole device or divided, and what is left for jobs."""
+"""What a step takes that is being planned: its sections, on the whole device or divided, and what
+is left for jobs.
+"""
 
 from math import inf
 
@@ -36,7 +38,9 @@ class StepTime(msgspec.Struct):
     def step_s(self) -> float:
         """All of it, as the step is to run."""
         if self.partition is None:  # nearly always
-            return self.overhead_s + self.forward_s + self.update_s + (self.loss_s + self.backward_s)
+            return (
+                self.overhead_s + self.forward_s + self.update_s + (self.loss_s + self.backward_s)
+            )
         left_s = self.loss_s + self.backward_s - self._beside_s
         return self.overhead_s + self._side_s + self.update_s + (left_s if left_s > 0 else 0.0)
 
@@ -57,12 +61,20 @@ class StepTime(msgspec.Struct):
             decode_share=decode_share,
         )
 
-    def divide(self, partition: Partition | None, forward_speed: float = 1.0, backward_speed: float = 0.0) -> None:
+    def divide(
+        self, partition: Partition | None, forward_speed: float = 1.0, backward_speed: float = 0.0
+    ) -> None:
         """Have backward work run beside the forward pass; None: one after the other."""
-        self.partition, self.forward_speed, self.backward_speed = partition, forward_speed, backward_speed
+        self.partition, self.forward_speed, self.backward_speed = (
+            partition,
+            forward_speed,
+            backward_speed,
+        )
 
     def allow_until(self, until_s: float) -> None:
-        """Let jobs take time until then. A second call, for other jobs, cuts short nothing that is planned already."""
+        """Let jobs take time until then. A second call, for other jobs, cuts short nothing that is
+        planned already.
+        """
         self.until_s = until_s if self.until_s == inf else max(until_s, self.until_s)
 
     def left_s(self, until_s: float) -> float:

@@ -1,35 +1,42 @@
-"""Virtual time counters: the device's seconds that each tenant was served, divided by the tenant's weight.
+"""Virtual time counters: the device's seconds that each tenant was served, divided by the tenant's
+weight.
 
-A virtual token counter (`scheduling.fairness`) whose tokens cost what they take on the device (the cost function h of
-Sheng et al., section 3.2): requests, jobs and batch work of a tenant have one counter. Policies that share the time of
-steps among tenants (`Policy.shares_time`) give the tenant with the smallest counter more of the next step. The time
-between two steps, in which the host sends answers, counts as well: a tenant with many streams has the device wait.
+A virtual token counter (`scheduling.fairness`) whose tokens cost what they take on the device (the
+cost function h of Sheng et al., section 3.2): requests, jobs and batch work of a tenant have one
+counter. Policies that share the time of steps among tenants (`Policy.shares_time`) give the tenant
+with the smallest counter more of the next step. The time between two steps, in which the host sends
+answers, counts as well: a tenant with many streams has the device wait.
 
-A tenant that had no work is lifted to the smallest counter of those that have, so that idling saves up no credit. No
-counter falls below the largest one by more than `max_credit_s`: a tenant that uses less than its share for long would
-otherwise take the whole device for as long as it saved up.
+A tenant that had no work is lifted to the smallest counter of those that have, so that idling saves
+up no credit. No counter falls below the largest one by more than `max_credit_s`: a tenant that uses
+less than its share for long would otherwise take the whole device for as long as it saved up.
 """
 
 from collections.abc import Callable, Mapping, Set
 
 from coserve.scheduling.plan import TenantView
 
-# The most seconds, of a tenant of weight 1 or more, by which a counter may be below the largest one.
+# The most seconds, of a tenant of weight 1 or more, by which a counter may be below the largest
+# one.
 MAX_CREDIT_S = 0.25
-# A tenant counts as one that may come back at any moment for as long after its last work. Meanwhile steps with prompts
-# are short, so that its next request waits for no long one, which costs the jobs of the others some of their speed.
+# A tenant counts as one that may come back at any moment for as long after its last work. Meanwhile
+# steps with prompts are short, so that its next request waits for no long one, which costs the jobs
+# of the others some of their speed.
 RECENT_S = 5.0
 
 
 def max_credit_s(weight: float, step_s: float = 0.0) -> float:
-    """Return the most by which the counter of a tenant of this weight may be below the largest one, in seconds of that
-    counter. step_s: what the step took by which the largest one may have grown: its own tenant's turn comes later.
+    """Return the most by which the counter of a tenant of this weight may be below the largest one,
+    in seconds of that counter. step_s: what the step took by which the largest one may have grown:
+    its own tenant's turn comes later.
     """
     return max(MAX_CREDIT_S, step_s) / min(1.0, weight)
 
 
 class TenantTimes:
-    """The counters of tenants that have work, or had some lately. The engine reports what each step took."""
+    """The counters of tenants that have work, or had some lately. The engine reports what each step
+    took.
+    """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         """Begin without tenants; weights: of tenants that do not have a weight of 1."""
@@ -48,7 +55,9 @@ class TenantTimes:
         return self._used_s.get(tenant, 0.0)
 
     def note_present(self, tenants: Set[str], now_s: float) -> None:
-        """Take in which tenants have work now; those that had none are lifted, those long without work forgotten."""
+        """Take in which tenants have work now; those that had none are lifted, those long without
+        work forgotten.
+        """
         if self._present != tenants:
             others = [self._used_s[each] for each in self._present if each in tenants]
             smallest = min(others, default=max(self._used_s.values(), default=0.0))
@@ -59,7 +68,9 @@ class TenantTimes:
         for tenant in tenants:
             self._seen_s[tenant] = now_s
         if len(self._seen_s) > len(tenants):
-            for tenant in [each for each, seen_s in self._seen_s.items() if seen_s < now_s - RECENT_S]:
+            for tenant in [
+                each for each, seen_s in self._seen_s.items() if seen_s < now_s - RECENT_S
+            ]:
                 del self._seen_s[tenant], self._used_s[tenant]
 
     def charge(self, seconds: Mapping[str, float]) -> None:

@@ -1,4 +1,6 @@
-"""Readers and writers of the texts of adapters that have tokens of their own; see `adapter_vocabulary`."""
+"""Readers and writers of the texts of adapters that have tokens of their own; see
+`adapter_vocabulary`.
+"""
 
 from collections import OrderedDict
 from functools import cached_property
@@ -26,7 +28,9 @@ class AdapterReaders:
         return build_architecture(self._prompts.source.config)
 
     def of(self, directory: str) -> tuple[Prompts, int]:
-        """Return what reads the texts of an adapter, and the number of tokens that its model has. Blocks."""
+        """Return what reads the texts of an adapter, and the number of tokens that its model has.
+        Blocks.
+        """
         found = self._vocabularies.of(directory, self._architecture)
         added = tuple(token for token in found.added if token.id < found.vocab_size)
         with self._lock:

@@ -1,6 +1,8 @@
-"""The tokens that an adapter's directory adds to the model's tokenizer, and how many tokens its model has.
+"""The tokens that an adapter's directory adds to the model's tokenizer, and how many tokens its
+model has.
 
-Only the names of added tokens are read, as data: the text of a prompt is still cut by the model's own tokenizer.
+Only the names of added tokens are read, as data: the text of a prompt is still cut by the model's
+own tokenizer.
 """
 
 import json
@@ -27,7 +29,9 @@ _NUM_KEPT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class AddedToken:
-    """A token that a tokenizer knows beside its vocabulary. is_special: an answer's text leaves it out."""
+    """A token that a tokenizer knows beside its vocabulary. is_special: an answer's text leaves it
+    out.
+    """
 
     id: int
     content: str
@@ -57,7 +61,9 @@ class AdapterVocabularies:
             if (known := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return known
-        found = AdapterVocabulary(vocab_size=_vocab_size(path, architecture), added=_added_tokens(path))
+        found = AdapterVocabulary(
+            vocab_size=_vocab_size(path, architecture), added=_added_tokens(path)
+        )
         with self._lock:
             self._kept[key] = found
             while len(self._kept) > _NUM_KEPT:
@@ -85,13 +91,25 @@ def _added_tokens(path: Path) -> tuple[AddedToken, ...]:
         content = read_small_file(path / _TOKENIZER_FILE, _MAX_TOKENIZER_BYTES)
         given = json.loads(content or b"{}")
         found = [_added(each) for each in given.get("added_tokens", ())]
-    except (AdapterError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (
+        AdapterError,
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ):
         return ()
     return tuple(sorted(found, key=lambda token: token.id)) if len(found) <= _MAX_ADDED else ()
 
 
 def _added(fields: Any) -> AddedToken:
     token, content = fields["id"], fields["content"]
-    if not is_whole(token, 0, MOST_WHOLE) or not isinstance(content, str) or not 0 < len(content) <= _MAX_CHARACTERS:
+    if (
+        not is_whole(token, 0, MOST_WHOLE)
+        or not isinstance(content, str)
+        or not 0 < len(content) <= _MAX_CHARACTERS
+    ):
         raise ValueError
     return AddedToken(id=token, content=content, is_special=bool(fields.get("special")))

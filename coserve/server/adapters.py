@@ -31,10 +31,12 @@ class AdapterCatalogue(Protocol):
 
 
 class LoadedAdapters:
-    """Those that clients have loaded from directories: an `AdapterCatalogue` that survives the server.
+    """Those that clients have loaded from directories: an `AdapterCatalogue` that survives the
+    server.
 
-    What the engine calls one is never given twice, so one that takes another's place is there before that goes. The
-    engine reads an adapter when it is asked for, so after a restart it is enough to know of it.
+    What the engine calls one is never given twice, so one that takes another's place is there
+    before that goes. The engine reads an adapter when it is asked for, so after a restart it is
+    enough to know of it.
     """
 
     def __init__(self) -> None:
@@ -46,9 +48,9 @@ class LoadedAdapters:
     def restore(self, store: Store, *, base: str, allowed: tuple[Path, ...]) -> None:
         """Know those again that were loaded when the server ended. Blocks.
 
-        One that cannot be read now, or lies outside of the directories that are allowed now, is told in the log and not
-        served; it stays on record, so that a disk that comes late loses nothing, until it is unloaded or its name is
-        loaded anew.
+        One that cannot be read now, or lies outside of the directories that are allowed now, is
+        told in the log and not served; it stays on record, so that a disk that comes late loses
+        nothing, until it is unloaded or its name is loaded anew.
         """
         with store.read() as transaction:
             records = transaction.loaded_adapters(base)
@@ -56,11 +58,15 @@ class LoadedAdapters:
             assert record.directory is not None
             try:
                 if not lies_in(Path(record.directory).resolve(), allowed):
-                    raise AdapterError(f"{record.directory} does not lie below --allow-adapter-paths any more")
+                    raise AdapterError(
+                        f"{record.directory} does not lie below --allow-adapter-paths any more"
+                    )
                 check_directory(record.directory)
             except (AdapterError, OSError, ValueError, RuntimeError) as error:
                 self._unusable.add((record.tenant, record.name))
-                _log.error("the adapter %r of %r is not served: %s", record.name, record.tenant, error)
+                _log.error(
+                    "the adapter %r of %r is not served: %s", record.name, record.tenant, error
+                )
             else:
                 self._known[record.tenant, record.name] = _with_engine_name(record)
         self._store = store
@@ -104,12 +110,16 @@ class GivenAdapters:
     """Those that the server was started with: an `AdapterCatalogue` that all tenants share."""
 
     def __init__(self, modules: Sequence[str], *, base: str, taken: Collection[str]) -> None:
-        """modules: see `lora_module`. taken: names that they cannot have. AdapterError if one cannot be read."""
+        """modules: see `lora_module`. taken: names that they cannot have. AdapterError if one
+        cannot be read.
+        """
         self._known: dict[str, AdapterRecord] = {}
         for module in modules:
             name, path = lora_module(module)
             if name in taken or name in self._known or "@" in name:
-                raise AdapterError(f"--lora-modules {name}: the name is taken, or has an @; choose another")
+                raise AdapterError(
+                    f"--lora-modules {name}: the name is taken, or has an @; choose another"
+                )
             try:
                 check_directory(path, reads_tensors=True)
             except (AdapterError, OSError, ValueError) as error:
@@ -132,13 +142,15 @@ class GivenAdapters:
 def adapter_at(directory: str, *, tenant: str, name: str, base: str) -> AdapterRecord:
     """A tenant's adapter in a directory, by a name that the engine has never heard."""
     return _with_engine_name(
-        AdapterRecord(tenant=tenant, name=name, base=base, directory=directory, created_at=int(time.time()))
+        AdapterRecord(
+            tenant=tenant, name=name, base=base, directory=directory, created_at=int(time.time())
+        )
     )
 
 
 def lies_in(path: Path, allowed: tuple[Path, ...]) -> bool:
-    """Whether a path without links is, or lies below, one of some directories. OSError, ValueError or RuntimeError if
-    one cannot be followed.
+    """Whether a path without links is, or lies below, one of some directories. OSError, ValueError
+    or RuntimeError if one cannot be followed.
     """
     return any(path.is_relative_to(directory.resolve()) for directory in allowed)
 
@@ -146,15 +158,23 @@ def lies_in(path: Path, allowed: tuple[Path, ...]) -> bool:
 def adapters_from_directories(catalogues: "list[AdapterCatalogue]") -> list[AdapterRecord]:
     """Those that no job has made, of all tenants."""
     return [
-        record for each in catalogues if isinstance(each, LoadedAdapters | GivenAdapters) for record in each.records
+        record
+        for each in catalogues
+        if isinstance(each, LoadedAdapters | GivenAdapters)
+        for record in each.records
     ]
 
 
-def find_adapter(catalogues: "list[AdapterCatalogue]", tenant: str, name: str) -> AdapterRecord | None:
+def find_adapter(
+    catalogues: "list[AdapterCatalogue]", tenant: str, name: str
+) -> AdapterRecord | None:
     """The first that any catalogue knows."""
-    return next((known for each in catalogues if (known := each.find(tenant, name)) is not None), None)
+    return next(
+        (known for each in catalogues if (known := each.find(tenant, name)) is not None), None
+    )
 
 
 def _with_engine_name(record: AdapterRecord) -> AdapterRecord:
-    # Not even after a restart the same: a job that began with one by this name must not meet another.
+    # Not even after a restart the same: a job that began with one by this name must not meet
+    # another.
     return replace(record, engine_name=f"{record.tenant}/{record.name}#{uuid4().hex}")

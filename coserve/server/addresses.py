@@ -1,5 +1,5 @@
-"""What a request is addressed to: the host that it names, the characters of its path and query, and what a proxy puts
-before the path.
+"""What a request is addressed to: the host that it names, the characters of its path and query, and
+what a proxy puts before the path.
 """
 
 import re
@@ -29,7 +29,9 @@ class HeadMiddleware:
 
 
 class PrefixMiddleware:
-    """Routes are where they are also below a prefix, for proxies that pass it on; for those that do not, without it."""
+    """Routes are where they are also below a prefix, for proxies that pass it on; for those that do
+    not, without it.
+    """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         """prefix: begins with a slash, and ends without."""
@@ -47,7 +49,9 @@ class AddressMiddleware:
     """400 for a host that is not allowed, and for addresses that nothing can be at."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
-        """hosts: names; *.example.com for all below one; * for all. Addresses in numbers are always allowed."""
+        """hosts: names; *.example.com for all below one; * for all. Addresses in numbers are always
+        allowed.
+        """
         self._app, self._hosts = app, [host.lower() for host in hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,13 +67,16 @@ class AddressMiddleware:
     def _check(self, scope: Scope) -> None:
         raw = scope["raw_path"] + b"?" + scope["query_string"]
         if len(raw) > _LONGEST_ADDRESS:
-            raise ApiError(f"The URL is too long: at most {_LONGEST_ADDRESS} bytes are read.", status=414)
+            raise ApiError(
+                f"The URL is too long: at most {_LONGEST_ADDRESS} bytes are read.", status=414
+            )
         if b"%00" in raw:
             raise ApiError("The URL holds a NUL, which is no character.")
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         if not self._is_allowed(host):
             raise ApiError(
-                f"The host {host!r} is not one of this server's; --allowed-hosts names those that are.",
+                f"The host {host!r} is not one of this server's; --allowed-hosts names those that "
+                f"are.",
                 code="host_not_allowed",
             )
 
@@ -79,7 +86,8 @@ class AddressMiddleware:
         found = _HOST.fullmatch(header)
         host = found[1].lower().removesuffix(".") if found else ""
         return _is_number(host) or any(
-            host == each or (each.startswith("*.") and host.endswith(each[1:])) for each in self._hosts
+            host == each or (each.startswith("*.") and host.endswith(each[1:]))
+            for each in self._hosts
         )
 
 

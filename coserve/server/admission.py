@@ -1,8 +1,10 @@
-"""Holds tenants to their limits of requests and tokens, as OpenAI does: 429 with the time after which to try again.
+"""Holds tenants to their limits of requests and tokens, as OpenAI does: 429 with the time after
+which to try again.
 
-Tokens are counted as a bucket that fills at the tenant's rate, to a minute's worth. A prompt is paid for when its
-request is sent to the engine, every token of an answer when it comes; how long an answer gets is not known before, so a
-bucket may fall below zero, and the next request waits until it is paid back. In the long run the rate holds exactly.
+Tokens are counted as a bucket that fills at the tenant's rate, to a minute's worth. A prompt is
+paid for when its request is sent to the engine, every token of an answer when it comes; how long an
+answer gets is not known before, so a bucket may fall below zero, and the next request waits until
+it is paid back. In the long run the rate holds exactly.
 """
 
 import math
@@ -31,7 +33,9 @@ class _Bucket:
 class Admission:
     """Belongs to the event loop. Listens to the engine, for the tokens of answers."""
 
-    def __init__(self, keys: Keys, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, keys: Keys, ledger: Ledger, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._keys, self._ledger, self._clock = keys, ledger, clock
         self._num_open: Counter[str] = Counter()
         self._buckets: dict[str, _Bucket] = {}
@@ -71,12 +75,14 @@ class Admission:
         there = self._num_open[tenant]
         if number > most:
             raise LimitError(
-                f"This request asks for {number} sequences at once, and the limit is {most}: ask for fewer.",
+                f"This request asks for {number} sequences at once, and the limit is {most}: ask "
+                f"for fewer.",
                 what="requests",
             )
         if there + number > most:
             raise LimitError(
-                f"Rate limit reached for requests under way. Limit: {most}, under way: {there}, requested: {number}. "
+                f"Rate limit reached for requests under way. Limit: {most}, under way: {there}, "
+                f"requested: {number}. "
                 "Try again when one has ended.",
                 what="requests",
                 retry_after_s=_RETRY_S,
@@ -88,7 +94,8 @@ class Admission:
         if (missing := min(number, rate) - level) > 0:
             wait_s = missing * 60 / rate
             raise LimitError(
-                f"Rate limit reached for tokens per minute. Limit: {rate}, left: {max(0, math.floor(level))}, "
+                f"Rate limit reached for tokens per minute. Limit: {rate}, left: "
+                f"{max(0, math.floor(level))}, "
                 f"requested: {number}. Please try again in {_duration(wait_s)}.",
                 what="tokens",
                 retry_after_s=wait_s,
@@ -116,7 +123,11 @@ class Admission:
 
     def engine_reported(self, report: StepReport) -> None:
         for chunk in report.chunks:
-            if chunk.tokens and (entry := self._ledger.find(chunk.request)) is not None and not entry.is_batch:
+            if (
+                chunk.tokens
+                and (entry := self._ledger.find(chunk.request)) is not None
+                and not entry.is_batch
+            ):
                 self._pay(entry.tenant, len(chunk.tokens))
 
 

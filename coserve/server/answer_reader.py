@@ -1,17 +1,26 @@
-"""From the text that a model writes to the parts of its answer, in their order: reasoning, content, calls of tools."""
+"""From the text that a model writes to the parts of its answer, in their order: reasoning, content,
+calls of tools.
+"""
 
 from dataclasses import dataclass
 
 from coserve.server.reasoning import ThinkReader
-from coserve.server.tool_parsers.base import Arguments, CallBegins, CallFails, Content, Part, Reasoning
+from coserve.server.tool_parsers.base import (
+    Arguments,
+    CallBegins,
+    CallFails,
+    Content,
+    Part,
+    Reasoning,
+)
 from coserve.server.tools import Tools
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFrame:
-    """What the text of an answer begins in. role: whose message it is. echo: the message that comes before the text.
-    inside_reasoning: whether the prompt has opened it. may_reason: whether the answer may open it. with_reasoning:
-    whether it is part of the answer.
+    """What the text of an answer begins in. role: whose message it is. echo: the message that comes
+    before the text. inside_reasoning: whether the prompt has opened it. may_reason: whether the
+    answer may open it. with_reasoning: whether it is part of the answer.
     """
 
     role: str = "assistant"
@@ -22,8 +31,8 @@ class ChatFrame:
 
 
 class AnswerReader:
-    """Takes the text of one answer piece by piece. Calls beyond the first are left out where they may not be parallel,
-    and reasoning where nobody wants it.
+    """Takes the text of one answer piece by piece. Calls beyond the first are left out where they
+    may not be parallel, and reasoning where nobody wants it.
     """
 
     def __init__(self, tools: Tools, frame: ChatFrame) -> None:
@@ -40,7 +49,9 @@ class AnswerReader:
         return self._parser.new_id()
 
     def push(self, text: str, *, is_last: bool) -> list[Part]:
-        """The parts that more text makes. `was_reasoning` says afterwards whether the text was, at least at one end."""
+        """The parts that more text makes. `was_reasoning` says afterwards whether the text was, at
+        least at one end.
+        """
         before = self._think is not None and self._think.is_inside
         parts = self._read(text, is_last=is_last)
         after = self._think is not None and self._think.is_inside

@@ -1,4 +1,6 @@
-"""The HTTP application: routes, who may ask, how long bodies may be, and errors in OpenAI's form."""
+"""The HTTP application: routes, who may ask, how long bodies may be, and errors in OpenAI's
+form.
+"""
 
 from collections.abc import Sequence
 
@@ -91,11 +93,16 @@ async def _answer_coserve_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_os_error(request: Request, error: Exception) -> Response:
-    """A disk that is full, such as the one that uploads pass through on their way; all else is a bug."""
+    """A disk that is full, such as the one that uploads pass through on their way; all else is a
+    bug.
+    """
     assert isinstance(error, OSError)
     if not is_disk_full(error):
         raise error
-    return _answered(request, as_api_error(DiskFullError("the disk is full: free some space there, and try again")))
+    return _answered(
+        request,
+        as_api_error(DiskFullError("the disk is full: free some space there, and try again")),
+    )
 
 
 async def _answer_validation_error(request: Request, error: Exception) -> Response:
@@ -113,13 +120,21 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         405: f"Not allowed to {request.method} on {request.url.path}",
     }
     message = messages.get(error.status_code, str(error.detail))
-    headers = {"Allow": _allowed(request)} if error.status_code == 405 else dict(error.headers or {})
+    headers = (
+        {"Allow": _allowed(request)} if error.status_code == 405 else dict(error.headers or {})
+    )
     return _answered(request, ApiError(message, status=error.status_code, headers=headers))
 
 
 def _allowed(request: Request) -> str:
-    """The methods of all routes at an address; Starlette's own answer has those of the first alone."""
-    found = [method for method in _METHODS if _is_routed({**request.scope, "method": method}, request.app.routes)]
+    """The methods of all routes at an address; Starlette's own answer has those of the first
+    alone.
+    """
+    found = [
+        method
+        for method in _METHODS
+        if _is_routed({**request.scope, "method": method}, request.app.routes)
+    ]
     return ", ".join([*found, "HEAD"] if "GET" in found else found)
 
 
@@ -131,4 +146,6 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
     """Starlette answers this outside of all that was added above."""
     id = request_id.get()
     message = f"The server had an error while processing your request; its log says more of {id}."
-    return _answered(request, ApiError(message, status=500, kind="server_error", headers={HEADER: id}))
+    return _answered(
+        request, ApiError(message, status=500, kind="server_error", headers={HEADER: id})
+    )

@@ -55,7 +55,9 @@ def zipped(paths: Sequence[Path], *, folder: str) -> Iterator[bytes]:
 
 
 class Merging:
-    """Merges adapters into the weights of their model, one at a time, each in a process of its own."""
+    """Merges adapters into the weights of their model, one at a time, each in a process of its
+    own.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -66,13 +68,24 @@ class Merging:
         return self._lock.locked()
 
     async def merge(self, model: str, adapter: Path, directory: Path) -> None:
-        """Write a model with an adapter merged into it to an empty directory, as `coserve export --merge` does.
+        """Write a model with an adapter merged into it to an empty directory, as `coserve export
+        --merge` does.
 
         Raises:
-            DiskFullError: the disk has no room for it. AdapterError: it cannot be merged, there is too little memory,
-                or the process was killed.
+            DiskFullError: the disk has no room for it. AdapterError: it cannot be merged, there is
+                too little memory, or the process was killed.
         """
-        command = (sys.executable, "-m", "coserve", "export", adapter, directory, "--merge", "--model", model)
+        command = (
+            sys.executable,
+            "-m",
+            "coserve",
+            "export",
+            adapter,
+            directory,
+            "--merge",
+            "--model",
+            model,
+        )
         async with self._lock:
             await asyncio.to_thread(check_room, model, directory)
             process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,6 @@
-"""What the server does for clients who do not wait for it: runs that make events, which may be watched."""
+"""What the server does for clients who do not wait for it: runs that make events, which may be
+watched.
+"""
 
 import asyncio
 import logging
@@ -83,9 +85,13 @@ class BackgroundRuns:
             run.on_cancel = _nothing
             if run.task is not None:
                 run.task.cancel()
-        await asyncio.gather(*(run.task for run in runs if run.task is not None), return_exceptions=True)
+        await asyncio.gather(
+            *(run.task for run in runs if run.task is not None), return_exceptions=True
+        )
 
-    async def _run(self, key: tuple[str, ...], run: Run, events: AsyncGenerator[dict[str, Any], None]) -> None:
+    async def _run(
+        self, key: tuple[str, ...], run: Run, events: AsyncGenerator[dict[str, Any], None]
+    ) -> None:
         try:
             async with aclosing(events):
                 async for event in events:

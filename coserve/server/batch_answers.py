@@ -28,7 +28,9 @@ async def _chat(request: LineRequest, context: ServerContext) -> dict[str, Any]:
     body = body_of(ChatBody, request.body, context.fields)
     _refuse_stream(body)
     chat = await chat_request(body, context, request.tenant, monotonic())
-    return await ChatWriter(context, replace(chat, generation=_as_batch_work(chat.generation, request))).whole()
+    return await ChatWriter(
+        context, replace(chat, generation=_as_batch_work(chat.generation, request))
+    ).whole()
 
 
 async def _completion(request: LineRequest, context: ServerContext) -> dict[str, Any]:
@@ -63,7 +65,9 @@ def _as_batch_work(generation: Generation, request: LineRequest) -> Generation:
 
 def _refuse_stream(body: SamplingBody) -> None:
     if body.stream:
-        raise ApiError("stream is not available in a batch", param="stream", code="unsupported_parameter")
+        raise ApiError(
+            "stream is not available in a batch", param="stream", code="unsupported_parameter"
+        )
 
 
 ANSWERS: Mapping[str, Answer] = {

@@ -1,14 +1,16 @@
 """Rule by which lines of batches are blamed for deaths of a process, the server's or the engine's.
 
-A death is charged to every line that was under way. A line with two deaths is a suspect. Suspects are tried apart from
-all other batch work, in groups; a group that a process dies of is divided and tried again, and a line that processes
-die of twice while no other line is under way is set aside. Every other line is asked again until it is answered, so a
-line never fails for another one, whichever tenant that belongs to. Twice, because a process may end for a reason of its
-own (`kill -9`, memory that is used up) while a harmless line is tried; that line is the next one to be tried, and ends.
+A death is charged to every line that was under way. A line with two deaths is a suspect. Suspects
+are tried apart from all other batch work, in groups; a group that a process dies of is divided and
+tried again, and a line that processes die of twice while no other line is under way is set aside.
+Every other line is asked again until it is answered, so a line never fails for another one,
+whichever tenant that belongs to. Twice, because a process may end for a reason of its own (`kill
+-9`, memory that is used up) while a harmless line is tried; that line is the next one to be tried,
+and ends.
 
-A group is divided into 16 parts and not into two: that costs a few more rounds for lines that are harmless, and saves
-deaths, each of which breaks off everybody's requests. Of 512 lines, one is found with two deaths that make all of them
-suspects and four more (32, 2, 1, 1).
+A group is divided into 16 parts and not into two: that costs a few more rounds for lines that are
+harmless, and saves deaths, each of which breaks off everybody's requests. Of 512 lines, one is
+found with two deaths that make all of them suspects and four more (32, 2, 1, 1).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -60,9 +62,11 @@ def after_death(before: LineDeaths | None, *, num_lines: int) -> LineDeaths:
     return LineDeaths(num=before.num + 1, num_lines=num_lines, num_alone=num_alone)
 
 
-def next_group(waiting: Collection[LineKey], deaths: Mapping[LineKey, LineDeaths]) -> Sequence[LineKey]:
-    """Return the suspects to try next among those that wait: one that a process died of alone, else the smallest
-    groups, since their lines are nearest to a verdict.
+def next_group(
+    waiting: Collection[LineKey], deaths: Mapping[LineKey, LineDeaths]
+) -> Sequence[LineKey]:
+    """Return the suspects to try next among those that wait: one that a process died of alone, else
+    the smallest groups, since their lines are nearest to a verdict.
     """
     suspects = [line for line in waiting if line in deaths and deaths[line].is_suspect]
     if not suspects:

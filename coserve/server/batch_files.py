@@ -32,7 +32,9 @@ class BatchLine:
 
 
 def read_input(path: Path, endpoint: str) -> tuple[list[BatchLine], list[dict[str, Any]]]:
-    """The requests of a file, and the first things that are wrong with it, as OpenAI tells them. Blocks."""
+    """The requests of a file, and the first things that are wrong with it, as OpenAI tells them.
+    Blocks.
+    """
     lines: list[BatchLine] = []
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -43,10 +45,17 @@ def read_input(path: Path, endpoint: str) -> tuple[list[BatchLine], list[dict[st
                 try:
                     lines.append(_line(raw, start, endpoint, seen))
                     if len(lines) > MOST_REQUESTS:
-                        raise ApiError(f"the file has more than {MOST_REQUESTS} requests", code="too_many_requests")
+                        raise ApiError(
+                            f"the file has more than {MOST_REQUESTS} requests",
+                            code="too_many_requests",
+                        )
                 except ApiError as error:
                     errors.append(_error(error, number))
-            if len(errors) == _MOST_ERRORS or len(lines) > MOST_REQUESTS or len(raw) > _LONGEST_LINE:
+            if (
+                len(errors) == _MOST_ERRORS
+                or len(lines) > MOST_REQUESTS
+                or len(raw) > _LONGEST_LINE
+            ):
                 return lines, errors
             start += len(raw)
     if not lines and not errors:
@@ -62,8 +71,8 @@ def read_body(path: Path, line: BatchLine) -> Any:
 
 
 class BatchResults:
-    """Results of a batch so far, on disk: a line for each request that has been answered or given up. Calls block; from
-    any thread.
+    """Results of a batch so far, on disk: a line for each request that has been answered or given
+    up. Calls block; from any thread.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -95,7 +104,12 @@ class BatchResults:
 
 
 def _result(custom_id: str, response: Any, error: Any) -> dict[str, Any]:
-    return {"id": new_id("batch_req_"), "custom_id": custom_id, "response": response, "error": error}
+    return {
+        "id": new_id("batch_req_"),
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
 
 
 def _line(raw: bytes, start: int, endpoint: str, seen: set[str]) -> BatchLine:
@@ -104,21 +118,31 @@ def _line(raw: bytes, start: int, endpoint: str, seen: set[str]) -> BatchLine:
     try:
         value = json.loads(raw, object_pairs_hook=named_once)
     except (ValueError, RecursionError) as error:
-        raise ApiError(f"the line is no JSON: {str(error)[:200]}", code="invalid_json_line") from None
+        raise ApiError(
+            f"the line is no JSON: {str(error)[:200]}", code="invalid_json_line"
+        ) from None
     if not isinstance(value, dict):
         raise ApiError("the line must be a JSON object", code="invalid_json_line")
     id = value.get("custom_id")
     if not isinstance(id, str) or not 0 < len(id) <= _LONGEST_ID:
-        raise ApiError(f"custom_id must be a string of 1 to {_LONGEST_ID} characters", param="custom_id")
+        raise ApiError(
+            f"custom_id must be a string of 1 to {_LONGEST_ID} characters", param="custom_id"
+        )
     check_texts(id, param="custom_id")
     if id in seen:
-        raise ApiError(f"custom_id {id[:100]!r} is there twice", param="custom_id", code="duplicate_custom_id")
+        raise ApiError(
+            f"custom_id {id[:100]!r} is there twice", param="custom_id", code="duplicate_custom_id"
+        )
     if unknown := sorted(value.keys() - _FIELDS):
-        raise ApiError(f"Unknown parameter: '{unknown[0][:100]}'.", param=unknown[0], code="unknown_parameter")
+        raise ApiError(
+            f"Unknown parameter: '{unknown[0][:100]}'.", param=unknown[0], code="unknown_parameter"
+        )
     if value.get("method") != "POST":
         raise ApiError("method must be POST", param="method", code="invalid_method")
     if value.get("url") != endpoint:
-        raise ApiError(f"url must be {endpoint}, as of the batch", param="url", code="mismatched_endpoint")
+        raise ApiError(
+            f"url must be {endpoint}, as of the batch", param="url", code="mismatched_endpoint"
+        )
     if not isinstance(value.get("body"), dict):
         raise ApiError("body must be an object", param="body", code="missing_required_parameter")
     seen.add(id)
@@ -126,7 +150,12 @@ def _line(raw: bytes, start: int, endpoint: str, seen: set[str]) -> BatchLine:
 
 
 def _error(error: ApiError, line: int | None) -> dict[str, Any]:
-    return {"code": error.code or "invalid_value", "line": line, "message": error.message, "param": error.param}
+    return {
+        "code": error.code or "invalid_value",
+        "line": line,
+        "message": error.message,
+        "param": error.param,
+    }
 
 
 def _ids(file: LineFile) -> set[str]:

@@ -1,4 +1,6 @@
-"""Record of which lines of a batch are under way, and of the deaths that are charged to them, beside its results."""
+"""Record of which lines of a batch are under way, and of the deaths that are charged to them,
+beside its results.
+"""
 
 import json
 import os
@@ -17,10 +19,11 @@ _MIN_COMPACTED_BYTES = 1 << 18
 
 
 class LineFile:
-    """A file of JSON lines that is appended to, each line whole or not at all. Calls block; from any thread.
+    """A file of JSON lines that is appended to, each line whole or not at all. Calls block; from
+    any thread.
 
-    What has been appended survives the death of this process; it is not synced, since a machine that loses power is no
-    death that a line could be charged with.
+    What has been appended survives the death of this process; it is not synced, since a machine
+    that loses power is no death that a line could be charged with.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +48,9 @@ class LineFile:
         return self._path.stat().st_size if self._path.exists() else 0
 
     def replace(self, values: Collection[Any]) -> None:
-        """Keep these lines alone: all of them or, after an OSError, those of before. None of them need no room."""
+        """Keep these lines alone: all of them or, after an OSError, those of before. None of them
+        need no room.
+        """
         with self._lock:
             if not values:
                 self._path.unlink(missing_ok=True)
@@ -59,7 +64,9 @@ class LineFile:
             part.replace(self._path)
 
     def read(self) -> Iterator[Any]:
-        """Yield all lines, while nobody appends; a last one that was not written whole is removed."""
+        """Yield all lines, while nobody appends; a last one that was not written whole is
+        removed.
+        """
         if not self._path.exists():
             return
         num_bytes = 0
@@ -79,11 +86,12 @@ class LineFile:
 
 
 class BatchJournal:
-    """The journal of one batch: a process that dies leaves in it the lines that were under way. Calls block; from any
-    thread.
+    """The journal of one batch: a process that dies leaves in it the lines that were under way.
+    Calls block; from any thread.
 
-    Lines that are tried again add to it each time. What has no effect any more is dropped when the file has grown to
-    twice its size after the last time, so that its size is bounded by the number of the batch's lines.
+    Lines that are tried again add to it each time. What has no effect any more is dropped when the
+    file has grown to twice its size after the last time, so that its size is bounded by the number
+    of the batch's lines.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -105,11 +113,15 @@ class BatchJournal:
             self._file.replace(_deaths_on_record(deaths))
 
     def died(self, deaths: Mapping[str, LineDeaths]) -> None:
-        """Record the deaths of lines that were under way when a process died, and are not any more."""
+        """Record the deaths of lines that were under way when a process died, and are not any
+        more.
+        """
         self._append(*_deaths_on_record(deaths))
 
     def read(self) -> tuple[set[str], dict[str, LineDeaths]]:
-        """Return the lines that are under way, also those that were answered since; and the deaths of all lines."""
+        """Return the lines that are under way, also those that were answered since; and the deaths
+        of all lines.
+        """
         with self._lock:
             return self._read()
 
@@ -136,7 +148,9 @@ class BatchJournal:
             else:
                 under_way.discard(each["died"])
                 num_alone = each.get("num_alone", 0)  # earlier versions did not count them
-                deaths[each["died"]] = LineDeaths(num=each["num"], num_lines=each["num_lines"], num_alone=num_alone)
+                deaths[each["died"]] = LineDeaths(
+                    num=each["num"], num_lines=each["num_lines"], num_alone=num_alone
+                )
         return under_way, deaths
 
 

@@ -1,4 +1,6 @@
-"""Answers of a batch's lines: each is asked until it is answered, refused, or set aside for the deaths it causes."""
+"""Answers of a batch's lines: each is asked until it is answered, refused, or set aside for the
+deaths it causes.
+"""
 
 import asyncio
 import logging
@@ -34,7 +36,8 @@ class LineRequest:
     due_s: float
     """Time by which it should be done, by the engine's clock."""
     is_suspect: bool
-    """Whether a process may have died of it, so that it runs beside no other batch work and no job."""
+    """Whether a process may have died of it, so that it runs beside no other batch work and no
+    job."""
 
 
 # Raises ApiError or CoserveError.
@@ -48,8 +51,11 @@ class BatchLines:
         self._files, self._answer = files, answer
         self.turns = BatchTurns()
 
-    async def run(self, record: BatchRecord, line: BatchLine, due_at: float, results: BatchResults) -> bool:
-        """Ask a line until something comes of it, and write that down. Returns whether it was answered.
+    async def run(
+        self, record: BatchRecord, line: BatchLine, due_at: float, results: BatchResults
+    ) -> bool:
+        """Ask a line until something comes of it, and write that down. Returns whether it was
+        answered.
 
         due_at: when it should be done, in Unix time.
         """
@@ -82,7 +88,9 @@ class BatchLines:
                         return False
                     wait_s = FIRST_WAIT_S
                 elif error.status not in _TRANSIENT:
-                    await until_done(results.add, line.custom_id, error.status, request, error.body())
+                    await until_done(
+                        results.add, line.custom_id, error.status, request, error.body()
+                    )
                     return False
                 else:
                     await until_done(results.journal.leave, line.custom_id)
@@ -92,10 +100,15 @@ class BatchLines:
 
 async def set_aside(results: BatchResults, custom_id: str, deaths: LineDeaths) -> None:
     """Write down that a line is not asked again, and why."""
-    _log.error("a line of a batch was set aside: processes died %d times while it was under way", deaths.num)
+    _log.error(
+        "a line of a batch was set aside: processes died %d times while it was under way",
+        deaths.num,
+    )
     message = (
-        f"A process of the server died {deaths.num} times while this request was under way, the last "
-        f"{deaths.num_alone} times while no other request of a batch was. It was set aside, and is not asked again."
+        f"A process of the server died {deaths.num} times while this request was under way, the "
+        f"last "
+        f"{deaths.num_alone} times while no other request of a batch was. It was set aside, and is "
+        f"not asked again."
     )
     await until_done(results.add_missing, custom_id, ENGINE_DIED, message)
 
@@ -113,12 +126,19 @@ def _as_api_error(error: Exception, record: BatchRecord) -> ApiError:
 
 
 def _is_lost(error: ApiError) -> bool:
-    """Return whether the engine died after the request was sent; before that, EngineGoneError comes as it is."""
+    """Return whether the engine died after the request was sent; before that, EngineGoneError comes
+    as it is.
+    """
     return isinstance(error.__cause__, EngineGoneError)
 
 
 def _input_of(record: BatchRecord) -> FileRecord:
     """Return a record of the input file by its id, which is where its blob is."""
     return FileRecord(
-        id=record.input_file, tenant=record.tenant, purpose="batch", filename="", num_bytes=0, created_at=0
+        id=record.input_file,
+        tenant=record.tenant,
+        purpose="batch",
+        filename="",
+        num_bytes=0,
+        created_at=0,
     )

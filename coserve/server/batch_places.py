@@ -1,4 +1,6 @@
-"""Places for requests of batches that are under way at once, of which there may be more or fewer later."""
+"""Places for requests of batches that are under way at once, of which there may be more or fewer
+later.
+"""
 
 import asyncio
 from collections import Counter, deque
@@ -6,15 +8,17 @@ from collections.abc import Callable
 
 
 class BatchPlaces:
-    """The places, and who waits for one: a free place goes to the tenant that has the fewest, and there to who has
-    waited longest. Belongs to one event loop.
+    """The places, and who waits for one: a free place goes to the tenant that has the fewest, and
+    there to who has waited longest. Belongs to one event loop.
     """
 
     def __init__(self, most: Callable[[], int]) -> None:
         """Begin with all places free; most: as many as there may be now."""
         self._most = most
         self._held: Counter[str] = Counter()  # places by tenant
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, the one that has waited longest first
+        self._waiting: dict[
+            str, deque[asyncio.Future[None]]
+        ] = {}  # by tenant, the one that has waited longest first
 
     async def acquire(self, tenant: str) -> None:
         """Wait for a place; `release` is to follow."""

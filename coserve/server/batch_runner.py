@@ -1,8 +1,9 @@
-"""Batches: requests of a file, answered in what others leave of the engine's time, and written into files.
+"""Batches: requests of a file, answered in what others leave of the engine's time, and written into
+files.
 
-A batch is a task of the event loop; its requests go to the engine as batch work, each with the time at which it should
-be done for the batch to be done within its window. What has come of it is on disk, an answer a line: a server that is
-started again resumes with the requests that have none.
+A batch is a task of the event loop; its requests go to the engine as batch work, each with the time
+at which it should be done for the batch to be done within its window. What has come of it is on
+disk, an answer a line: a server that is started again resumes with the requests that have none.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ class BatchRunner:
         answer: Answer,
         most: Callable[[], int],
     ) -> None:
-        """directory: where batches keep their results so far. answer: raises ApiError or CoserveError. most: requests
-        that may be under way at once now.
+        """directory: where batches keep their results so far. answer: raises ApiError or
+        CoserveError. most: requests that may be under way at once now.
         """
         self._store, self._files, self._directory = store, files, directory
         self._lines = BatchLines(files, answer=answer)
@@ -65,7 +66,9 @@ class BatchRunner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for results in self._results.values():
-            with suppress(OSError):  # without room, lines count as under way when this process ended
+            with suppress(
+                OSError
+            ):  # without room, lines count as under way when this process ended
                 await asyncio.to_thread(results.journal.rest)
 
     def engine_died(self) -> None:
@@ -73,8 +76,8 @@ class BatchRunner:
         self._lines.turns.engine_died()
 
     def begin(self, record: BatchRecord) -> None:
-        """Take up a batch that has been written down, as soon as those of the last process have been read; no effect if
-        that has been done.
+        """Take up a batch that has been written down, as soon as those of the last process have
+        been read; no effect if that has been done.
         """
         if record.id in self._tasks:
             return
@@ -105,12 +108,16 @@ class BatchRunner:
     # -- after the death of a server ------------------------------------------------
 
     async def _resume(self) -> None:
-        """Charge the death of the last server's process to the lines that it left under way, and begin all batches."""
+        """Charge the death of the last server's process to the lines that it left under way, and
+        begin all batches.
+        """
         records = await until_done(self._unfinished)
         under_way: dict[str, set[str]] = {}
         for record in records:
             try:
-                self._results[record.id] = await until_done(BatchResults, self._directory / record.id)
+                self._results[record.id] = await until_done(
+                    BatchResults, self._directory / record.id
+                )
                 under_way[record.id] = await until_done(self._take_in, record.id)
             except (OSError, ValueError, KeyError):
                 _log.exception("the results of batch %s cannot be read, and it rests", record.id)
@@ -123,13 +130,17 @@ class BatchRunner:
                 self.begin(record)
 
     def _tidy(self, unfinished: set[str]) -> None:
-        """Remove the results of batches that are over: a server was killed before it could. Blocks."""
+        """Remove the results of batches that are over: a server was killed before it could.
+        Blocks.
+        """
         for path in entries(self._directory):
             if path.name not in unfinished and path.name not in self._live:
                 discard(path)
 
     def _take_in(self, id: str) -> set[str]:
-        """Read the journal of a batch; returns the lines that were under way when it was last written. Blocks."""
+        """Read the journal of a batch; returns the lines that were under way when it was last
+        written. Blocks.
+        """
         results = self._results[id]
         under_way, deaths = results.journal.read()
         answered, failed = results.done()
@@ -137,8 +148,8 @@ class BatchRunner:
         return under_way - answered - failed
 
     async def _charge(self, id: str, lines: set[str], num_lines: int) -> None:
-        """Charge one more death to lines of a batch; those that it proves guilty are set aside. Of the batch's journal
-        only deaths are left.
+        """Charge one more death to lines of a batch; those that it proves guilty are set aside. Of
+        the batch's journal only deaths are left.
         """
         results = self._results[id]
         deaths = {line: self._lines.turns.charge((id, line), num_lines=num_lines) for line in lines}
@@ -201,17 +212,21 @@ class BatchRunner:
         found = await until_done(self._files.find, record.tenant, record.input_file)
         if found is not None:
             with suppress(FileNotFoundError):
-                return await until_done(lambda: read_input(self._files.path(found), record.endpoint))
+                return await until_done(
+                    lambda: read_input(self._files.path(found), record.endpoint)
+                )
         message = f"The file {record.input_file} is not there any more."
         if record.num_total:
             message += " Requests that are neither in the output file nor in the error file were not answered."
-        return [], [{"code": "invalid_file", "line": None, "message": message, "param": "input_file_id"}]
+        return [], [
+            {"code": "invalid_file", "line": None, "message": message, "param": "input_file_id"}
+        ]
 
     async def _answer_all(
         self, id: str, results: BatchResults, left: list[tuple[int, BatchLine]], num_lines: int
     ) -> bool:
-        """All that are left, until the window ends; those that are not answered then are written down as such. Returns
-        whether all were.
+        """All that are left, until the window ends; those that are not answered then are written
+        down as such. Returns whether all were.
         """
         record = self._live[id]
         begun_s = record.times["in_progress_at"]
@@ -221,16 +236,23 @@ class BatchRunner:
             self._count(id, is_good=await self._lines.run(record, line, due_at, results))
 
         try:
-            async with asyncio.timeout(max(0.0, record.expires_at - time.time())), asyncio.TaskGroup() as group:
+            async with (
+                asyncio.timeout(max(0.0, record.expires_at - time.time())),
+                asyncio.TaskGroup() as group,
+            ):
                 for place, line in left:
                     self._places.grow()
                     await self._places.acquire(record.tenant)
-                    task = group.create_task(work(line, begun_s + window_s * (place + 1) / num_lines))
+                    task = group.create_task(
+                        work(line, begun_s + window_s * (place + 1) / num_lines)
+                    )
                     # Also of one that is cancelled before it begins.
                     task.add_done_callback(lambda task: self._places.release(record.tenant))
         except TimeoutError:
             message = "This request could not be executed before the completion window expired."
-            done = await self._recount(id, results)  # with answers that were being written when the window ended
+            done = await self._recount(
+                id, results
+            )  # with answers that were being written when the window ended
             missing = [line.custom_id for _, line in left if line.custom_id not in done]
             for custom_id in missing:
                 await until_done(results.add_missing, custom_id, "batch_expired", message)
@@ -243,13 +265,17 @@ class BatchRunner:
         for name, field in ((OUTPUT, "output_file"), (ERRORS, "error_file")):
             if getattr(self._live[id], field) is not None:  # a process that is gone has made it
                 continue
-            if (file := await until_done(self._keep, self._live[id], results, name, field)) is not None:
+            if (
+                file := await until_done(self._keep, self._live[id], results, name, field)
+            ) is not None:
                 self._live[id] = replace(self._live[id], **{field: file.id})  # type: ignore[arg-type]
         await self._change(id, end, **values)
 
-    def _keep(self, record: BatchRecord, results: BatchResults, name: str, field: str) -> FileRecord | None:
-        """Make one of the files, if there is anything in it; once, also if the task that waited for it before was
-        cancelled meanwhile. Blocks.
+    def _keep(
+        self, record: BatchRecord, results: BatchResults, name: str, field: str
+    ) -> FileRecord | None:
+        """Make one of the files, if there is anything in it; once, also if the task that waited for
+        it before was cancelled meanwhile. Blocks.
         """
         if (id := getattr(self._written(record), field)) is not None:
             return self._files.find(record.tenant, id)
@@ -271,21 +297,31 @@ class BatchRunner:
     # -- writing down ---------------------------------------------------------------
 
     async def _recount(self, id: str, results: BatchResults) -> set[str]:
-        """Count what has been written of it, while nobody writes; those are the requests that are done."""
+        """Count what has been written of it, while nobody writes; those are the requests that are
+        done.
+        """
         answered, failed = await until_done(results.done)
-        self._live[id] = replace(self._live[id], num_completed=len(answered), num_failed=len(failed))
+        self._live[id] = replace(
+            self._live[id], num_completed=len(answered), num_failed=len(failed)
+        )
         return answered | failed
 
     def _count(self, id: str, *, is_good: bool) -> None:
         record = self._live[id]
         self._live[id] = replace(
-            record, num_completed=record.num_completed + is_good, num_failed=record.num_failed + (not is_good)
+            record,
+            num_completed=record.num_completed + is_good,
+            num_failed=record.num_failed + (not is_good),
         )
 
     async def _change(self, id: str, status: str, *, end: str | None = None, **values: Any) -> None:
         """Write a new status down. end: that it will have after it."""
         record = self._live[id]
-        times = {**record.times, f"{status}_at": int(time.time()), **({} if end is None else {"end": end})}
+        times = {
+            **record.times,
+            f"{status}_at": int(time.time()),
+            **({} if end is None else {"end": end}),
+        }
         record = self._live[id] = replace(record, status=status, times=times, **values)
         counts = {"num_completed": record.num_completed, "num_failed": record.num_failed}
 

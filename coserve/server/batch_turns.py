@@ -1,4 +1,6 @@
-"""Turns of the lines of all batches: suspects of a death (`batch_deaths`) run apart from all other lines."""
+"""Turns of the lines of all batches: suspects of a death (`batch_deaths`) run apart from all other
+lines.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -10,14 +12,16 @@ from coserve.server.batch_deaths import LineDeaths, LineKey, after_death, next_g
 class BatchTurns:
     """Admits lines and counts their deaths. Belongs to one event loop.
 
-    Without suspects every line is admitted at once. While a suspect waits, no further line is admitted; when those
-    under way have ended, one group of suspects is, and so on until no suspect is left.
+    Without suspects every line is admitted at once. While a suspect waits, no further line is
+    admitted; when those under way have ended, one group of suspects is, and so on until no suspect
+    is left.
     """
 
     def __init__(self) -> None:
         self._deaths: dict[LineKey, LineDeaths] = {}
         self._waiting: dict[LineKey, asyncio.Future[bool]] = {}
-        # Lines that have been admitted, and how many ran together at an engine's death that they have not noticed yet.
+        # Lines that have been admitted, and how many ran together at an engine's death that they
+        # have not noticed yet.
         self._under_way: dict[LineKey, int | None] = {}
         self._is_trial = False
         self._group_size = 0  # of the trial under way
@@ -43,7 +47,9 @@ class BatchTurns:
 
     @asynccontextmanager
     async def turn(self, line: LineKey) -> AsyncIterator[bool]:
-        """Wait until the line may run, and keep its place within the block; yields whether it is tried as a suspect."""
+        """Wait until the line may run, and keep its place within the block; yields whether it is
+        tried as a suspect.
+        """
         admitted = self._waiting[line] = asyncio.get_running_loop().create_future()
         self._admit()
         try:
@@ -55,17 +61,23 @@ class BatchTurns:
             self._admit()
 
     def engine_died(self) -> None:
-        """Remember which lines were under way together; called before they notice that their engine is gone."""
+        """Remember which lines were under way together; called before they notice that their engine
+        is gone.
+        """
         for line in self._under_way:
             self._under_way[line] = len(self._under_way)
 
     def died(self, line: LineKey) -> LineDeaths:
         """Charge a death to a line that is under way; returns its deaths."""
-        num_lines = self._group_size if self._is_trial else self._under_way[line] or len(self._under_way)
+        num_lines = (
+            self._group_size if self._is_trial else self._under_way[line] or len(self._under_way)
+        )
         return self.charge(line, num_lines=num_lines)
 
     def charge(self, line: LineKey, *, num_lines: int) -> LineDeaths:
-        """Charge a death at which `num_lines` lines were under way to one of them; returns its deaths."""
+        """Charge a death at which `num_lines` lines were under way to one of them; returns its
+        deaths.
+        """
         found = self._deaths[line] = after_death(self._deaths.get(line), num_lines=num_lines)
         return found
 

@@ -17,8 +17,9 @@ FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 
 
 async def until_done(do: Callable[..., _T], *arguments: Any, what: str = "a batch") -> _T:
-    """Call `do` on a thread, again and again while a disk or the database is away or full. When this is cancelled, it
-    ends after the thread: what is being written is there then. what: waits, as the log says it.
+    """Call `do` on a thread, again and again while a disk or the database is away or full. When
+    this is cancelled, it ends after the thread: what is being written is there then. what: waits,
+    as the log says it.
     """
     wait_s = FIRST_WAIT_S
     while True:

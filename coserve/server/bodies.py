@@ -1,5 +1,5 @@
-"""From a body's bytes to what a route takes: bodies that are not small are read by a thread, since other requests must
-not wait for them, and the first fault is enough.
+"""From a body's bytes to what a route takes: bodies that are not small are read by a thread, since
+other requests must not wait for them, and the first fault is enough.
 """
 
 import asyncio
@@ -28,7 +28,9 @@ B = TypeVar("B", bound=BaseModel)
 
 
 class BodyReader:
-    """Reads bodies. One thread: reading holds the interpreter, and two would only halve the time of everything else."""
+    """Reads bodies. One thread: reading holds the interpreter, and two would only halve the time of
+    everything else.
+    """
 
     def __init__(self, fields: FieldPolicy) -> None:
         """Use `fields` to decide on fields that a kind of body does not have."""
@@ -39,7 +41,9 @@ class BodyReader:
         """The object that a body describes; ApiError names the first fault."""
         if len(body) <= SMALL_BODY_BYTES:
             return read_body(kind, body, self._fields)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _read_big, kind, body, self._fields)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, _read_big, kind, body, self._fields
+        )
 
     def close(self) -> None:
         """End the thread."""
@@ -47,7 +51,9 @@ class BodyReader:
 
 
 def _read_big(kind: type[BaseModel], body: bytes, fields: FieldPolicy) -> BaseModel:
-    """Read a body without the collector, which would look at millions of new objects again and again."""
+    """Read a body without the collector, which would look at millions of new objects again and
+    again.
+    """
     gc.disable()
     try:
         return read_body(kind, body, fields)
@@ -59,7 +65,8 @@ def read_body(kind: type[B], body: bytes, fields: FieldPolicy | None = None) -> 
     """Return the object that a body describes. fields: as for `body_of`.
 
     Raises:
-        ApiError: it is not JSON, names a field twice, is no object, or does not describe one of that kind.
+        ApiError: it is not JSON, names a field twice, is no object, or does not describe one of
+            that kind.
     """
     try:
         # Of bytes, `json` would take UTF-16 as well, and halves of characters.
@@ -81,7 +88,8 @@ def body_of(kind: type[B], value: Any, fields: FieldPolicy | None = None) -> B:
     Args:
         kind: The class of the object.
         value: Parsed JSON.
-        fields: Decides on fields that a `RequestBody` does not have; without, unknown fields are refused.
+        fields: Decides on fields that a `RequestBody` does not have; without, unknown fields are
+            refused.
 
     Raises:
         ApiError: The value does not describe an object of that kind.
@@ -101,13 +109,16 @@ def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ApiError(f"The request's body names {twice!r} twice in one object.", code="invalid_json")
+        raise ApiError(
+            f"The request's body names {twice!r} twice in one object.", code="invalid_json"
+        )
     return found
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it has one, is read by the server's `BodyReader` and not by FastAPI, which would do it on
-    the event loop, and list every fault. The schema at /openapi.json is the same.
+    """A route whose body, if it has one, is read by the server's `BodyReader` and not by FastAPI,
+    which would do it on the event loop, and list every fault. The schema at /openapi.json is the
+    same.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -30,15 +30,21 @@ _MOST_LONG_BODIES = 8
 
 
 class BodyLimitMiddleware:
-    """415 for a body that is compressed; 413 for one that is too long, also where its Content-Length says otherwise;
-    408 for one that comes too slowly; 503 where too many bytes of others are in memory. Uploads go to the disk as they
-    come, and do not count there. A client that goes away before its body is whole gets no answer, and is no fault.
+    """415 for a body that is compressed; 413 for one that is too long, also where its
+    Content-Length says otherwise; 408 for one that comes too slowly; 503 where too many bytes of
+    others are in memory. Uploads go to the disk as they come, and do not count there. A client that
+    goes away before its body is whole gets no answer, and is no fault.
     """
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_upload_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: int, max_upload_bytes: int, timeout_s: float
+    ) -> None:
         """timeout_s: of a body, which has more as long as it comes fast enough."""
         self._app, self._timeout_s = app, timeout_s
-        self._max_body_bytes, self._max_upload_bytes = max_body_bytes, max_upload_bytes + _AROUND_A_FILE
+        self._max_body_bytes, self._max_upload_bytes = (
+            max_body_bytes,
+            max_upload_bytes + _AROUND_A_FILE,
+        )
         self._memory = _Memory(_MOST_LONG_BODIES * max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +81,11 @@ class BodyLimitMiddleware:
     def _limit(self, path: str) -> int:
         if _UPLOADS.fullmatch(path):
             return self._max_upload_bytes
-        return self._max_body_bytes if path in _LONG_BODIES else min(_SETTINGS_BYTES, self._max_body_bytes)
+        return (
+            self._max_body_bytes
+            if path in _LONG_BODIES
+            else min(_SETTINGS_BYTES, self._max_body_bytes)
+        )
 
 
 class _Memory:
@@ -86,11 +96,13 @@ class _Memory:
 
 
 class _Body:
-    """The body of one request, on its way to the application. refusal: why no more of it is read. is_cut: the client
-    went away before the last of it.
+    """The body of one request, on its way to the application. refusal: why no more of it is read.
+    is_cut: the client went away before the last of it.
     """
 
-    def __init__(self, receive: Receive, send: Send, limit: int, timeout_s: float, memory: _Memory | None) -> None:
+    def __init__(
+        self, receive: Receive, send: Send, limit: int, timeout_s: float, memory: _Memory | None
+    ) -> None:
         self._receive, self._send, self._limit, self._memory = receive, send, limit, memory
         self._until_s = time.monotonic() + timeout_s
         self._num_bytes, self._num_held, self._is_whole = 0, 0, False
@@ -98,7 +110,9 @@ class _Body:
         self.is_answered = self.is_cut = False
 
     async def receive(self) -> Message:
-        """The next piece. After the last, the application has read it, and waits for the client to go."""
+        """The next piece. After the last, the application has read it, and waits for the client to
+        go.
+        """
         if self._is_whole:
             self.forget()
             return await self._receive()
@@ -147,7 +161,8 @@ class _Body:
 
 def _encoded(encoding: str) -> ApiError:
     return ApiError(
-        f"The request's Content-Encoding is {encoding!r}: bodies are read as they are, so send it without.",
+        f"The request's Content-Encoding is {encoding!r}: bodies are read as they are, so send it "
+        f"without.",
         status=415,
         code="unsupported_content_encoding",
         headers={"Accept-Encoding": "identity"},

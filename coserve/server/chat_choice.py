@@ -3,7 +3,14 @@
 from typing import Any
 
 from coserve.server.answer_reader import AnswerReader, ChatFrame
-from coserve.server.tool_parsers.base import Arguments, CallBegins, CallFails, Content, Part, Reasoning
+from coserve.server.tool_parsers.base import (
+    Arguments,
+    CallBegins,
+    CallFails,
+    Content,
+    Part,
+    Reasoning,
+)
 from coserve.server.tools import Tools
 
 # As DeepSeek and LiteLLM name it, and as vLLM does.
@@ -11,8 +18,8 @@ _REASONING = ("reasoning_content", "reasoning")
 
 
 class ChatChoice:
-    """Takes the text piece by piece. A call that turned out to be none is content of the message; a stream, which has
-    sent it already, leaves it as it is.
+    """Takes the text piece by piece. A call that turned out to be none is content of the message; a
+    stream, which has sent it already, leaves it as it is.
     """
 
     def __init__(self, tools: Tools, frame: ChatFrame) -> None:
@@ -63,7 +70,11 @@ class ChatChoice:
             del self._calls[-1]
 
     def _begin(self, name: str, delta: dict[str, Any]) -> None:
-        call = {"id": self._reader.new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
+        call = {
+            "id": self._reader.new_call_id(),
+            "type": "function",
+            "function": {"name": name, "arguments": ""},
+        }
         self._calls.append(call)
         delta.setdefault("tool_calls", []).append(
             {"index": self._num_begun, **call, "function": {"name": name, "arguments": ""}}

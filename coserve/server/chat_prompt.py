@@ -14,13 +14,14 @@ from coserve.tuning.template_messages import RESERVED
 
 # Tokens at the end of a prompt that can open a reasoning.
 _NUM_END = 8
-# Variables by which chat templates switch thinking: Qwen's and GLM's name, DeepSeek's and Granite's.
+# Variables by which chat templates switch thinking: Qwen's and GLM's name, DeepSeek's and
+# Granite's.
 _THINKING = ("enable_thinking", "thinking")
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates know it: its text in one piece, a refusal as its text, and developers as the
-    system.
+    """Return a message as chat templates know it: its text in one piece, a refusal as its text, and
+    developers as the system.
     """
     plain = {name: value for name, value in message.model_dump().items() if value is not None}
     thought = plain.pop("reasoning_content", None) or plain.pop("reasoning", None)
@@ -41,7 +42,8 @@ def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[s
     more = body.chat_template_kwargs or {}
     if wrong := next((name for name in more if name in RESERVED), None):
         raise ApiError(
-            f"chat_template_kwargs must not have {wrong!r}: it is for variables of the chat template alone",
+            f"chat_template_kwargs must not have {wrong!r}: it is for variables of the chat "
+            f"template alone",
             param="chat_template_kwargs",
         )
     check_texts(more, param="chat_template_kwargs")
@@ -64,11 +66,15 @@ def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[s
 
 
 def ignored_fields(body: ChatBody, template: str) -> tuple[str, ...]:
-    """Return the names of fields that were given and do not change the answer, for the answer's header."""
+    """Return the names of fields that were given and do not change the answer, for the answer's
+    header.
+    """
     can_switch = any(name in template for name in _THINKING)
     unused = []
     if body.reasoning_effort is not None:
-        has_effect = "reasoning_effort" in template or (body.reasoning_effort == "none" and can_switch)
+        has_effect = "reasoning_effort" in template or (
+            body.reasoning_effort == "none" and can_switch
+        )
         unused += [] if has_effect else ["reasoning_effort"]
     if body.enable_thinking is not None and not can_switch:
         unused.append("enable_thinking")
@@ -99,6 +105,7 @@ def frame_of(body: ChatBody, prompt: Sequence[int], prompts: Prompts) -> ChatFra
         role=role,
         echo=last["content"] if body.echo and last["role"] == role else "",
         inside_reasoning=begins_inside(prompt_end, continued),
-        may_reason=not _forbids_reasoning(body) and may_begin(prompt_end, continued, prompts.chat_template),
+        may_reason=not _forbids_reasoning(body)
+        and may_begin(prompt_end, continued, prompts.chat_template),
         with_reasoning=body.include_reasoning is not False,
     )

@@ -46,12 +46,16 @@ class ChatRequest:
 async def chat_request(
     body: ChatBody, context: ServerContext, tenant: str, arrival_s: float, *, id: str | None = None
 ) -> ChatRequest:
-    """What a body asks for; ApiError names the field that is wrong. id: of the answer (default: a new one)."""
+    """What a body asks for; ApiError names the field that is wrong. id: of the answer (default: a
+    new one).
+    """
     _refuse_what_is_not_there(body)
     check_details(body)
     ready = context.admit(tenant)
     tools = tools_of(body, context)
-    generation = await _generation(body, tools, context, ready, tenant, arrival_s, id or new_id("chatcmpl"))
+    generation = await _generation(
+        body, tools, context, ready, tenant, arrival_s, id or new_id("chatcmpl")
+    )
     return ChatRequest(
         generation=generation,
         tools=tools,
@@ -62,23 +66,34 @@ async def chat_request(
 
 def _refuse_what_is_not_there(body: ChatBody) -> None:
     if body.functions:
-        raise ApiError("functions is not supported: use tools", param="functions", code="unsupported_parameter")
+        raise ApiError(
+            "functions is not supported: use tools", param="functions", code="unsupported_parameter"
+        )
     for name in ("audio", "web_search_options", "moderation"):
         if getattr(body, name):
-            raise ApiError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+            raise ApiError(
+                f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
+            )
     if body.function_call not in (None, "none", "auto"):
         raise ApiError("function_call must be none or auto: use tools", param="function_call")
     for place, message in enumerate(body.messages):
         if message.content is None and message.role != "assistant":
             name = f"messages[{place}].content"
-            raise ApiError(f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
+            raise ApiError(
+                f"Missing required parameter: '{name}'.",
+                param=name,
+                code="missing_required_parameter",
+            )
     if body.modalities not in (None, ["text"]):
-        raise ApiError('modalities must be ["text"]', param="modalities", code="unsupported_parameter")
+        raise ApiError(
+            'modalities must be ["text"]', param="modalities", code="unsupported_parameter"
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
         raise ApiError(
-            f"top_logprobs must be a whole number from 0 to {MAX_LOGPROBS}, not {body.top_logprobs}",
+            f"top_logprobs must be a whole number from 0 to {MAX_LOGPROBS}, not "
+            f"{body.top_logprobs}",
             param="top_logprobs",
         )
     if body.stream_options is not None and not body.stream:
@@ -86,7 +101,13 @@ def _refuse_what_is_not_there(body: ChatBody) -> None:
 
 
 async def _generation(
-    body: ChatBody, tools: Tools, context: ServerContext, ready: Ready, tenant: str, arrival_s: float, id: str
+    body: ChatBody,
+    tools: Tools,
+    context: ServerContext,
+    ready: Ready,
+    tenant: str,
+    arrival_s: float,
+    id: str,
 ) -> Generation:
     model = context.model_name if body.model is None else body.model
     adapter = await find_model(context, tenant, model)
@@ -124,14 +145,24 @@ async def _generation(
         adapter=adapter,
         reader=reader,
         priority=priority_of(body, context, tenant),
-        shown_tokens=(reasoning.BEGIN, reasoning.END, *(() if tools.parser is None else tools.parser.markers)),
+        shown_tokens=(
+            reasoning.BEGIN,
+            reasoning.END,
+            *(() if tools.parser is None else tools.parser.markers),
+        ),
     )
 
 
 async def _grammar(
-    body: ChatBody, tools: Tools, context: ServerContext, tenant: str, reader: Prompts, prompt: Sequence[int]
+    body: ChatBody,
+    tools: Tools,
+    context: ServerContext,
+    tenant: str,
+    reader: Prompts,
+    prompt: Sequence[int],
 ) -> Grammar | None:
-    """Return what the answer follows, after the reasoning that its prompt has opened, or that it may begin with.
+    """Return what the answer follows, after the reasoning that its prompt has opened, or that it
+    may begin with.
 
     An answer that has to call tools says nothing else, whatever its content was to be.
     """
@@ -140,6 +171,8 @@ async def _grammar(
         return None
     frame = frame_of(body, prompt, reader)
     if frame.inside_reasoning or frame.may_reason:
-        grammar = replace(grammar, after=reasoning.END, begun_by="" if frame.inside_reasoning else reasoning.BEGIN)
+        grammar = replace(
+            grammar, after=reasoning.END, begun_by="" if frame.inside_reasoning else reasoning.BEGIN
+        )
     param = "tools" if tools.must_call else grammar_field(body)
     return await context.grammar_checks.check(grammar, tenant=tenant, param=param)

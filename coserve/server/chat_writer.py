@@ -1,4 +1,6 @@
-"""The answer of /v1/chat/completions, whole or as events, of the chunks that come for its choices."""
+"""The answer of /v1/chat/completions, whole or as events, of the chunks that come for its
+choices.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -20,7 +22,12 @@ class ChatWriter:
 
     def __init__(self, context: ServerContext, chat: ChatRequest) -> None:
         generation = chat.generation
-        self._context, self._generation, self._frame, self._details = context, generation, chat.frame, chat.details
+        self._context, self._generation, self._frame, self._details = (
+            context,
+            generation,
+            chat.frame,
+            chat.details,
+        )
         self._usage = Usage(num_prompt=len(generation.prompts[0]))
         self._choices = [ChatChoice(chat.tools, chat.frame) for _ in range(generation.params.n)]
         self._with_logprobs = generation.params.logprobs is not None
@@ -49,7 +56,9 @@ class ChatWriter:
                 {
                     "index": index,
                     "message": choice.message(),
-                    "logprobs": logprobs_of(self._details, logprobs[index]) if self._with_logprobs else None,
+                    "logprobs": logprobs_of(self._details, logprobs[index])
+                    if self._with_logprobs
+                    else None,
                     "finish_reason": reasons[index],
                     "stop_reason": stops[index],
                     **self._details.ids(tokens[index]),
@@ -74,11 +83,15 @@ class ChatWriter:
                     begun = True
                     ids = self._details.prompt_ids(self._generation.prompts[0])
                     for first in self._first_deltas():
-                        yield server_sent_event({**head, "choices": [first], **options.of_chunk(self._usage), **ids})
+                        yield server_sent_event(
+                            {**head, "choices": [first], **options.of_chunk(self._usage), **ids}
+                        )
                         ids = {}
                 self._usage.count(chunk)
                 for choice in self._deltas(chunk):
-                    yield server_sent_event({**head, "choices": [choice], **options.of_chunk(self._usage)})
+                    yield server_sent_event(
+                        {**head, "choices": [choice], **options.of_chunk(self._usage)}
+                    )
         if options.at_end:
             yield server_sent_event({**head, "choices": [], "usage": self._usage.to_json()})
 
@@ -92,19 +105,31 @@ class ChatWriter:
         """Whose message it is, and what it repeats."""
         indices = range(len(self._choices))
         found = [_delta(index, {"role": self._frame.role, "content": ""}) for index in indices]
-        return found + [_delta(index, {"content": self._frame.echo}) for index in indices if self._frame.echo]
+        return found + [
+            _delta(index, {"content": self._frame.echo}) for index in indices if self._frame.echo
+        ]
 
     def _deltas(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """What a chunk adds to a stream: its text, if only an empty one (clients count the steps that made a token),
-        with why it was the last.
+        """What a chunk adds to a stream: its text, if only an empty one (clients count the steps
+        that made a token), with why it was the last.
         """
         choice = self._choices[chunk.index]
         delta = choice.add(chunk.text, is_last=chunk.finish_reason is not None)
         reason = None if chunk.finish_reason is None else choice.reason(chunk.finish_reason)
         if not (delta or chunk.tokens):
-            return [] if reason is None else [_delta(chunk.index, {}, reason=reason, stop=chunk.stop_reason)]
+            return (
+                []
+                if reason is None
+                else [_delta(chunk.index, {}, reason=reason, stop=chunk.stop_reason)]
+            )
         logprobs = logprobs_of(self._details, list(chunk.logprobs)) if self._with_logprobs else None
-        made = _delta(chunk.index, delta or {"content": ""}, logprobs=logprobs, reason=reason, stop=chunk.stop_reason)
+        made = _delta(
+            chunk.index,
+            delta or {"content": ""},
+            logprobs=logprobs,
+            reason=reason,
+            stop=chunk.stop_reason,
+        )
         return [{**made, **self._details.ids(chunk.tokens)}]
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -125,13 +150,22 @@ def _delta(
     reason: str | None = None,
     stop: str | int | None = None,
 ) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop}
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": logprobs,
+        "finish_reason": reason,
+        "stop_reason": stop,
+    }
 
 
 def logprobs_of(details: TokenDetails, found: Sequence[TokenLogprob]) -> dict[str, Any]:
     """As OpenAI gives them in a chat."""
     content = [
-        {**_one(details, each.token, each.logprob), "top_logprobs": [_one(details, *top) for top in details.top(each)]}
+        {
+            **_one(details, each.token, each.logprob),
+            "top_logprobs": [_one(details, *top) for top in details.top(each)],
+        }
         for each in found
     ]
     return {"content": content, "refusal": None}
@@ -139,4 +173,8 @@ def logprobs_of(details: TokenDetails, found: Sequence[TokenLogprob]) -> dict[st
 
 def _one(details: TokenDetails, token: int, logprob: float) -> dict[str, Any]:
     piece = details.prompts.piece(token)
-    return {"token": details.name(token, piece.text), "logprob": finite(logprob), "bytes": piece.raw}
+    return {
+        "token": details.name(token, piece.text),
+        "logprob": finite(logprob),
+        "bytes": piece.raw,
+    }

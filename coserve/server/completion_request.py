@@ -44,7 +44,9 @@ _OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """echoes: texts of the prompts, if they are part of the answer. details: what it says of tokens."""
+    """echoes: texts of the prompts, if they are part of the answer. details: what it says of
+    tokens.
+    """
 
     generation: Generation
     echoes: list[str] | None
@@ -76,7 +78,9 @@ async def completion_request(
 
 def _refuse_what_is_not_there(body: CompletionBody) -> None:
     if body.suffix:
-        raise ApiError("suffix is not supported; leave it out", param="suffix", code="unsupported_parameter")
+        raise ApiError(
+            "suffix is not supported; leave it out", param="suffix", code="unsupported_parameter"
+        )
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(
             "best_of is not supported; leave it out, or give the same number as n",
@@ -97,7 +101,11 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
 
 
 async def _generation(
-    body: CompletionBody, prompts: list[str | list[int]], context: ServerContext, tenant: str, arrival_s: float
+    body: CompletionBody,
+    prompts: list[str | list[int]],
+    context: ServerContext,
+    tenant: str,
+    arrival_s: float,
 ) -> Generation:
     ready = context.admit(tenant)
     model = context.model_name if body.model is None else body.model
@@ -107,10 +115,16 @@ async def _generation(
     if max_tokens < 0 or (max_tokens == 0 and not body.echo):
         raise ApiError("max_tokens must be at least 1; 0 needs echo", param="max_tokens")
     if len(prompts) * (body.n or 1) > _MOST_CHOICES:
-        raise ApiError(f"{len(prompts)} prompts, n times each, are more than {_MOST_CHOICES} choices", param="n")
+        raise ApiError(
+            f"{len(prompts)} prompts, n times each, are more than {_MOST_CHOICES} choices",
+            param="n",
+        )
     for prompt in prompts if body.truncate_prompt_tokens is None else ():
         check_length(reader, prompt, ready, param="prompt")
-    whole = [await reader.tokens(prompt, special=body.add_special_tokens, param="prompt") for prompt in prompts]
+    whole = [
+        await reader.tokens(prompt, special=body.add_special_tokens, param="prompt")
+        for prompt in prompts
+    ]
     tokens = [tuple(truncated(each, body, ready, max_tokens=max_tokens)) for each in whole]
     for each in tokens:
         check_prompt(each, max_tokens, ready, param="prompt")
@@ -126,7 +140,9 @@ async def _generation(
         created=now_s(),
         model=model,
         prompts=tuple(tokens),
-        params=sampling_params(body, reader, max_tokens=max_tokens, vocab_size=ready.vocab_size, **more),
+        params=sampling_params(
+            body, reader, max_tokens=max_tokens, vocab_size=ready.vocab_size, **more
+        ),
         slo=slo_of(body, ready.slo),
         arrival_s=arrival_s,
         tenant=tenant,
@@ -137,7 +153,9 @@ async def _generation(
 
 
 async def _grammar(body: CompletionBody, context: ServerContext, tenant: str) -> Grammar | None:
-    """Return what the texts must follow, if anything, once it has been tried; ApiError if it cannot be followed."""
+    """Return what the texts must follow, if anything, once it has been tried; ApiError if it cannot
+    be followed.
+    """
     asked = asked_grammar(body)
     if asked is None:
         return None
@@ -149,11 +167,17 @@ class CompletionWriter:
 
     def __init__(self, context: ServerContext, request: CompletionRequest) -> None:
         generation, details = request.generation, request.details
-        self._context, self._generation, self._echoes, self._details = context, generation, request.echoes, details
+        self._context, self._generation, self._echoes, self._details = (
+            context,
+            generation,
+            request.echoes,
+            details,
+        )
         self._usage = Usage(num_prompt=sum(map(len, generation.prompts)))
         self._n = generation.params.n
         self._logprobs = [
-            _Logprobs(details, generation.params.skip_special_tokens) for _ in range(len(generation.prompts) * self._n)
+            _Logprobs(details, generation.params.skip_special_tokens)
+            for _ in range(len(generation.prompts) * self._n)
         ]
         self._head = {
             "id": generation.id,
@@ -186,7 +210,9 @@ class CompletionWriter:
         head = self._head
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
-                yield server_sent_event({**head, "choices": [piece], **options.of_chunk(self._usage)})
+                yield server_sent_event(
+                    {**head, "choices": [piece], **options.of_chunk(self._usage)}
+                )
         if options.at_end:
             yield server_sent_event({**head, "choices": [], "usage": self._usage.to_json()})
 
@@ -202,7 +228,12 @@ class CompletionWriter:
                     if chunk.prompt_logprobs:
                         waiting[place] = list(chunk.prompt_logprobs)
                     piece = {
-                        **_choice(index, text=chunk.text, reason=chunk.finish_reason, stop=chunk.stop_reason),
+                        **_choice(
+                            index,
+                            text=chunk.text,
+                            reason=chunk.finish_reason,
+                            stop=chunk.stop_reason,
+                        ),
                         **self._details.ids(chunk.tokens),
                     }
                     parts = []
@@ -212,7 +243,9 @@ class CompletionWriter:
                         piece |= self._details.prompt_logprobs(waiting.get(place, []))
                         if self._echoes is not None:
                             piece["text"] = self._echoes[place] + piece["text"]
-                            found = self._of_prompt(index, place, waiting.get(place, []), self._echoes[place])
+                            found = self._of_prompt(
+                                index, place, waiting.get(place, []), self._echoes[place]
+                            )
                             parts.append(found)
                     parts.append(self._logprobs[index].of(chunk.logprobs))
                     if self._generation.params.logprobs is not None:
@@ -221,17 +254,31 @@ class CompletionWriter:
                     if piece["text"] or piece["finish_reason"] or chunk.tokens:
                         yield piece
 
-    def _of_prompt(self, index: int, place: int, found: list[TokenLogprob], echo: str) -> dict[str, Any]:
+    def _of_prompt(
+        self, index: int, place: int, found: list[TokenLogprob], echo: str
+    ) -> dict[str, Any]:
         """Of an echoed prompt; there is nothing before its first token."""
-        return self._logprobs[index].of([None, *found], first=self._generation.prompts[place][0], echo=echo)
+        return self._logprobs[index].of(
+            [None, *found], first=self._generation.prompts[place][0], echo=echo
+        )
 
 
-def _choice(index: int, *, text: str = "", reason: str | None = None, stop: str | int | None = None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
+def _choice(
+    index: int, *, text: str = "", reason: str | None = None, stop: str | int | None = None
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": reason,
+        "stop_reason": stop,
+    }
 
 
 class _Logprobs:
-    """One choice's log-probabilities in the old style: lists side by side, with each token's place in the text."""
+    """One choice's log-probabilities in the old style: lists side by side, with each token's place
+    in the text.
+    """
 
     def __init__(self, details: TokenDetails, skips_special: bool) -> None:
         self._details, self._prompts, self._offset = details, details.prompts, 0
@@ -239,32 +286,50 @@ class _Logprobs:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def of(
-        self, found: "list[TokenLogprob | None] | tuple[TokenLogprob, ...]", first: int = 0, echo: str = ""
+        self,
+        found: "list[TokenLogprob | None] | tuple[TokenLogprob, ...]",
+        first: int = 0,
+        echo: str = "",
     ) -> dict[str, Any]:
-        """first: the token where there is nothing to say of one. echo: the text, if it is the prompt's."""
-        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        """first: the token where there is nothing to say of one. echo: the text, if it is the
+        prompt's.
+        """
+        lists: dict[str, Any] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
         for each in found:
             piece = self._prompts.piece(first if each is None else each.token)
-            lists["tokens"].append(self._details.name(first if each is None else each.token, piece.name))
+            lists["tokens"].append(
+                self._details.name(first if each is None else each.token, piece.name)
+            )
             lists["text_offset"].append(self._place(piece, echo))
             lists["token_logprobs"].append(None if each is None else finite(each.logprob))
             lists["top_logprobs"].append(None if each is None else self._top(each))
         return lists
 
     def _place(self, piece: TokenPiece, echo: str) -> int:
-        """Where a token begins: several may be parts of one character, and special ones show in echoes alone."""
+        """Where a token begins: several may be parts of one character, and special ones show in
+        echoes alone.
+        """
         if piece.is_special and self._skips_special:
             place = self._offset
             self._offset += len(piece.text) if echo.startswith(piece.text, place) else 0
             return place
-        if piece.raw and not 0x80 <= piece.raw[0] < 0xC0:  # a new character: what is unfinished stays so
+        if (
+            piece.raw and not 0x80 <= piece.raw[0] < 0xC0
+        ):  # a new character: what is unfinished stays so
             self._offset += len(self._decoder.decode(b"", final=True))
         place = self._offset
         self._offset += len(self._decoder.decode(bytes(piece.raw)))
         return place
 
     def _top(self, each: TokenLogprob) -> dict[str, float]:
-        """By their texts: the chosen one, then the likeliest; of those with one text the likeliest counts."""
+        """By their texts: the chosen one, then the likeliest; of those with one text the likeliest
+        counts.
+        """
         top: dict[str, float] = {}
         for token, logprob in each.top:
             top.setdefault(self._name(token), finite(logprob))

@@ -29,8 +29,12 @@ class ServerConfig(ModelOptions, SchedulingOptions, TenantOptions, HttpOptions, 
         hashed = tuple(f"{tenant}={digest}" for digest, tenant in self.tenants.items())
         object.__setattr__(self, "api_keys", hashed)
         names = list(self.engine.trainable_models)  # which checks the rest
-        if len(names) < len(self.trainable_models) or any(not name.strip() or "@" in name for name in names):
-            raise ValueError("trainable_models must have names that differ, without an @, which begins a version")
+        if len(names) < len(self.trainable_models) or any(
+            not name.strip() or "@" in name for name in names
+        ):
+            raise ValueError(
+                "trainable_models must have names that differ, without an @, which begins a version"
+            )
 
     @property
     def engine(self) -> EngineConfig:
@@ -48,7 +52,9 @@ class ServerConfig(ModelOptions, SchedulingOptions, TenantOptions, HttpOptions, 
 def _pairs_of(field: str, given: tuple[str, ...], form: str) -> dict[str, str]:
     """Texts of a form such as KEY=VALUE, by key."""
     pairs = [text.partition("=") for text in given]
-    if wrong := [text for text, (key, equals, _) in zip(given, pairs, strict=True) if not key or not equals]:
+    if wrong := [
+        text for text, (key, equals, _) in zip(given, pairs, strict=True) if not key or not equals
+    ]:
         raise ValueError(f"{field} must be {form}, not {wrong[0]!r}")
     return {key: value for key, _, value in pairs}
 

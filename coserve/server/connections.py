@@ -1,8 +1,8 @@
 """How many connections there may be, and how long a client may keep one waiting.
 
-Uvicorn's own limits count idle connections and busy ones alike, and refuse probes with the rest; its times begin with
-the first answer. Here the connection that has been idle longest makes room for a new one, as in nginx, so that clients
-who hold connections without using them keep nobody out.
+Uvicorn's own limits count idle connections and busy ones alike, and refuse probes with the rest;
+its times begin with the first answer. Here the connection that has been idle longest makes room for
+a new one, as in nginx, so that clients who hold connections without using them keep nobody out.
 """
 
 import asyncio
@@ -40,16 +40,17 @@ _TOO_MANY = "The server has as many connections as it may, all of them busy; try
 _PROBES = ("/health", "/ready")
 # What was sent last may still be on its way when a connection is closed.
 _LINGER_S = 5.0
-# Of a body that is still coming when its request has been answered: small ones are read, so that the connection can be
-# used again. Of others no more than this is read, and the client has some time to read its answer.
+# Of a body that is still coming when its request has been answered: small ones are read, so that
+# the connection can be used again. Of others no more than this is read, and the client has some
+# time to read its answer.
 _MAX_UNWANTED_BYTES = 1 << 20
 _UNWANTED_LINGER_S = 1.0
 
 
 @dataclass(kw_only=True)
 class Connections:
-    """All that are open. timeout_headers_s: from a connection's, or a request's, first byte to the end of its headers.
-    idle: those that wait for their clients, who may be gone, the longest first.
+    """All that are open. timeout_headers_s: from a connection's, or a request's, first byte to the
+    end of its headers. idle: those that wait for their clients, who may be gone, the longest first.
     """
 
     most: int
@@ -64,13 +65,17 @@ class Connections:
 
     def end_idlest(self, newest: "HttpProtocol") -> None:
         """End the one that has waited for its client longest, if any does."""
-        found = next((each for each in self.idle if each is not newest and each.awaits_client), None)
+        found = next(
+            (each for each in self.idle if each is not newest and each.awaits_client), None
+        )
         if found is not None:
             found.drop()
 
 
 def most_connections(wanted: int) -> int:
-    """As many as are wanted and as the process may have files open, of which it takes all that the system grants."""
+    """As many as are wanted and as the process may have files open, of which it takes all that the
+    system grants.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS grants fewer than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -79,7 +84,12 @@ def most_connections(wanted: int) -> int:
         return wanted
     possible = max(_LEAST_CONNECTIONS, files - len(os.listdir("/dev/fd")) - _OTHER_FILES)
     if possible < wanted:
-        _log.warning("at most %d connections are kept, not %d: only %d files may be open", possible, wanted, files)
+        _log.warning(
+            "at most %d connections are kept, not %d: only %d files may be open",
+            possible,
+            wanted,
+            files,
+        )
     return min(wanted, possible)
 
 
@@ -111,7 +121,9 @@ def _probes_of(app: ASGIApp) -> ASGIApp:
 
 
 class _GentleTransport:
-    """A connection's transport, whose `close` lets the last answer arrive although the client still sends a body."""
+    """A connection's transport, whose `close` lets the last answer arrive although the client still
+    sends a body.
+    """
 
     def __init__(self, inner: asyncio.Transport, protocol: "HttpProtocol") -> None:
         self.inner, self._protocol = inner, protocol
@@ -132,7 +144,9 @@ class _GentleTransport:
 
 
 def _is_long(scope: Scope) -> bool:
-    """Return whether a request's body may have more bytes than are read of one that nobody wants."""
+    """Return whether a request's body may have more bytes than are read of one that nobody
+    wants.
+    """
     for name, value in scope["headers"]:
         if name == b"content-length":
             return int(value) > _MAX_UNWANTED_BYTES
@@ -154,14 +168,20 @@ class HttpProtocol(H11Protocol):
         self._num_unwanted_bytes = 0
 
     def _telling_ends(self, app: ASGIApp) -> ASGIApp:
-        """Return the application, with answers that say so if the connection ends because much of a body is still to
-        come: the client would send its next request there otherwise.
+        """Return the application, with answers that say so if the connection ends because much of a
+        body is still to come: the client would send its next request there otherwise.
         """
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async def tell(message: Message) -> None:
-                if message["type"] == "http.response.start" and self.conn.their_state is h11.SEND_BODY:
-                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                if (
+                    message["type"] == "http.response.start"
+                    and self.conn.their_state is h11.SEND_BODY
+                ):
+                    message = {
+                        **message,
+                        "headers": [*message.get("headers", ()), (b"connection", b"close")],
+                    }
                 await send(message)
 
             await app(scope, receive, tell if scope["type"] == "http" and _is_long(scope) else send)
@@ -172,8 +192,12 @@ class HttpProtocol(H11Protocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether all that came has been answered: the client could be gone, and nobody would know."""
-        return self.transport.get_write_buffer_size() == 0 and (self._awaits_headers or self.cycle.more_body)
+        """Whether all that came has been answered: the client could be gone, and nobody would
+        know.
+        """
+        return self.transport.get_write_buffer_size() == 0 and (
+            self._awaits_headers or self.cycle.more_body
+        )
 
     def drop(self) -> None:
         """End it at once."""
@@ -191,9 +215,13 @@ class HttpProtocol(H11Protocol):
 
     @property
     def is_unwanted(self) -> bool:
-        """Return whether what comes belongs to a request that has been answered, or to none that will be."""
+        """Return whether what comes belongs to a request that has been answered, or to none that
+        will be.
+        """
         return self._is_ending or (
-            self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY
+            self.cycle is not None
+            and self.cycle.response_complete
+            and self.conn.their_state is h11.SEND_BODY
         )
 
     @property
@@ -279,24 +307,30 @@ class HttpProtocol(H11Protocol):
     def _headers_are_late(self) -> None:
         has_begun = bool(self.conn.trailing_data[0])
         if has_begun and self.conn.their_state is h11.IDLE:
-            self._say(408, f"The request's headers did not come within {self.known.timeout_headers_s:g} s.")
+            self._say(
+                408,
+                f"The request's headers did not come within {self.known.timeout_headers_s:g} s.",
+            )
         else:
             self._close()
 
     def _say(self, status: int, message: str) -> None:
         """A last answer, without any request that it belongs to."""
         kind = "invalid_request_error" if status < 500 else "server_error"
-        body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}})
+        body = json.dumps(
+            {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        )
         retry = "retry-after: 1\r\n" if status == 503 else ""
         self.transport.write(
-            f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: "
+            f"{len(body)}\r\n"
             f"{retry}connection: close\r\n\r\n{body}".encode()
         )
         self._close()
 
     def _stop_reading(self) -> None:
-        """End the connection of a client that has been answered and sends on. Its answer arrives before the end does;
-        what it sends stays with the system, which soon takes no more of it.
+        """End the connection of a client that has been answered and sends on. Its answer arrives
+        before the end does; what it sends stays with the system, which soon takes no more of it.
         """
         if not self._inner.is_closing():
             self._inner.pause_reading()
@@ -316,7 +350,9 @@ class HttpProtocol(H11Protocol):
         return self.transport.inner
 
     def _close(self) -> None:
-        """What was said arrives only if what the client still sends is read, and not refused by the system."""
+        """What was said arrives only if what the client still sends is read, and not refused by the
+        system.
+        """
         if self._awaits_headers and self.transport.can_write_eof():
             self._is_ending = True
             self.transport.write_eof()

@@ -47,7 +47,9 @@ from coserve.version import VERSION
 
 @dataclass(kw_only=True)
 class ServerContext:
-    """A running server. catalogues: where adapters are looked up, in this order; more may be added at the start."""
+    """A running server. catalogues: where adapters are looked up, in this order; more may be added
+    at the start.
+    """
 
     config: ServerConfig
     link: EngineAccess
@@ -63,7 +65,8 @@ class ServerContext:
     trackers: Trackers | None = None
     storage: Storage | None = None
     ending: asyncio.Task[None] | None = None
-    """Writes down that responses have failed which the process before this one was at; may wait for room."""
+    """Writes down that responses have failed which the process before this one was at; may wait for
+    room."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -72,7 +75,10 @@ class ServerContext:
         self.bodies = BodyReader(self.fields)
         self.keys = Keys(self.config)
         self.admission = Admission(self.keys, self.ledger)
-        self.board, self.metrics = StatusBoard(self.ledger), Metrics(self.ledger, lambda: self.model_name)
+        self.board, self.metrics = (
+            StatusBoard(self.ledger),
+            Metrics(self.ledger, lambda: self.model_name),
+        )
         self.waiting = WaitingRequests(self.config.max_queued_requests)
         self.public_prefixes = PublicPrefixes(self.config.public_prefixes)
         self.readiness = Readiness(self.link)
@@ -100,7 +106,9 @@ class ServerContext:
 
     @property
     def model_name(self) -> str:
-        """Of the base, as /v1/models lists it: as it is to be called, or a directory by its own name."""
+        """Of the base, as /v1/models lists it: as it is to be called, or a directory by its own
+        name.
+        """
         if self.config.served_model_names:
             return self.config.served_model_names[0]
         path = Path(self.config.model)
@@ -108,9 +116,13 @@ class ServerContext:
 
     @property
     def tool_parser(self) -> type[ToolParser] | None:
-        """Finds tool calls in answers: the one that was asked for, or that of the model's chat template."""
+        """Finds tool calls in answers: the one that was asked for, or that of the model's chat
+        template.
+        """
         name = self.config.tool_call_parser
-        return parser_of_template(self.prompts.chat_template) if name == "auto" else parser_class(name)
+        return (
+            parser_of_template(self.prompts.chat_template) if name == "auto" else parser_class(name)
+        )
 
     @property
     def base_names(self) -> tuple[str, ...]:
@@ -130,7 +142,9 @@ class ServerContext:
         return ready
 
     def admit(self, tenant: str) -> Ready:
-        """Return the engine for a request of a tenant; ApiError if too many wait for their first token."""
+        """Return the engine for a request of a tenant; ApiError if too many wait for their first
+        token.
+        """
         ready = self.require_ready()
         self.waiting.check(tenant)
         return ready
@@ -145,17 +159,25 @@ class ServerContext:
 
     async def look_up(self, tenant: str, name: str) -> AdapterRecord | None:
         """`find_adapter` without holding up other requests."""
-        return self.loaded.find(tenant, name) or await asyncio.to_thread(self.find_adapter, tenant, name)
+        return self.loaded.find(tenant, name) or await asyncio.to_thread(
+            self.find_adapter, tenant, name
+        )
 
     async def reader_of(self, adapter: AdapterRecord | None, ready: Ready) -> tuple[Prompts, Ready]:
-        """Return what reads and writes an adapter's texts, and the engine with the adapter's vocabulary."""
+        """Return what reads and writes an adapter's texts, and the engine with the adapter's
+        vocabulary.
+        """
         if adapter is None or adapter.directory is None:
             return self.prompts, ready
         prompts, vocab_size = await asyncio.to_thread(self._readers.of, adapter.directory)
-        return prompts, ready if vocab_size == ready.vocab_size else structs.replace(ready, vocab_size=vocab_size)
+        return prompts, ready if vocab_size == ready.vocab_size else structs.replace(
+            ready, vocab_size=vocab_size
+        )
 
     def only_trained(self, tenant: str, name: str) -> str | None:
-        """Which of `trainable_models` a name stands for, or an adapter's does; None: none of them. Blocks."""
+        """Which of `trainable_models` a name stands for, or an adapter's does; None: none of them.
+        Blocks.
+        """
         if self.job_manager is None:
             return None
         others = self.job_manager.models.others
@@ -164,7 +186,9 @@ class ServerContext:
         return model if model in others else None
 
     async def adapters(self, tenant: str) -> list[AdapterRecord]:
-        """All that it can name, the oldest first: of one second, those that the server was started with."""
+        """All that it can name, the oldest first: of one second, those that the server was started
+        with.
+        """
 
         def listed() -> list[AdapterRecord]:
             found = [known for each in reversed(self.catalogues) for known in each.list(tenant)]
@@ -182,12 +206,13 @@ class ServerContext:
         reader: Prompts,
         shown_tokens: tuple[str, ...] = (),
     ) -> RequestStream:
-        """Send requests of one tenant to the engine; to be closed in any case. adapter: as the tenant calls it.
-        reader: see `reader_of`. shown_tokens: see `TextStream`. Batch work is no request under way, and waits as long
-        as it must.
+        """Send requests of one tenant to the engine; to be closed in any case. adapter: as the
+        tenant calls it. reader: see `reader_of`. shown_tokens: see `TextStream`. Batch work is no
+        request under way, and waits as long as it must.
 
         Raises:
-            ApiError: too many wait. LimitError: the tenant has too many under way, or has used its tokens.
+            ApiError: too many wait. LimitError: the tenant has too many under way, or has used its
+                tokens.
             EngineGoneError: there is no engine now. RequestError: stop strings without a tokenizer.
         """
         is_batch = requests[0].batch_due_s is not None
@@ -195,7 +220,9 @@ class ServerContext:
         if not is_batch:
             self.waiting.check(tenant)
             self.admission.begin(
-                tenant, num_sequences=number, num_prompt_tokens=sum(len(request.prompt) for request in requests)
+                tenant,
+                num_sequences=number,
+                num_prompt_tokens=sum(len(request.prompt) for request in requests),
             )
         requests = [self._with_public_tokens(request) for request in requests]
         try:

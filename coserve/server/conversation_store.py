@@ -20,10 +20,14 @@ async def find_conversation(
 ) -> ConversationRecord:
     """One of a tenant's; ApiError if there is none."""
     missing = f"Conversation with id '{id}' not found."
-    return await find_stored(context, id, lambda store: store.conversation(tenant, id), param=param, missing=missing)
+    return await find_stored(
+        context, id, lambda store: store.conversation(tenant, id), param=param, missing=missing
+    )
 
 
-async def items_of(context: ServerContext, tenant: str, id: str, *, param: str = "conversation_id") -> list[Item]:
+async def items_of(
+    context: ServerContext, tenant: str, id: str, *, param: str = "conversation_id"
+) -> list[Item]:
     """All that was said in a conversation; ApiError if it is not there."""
 
     def read(store: Transaction) -> list[Item] | None:
@@ -38,11 +42,15 @@ def check_new(items: Sequence[Item], known: Sequence[Item], *, param: str) -> No
     ids = {item["id"] for item in known}
     for item in items:
         if item["id"] in ids:
-            raise ApiError(f"Duplicate item found with id {item['id']}.", param=param, code="duplicate_item")
+            raise ApiError(
+                f"Duplicate item found with id {item['id']}.", param=param, code="duplicate_item"
+            )
         ids.add(item["id"])
 
 
-async def create_conversation(context: ServerContext, record: ConversationRecord, items: Sequence[Item]) -> None:
+async def create_conversation(
+    context: ServerContext, record: ConversationRecord, items: Sequence[Item]
+) -> None:
     """A new one, with its first items."""
 
     def write() -> None:
@@ -53,8 +61,12 @@ async def create_conversation(context: ServerContext, record: ConversationRecord
     await asyncio.to_thread(write)
 
 
-async def extend_conversation(context: ServerContext, tenant: str, id: str, items: Sequence[Item]) -> bool:
-    """Add items; ApiError if one is there already. Returns whether the conversation is there: it may have gone."""
+async def extend_conversation(
+    context: ServerContext, tenant: str, id: str, items: Sequence[Item]
+) -> bool:
+    """Add items; ApiError if one is there already. Returns whether the conversation is there: it
+    may have gone.
+    """
     check_texts(id, param="conversation_id")
 
     def write() -> bool:
@@ -100,7 +112,9 @@ async def remove_conversation(context: ServerContext, tenant: str, id: str) -> b
 async def remove_item(
     context: ServerContext, tenant: str, id: str, item: str
 ) -> tuple[ConversationRecord | None, bool]:
-    """Take an item out of a conversation; returns that, None if it is not there, and whether the item was."""
+    """Take an item out of a conversation; returns that, None if it is not there, and whether the
+    item was.
+    """
     check_texts(id, param="conversation_id")
     check_texts(item, param="item_id")
 
@@ -112,6 +126,11 @@ async def remove_item(
     return await asyncio.to_thread(write)
 
 
-def _add(context: ServerContext, transaction: Transaction, record: ConversationRecord, items: Sequence[Item]) -> None:
+def _add(
+    context: ServerContext,
+    transaction: Transaction,
+    record: ConversationRecord,
+    items: Sequence[Item],
+) -> None:
     sized = [(item, len(to_json(item))) for item in items]
     transaction.add_conversation_items(record, sized, most_bytes=context.config.max_response_bytes)

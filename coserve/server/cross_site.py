@@ -1,4 +1,6 @@
-"""Refuses requests that a page of another site has a browser send, where no key protects the server."""
+"""Refuses requests that a page of another site has a browser send, where no key protects the
+server.
+"""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -18,12 +20,14 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class CrossSiteMiddleware:
-    """Answers 403 to requests that change something and come from a page of another origin, where no key is needed:
-    nothing in them says that their sender may ask. With keys, a browser sends none by itself.
+    """Answers 403 to requests that change something and come from a page of another origin, where
+    no key is needed: nothing in them says that their sender may ask. With keys, a browser sends
+    none by itself.
 
-    Browsers say where a request comes from in `Sec-Fetch-Site` (https://www.w3.org/TR/fetch-metadata/), but send that
-    only to localhost and over TLS. Otherwise `Origin`, which comes with every request that changes something, must name
-    the host and port of `Host`. No page can set either of them; other clients send neither, and may ask.
+    Browsers say where a request comes from in `Sec-Fetch-Site`
+    (https://www.w3.org/TR/fetch-metadata/), but send that only to localhost and over TLS. Otherwise
+    `Origin`, which comes with every request that changes something, must name the host and port of
+    `Host`. No page can set either of them; other clients send neither, and may ask.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, cors_origins: Collection[str]) -> None:
@@ -35,7 +39,9 @@ class CrossSiteMiddleware:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http" and scope["method"] not in _READING and self._is_foreign(scope):
             message = "A page of another site may not ask for this; --cors-origin names those whose pages may."
-            await error_response(ApiError(message, status=403, code="cross_site"))(scope, receive, send)
+            await error_response(ApiError(message, status=403, code="cross_site"))(
+                scope, receive, send
+            )
             return
         await self._app(scope, receive, send)
 
@@ -58,17 +64,17 @@ class CrossSiteMiddleware:
 def is_own_origin(origin: str, host: str) -> bool:
     """Return whether an `Origin` names the host and port of a `Host`.
 
-    The scheme may be another one: a proxy that ends TLS passes https on as http. A port that is not given is the
-    default port of the origin's scheme.
+    The scheme may be another one: a proxy that ends TLS passes https on as http. A port that is not
+    given is the default port of the origin's scheme.
     """
     try:
         page = urlsplit(origin)
         if page.scheme.lower() not in _DEFAULT_PORTS or page.path or page.query or page.fragment:
             return False
         target = urlsplit(f"{page.scheme}://{host}")
-        return page.hostname is not None and _address(page.hostname, page.port, page.scheme) == _address(
-            target.hostname or "", target.port, page.scheme
-        )
+        return page.hostname is not None and _address(
+            page.hostname, page.port, page.scheme
+        ) == _address(target.hostname or "", target.port, page.scheme)
     except ValueError:  # a port or an address that is none
         return False
 

@@ -49,7 +49,9 @@ class EmbeddingBody(RequestBody):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
 
 
-async def embedding_request(body: EmbeddingBody, context: ServerContext, tenant: str, arrival_s: float) -> Generation:
+async def embedding_request(
+    body: EmbeddingBody, context: ServerContext, tenant: str, arrival_s: float
+) -> Generation:
     """What a body asks for; ApiError names the field that is wrong."""
     if body.dimensions is not None:
         raise ApiError(
@@ -86,7 +88,9 @@ async def embedding_request(body: EmbeddingBody, context: ServerContext, tenant:
     )
 
 
-async def embeddings(body: EmbeddingBody, generation: Generation, context: ServerContext) -> dict[str, Any]:
+async def embeddings(
+    body: EmbeddingBody, generation: Generation, context: ServerContext
+) -> dict[str, Any]:
     """The answer; ApiError if this engine's device has no states."""
     found: list[tuple[float, ...]] = [()] * len(generation.prompts)
     async with aclosing(chunks_of(context, generation)) as batches:
@@ -94,14 +98,26 @@ async def embeddings(body: EmbeddingBody, generation: Generation, context: Serve
             for chunk in chunks:
                 found[place] = chunk.embedding or found[place]
     if not all(found):
-        raise ApiError(f"The model `{generation.model}` gives no embeddings here.", code="unsupported_parameter")
+        raise ApiError(
+            f"The model `{generation.model}` gives no embeddings here.",
+            code="unsupported_parameter",
+        )
     data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(_normed(vector), body.encoding_format)}
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": _encoded(_normed(vector), body.encoding_format),
+        }
         for index, vector in enumerate(found)
     ]
     num_tokens = sum(map(len, generation.prompts))
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    head = {"id": generation.id, "object": "list", "created": generation.created, "model": generation.model}
+    head = {
+        "id": generation.id,
+        "object": "list",
+        "created": generation.created,
+        "model": generation.model,
+    }
     return {**head, "data": data, "usage": usage}
 
 

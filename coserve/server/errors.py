@@ -1,4 +1,6 @@
-"""Errors as OpenAI's API gives them: `{"error": {"message", "type", "param", "code"}}` with the status that it uses."""
+"""Errors as OpenAI's API gives them: `{"error": {"message", "type", "param", "code"}}` with the
+status that it uses.
+"""
 
 import logging
 import math
@@ -24,7 +26,8 @@ _MOST_MESSAGE, _MOST_PARAM = 1000, 200
 class ApiError(Exception):
     """A request that is answered with an error.
 
-    status: of HTTP. kind: OpenAI's `type`. param: the field that is wrong. code: a word for programs.
+    status: of HTTP. kind: OpenAI's `type`. param: the field that is wrong. code: a word for
+    programs.
     """
 
     def __init__(
@@ -38,13 +41,25 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message, self.status, self.kind, self.code = _cut(message, _MOST_MESSAGE), status, kind, code
+        self.message, self.status, self.kind, self.code = (
+            _cut(message, _MOST_MESSAGE),
+            status,
+            kind,
+            code,
+        )
         self.param = None if param is None else _cut(param, _MOST_PARAM)
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
         """As JSON."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 def _cut(text: str, most: int) -> str:
@@ -67,7 +82,11 @@ def as_api_error(error: CoserveError) -> ApiError:
     if isinstance(error, DiskFullError):
         # OpenAI's clients would send a file again at once, and time alone makes no room.
         return ApiError(
-            str(error), status=507, kind="server_error", code="disk_full", headers={"x-should-retry": "false"}
+            str(error),
+            status=507,
+            kind="server_error",
+            code="disk_full",
+            headers={"x-should-retry": "false"},
         )
     if isinstance(error, StoreError):  # where it is, is its operator's business
         _log.warning("503 to a client: %s", error)
@@ -79,7 +98,9 @@ def as_api_error(error: CoserveError) -> ApiError:
 
 
 def _over_limit(error: LimitError) -> ApiError:
-    """429. OpenAI's clients try again by themselves, which is of use where time alone brings what is missing."""
+    """429. OpenAI's clients try again by themselves, which is of use where time alone brings what
+    is missing.
+    """
     is_rate = error.what in ("requests", "tokens") and error.retry_after_s is not None
     headers = {"x-should-retry": "true" if is_rate else "false"}
     if error.retry_after_s is not None:

@@ -14,9 +14,9 @@ class TooManyWaitError(Exception):
 class FairTurns:
     """Gives out a few places; belongs to the event loop.
 
-    No tenant has the last free place beside others of its own, so that one that has none finds it. Of those that wait,
-    the tenant that has used the fewest seconds is next; one that comes anew starts with the fewest that another has,
-    so that idling saves up no credit.
+    No tenant has the last free place beside others of its own, so that one that has none finds it.
+    Of those that wait, the tenant that has used the fewest seconds is next; one that comes anew
+    starts with the fewest that another has, so that idling saves up no credit.
     """
 
     def __init__(self, num_places: int, *, max_waiting: int, max_wait_s: float) -> None:
@@ -58,7 +58,9 @@ class FairTurns:
             raise
 
     def _may_run(self, tenant: str) -> bool:
-        return self._running.total() < self._num_places and self._running[tenant] < self._max_of_tenant
+        return (
+            self._running.total() < self._num_places and self._running[tenant] < self._max_of_tenant
+        )
 
     def _forget(self, tenant: str, granted: "asyncio.Future[None]") -> None:
         """Give up a turn that was waited for."""
@@ -72,7 +74,9 @@ class FairTurns:
 
     def _release(self, tenant: str) -> None:
         self._running[tenant] -= 1
-        while ready := [each for each, turns in self._waiting.items() if turns and self._may_run(each)]:
+        while ready := [
+            each for each, turns in self._waiting.items() if turns and self._may_run(each)
+        ]:
             following = min(ready, key=lambda each: (self._running[each], self._used_s[each]))
             granted = self._waiting[following].popleft()
             if not granted.done():

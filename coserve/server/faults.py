@@ -1,4 +1,6 @@
-"""What pydantic finds wrong with a request, in OpenAI's words: one error, the first that says enough."""
+"""What pydantic finds wrong with a request, in OpenAI's words: one error, the first that says
+enough.
+"""
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
@@ -17,19 +19,29 @@ def no_json(reason: str) -> ApiError:
 
 
 def validation_error(faults: Sequence[Any], known: Collection[str] = ()) -> ApiError:
-    """Of what pydantic found, the fault that says most: those of a union's other branches say little. known: fields at
-    the top of the body.
+    """Of what pydantic found, the fault that says most: those of a union's other branches say
+    little. known: fields at the top of the body.
     """
-    wrong_kind = (fault for fault in faults if fault["type"] == "literal_error" and fault["loc"][-1] == "type")
+    wrong_kind = (
+        fault for fault in faults if fault["type"] == "literal_error" and fault["loc"][-1] == "type"
+    )
     unknown = (fault for fault in faults if fault["type"] == "extra_forbidden")
     # "auto" is one branch of a union, and says no more than another's type.
-    in_range = (fault for fault in faults if not fault["type"].endswith("_type") and fault["type"] != "literal_error")
-    deepest = max(faults, key=lambda fault: (fault["loc"][:2] == faults[0]["loc"][:2], len(fault["loc"])))
+    in_range = (
+        fault
+        for fault in faults
+        if not fault["type"].endswith("_type") and fault["type"] != "literal_error"
+    )
+    deepest = max(
+        faults, key=lambda fault: (fault["loc"][:2] == faults[0]["loc"][:2], len(fault["loc"]))
+    )
     first = next(wrong_kind, None) or next(unknown, None) or next(in_range, deepest)
     name = _field_name(first["loc"])
     if first["type"] == "extra_forbidden":
         # `known` has no keys of objects within the body.
-        near = [] if "." in name else get_close_matches(name[:_LONGEST_TYPO], known, n=1, cutoff=0.7)
+        near = (
+            [] if "." in name else get_close_matches(name[:_LONGEST_TYPO], known, n=1, cutoff=0.7)
+        )
         hint = f" Did you mean '{near[0]}'?" if near else ""
         return ApiError(_UNKNOWN.format(name=name) + hint, param=name, code="unknown_parameter")
     if first["type"] == "missing" and name:
@@ -37,13 +49,21 @@ def validation_error(faults: Sequence[Any], known: Collection[str] = ()) -> ApiE
     if first["type"] == "json_invalid":
         return no_json(str(first["msg"]))
     if not name:
-        return ApiError("The request's body must be a JSON object, and its Content-Type application/json.")
+        return ApiError(
+            "The request's body must be a JSON object, and its Content-Type application/json."
+        )
     # All that would be right; pydantic speaks of itself.
-    same = [fault["msg"] for fault in faults if _field_name(fault["loc"]) == name and _is_plain(fault)]
+    same = [
+        fault["msg"] for fault in faults if _field_name(fault["loc"]) == name and _is_plain(fault)
+    ]
     first_words, *others = dict.fromkeys(same if _is_plain(first) else [first["msg"]])
-    words = " or ".join([first_words, *(other.removeprefix("Input should be ") for other in others)])
+    words = " or ".join(
+        [first_words, *(other.removeprefix("Input should be ") for other in others)]
+    )
     words = words.removeprefix("Value error, ").replace(" after validation", "")
-    words = words.replace("dictionary or object to extract fields from", "object").replace("dictionary", "object")
+    words = words.replace("dictionary or object to extract fields from", "object").replace(
+        "dictionary", "object"
+    )
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     return ApiError(f"Invalid value for '{name}': {words}.", param=name, code=code)
 

@@ -1,7 +1,8 @@
 """Functions that translate fields of other servers' APIs into fields that bodies have here.
 
-A reader gets the field's value and the whole body as it was sent. It returns fields by the names that they have here,
-and raises ValueError where the value has no counterpart; the message continues the field's name.
+A reader gets the field's value and the whole body as it was sent. It returns fields by the names
+that they have here, and raises ValueError where the value has no counterpart; the message continues
+the field's name.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +11,8 @@ from typing import Any
 Given = Mapping[str, Any]
 Reader = Callable[[Any, Given], dict[str, Any]]
 
-# Spellings of "as many tokens as there is room for": llama.cpp and LM Studio send -1, Ollama -2 as well.
+# Spellings of "as many tokens as there is room for": llama.cpp and LM Studio send -1, Ollama -2 as
+# well.
 _UNLIMITED = (-1, -2)
 
 
@@ -39,37 +41,51 @@ def do_sample(value: Any, given: Given) -> dict[str, Any]:
     if value:
         return {}
     if given.get("temperature") not in (None, 0):
-        raise ValueError(f"is false, and temperature is {given['temperature']!r}: leave one of them out")
+        raise ValueError(
+            f"is false, and temperature is {given['temperature']!r}: leave one of them out"
+        )
     return {"temperature": 0}
 
 
 def penalty_window(value: Any, given: Given) -> dict[str, Any]:
-    """Accept a window of repetition penalties only where it covers everything, or where nothing is penalised.
+    """Accept a window of repetition penalties only where it covers everything, or where nothing is
+    penalised.
 
-    KoboldCpp's 0 covers everything; 0 in llama.cpp and Ollama penalises nothing, see `last_penalised`.
+    KoboldCpp's 0 covers everything; 0 in llama.cpp and Ollama penalises nothing, see
+    `last_penalised`.
     """
     penalties = [given.get(name) for name in ("repeat_penalty", "repetition_penalty", "rep_pen")]
     if value not in (-1, 0) and any(penalty not in (None, 1) for penalty in penalties):
-        raise ValueError(f"is {value!r}: repetition_penalty counts the whole text; give -1, or leave it out")
+        raise ValueError(
+            f"is {value!r}: repetition_penalty counts the whole text; give -1, or leave it out"
+        )
     return {}
 
 
 def last_penalised(value: Any, given: Given) -> dict[str, Any]:
     """Read the window of repetition penalties of llama.cpp and Ollama, where 0 turns them off."""
-    if value == 0 and any(given.get(name) not in (None, 1) for name in ("repeat_penalty", "repetition_penalty")):
-        raise ValueError("is 0, which turns repeat_penalty off: leave both out, or give -1 for the whole text")
+    if value == 0 and any(
+        given.get(name) not in (None, 1) for name in ("repeat_penalty", "repetition_penalty")
+    ):
+        raise ValueError(
+            "is 0, which turns repeat_penalty off: leave both out, or give -1 for the whole text"
+        )
     return {} if value == 0 else penalty_window(value, given)
 
 
 def enable_thinking(value: Any, given: Given) -> dict[str, Any]:
-    """Read `thinking` as a boolean, or as Anthropic, DeepSeek and Z.ai have it: an object with a type."""
+    """Read `thinking` as a boolean, or as Anthropic, DeepSeek and Z.ai have it: an object with a
+    type.
+    """
     if isinstance(value, bool):
         return {"enable_thinking": value}
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "auto" or kind == "adaptive":
         return {}
     if kind not in ("enabled", "disabled"):
-        raise ValueError('must be true, false, or {"type": "enabled"}, "disabled", "adaptive" or "auto"')
+        raise ValueError(
+            'must be true, false, or {"type": "enabled"}, "disabled", "adaptive" or "auto"'
+        )
     return {"enable_thinking": kind == "enabled"}
 
 
@@ -101,11 +117,16 @@ def reasoning(value: Any, given: Given) -> dict[str, Any]:
 
 
 def reasoning_format(value: Any, given: Given) -> dict[str, Any]:
-    """Read llama.cpp's and Groq's place of the reasoning in an answer; here it is a field of its own."""
+    """Read llama.cpp's and Groq's place of the reasoning in an answer; here it is a field of its
+    own.
+    """
     if value == "hidden":
         return {"include_reasoning": False}
     if value not in ("auto", "parsed", "deepseek", "deepseek-legacy"):
-        raise ValueError(f"is {str(value)[:64]!r}: reasoning is reasoning_content of the message; use parsed or hidden")
+        raise ValueError(
+            f"is {str(value)[:64]!r}: reasoning is reasoning_content of the message; use parsed or "
+            f"hidden"
+        )
     return {}
 
 
@@ -119,7 +140,11 @@ def output_config(value: Any, given: Given) -> dict[str, Any]:
 
 def output_format(value: Any, given: Given) -> dict[str, Any]:
     """Read Anthropic's format of an answer: a JSON schema, not nested as OpenAI has it."""
-    schema = value.get("schema") if isinstance(value, Mapping) and value.get("type") == "json_schema" else None
+    schema = (
+        value.get("schema")
+        if isinstance(value, Mapping) and value.get("type") == "json_schema"
+        else None
+    )
     if not isinstance(schema, Mapping):
         raise ValueError('needs a format of type "json_schema" with a schema')
     return {"response_format": {"type": "json_schema", "schema": schema}}
@@ -155,7 +180,9 @@ def grammar(value: Any, given: Given) -> dict[str, Any]:
         return {names[kind]: value["value"]}
     if kind == "json_schema" and isinstance(value.get("value"), Mapping):
         return {"guided_json": value["value"].get("schema")}
-    raise ValueError("must be a text, or an object with a type (json, json_schema or regex) and a value")
+    raise ValueError(
+        "must be a text, or an object with a type (json, json_schema or regex) and a value"
+    )
 
 
 def json_object(value: Any, given: Given) -> dict[str, Any]:
@@ -174,4 +201,6 @@ def truncate(value: Any, given: Given) -> dict[str, Any]:
 
 def _require(kind: type, value: Any) -> None:
     if not isinstance(value, kind):
-        raise ValueError(f"must be {'true or false' if kind is bool else 'an object'}, not {str(value)[:64]!r}")
+        raise ValueError(
+            f"must be {'true or false' if kind is bool else 'an object'}, not {str(value)[:64]!r}"
+        )

@@ -1,4 +1,6 @@
-"""From the body of a new fine-tuning job to its model, the adapter that it trains further, and its settings."""
+"""From the body of a new fine-tuning job to its model, the adapter that it trains further, and its
+settings.
+"""
 
 import secrets
 from dataclasses import replace
@@ -24,9 +26,11 @@ _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 def read_job_request(
     body: CreateJobBody, context: ServerContext, tenant: str
 ) -> tuple[str, AdapterRef | None, JobSettings]:
-    """The model underneath, the adapter on it that the job trains further (None: a fresh one), and its settings.
+    """The model underneath, the adapter on it that the job trains further (None: a fresh one), and
+    its settings.
 
-    ApiError says which field is wrong. Blocks: to match patterns with all of a model's modules takes a moment.
+    ApiError says which field is wrong. Blocks: to match patterns with all of a model's modules
+    takes a moment.
     """
     _check(body)
     base, start = _start(context, tenant, body.model)
@@ -51,13 +55,18 @@ def read_job_request(
 def _num_virtual(start: AdapterRef) -> int:
     """Virtual tokens of an adapter; 0 if no directory says it."""
     try:
-        return 0 if start.directory is None else read_config(Path(start.directory)).num_virtual_tokens
+        return (
+            0 if start.directory is None else read_config(Path(start.directory)).num_virtual_tokens
+        )
     except AdapterError:  # the job fails of it, and says so
         return 0
 
 
 def _check_data_parallel(settings: JobSettings, base: str, context: ServerContext) -> None:
-    asked, num_nodes = 1 if settings.data_parallel is None else settings.data_parallel.num_nodes, context.link.num_nodes
+    asked, num_nodes = (
+        1 if settings.data_parallel is None else settings.data_parallel.num_nodes,
+        context.link.num_nodes,
+    )
     if changes_model(settings.adapter) and num_nodes > 1 and asked != num_nodes:
         wrong = f"full fine-tuning changes the weights that all nodes serve: ask for all {num_nodes} that are ready."
     elif settings.data_parallel is None:
@@ -69,7 +78,9 @@ def _check_data_parallel(settings: JobSettings, base: str, context: ServerContex
         wrong = f"this server has {nodes}: ask for no more, or add some with coserve cluster up."
     else:
         return
-    raise ApiError(f"'coserve.data_parallel' is {asked}, and {wrong}", param="coserve.data_parallel")
+    raise ApiError(
+        f"'coserve.data_parallel' is {asked}, and {wrong}", param="coserve.data_parallel"
+    )
 
 
 def _check(body: CreateJobBody) -> None:
@@ -84,17 +95,24 @@ def _check(body: CreateJobBody) -> None:
         )
     if body.integrations and not has_wandb():
         raise ApiError(
-            "'integrations' of type wandb need a package on the server: pip install 'coserve[wandb]'.",
+            "'integrations' of type wandb need a package on the server: pip install "
+            "'coserve[wandb]'.",
             param="integrations",
         )
     if body.method is not None:
         _check_method(body.method)
     metadata = body.metadata or {}
     if len(metadata) > _MOST_PAIRS:
-        raise ApiError(f"'metadata' has {len(metadata)} pairs; {_MOST_PAIRS} are allowed.", param="metadata")
-    if any(len(key) > _LONGEST_KEY or len(value) > _LONGEST_VALUE for key, value in metadata.items()):
         raise ApiError(
-            f"'metadata' may have keys of {_LONGEST_KEY} and values of {_LONGEST_VALUE} characters.", param="metadata"
+            f"'metadata' has {len(metadata)} pairs; {_MOST_PAIRS} are allowed.", param="metadata"
+        )
+    if any(
+        len(key) > _LONGEST_KEY or len(value) > _LONGEST_VALUE for key, value in metadata.items()
+    ):
+        raise ApiError(
+            f"'metadata' may have keys of {_LONGEST_KEY} and values of {_LONGEST_VALUE} "
+            f"characters.",
+            param="metadata",
         )
 
 
@@ -102,11 +120,15 @@ def _check_method(method: MethodBody) -> None:
     if method.type not in method_names():
         known = ", ".join(f"'{name}'" for name in method_names())
         raise ApiError(
-            f"The method '{method.type}' is not supported: 'method.type' must be one of {known}.", param="method.type"
+            f"The method '{method.type}' is not supported: 'method.type' must be one of {known}.",
+            param="method.type",
         )
     for name, value in method:
         if name not in ("type", method.type) and value is not None:
-            raise ApiError(f"'method.{name}' does not belong to the method '{method.type}'.", param=f"method.{name}")
+            raise ApiError(
+                f"'method.{name}' does not belong to the method '{method.type}'.",
+                param=f"method.{name}",
+            )
 
 
 def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
@@ -116,7 +138,8 @@ def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
     asked = None if own is None else own.hyperparameters
     if asked is not None and body.hyperparameters is not None and asked != body.hyperparameters:
         raise ApiError(
-            "'hyperparameters' and 'method.supervised.hyperparameters' differ: give the latter alone.",
+            "'hyperparameters' and 'method.supervised.hyperparameters' differ: give the latter "
+            "alone.",
             param="hyperparameters",
         )
     given = asked or body.hyperparameters
@@ -124,7 +147,9 @@ def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
 
 
 def _start(context: ServerContext, tenant: str, model: str) -> tuple[str, AdapterRef | None]:
-    """The model underneath, and the adapter on it that a job trains further; None for a fresh one."""
+    """The model underneath, and the adapter on it that a job trains further; None for a fresh
+    one.
+    """
     jobs = context.jobs
     if model in context.base_names:
         return jobs.models.served.name, None
@@ -132,5 +157,7 @@ def _start(context: ServerContext, tenant: str, model: str) -> tuple[str, Adapte
         return model, None
     known = context.find_adapter(tenant, model) or jobs.adapters.find_on_any(tenant, model)
     if known is None or known.base not in jobs.models:
-        raise not_found(f"The model '{model}' does not exist", param="model", code="model_not_found")
+        raise not_found(
+            f"The model '{model}' does not exist", param="model", code="model_not_found"
+        )
     return known.base, known.ref

@@ -50,12 +50,16 @@ class MethodBody(Body):
 
 
 def method_body() -> type[MethodBody]:
-    """Make the body of a method from the registry of objectives: each is a type, with settings of that name.
+    """Make the body of a method from the registry of objectives: each is a type, with settings of
+    that name.
 
-    OpenAI's `reinforcement` is a known name, too, so that the answer to it says which methods there are.
+    OpenAI's `reinforcement` is a known name, too, so that the answer to it says which methods there
+    are.
     """
     names = method_names()
-    settings: dict[str, Any] = {name: (OfObjective | None, None) for name in names if name != SUPERVISED}
+    settings: dict[str, Any] = {
+        name: (OfObjective | None, None) for name in names if name != SUPERVISED
+    }
     settings["reinforcement"] = (dict[str, Any] | None, None)
     types = Literal[(*names, "reinforcement")]  # type: ignore[valid-type]
     return create_model("Method", __base__=MethodBody, type=(types, ...), **settings)
@@ -73,7 +77,10 @@ class Wandb(Body):
     project: Annotated[str, Field(min_length=1, max_length=128)]
     name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     entity: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    tags: Annotated[List[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=50)] | None = None
+    tags: (
+        Annotated[List[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=50)]
+        | None
+    ) = None
 
 
 class Integration(Body):

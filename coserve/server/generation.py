@@ -1,4 +1,6 @@
-"""From a body to the engine's requests, and their chunks back: what both kinds of completions share."""
+"""From a body to the engine's requests, and their chunks back: what both kinds of completions
+share.
+"""
 
 import asyncio
 import math
@@ -25,8 +27,23 @@ from coserve.server.texts import check_texts
 
 # Fields of SamplingParams that a body has by the same name.
 _SAME = (
-    *("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
-    *("repetition_penalty", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+    *(
+        "temperature",
+        "top_p",
+        "n",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "top_k",
+        "min_p",
+    ),
+    *(
+        "repetition_penalty",
+        "ignore_eos",
+        "min_tokens",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+    ),
     "cache_salt",
 )
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
@@ -50,11 +67,12 @@ _LEAST_TOP_P = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Prompts that go to the engine together, one request each; the answer's choices are their sequences.
+    """Prompts that go to the engine together, one request each; the answer's choices are their
+    sequences.
 
-    id, created, model: as the answer shows them. shown_tokens: special tokens that the answer's text has, for a parser
-    that reads it. priority, batch_due_s, without_jobs: see `AddRequest`. reader: of the adapter's texts, or of the
-    model's.
+    id, created, model: as the answer shows them. shown_tokens: special tokens that the answer's
+    text has, for a parser that reads it. priority, batch_due_s, without_jobs: see `AddRequest`.
+    reader: of the adapter's texts, or of the model's.
     """
 
     id: str
@@ -75,7 +93,11 @@ class Generation:
     def requests(self) -> list[AddRequest]:
         """For the engine."""
         ref = None if self.adapter is None else self.adapter.ref
-        names = [self.id] if len(self.prompts) == 1 else [f"{self.id}-{i}" for i in range(len(self.prompts))]
+        names = (
+            [self.id]
+            if len(self.prompts) == 1
+            else [f"{self.id}-{i}" for i in range(len(self.prompts))]
+        )
         return [
             AddRequest(
                 id=name,
@@ -99,7 +121,9 @@ def new_id(prefix: str, separator: str = "-") -> str:
 
 
 async def find_model(context: ServerContext, tenant: str, name: str) -> AdapterRecord | None:
-    """The adapter of a model's name, None for the base; 404 for a name that the tenant does not know."""
+    """The adapter of a model's name, None for the base; 404 for a name that the tenant does not
+    know.
+    """
     if name in context.base_names:
         return None
     check_texts(name, param="model")
@@ -117,7 +141,10 @@ def sampling_params(
     body: SamplingBody, prompts: Prompts, *, max_tokens: int, vocab_size: int, **more: Any
 ) -> SamplingParams:
     """As the body says; ApiError names the field that is wrong."""
-    given = {**prompts.defaults, **{name: value for name in _SAME if (value := getattr(body, name)) is not None}}
+    given = {
+        **prompts.defaults,
+        **{name: value for name in _SAME if (value := getattr(body, name)) is not None},
+    }
     if (top_k := given.get("top_k")) is not None:
         given["top_k"] = min(top_k, vocab_size)
     if given.get("top_p") == 0:
@@ -146,7 +173,9 @@ def sampling_params(
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     """JSON's keys are strings."""
-    if wrong := [token for token in given if not (token.isascii() and token.isdigit() and len(token) < 20)]:
+    if wrong := [
+        token for token in given if not (token.isascii() and token.isdigit() and len(token) < 20)
+    ]:
         named = ", ".join(map(repr, wrong[:_MOST_NAMED]))
         raise ValueError(f"logit_bias must map token ids to numbers, not {named}")
     return {int(token): bias for token, bias in given.items()}
@@ -182,25 +211,29 @@ def check_details(body: SamplingBody) -> None:
 
 
 def truncated(tokens: list[int], body: SamplingBody, ready: Ready, *, max_tokens: int) -> list[int]:
-    """The prompt, or the part of it that is asked for (-1: as much as there is room for); the end, unless
-    `truncation_side` is right.
+    """The prompt, or the part of it that is asked for (-1: as much as there is room for); the end,
+    unless `truncation_side` is right.
     """
     if (most := body.truncate_prompt_tokens) is None:
         return tokens
     if most == -1:
         most = max(1, most_tokens(ready) - max_tokens)
-    return tokens[:most] if body.truncation_side == "right" else tokens[max(0, len(tokens) - most) :]
+    return (
+        tokens[:most] if body.truncation_side == "right" else tokens[max(0, len(tokens) - most) :]
+    )
 
 
 def check_length(prompts: Prompts, prompt: Prompt, ready: Ready, *, param: str) -> None:
-    """What would be too long however it were tokenized, before that is tried. As vLLM does it: no token of the model
-    has more than `longest_token` characters.
+    """What would be too long however it were tokenized, before that is tried. As vLLM does it: no
+    token of the model has more than `longest_token` characters.
     """
     most, characters = most_tokens(ready) * prompts.longest_token, num_characters(prompt)
     if characters > most > 0:
         raise ApiError(
-            f"This model's maximum context length is {most_tokens(ready)} tokens, which {most} characters at most can "
-            f"be. However, your prompt has {characters} characters. Please reduce the length of the prompt.",
+            f"This model's maximum context length is {most_tokens(ready)} tokens, which {most} "
+            f"characters at most can "
+            f"be. However, your prompt has {characters} characters. Please reduce the length of "
+            f"the prompt.",
             param=param,
             code="context_length_exceeded",
         )
@@ -214,7 +247,8 @@ def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param:
     if len(tokens) + max_tokens > most:
         raise ApiError(
             f"This model's maximum context length is {most} tokens. However, you requested "
-            f"{len(tokens) + max_tokens} tokens ({len(tokens)} in the prompt, {max_tokens} for the completion). "
+            f"{len(tokens) + max_tokens} tokens ({len(tokens)} in the prompt, {max_tokens} for the "
+            f"completion). "
             "Please reduce the length of the prompt or the completion.",
             param=param,
             code="context_length_exceeded",
@@ -222,7 +256,9 @@ def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param:
     wrong = next((token for token in tokens if not 0 <= token < ready.vocab_size), None)
     if wrong is not None:
         raise ApiError(
-            f"token {wrong} of the prompt is out of vocabulary; the model has {ready.vocab_size} tokens", param=param
+            f"token {wrong} of the prompt is out of vocabulary; the model has {ready.vocab_size} "
+            f"tokens",
+            param=param,
         )
 
 
@@ -231,7 +267,9 @@ def most_tokens(ready: Ready) -> int:
     return min(ready.max_positions, (ready.num_pages - ready.num_state_pages) * ready.block_tokens)
 
 
-async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
+async def chunks_of(
+    context: ServerContext, generation: Generation
+) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
     """The chunks of each prompt as they come; closing this cancels what is not over.
 
     Raises:
@@ -246,7 +284,11 @@ async def chunks_of(context: ServerContext, generation: Generation) -> AsyncGene
         reader=generation.reader,
         shown_tokens=generation.shown_tokens,
     )
-    trace = None if context.tracing is None else context.tracing.open(generation.id, generation.model, stream.requests)
+    trace = (
+        None
+        if context.tracing is None
+        else context.tracing.open(generation.id, generation.model, stream.requests)
+    )
     places = {request.id: place for place, request in enumerate(stream.requests)}
     try:
         async for batch in stream.batches():
@@ -272,12 +314,19 @@ def _check(chunk: Chunk) -> None:
             raise ApiError(chunk.error or "")
         raise ApiError(chunk.error or "the engine failed", status=500, kind="server_error")
     if chunk.finish_reason == "cancelled":
-        raise ApiError("the request was cancelled", status=503, kind="server_error", headers={"Retry-After": "2"})
+        raise ApiError(
+            "the request was cancelled",
+            status=503,
+            kind="server_error",
+            headers={"Retry-After": "2"},
+        )
 
 
 @dataclass
 class Usage:
-    """Counts of an answer. slo: what it was served by, if the SLO that it asked for is beyond the device."""
+    """Counts of an answer. slo: what it was served by, if the SLO that it asked for is beyond the
+    device.
+    """
 
     num_prompt: int
     num_output: int = 0
@@ -292,7 +341,9 @@ class Usage:
             self.num_cached += chunk.num_cached_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """As OpenAI gives it; with `slo`, in milliseconds, where the request's own could not be held by this device."""
+        """As OpenAI gives it; with `slo`, in milliseconds, where the request's own could not be
+        held by this device.
+        """
         usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_output,
@@ -317,7 +368,10 @@ class UsageOptions:
     def of(cls, options: StreamOptions | None) -> Self:
         """As a body says; vLLM's is of effect beside OpenAI's alone."""
         at_end = options is not None and bool(options.include_usage)
-        return cls(at_end=at_end, in_each=at_end and options is not None and bool(options.continuous_usage_stats))
+        return cls(
+            at_end=at_end,
+            in_each=at_end and options is not None and bool(options.continuous_usage_stats),
+        )
 
     def of_chunk(self, usage: Usage) -> dict[str, Any]:
         """What an event has that is not the last."""

@@ -1,7 +1,8 @@
-"""Tries grammars before the engine hears of them: one that asks for too much is answered with an error at once.
+"""Tries grammars before the engine hears of them: one that asks for too much is answered with an
+error at once.
 
-A sandbox compiles each grammar in a process of its own (`coserve.devices.grammar_check`), a few at once; tenants share
-its places. What came of a grammar is remembered.
+A sandbox compiles each grammar in a process of its own (`coserve.devices.grammar_check`), a few at
+once; tenants share its places. What came of a grammar is remembered.
 """
 
 import asyncio
@@ -49,18 +50,24 @@ class GrammarChecks:
     def sandbox_pid(self) -> int | None:
         """The process of the sandbox, if there is one now."""
         checker = self._checker
-        is_made = checker is not None and checker.done() and not checker.cancelled() and checker.exception() is None
+        is_made = (
+            checker is not None
+            and checker.done()
+            and not checker.cancelled()
+            and checker.exception() is None
+        )
         return checker.result().pid if checker is not None and is_made else None
 
     async def check(self, grammar: Grammar, *, tenant: str, param: str) -> Grammar:
-        """Return a grammar with its measured bytes, and see that the engine knows what tokens stand for.
+        """Return a grammar with its measured bytes, and see that the engine knows what tokens stand
+        for.
 
         Args:
             param: the field of the body that it comes from.
 
         Raises:
-            ApiError: it cannot be used (400), or too many of the tenant's are being tried, or the machine cannot try it
-                now (503).
+            ApiError: it cannot be used (400), or too many of the tenant's are being tried, or the
+                machine cannot try it now (503).
         """
         check_texts(grammar.text, param=param)
         try:
@@ -84,7 +91,9 @@ class GrammarChecks:
             self._checker.result().close()
 
     async def _tried(self, grammar: Grammar, checker: GrammarChecker, tenant: str) -> None:
-        """Wait for an outcome; requests of the tenant that bring the same grammar meanwhile wait for the same."""
+        """Wait for an outcome; requests of the tenant that bring the same grammar meanwhile wait
+        for the same.
+        """
         key = tenant, grammar
         if key not in self._trying:
             self._trying[key] = asyncio.ensure_future(self._try(grammar, checker, tenant))
@@ -102,7 +111,9 @@ class GrammarChecks:
             async with self._turns.turn(tenant):
                 if grammar in self._outcomes:  # another tenant's was the same
                     return
-                measuring = asyncio.get_running_loop().run_in_executor(self._threads, checker.measure, grammar)
+                measuring = asyncio.get_running_loop().run_in_executor(
+                    self._threads, checker.measure, grammar
+                )
                 outcome: _Outcome = await measuring
         except RequestError as error:
             outcome = str(error)
@@ -124,7 +135,9 @@ class GrammarChecks:
         self._rest = asyncio.get_running_loop().call_later(_REST_S, checker.rest)
 
     async def _checker_of_model(self) -> GrammarChecker:
-        """Return the checker, made for the first grammar; RequestError without a tokenizer, or the library."""
+        """Return the checker, made for the first grammar; RequestError without a tokenizer, or the
+        library.
+        """
         if self._checker is None:
             self._checker = asyncio.ensure_future(self._make_checker())
         try:
@@ -136,12 +149,15 @@ class GrammarChecks:
     async def _make_checker(self) -> GrammarChecker:
         pieces, special = await self._prompts.vocabulary(self._link.require_ready().vocab_size)
         vocabulary = Vocabulary(pieces, special, ())
-        return await asyncio.get_running_loop().run_in_executor(self._threads, GrammarChecker, vocabulary)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, GrammarChecker, vocabulary
+        )
 
 
 def _busy() -> ApiError:
     return ApiError(
-        "the grammar cannot be tried now: too many are being compiled, or the machine is short of memory; try again in "
+        "the grammar cannot be tried now: too many are being compiled, or the machine is short of "
+        "memory; try again in "
         "a few seconds",
         status=503,
         kind="server_error",

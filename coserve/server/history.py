@@ -40,10 +40,13 @@ class TokenHistory:
     def __init__(self) -> None:
         # Part lengths, each with as many parts as the longest span that uses it.
         longest = {
-            part_s: max(s.num_parts for s in SPANS if s.part_s == part_s) for part_s in {s.part_s for s in SPANS}
+            part_s: max(s.num_parts for s in SPANS if s.part_s == part_s)
+            for part_s in {s.part_s for s in SPANS}
         }
         # One more than is shown: the newest part isn't over yet.
-        self._rings = {part_s: deque[_Part](maxlen=number + 1) for part_s, number in longest.items()}
+        self._rings = {
+            part_s: deque[_Part](maxlen=number + 1) for part_s, number in longest.items()
+        }
 
     def add(self, now_s: float, *, num_generated: int, num_trained: int) -> None:
         """Count tokens at a time, which must not be before those of earlier calls."""
@@ -55,11 +58,15 @@ class TokenHistory:
             ring[-1].num_trained += num_trained
 
     def rates(self, span: Span, now_s: float) -> list[tuple[float, float]]:
-        """Return generated and trained tokens per second in each full part of a span, the oldest first."""
+        """Return generated and trained tokens per second in each full part of a span, the oldest
+        first.
+        """
         counted = {part.index: part for part in self._rings[span.part_s]}
         end = int(now_s // span.part_s)
         parts = [counted.get(index) for index in range(end - span.num_parts, end)]
         return [
-            (0.0, 0.0) if part is None else (part.num_generated / span.part_s, part.num_trained / span.part_s)
+            (0.0, 0.0)
+            if part is None
+            else (part.num_generated / span.part_s, part.num_trained / span.part_s)
             for part in parts
         ]

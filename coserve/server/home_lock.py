@@ -15,8 +15,8 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def lock_home(directory: Path, *, close: bool = True) -> Iterator[None]:
-    """Keep other servers out of it; the system releases the lock when this process ends, however it ends. close: and
-    other users, too.
+    """Keep other servers out of it; the system releases the lock when this process ends, however it
+    ends. close: and other users, too.
 
     Two servers in one home would take up the same jobs, and tidy away what the other is writing.
 
@@ -29,11 +29,15 @@ def lock_home(directory: Path, *, close: bool = True) -> Iterator[None]:
         elif make_private(directory):
             close_files(directory)
         else:
-            _log.warning("%s is not this user's alone: others may read files and jobs there", directory)
+            _log.warning(
+                "%s is not this user's alone: others may read files and jobs there", directory
+            )
         file = (directory / LOCK_FILE).open("a")
     except OSError as error:
         reason = error.strerror or error
-        raise CoserveError(f"{directory} cannot be written: {reason}; choose another --home") from None
+        raise CoserveError(
+            f"{directory} cannot be written: {reason}; choose another --home"
+        ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,13 +21,20 @@ def jobs_json(context: ServerContext, jobs: Sequence[JobRecord]) -> list[dict[st
     """Blocks."""
     with context.jobs.store.read() as transaction:
         losses = transaction.last_losses([job.id for job in jobs])
-        best = transaction.best_evaluations([job.id for job in jobs if job.validation_file is not None])
+        best = transaction.best_evaluations(
+            [job.id for job in jobs if job.validation_file is not None]
+        )
     return [_json(context, job, losses.get(job.id), best.get(job.id)) for job in jobs]
 
 
-def _json(context: ServerContext, job: JobRecord, loss: float | None, best: EventRecord | None) -> dict[str, Any]:
+def _json(
+    context: ServerContext, job: JobRecord, loss: float | None, best: EventRecord | None
+) -> dict[str, Any]:
     settings = JobSettings.from_data(job.settings)
-    hyperparameters, method = settings.hyperparameters(job.num_examples), settings.objective.replace("-", "_")
+    hyperparameters, method = (
+        settings.hyperparameters(job.num_examples),
+        settings.objective.replace("-", "_"),
+    )
     return {
         "object": "fine_tuning.job",
         "id": job.id,
@@ -86,7 +93,11 @@ def checkpoint_json(
         best: The best evaluation of its job.
     """
     known = by_step(events).get(checkpoint.step, {})
-    names = [f"{kind}_{what}" for kind in ("train", "valid", "full_valid") for what in ("loss", "mean_token_accuracy")]
+    names = [
+        f"{kind}_{what}"
+        for kind in ("train", "valid", "full_valid")
+        for what in ("loss", "mean_token_accuracy")
+    ]
     names += ANSWERS
     return {
         "object": "fine_tuning.job.checkpoint",
@@ -95,6 +106,9 @@ def checkpoint_json(
         "fine_tuned_model_checkpoint": checkpoint.name,
         "fine_tuning_job_id": checkpoint.job,
         "step_number": checkpoint.step,
-        "metrics": {"step": checkpoint.step, **{name: known[name] for name in names if known.get(name) is not None}},
+        "metrics": {
+            "step": checkpoint.step,
+            **{name: known[name] for name in names if known.get(name) is not None},
+        },
         "coserve": {"is_best": best is not None and best.step == checkpoint.step},
     }

@@ -1,4 +1,6 @@
-"""Jobs in a server: the manager, told what the engine reports; its adapters can be named by requests."""
+"""Jobs in a server: the manager, told what the engine reports; its adapters can be named by
+requests.
+"""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Of batches, as many requests are under way as engines run at once; of more nodes than this, as many as of these: they
-# are in this process's memory.
+# Of batches, as many requests are under way as engines run at once; of more nodes than this, as
+# many as of these: they are in this process's memory.
 _MOST_NODES = 32
 
 
@@ -71,8 +73,8 @@ class _BatchDeaths:
 
 
 async def start_jobs(context: ServerContext) -> None:
-    """Open the store, and have jobs resume as soon as there is an engine. StoreError if it cannot be opened, or files
-    cannot be kept; ModelError if a model that jobs may train is not there.
+    """Open the store, and have jobs resume as soon as there is an engine. StoreError if it cannot
+    be opened, or files cannot be kept; ModelError if a model that jobs may train is not there.
 
     `stop_jobs` is to be called when the engine has ended.
     """
@@ -83,7 +85,9 @@ async def start_jobs(context: ServerContext) -> None:
     store = Store.at(config.directory, database_url(config.database))
     manager = JobManager(
         store=store,
-        files=Files(store, config.directory / "files", max_bytes=config.max_upload_bytes, shared=shared),
+        files=Files(
+            store, config.directory / "files", max_bytes=config.max_upload_bytes, shared=shared
+        ),
         directory=config.directory / "jobs",
         engine=context.link,
         models=models,
@@ -91,10 +95,14 @@ async def start_jobs(context: ServerContext) -> None:
         max_running_of=lambda tenant: context.limits_of(tenant).max_running_jobs,
         timeout_s=inf if config.job_timeout_s is None else config.job_timeout_s,
     )
-    await asyncio.to_thread(context.loaded.restore, store, base=context.model_name, allowed=config.allow_adapter_paths)
+    await asyncio.to_thread(
+        context.loaded.restore, store, base=context.model_name, allowed=config.allow_adapter_paths
+    )
     context.storage = Storage(store, config.directory)
     await context.storage.check()
-    context.ending = asyncio.create_task(_end_unfinished(store, await asyncio.to_thread(unfinished, store)))
+    context.ending = asyncio.create_task(
+        _end_unfinished(store, await asyncio.to_thread(unfinished, store))
+    )
     await manager.start()
     context.trackers = Trackers(store, config.directory / "jobs")
     context.link.listen(_JobReports(manager, context.link, context.trackers))
@@ -120,7 +128,10 @@ async def _end_unfinished(store: Store, ids: list[str]) -> None:
 def _models(context: ServerContext) -> JobModels:
     paths = context.config.engine.trainable_models
     if clashing := sorted(paths.keys() & {*context.base_names, context.model_name}):
-        raise ModelError(f"--trainable-model {clashing[0]}=… has the name of the model that serves: choose another")
+        raise ModelError(
+            f"--trainable-model {clashing[0]}=… has the name of the model that serves: choose "
+            f"another"
+        )
     served = context.prompts.source
     others = [_base_model(name, source, load_tokenizer(source)) for name, source in _found(paths)]
     model = _base_model(context.model_name, served, context.prompts.tokenizer)
@@ -136,7 +147,9 @@ def _found(paths: Mapping[str, str]) -> Iterator[tuple[str, ModelSource]]:
             raise ModelError(f"--trainable-model {name}={path}: {error}") from None
 
 
-def _base_model(name: str, source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None") -> BaseModel:
+def _base_model(
+    name: str, source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None"
+) -> BaseModel:
     return BaseModel(
         name=name,
         architecture=build_architecture(source.config),

@@ -1,8 +1,9 @@
 """Keys, known by their digests alone: neither memory nor a file holds one that could be used.
 
-The digest is SHA-256, without salt and fast. Slow, salted ones protect secrets that people choose, against guessing; a
-key of `new_key` has 256 random bits, which nobody guesses at any speed, and every request would pay for a slow one.
-Keys that people choose for the command line are never written down.
+The digest is SHA-256, without salt and fast. Slow, salted ones protect secrets that people choose,
+against guessing; a key of `new_key` has 256 random bits, which nobody guesses at any speed, and
+every request would pay for a slow one. Keys that people choose for the command line are never
+written down.
 """
 
 import hashlib
@@ -36,8 +37,8 @@ def is_digest(text: str) -> bool:
 
 
 def tenant_and_digest(text: str) -> tuple[str, str]:
-    """Of KEY or TENANT=KEY, where the key may be a digest already. A key without a name gives its tenant one that does
-    not tell the key. ValueError for an empty key.
+    """Of KEY or TENANT=KEY, where the key may be a digest already. A key without a name gives its
+    tenant one that does not tell the key. ValueError for an empty key.
     """
     if not text:
         raise ValueError("api_keys must be KEY or TENANT=KEY, and no key may be empty")
@@ -51,8 +52,9 @@ def tenant_and_digest(text: str) -> tuple[str, str]:
 class KeyRing:
     """Who may ask, and how much.
 
-    tenants: by their keys' digests; without any, all clients are one tenant, which may see all. operators: tenants
-    whose keys see how the server fares for all tenants. limits: of tenants that have their own; others have `common`.
+    tenants: by their keys' digests; without any, all clients are one tenant, which may see all.
+    operators: tenants whose keys see how the server fares for all tenants. limits: of tenants that
+    have their own; others have `common`.
     """
 
     tenants: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +68,9 @@ class KeyRing:
         return not self.tenants
 
     def tenant_of(self, key: str) -> str | None:
-        """Whose key it is. All are compared, each in the same time, so that how long it takes tells nothing."""
+        """Whose key it is. All are compared, each in the same time, so that how long it takes tells
+        nothing.
+        """
         given, found = digest_of(key), None
         for digest, tenant in self.tenants.items():
             if hmac.compare_digest(digest, given):

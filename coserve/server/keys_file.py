@@ -1,7 +1,8 @@
 """Where keys come from: the command line, the environment, and a file that is read again on SIGHUP.
 
-The file is TOML. Every key is one line, its digest and its tenant (`coserve keys new TENANT` prints one); what a tenant
-may do stands in a table of its name, and is the server's common setting where it does not:
+The file is TOML. Every key is one line, its digest and its tenant (`coserve keys new TENANT` prints
+one); what a tenant may do stands in a table of its name, and is the server's common setting where
+it does not:
 
     [keys]
     "sha256:…" = "ann"
@@ -52,7 +53,10 @@ class Keys:
         self._environment = _hashed(take_variable(SERVER_KEYS).split())
         self.ring = self._read()
         if not self.ring.is_open and not self.ring.operators:
-            _log.warning("no key is an operator's, so nobody sees the metrics of all: name a tenant with --operator")
+            _log.warning(
+                "no key is an operator's, so nobody sees the metrics of all: name a tenant with "
+                "--operator"
+            )
 
     def reload(self) -> None:
         """Read the file again; what is wrong with it is logged, and changes nothing."""
@@ -76,15 +80,27 @@ class Keys:
                     operators.add(name)
                 settings.pop("weight", None)
                 limits[name] = replace(config.tenant_limits, **settings)
-        for where, named in (("--operator", config.operators), (f"[tenants] of {config.api_keys_file}", limits)):
+        for where, named in (
+            ("--operator", config.operators),
+            (f"[tenants] of {config.api_keys_file}", limits),
+        ):
             for name in named:
                 if name not in tenants.values():
-                    raise CoserveError(f"{where}: there is no key of tenant {name!r}; coserve keys new makes one")
-        return KeyRing(tenants=tenants, operators=frozenset(operators), limits=limits, common=config.tenant_limits)
+                    raise CoserveError(
+                        f"{where}: there is no key of tenant {name!r}; coserve keys new makes one"
+                    )
+        return KeyRing(
+            tenants=tenants,
+            operators=frozenset(operators),
+            limits=limits,
+            common=config.tenant_limits,
+        )
 
 
 def tenant_weights(config: ServerConfig) -> dict[str, float]:
-    """Return the weights of tenants that have their own: of the command line, and of the file, which goes first."""
+    """Return the weights of tenants that have their own: of the command line, and of the file,
+    which goes first.
+    """
     weights = dict(config.engine.tenant_weights)
     if config.api_keys_file is not None:
         for name, settings in _read_file(Path(config.api_keys_file))["tenants"].items():
@@ -100,18 +116,28 @@ def _hashed(texts: Iterable[str]) -> dict[str, str]:
 def _add(tenants: dict[str, str], more: Mapping[str, str], where: str) -> None:
     for digest, tenant in more.items():
         if tenants.setdefault(digest, tenant) != tenant:
-            raise CoserveError(f"{where} gives a key to tenant {tenant!r} that is tenant {tenants[digest]!r}'s already")
+            raise CoserveError(
+                f"{where} gives a key to tenant {tenant!r} that is tenant {tenants[digest]!r}'s "
+                f"already"
+            )
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     """`keys`: tenants by digest; `tenants`: settings by tenant. CoserveError for what is wrong."""
     try:
         if not is_trusted(path):
-            raise CoserveError(f"other users can write {path}, or the directory that it is in: make it yours alone")
+            raise CoserveError(
+                f"other users can write {path}, or the directory that it is in: make it yours alone"
+            )
         held = tomllib.loads(path.read_text())
-        return {"keys": _keys(held.pop("keys", {})), "tenants": _tenants(held.pop("tenants", {}), held)}
+        return {
+            "keys": _keys(held.pop("keys", {})),
+            "tenants": _tenants(held.pop("tenants", {}), held),
+        }
     except OSError as error:
-        raise CoserveError(f"the keys' file {path} cannot be read: {error.strerror or error}") from None
+        raise CoserveError(
+            f"the keys' file {path} cannot be read: {error.strerror or error}"
+        ) from None
     except ValueError as error:  # of TOML, UTF-8, or ours
         raise CoserveError(f"the keys' file {path} is wrong: {error}") from None
 
@@ -121,9 +147,14 @@ def _keys(found: Any) -> dict[str, str]:
         raise ValueError("it has no keys; a line of [keys] is made by coserve keys new TENANT")
     for number, (digest, tenant) in enumerate(found.items(), 1):
         if not is_digest(digest):  # perhaps a key itself, which no log may hold
-            raise ValueError(f'line {number} of [keys] does not begin with a digest such as "sha256:…"')
+            raise ValueError(
+                f'line {number} of [keys] does not begin with a digest such as "sha256:…"'
+            )
         if not isinstance(tenant, str) or not re.fullmatch(TENANT_NAME, tenant):
-            raise ValueError(f"{tenant!r} is no name of a tenant: 1 to 64 letters, digits, dots, hyphens, underscores")
+            raise ValueError(
+                f"{tenant!r} is no name of a tenant: 1 to 64 letters, digits, dots, hyphens, "
+                f"underscores"
+            )
     return found
 
 
@@ -141,7 +172,9 @@ def _settings(name: str, given: Any) -> dict[str, Any]:
     found: dict[str, Any] = dict(given)
     known = ("operator", "weight", *_LIMITS)
     if unknown := [key for key in found if key not in known]:
-        raise ValueError(f"tenants.{name} has {unknown[0]!r}, which is not one of {', '.join(known)}")
+        raise ValueError(
+            f"tenants.{name} has {unknown[0]!r}, which is not one of {', '.join(known)}"
+        )
     if not isinstance(found.get("operator", False), bool):
         raise ValueError(f"tenants.{name}.operator must be true or false")
     if "weight" in found and not (is_number(found["weight"]) and found["weight"] > 0):

@@ -1,4 +1,6 @@
-"""Whose each request is: the engine knows neither tenants nor the names that they gave to adapters."""
+"""Whose each request is: the engine knows neither tenants nor the names that they gave to
+adapters.
+"""
 
 import time
 from collections import deque

@@ -9,9 +9,10 @@ from coserve.settings import check_whole
 class Limits:
     """Of one tenant; None: no limit. ValueError when created names the field.
 
-    max_requests: sequences of requests under way at once (one with n=4 has four). tokens_per_minute: of prompts and
-    answers, in the long run. max_batches: batches that have not ended. max_jobs: jobs that have not ended.
-    max_running_jobs: those that train at once. max_file_bytes: of all files together.
+    max_requests: sequences of requests under way at once (one with n=4 has four).
+    tokens_per_minute: of prompts and answers, in the long run. max_batches: batches that have not
+    ended. max_jobs: jobs that have not ended. max_running_jobs: those that train at once.
+    max_file_bytes: of all files together.
     """
 
     max_requests: int | None = None

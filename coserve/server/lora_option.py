@@ -4,8 +4,8 @@ import json
 
 
 def lora_module(given: str) -> tuple[str, str]:
-    """Name and path of an adapter as vLLM's option has them: NAME=PATH, or JSON with `name` and `path`. ValueError if
-    it is neither.
+    """Name and path of an adapter as vLLM's option has them: NAME=PATH, or JSON with `name` and
+    `path`. ValueError if it is neither.
     """
     if given.lstrip().startswith("{"):
         try:
@@ -16,8 +16,12 @@ def lora_module(given: str) -> tuple[str, str]:
             name, path = value["name"], value["path"]
             if isinstance(name, str) and isinstance(path, str) and name and path:
                 return name, path
-        raise ValueError('lora_modules must be NAME=PATH, or JSON such as {"name": "mine", "path": "DIR"}')
+        raise ValueError(
+            'lora_modules must be NAME=PATH, or JSON such as {"name": "mine", "path": "DIR"}'
+        )
     name, separator, path = given.partition("=")
     if not (name and separator and path):
-        raise ValueError(f"lora_modules must be NAME=PATH, or JSON with name and path, not {given!r}")
+        raise ValueError(
+            f"lora_modules must be NAME=PATH, or JSON with name and path, not {given!r}"
+        )
     return name, path

@@ -10,8 +10,8 @@ _MAX_MESSAGES = 10_000
 
 
 class Block(Body):
-    """A block of a message: text, thinking, tool_use or tool_result. What else it has (`cache_control`, `signature`) is
-    not read.
+    """A block of a message: text, thinking, tool_use or tool_result. What else it has
+    (`cache_control`, `signature`) is not read.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -85,9 +85,13 @@ class CountBody(RequestBody):
 
 
 class MessagesBody(CountBody, TextBody):
-    """POST /v1/messages: Anthropic's fields, and beyond them those of all routes that generate text."""
+    """POST /v1/messages: Anthropic's fields, and beyond them those of all routes that generate
+    text.
+    """
 
-    unused: ClassVar[frozenset[str]] = frozenset({"cache_control", "metadata", "service_tier", "inference_geo"})
+    unused: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "metadata", "service_tier", "inference_geo"}
+    )
 
     max_tokens: int
     stop_sequences: List[str] | None = None

@@ -12,7 +12,14 @@ from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.generation import Usage, chunks_of
 from coserve.server.responses import server_sent_event
-from coserve.server.tool_parsers.base import Arguments, CallBegins, CallFails, Content, Part, Reasoning
+from coserve.server.tool_parsers.base import (
+    Arguments,
+    CallBegins,
+    CallFails,
+    Content,
+    Part,
+    Reasoning,
+)
 
 Event = dict[str, Any]
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
@@ -21,8 +28,8 @@ _DELTAS = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_de
 
 
 class MessageWriter:
-    """Makes blocks of one request's chunks. A call that turned out to be none is text after it; a stream, which has
-    sent it already, leaves it as it is.
+    """Makes blocks of one request's chunks. A call that turned out to be none is text after it; a
+    stream, which has sent it already, leaves it as it is.
     """
 
     def __init__(self, context: ServerContext, chat: ChatRequest) -> None:
@@ -98,7 +105,12 @@ class MessageWriter:
         if isinstance(part, CallBegins):
             yield from self._close()
             self._arguments = ""
-            block = {"type": "tool_use", "id": self._reader.new_call_id(), "name": part.name, "input": {}}
+            block = {
+                "type": "tool_use",
+                "id": self._reader.new_call_id(),
+                "name": part.name,
+                "input": {},
+            }
             yield from self._open(block)
         elif isinstance(part, Arguments):
             self._arguments += part.text
@@ -124,7 +136,11 @@ class MessageWriter:
     def _open(self, block: dict[str, Any]) -> Iterator[Event]:
         self._blocks.append(block)
         self._is_open = True
-        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+        yield {
+            "type": "content_block_start",
+            "index": len(self._blocks) - 1,
+            "content_block": dict(block),
+        }
 
     def _close(self) -> Iterator[Event]:
         if not self._is_open:
@@ -138,14 +154,21 @@ class MessageWriter:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _stop_reason(self) -> str:
-        has_calls = any(block["type"] == "tool_use" and "failed" not in block for block in self._blocks)
+        has_calls = any(
+            block["type"] == "tool_use" and "failed" not in block for block in self._blocks
+        )
         if self._reason == "stop" and has_calls:
             return "tool_use"
         return "stop_sequence" if self._stop is not None else _REASONS[self._reason]
 
     def _head(self) -> dict[str, Any]:
         generation = self._chat.generation
-        return {"id": generation.id, "type": "message", "role": "assistant", "model": generation.model}
+        return {
+            "id": generation.id,
+            "type": "message",
+            "role": "assistant",
+            "model": generation.model,
+        }
 
     def _usage_json(self) -> dict[str, Any]:
         """Anthropic counts cached tokens beside the others, not among them."""

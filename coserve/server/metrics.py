@@ -31,7 +31,10 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
 
         def histogram(
-            name: str, help: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = _BUCKETS
+            name: str,
+            help: str,
+            labels: tuple[str, ...] = (),
+            buckets: tuple[float, ...] = _BUCKETS,
         ) -> Histogram:
             return Histogram(f"coserve_{name}", help, labels, registry=registry, buckets=buckets)
 
@@ -46,78 +49,129 @@ class Metrics:
         self._gap = histogram("token_gap_seconds", "Between two tokens of a request.", _WHO)
         self._finished = counter("requests_finished", "Sequences that came to their end.", _WHO)
         self._attained = counter("requests_attained", "Those that held both their SLOs.", _WHO)
-        self._ended = counter("sequences_ended", "By reason: stop, length, cancelled, error.", ("reason",))
+        self._ended = counter(
+            "sequences_ended", "By reason: stop, length, cancelled, error.", ("reason",)
+        )
         self._whole = histogram("request_seconds", "From a request's arrival to its last token.")
-        self._queue = histogram("request_queue_seconds", "From a request's arrival to the step with its first rows.")
-        self._prefill = histogram("request_prefill_seconds", "From that step to a request's first token.")
-        self._decode = histogram("request_decode_seconds", "From a request's first token to its last.")
-        self._prompt_tokens = histogram("request_prompt_tokens", "Of a request's prompt.", (), _LENGTHS)
-        self._generated_tokens = histogram("request_generated_tokens", "Of a sequence's answer.", (), _LENGTHS)
-        self._tokens = counter("tokens", "By kind: prompt, cached (of the prompt's), generated.", ("kind", *_WHO))
+        self._queue = histogram(
+            "request_queue_seconds", "From a request's arrival to the step with its first rows."
+        )
+        self._prefill = histogram(
+            "request_prefill_seconds", "From that step to a request's first token."
+        )
+        self._decode = histogram(
+            "request_decode_seconds", "From a request's first token to its last."
+        )
+        self._prompt_tokens = histogram(
+            "request_prompt_tokens", "Of a request's prompt.", (), _LENGTHS
+        )
+        self._generated_tokens = histogram(
+            "request_generated_tokens", "Of a sequence's answer.", (), _LENGTHS
+        )
+        self._tokens = counter(
+            "tokens", "By kind: prompt, cached (of the prompt's), generated.", ("kind", *_WHO)
+        )
         self._tuned = counter("tuned_tokens", "Tokens that fine-tuning got through: the harvest.")
-        self._job_tokens = counter("job_trained_tokens", "Tokens with a loss that a job has trained on.", ("job",))
+        self._job_tokens = counter(
+            "job_trained_tokens", "Tokens with a loss that a job has trained on.", ("job",)
+        )
         self._job_loss = gauge("job_loss", "Mean loss of a job's last optimizer step.", ("job",))
         self._job_step = gauge("job_step", "Optimizer steps that a job has made.", ("job",))
         self._running = gauge("requests_running", "Sequences that run.")
         self._waiting = gauge("requests_waiting", "Sequences that wait for memory.")
-        self._batch = gauge("batch_requests", "Sequences of batch work, by state: running, waiting.", ("state",))
-        self._jobs = gauge("jobs", "Jobs that the engine has and that are not over: they train, or rest there.")
+        self._batch = gauge(
+            "batch_requests", "Sequences of batch work, by state: running, waiting.", ("state",)
+        )
+        self._jobs = gauge(
+            "jobs", "Jobs that the engine has and that are not over: they train, or rest there."
+        )
         self._company = gauge(
             "job_company",
-            "Jobs whose last tasklets were one batch of rows with a job's: those of the same group, which has the name "
+            "Jobs whose last tasklets were one batch of rows with a job's: those of the same "
+            "group, which has the name "
             "of the first.",
             ("job", "group"),
         )
         self._pages = gauge("pages", "Pages of the pool, by owner.", ("owner",))
-        self._preemptions = gauge("preemptions", "Requests whose pages were taken, since the engine started.")
-        self._swapped = gauge(
-            "swapped_pages", "Pages that went to the host to make room (out), and that came back (in).", ("direction",)
+        self._preemptions = gauge(
+            "preemptions", "Requests whose pages were taken, since the engine started."
         )
-        self._moved = gauge("moved_pages", "Pages of requests that were copied to others, so that jobs got neighbours.")
-        self._host_pages = gauge("host_pages_used", "Pages on the host that are taken, by what made room.")
+        self._swapped = gauge(
+            "swapped_pages",
+            "Pages that went to the host to make room (out), and that came back (in).",
+            ("direction",),
+        )
+        self._moved = gauge(
+            "moved_pages",
+            "Pages of requests that were copied to others, so that jobs got neighbours.",
+        )
+        self._host_pages = gauge(
+            "host_pages_used", "Pages on the host that are taken, by what made room."
+        )
         self._grammars = gauge(
             "grammar_bytes",
-            "Bytes of compiled grammars and their growth, by the tenant whose request used each last.",
+            "Bytes of compiled grammars and their growth, by the tenant whose request used each "
+            "last.",
             ("tenant",),
         )
         self._give_back = gauge(
             "give_back_seconds",
-            "Give back within: the most that a step has waited lately for pages of others, which went to the host or "
+            "Give back within: the most that a step has waited lately for pages of others, which "
+            "went to the host or "
             "held weights of --trainable-model.",
         )
         self._handed = gauge(
             "handover_prompts",
-            "Prompts whose pages a prefill instance handed over (whole), or not, so that they were computed by the "
+            "Prompts whose pages a prefill instance handed over (whole), or not, so that they were "
+            "computed by the "
             "decode instance (not), since the engine started.",
             ("outcome",),
         )
-        self._handed_pages = gauge("handover_pages", "Pages that were handed over, since the engine started.")
-        self._partners = gauge("handover_partners", "Prefill or decode instances that are connected.")
+        self._handed_pages = gauge(
+            "handover_pages", "Pages that were handed over, since the engine started."
+        )
+        self._partners = gauge(
+            "handover_partners", "Prefill or decode instances that are connected."
+        )
         self._weight_bytes = gauge(
             "weight_window_copied_bytes",
-            "Bytes of weights of --trainable-model that came into their window, since the engine started.",
+            "Bytes of weights of --trainable-model that came into their window, since the engine "
+            "started.",
         )
         self._weights_wait = gauge(
-            "weight_window_wait_seconds", "For which steps waited for such weights, since the engine started."
+            "weight_window_wait_seconds",
+            "For which steps waited for such weights, since the engine started.",
         )
         self._slos_clamped = gauge(
-            "slos_clamped", "Requests whose SLO was beyond the device, and was relaxed, since the engine started."
+            "slos_clamped",
+            "Requests whose SLO was beyond the device, and was relaxed, since the engine started.",
         )
-        self._packs_dropped = gauge("packs_dropped", "Jobs' packs that made room, since the engine started.")
-        self._margin = gauge("prediction_margin", "Share by which most steps of late took no longer than predicted.")
+        self._packs_dropped = gauge(
+            "packs_dropped", "Jobs' packs that made room, since the engine started."
+        )
+        self._margin = gauge(
+            "prediction_margin", "Share by which most steps of late took no longer than predicted."
+        )
         self._step = histogram("step_seconds", "Steps of the engine.")
         self._error = histogram(
-            "step_prediction_error", "How far steps were from their predictions, relative.", (), _SHARES
+            "step_prediction_error",
+            "How far steps were from their predictions, relative.",
+            (),
+            _SHARES,
         )
         self._rows = counter("step_rows", "Rows that steps ran, by kind.", ("kind",))
         self._by_vllms_names = CollectorRegistry()
         self._by_vllms_names.register(VllmMetrics(registry, model))
         self._ranks = gauge("ranks", "Processes that hold the model together.")
         self._rank_memory = gauge(
-            "rank_memory_bytes", "Bytes that a rank holds on its device; on a CPU, its resident memory.", ("rank",)
+            "rank_memory_bytes",
+            "Bytes that a rank holds on its device; on a CPU, its resident memory.",
+            ("rank",),
         )
         self._rank_wait = gauge(
-            "rank_wait_seconds", "For which a rank has waited for others in sums, since the engine started.", ("rank",)
+            "rank_wait_seconds",
+            "For which a rank has waited for others in sums, since the engine started.",
+            ("rank",),
         )
         self._ready = gauge("engine_ready", "1 if the engine takes requests.")
         self._deaths = counter("engine_deaths", "Times that the engine died and was started again.")
@@ -162,7 +216,9 @@ class Metrics:
         for event in report.job_events:
             if event.kind == "step":
                 self._job_tokens.labels(event.job).inc(event.num_trained)
-                self._job_loss.labels(event.job).set(event.loss if event.loss is not None else float("nan"))
+                self._job_loss.labels(event.job).set(
+                    event.loss if event.loss is not None else float("nan")
+                )
                 self._job_step.labels(event.job).set(event.step)
         if report.stats is not None:
             self._take_stats(report.stats)
@@ -256,7 +312,9 @@ class _Own(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._registry.collect():
-            own = [sample for sample in metric.samples if sample.labels.get("tenant") == self._tenant]
+            own = [
+                sample for sample in metric.samples if sample.labels.get("tenant") == self._tenant
+            ]
             if own:
                 metric.samples = own
                 yield metric

@@ -1,8 +1,8 @@
 """Decides what happens to fields of a request's body that the route does not have.
 
-`client_fields` says it for each field that clients of other servers send. All other names are unknown: they are passed
-over or refused, as `--unknown-fields` says, but a name that looks like a misspelt one is refused unless all are to be
-ignored, since the client counts on its effect.
+`client_fields` says it for each field that clients of other servers send. All other names are
+unknown: they are passed over or refused, as `--unknown-fields` says, but a name that looks like a
+misspelt one is refused unless all are to be ignored, since the client counts on its effect.
 """
 
 import logging
@@ -19,13 +19,22 @@ _log = logging.getLogger(__name__)
 
 HEADER = "x-coserve-ignored"
 UNKNOWN_FIELDS = ("ignore", "warn", "refuse")
-# Older names of `structured_outputs`: clients of vLLM send both, so that servers of any age understand one.
-_OLDER_NAMES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern")
+# Older names of `structured_outputs`: clients of vLLM send both, so that servers of any age
+# understand one.
+_OLDER_NAMES = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_whitespace_pattern",
+)
 _MAX_NAME = 64
-# A hostile body has a million names: this many are compared with known ones, shown in a header, and logged in all.
+# A hostile body has a million names: this many are compared with known ones, shown in a header, and
+# logged in all.
 _MAX_COMPARED, _MAX_SHOWN, _MAX_LOGGED = 8, 32, 512
 _SIMILAR = 0.7
-# Names whose lengths differ by more are not compared: they differ by more than separators and two letters.
+# Names whose lengths differ by more are not compared: they differ by more than separators and two
+# letters.
 _MAX_SEPARATORS = 6
 
 
@@ -51,11 +60,12 @@ class FieldPolicy:
         self._logged: set[str] = set()
 
     def sort(self, data: Mapping[str, Any], body: BodyFields) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields that the body has, translated where they came by other names, and the names that are
-        passed over.
+        """Return the fields that the body has, translated where they came by other names, and the
+        names that are passed over.
 
         Raises:
-            ApiError: A field would change the answer and is not supported, or is unknown and to be refused.
+            ApiError: A field would change the answer and is not supported, or is unknown and to be
+                refused.
         """
         fields = {name: value for name, value in data.items() if name in body.known}
         ignored = [name for name in body.unused if data.get(name) is not None]
@@ -73,15 +83,25 @@ class FieldPolicy:
         return fields, ignored + self.pass_over(unknown, body)
 
     def pass_over(self, unknown: Mapping[str, Any], body: BodyFields) -> list[str]:
-        """Return names of fields that nothing here knows, as a header may show them; ApiError where they are refused.
+        """Return names of fields that nothing here knows, as a header may show them; ApiError where
+        they are refused.
 
         The first time that a name comes, the log has a line. A field that is null asks for nothing.
         """
-        names = [name for name, value in unknown.items() if value is not None or self._unknown == "refuse"]
-        suggested = [*body.known, *(row.name for row in FIELDS.values() if row.action != "ignored" and not body.prefix)]
+        names = [
+            name
+            for name, value in unknown.items()
+            if value is not None or self._unknown == "refuse"
+        ]
+        suggested = [
+            *body.known,
+            *(row.name for row in FIELDS.values() if row.action != "ignored" and not body.prefix),
+        ]
         for name in names[:_MAX_COMPARED]:
             if self._unknown == "refuse":
-                raise _unknown_field(body.prefix + name, get_close_matches(name[:_MAX_NAME], body.known, 1, _SIMILAR))
+                raise _unknown_field(
+                    body.prefix + name, get_close_matches(name[:_MAX_NAME], body.known, 1, _SIMILAR)
+                )
             if self._unknown == "warn" and (near := _misspelt(name, suggested)) is not None:
                 raise _unknown_field(body.prefix + name, [near])
         shown = [_shown(body.prefix + name) for name in names[:_MAX_SHOWN]]
@@ -97,13 +117,17 @@ class FieldPolicy:
     def _log_once(self, name: str) -> None:
         if name not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(name)
-            _log.warning("requests have a field %s, which is not known here and is passed over", name)
+            _log.warning(
+                "requests have a field %s, which is not known here and is passed over", name
+            )
 
 
 def _translate(
     row: ClientField, value: Any, data: Mapping[str, Any], fields: dict[str, Any], body: BodyFields
 ) -> list[str]:
-    """Put what a field of another server means into `fields`; return the names of what is passed over of it."""
+    """Put what a field of another server means into `fields`; return the names of what is passed
+    over of it.
+    """
     if row.action == "ignored":
         return [row.name]
     if row.reader is None:
@@ -111,8 +135,14 @@ def _translate(
     try:
         found = row.reader(value, data)
     except ValueError as error:
-        raise ApiError(f"{row.name} {error}", param=row.name, code="unsupported_parameter") from None
-    ignored = [f"{row.name}.{key}" for key in row.ignored_keys if isinstance(value, dict) and value.get(key)]
+        raise ApiError(
+            f"{row.name} {error}", param=row.name, code="unsupported_parameter"
+        ) from None
+    ignored = [
+        f"{row.name}.{key}"
+        for key in row.ignored_keys
+        if isinstance(value, dict) and value.get(key)
+    ]
     for target, meant in found.items():
         name = body.renamed.get(target, target)
         own = fields.get(name)
@@ -128,7 +158,9 @@ def _translate(
 
 
 def _without_target(row: ClientField, target: str, meant: Any) -> list[str]:
-    """Treat a field that means another one, which the route does not have, as that one is treated on the route."""
+    """Treat a field that means another one, which the route does not have, as that one is treated
+    on the route.
+    """
     counterpart = FIELDS.get(target)
     if counterpart is None or counterpart.action != "refused":
         return [row.name]
@@ -136,14 +168,17 @@ def _without_target(row: ClientField, target: str, meant: Any) -> list[str]:
 
 
 def _refuse(row: ClientField, value: Any, name: str) -> list[str]:
-    """Reject a field that came by `name`, unless its value asks for nothing; return no names to pass over.
+    """Reject a field that came by `name`, unless its value asks for nothing; return no names to
+    pass over.
 
     Raises:
         ApiError: The value asks for something.
     """
     if value in row.neutral:
         return []
-    raise ApiError(f"{name} is not supported here: {row.note}", param=name, code="unsupported_parameter")
+    raise ApiError(
+        f"{name} is not supported here: {row.note}", param=name, code="unsupported_parameter"
+    )
 
 
 def _unknown_field(name: str, near: list[str]) -> ApiError:
@@ -152,7 +187,9 @@ def _unknown_field(name: str, near: list[str]) -> ApiError:
 
 
 def _misspelt(name: str, known: Collection[str]) -> str | None:
-    """Return the known name that this one was meant to be: other case or separators, or one or two wrong letters."""
+    """Return the known name that this one was meant to be: other case or separators, or one or two
+    wrong letters.
+    """
     if len(name) > _MAX_NAME:
         return None
     plain = _plain(name)
@@ -171,7 +208,9 @@ def _plain(name: str) -> str:
 
 
 def _edits(one: str, other: str, limit: int) -> int:
-    """Return how many letters must be changed, added, left out or swapped; above `limit`, any number above it."""
+    """Return how many letters must be changed, added, left out or swapped; above `limit`, any
+    number above it.
+    """
     if abs(len(one) - len(other)) > limit:
         return limit + 1
     before: list[int] = []

@@ -1,4 +1,6 @@
-"""Text to tokens and back in the server's process; the engine gets tokens only. Tenants take turns at the tokenizer."""
+"""Text to tokens and back in the server's process; the engine gets tokens only. Tenants take turns
+at the tokenizer.
+"""
 
 import copy
 import threading
@@ -28,8 +30,8 @@ _NUM_LONG = 2
 
 
 def template_of(given: str | None) -> str | None:
-    """A chat template: what a file holds, or the text itself where it has Jinja's braces; CoserveError if it is
-    neither.
+    """A chat template: what a file holds, or the text itself where it has Jinja's braces;
+    CoserveError if it is neither.
     """
     if given is None or "{" in given:
         return given
@@ -40,13 +42,24 @@ def template_of(given: str | None) -> str | None:
 
 
 class Prompts:
-    """The model's tokenizer, on threads of its own: a long prompt holds up no stream, and no short prompt."""
+    """The model's tokenizer, on threads of its own: a long prompt holds up no stream, and no short
+    prompt.
+    """
 
-    def __init__(self, model: str, generation_config: str = "auto", chat_template: str | None = None) -> None:
+    def __init__(
+        self, model: str, generation_config: str = "auto", chat_template: str | None = None
+    ) -> None:
         """generation_config: see `read_defaults`. chat_template: in place of the model's."""
-        self._model, self._generation_config, self._chat_template = model, generation_config, chat_template
+        self._model, self._generation_config, self._chat_template = (
+            model,
+            generation_config,
+            chat_template,
+        )
         self.defaults: Mapping[str, Any] = {}  # of SamplingParams, where a request does not say
-        self._thread, self._slow_threads = TenantTurns(1, "tokenizer"), TenantTurns(_NUM_LONG, "long prompts")
+        self._thread, self._slow_threads = (
+            TenantTurns(1, "tokenizer"),
+            TenantTurns(_NUM_LONG, "long prompts"),
+        )
         self._copies = threading.local()  # a tokenizer for each of the slow threads
         self.longest_token = 0  # characters; 0 without a tokenizer
         self._source: ModelSource | None = None
@@ -81,8 +94,8 @@ class Prompts:
             raise ModelError(f"--chat-template cannot be used: {error}") from None
 
     def with_tokens(self, added: Sequence[AddedToken]) -> "Prompts":
-        """Return the same for an adapter whose tokenizer knows more tokens; itself, if it knows them all, or does not
-        give them the same ids. Blocks.
+        """Return the same for an adapter whose tokenizer knows more tokens; itself, if it knows
+        them all, or does not give them the same ids. Blocks.
         """
         known = {} if self._tokenizer is None else self._tokenizer.get_vocab()
         new = [token for token in added if token.content not in known]
@@ -121,21 +134,27 @@ class Prompts:
         *,
         param: str | None = None,
     ) -> list[int]:
-        """A prompt's token ids; ApiError for one that cannot be read. template, special: see `tokens_of`. param: the
-        field that it comes from.
+        """A prompt's token ids; ApiError for one that cannot be read. template, special: see
+        `tokens_of`. param: the field that it comes from.
         """
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(prompt)  # type: ignore[arg-type]
         is_long = num_characters(prompt) > _LONG
         thread = self._slow_threads if is_long else self._thread
         try:
-            tokens: list[int] = await self._run(thread, self._tokens, prompt, is_long, template, special)
+            tokens: list[int] = await self._run(
+                thread, self._tokens, prompt, is_long, template, special
+            )
         except RequestError as error:
             raise ApiError(str(error), param=param) from None
         return tokens
 
     def _tokens(
-        self, prompt: Prompt, is_long: bool, template: Mapping[str, Any] | None, special: bool | None
+        self,
+        prompt: Prompt,
+        is_long: bool,
+        template: Mapping[str, Any] | None,
+        special: bool | None,
     ) -> list[int]:
         tokenizer = self._tokenizer
         if is_long:
@@ -182,7 +201,9 @@ class Prompts:
         if self._tokenizer is None:
             raise RequestError("bad_words needs a tokenizer, and this model has none")
         texts = [text for word in words for text in _spellings(word)]
-        found = [tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        found = [
+            tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts
+        ]
         return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
     def has_special(self, texts: Collection[str]) -> bool:
@@ -194,7 +215,9 @@ class Prompts:
         """The text of tokens, special ones too; "" without a tokenizer."""
         if self._tokenizer is None:
             return ""
-        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
 
@@ -206,7 +229,9 @@ class Prompts:
     async def names(self, tokens: list[int]) -> list[str]:
         """The vocabulary's entries of tokens. Only where there is a tokenizer."""
         assert self._tokenizer is not None
-        names: list[str] = await self._run(self._thread, self._tokenizer.convert_ids_to_tokens, tokens)
+        names: list[str] = await self._run(
+            self._thread, self._tokenizer.convert_ids_to_tokens, tokens
+        )
         return names
 
     def piece(self, token: int) -> "TokenPiece":
@@ -216,7 +241,9 @@ class Prompts:
             known = self._token_bytes
             raw = str(token).encode() if known is None else known.of(token)
             special = known is not None and token in known.special
-            found = TokenPiece(text=raw.decode("utf-8", "replace"), raw=list(raw), is_special=special)
+            found = TokenPiece(
+                text=raw.decode("utf-8", "replace"), raw=list(raw), is_special=special
+            )
             self._pieces[token] = found
         return found
 
@@ -228,7 +255,12 @@ def num_characters(prompt: Prompt) -> int:
     """Of text, or of a chat's messages; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(str(text)) for message in prompt if isinstance(message, Mapping) for text in message.values())
+    return sum(
+        len(str(text))
+        for message in prompt
+        if isinstance(message, Mapping)
+        for text in message.values()
+    )
 
 
 def _library_token(token: AddedToken) -> "LibraryToken":
@@ -245,7 +277,9 @@ def _spellings(word: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPiece:
-    """raw: its bytes, which need not be whole characters. is_special: an answer's text leaves it out."""
+    """raw: its bytes, which need not be whole characters. is_special: an answer's text leaves it
+    out.
+    """
 
     text: str
     raw: list[int]
@@ -254,4 +288,8 @@ class TokenPiece:
     @property
     def name(self) -> str:
         """One that no other token has: OpenAI writes bytes that are no characters so."""
-        return self.text if "\ufffd" not in self.text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw)
+        return (
+            self.text
+            if "\ufffd" not in self.text
+            else "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw)
+        )

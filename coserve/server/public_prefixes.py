@@ -1,4 +1,6 @@
-"""Beginnings of prompts that an operator names as public: what was computed of them is shared by all tenants."""
+"""Beginnings of prompts that an operator names as public: what was computed of them is shared by
+all tenants.
+"""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -9,7 +11,9 @@ from coserve.server.prompts import Prompts
 
 
 class PublicPrefixes:
-    """The tokens of public prompts. A file holds a system prompt, or the beginning of a text: both are looked for."""
+    """The tokens of public prompts. A file holds a system prompt, or the beginning of a text: both
+    are looked for.
+    """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         """Read the files; CoserveError if one cannot be read."""
@@ -30,13 +34,18 @@ class PublicPrefixes:
 
 async def _system_tokens(text: str, prompts: Prompts) -> list[int]:
     """Return the tokens with which every chat begins that has this system prompt."""
-    chats = [[{"role": "system", "content": text}, {"role": "user", "content": content}] for content in ("a", "7")]
+    chats = [
+        [{"role": "system", "content": text}, {"role": "user", "content": content}]
+        for content in ("a", "7")
+    ]
     first, second = [await prompts.tokens(chat) for chat in chats]
     return first[: _num_common(first, second)]
 
 
 def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,6 @@
-"""Whether the engine makes steps: it has made one lately, or makes one now, for a token that nobody needs."""
+"""Whether the engine makes steps: it has made one lately, or makes one now, for a token that nobody
+needs.
+"""
 
 import asyncio
 import time
@@ -15,13 +17,17 @@ class Readiness:
     """An `EngineListener`."""
 
     def __init__(self, link: EngineAccess, *, lately_s: float = 10.0, proof_s: float = 5.0) -> None:
-        """lately_s: how old a step may be that proves something. proof_s: in what time one must come when asked for."""
+        """lately_s: how old a step may be that proves something. proof_s: in what time one must
+        come when asked for.
+        """
         self._link, self._lately_s, self._proof_s = link, lately_s, proof_s
         self._stepped_s = float("-inf")
         self._proof: asyncio.Task[None] | None = None
 
     async def require(self) -> None:
-        """EngineGoneError unless the engine makes steps. Who asks meanwhile waits for the same one."""
+        """EngineGoneError unless the engine makes steps. Who asks meanwhile waits for the same
+        one.
+        """
         self._link.require_alive()
         if self._has_stepped():
             return
@@ -30,7 +36,9 @@ class Readiness:
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._proof), self._proof_s)
         if not self._has_stepped():
-            raise EngineGoneError(f"the engine was asked for a step and has made none in {self._proof_s:g} s")
+            raise EngineGoneError(
+                f"the engine was asked for a step and has made none in {self._proof_s:g} s"
+            )
 
     def _has_stepped(self) -> bool:
         return time.monotonic() - self._stepped_s < self._lately_s
@@ -42,7 +50,9 @@ class Readiness:
             params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             arrival_s=time.monotonic(),
         )
-        with suppress(CoserveError):  # an engine that is gone has not made it, which is all there is to know
+        with suppress(
+            CoserveError
+        ):  # an engine that is gone has not made it, which is all there is to know
             stream = self._link.open([request])
             try:
                 async for _ in stream.batches():

@@ -6,8 +6,8 @@ BEGIN, END = "<think>", "</think>"
 
 
 def begins_inside(prompt_end: str, continued: str = "") -> bool:
-    """Whether an answer begins within reasoning. prompt_end: the end of the prompt's text, which some chat templates
-    open the reasoning in. continued: the message that the answer continues.
+    """Whether an answer begins within reasoning. prompt_end: the end of the prompt's text, which
+    some chat templates open the reasoning in. continued: the message that the answer continues.
     """
     if continued:
         return continued.rfind(BEGIN) > continued.rfind(END)
@@ -15,13 +15,19 @@ def begins_inside(prompt_end: str, continued: str = "") -> bool:
 
 
 def may_begin(prompt_end: str, continued: str, template: str) -> bool:
-    """Whether an answer may open a reasoning itself: the model has such, and the prompt has not closed it already."""
-    return BEGIN in template and not continued.strip() and not prompt_end.rstrip().endswith((BEGIN, END))
+    """Whether an answer may open a reasoning itself: the model has such, and the prompt has not
+    closed it already.
+    """
+    return (
+        BEGIN in template
+        and not continued.strip()
+        and not prompt_end.rstrip().endswith((BEGIN, END))
+    )
 
 
 class ThinkReader:
-    """Reads the text of one answer, in pieces of any size. Only what an answer begins with is reasoning; new lines
-    around it are no part of it.
+    """Reads the text of one answer, in pieces of any size. Only what an answer begins with is
+    reasoning; new lines around it are no part of it.
     """
 
     def __init__(self, *, inside: bool = False) -> None:

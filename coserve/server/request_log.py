@@ -1,4 +1,6 @@
-"""Each request has an id, which its answer, its log lines and errors of the server's own name; and one log line."""
+"""Each request has an id, which its answer, its log lines and errors of the server's own name; and
+one log line.
+"""
 
 import logging
 import re
@@ -21,8 +23,9 @@ _IS_GIVEN, _COMPLETION = "request_id_is_given", "completion"
 
 
 class RequestLogMiddleware:
-    """Takes a client's `x-request-id` if that can be written into a log, or makes one, and sends it back. One line a
-    request, when it is over: a warning where the server failed, and information otherwise.
+    """Takes a client's `x-request-id` if that can be written into a log, or makes one, and sends it
+    back. One line a request, when it is over: a warning where the server failed, and information
+    otherwise.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -10,7 +10,12 @@ from coserve.server.texts import check_texts
 from coserve.server.tool_namespaces import flat_name
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
 
 
 def new_item_id(kind: str) -> str:
@@ -19,12 +24,16 @@ def new_item_id(kind: str) -> str:
 
 
 def input_items(given: str | Sequence[InputItem], where: str = "input") -> list[dict[str, Any]]:
-    """Items in their full form, each with an id; ApiError names what is wrong, or not supported. where: they were."""
+    """Items in their full form, each with an id; ApiError names what is wrong, or not supported.
+    where: they were.
+    """
     items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
     return [_item(item, f"{where}[{place}]") for place, item in enumerate(items)]
 
 
-def page_of(items: Sequence[dict[str, Any]], *, order: str, limit: int, after: str | None = None) -> dict[str, Any]:
+def page_of(
+    items: Sequence[dict[str, Any]], *, order: str, limit: int, after: str | None = None
+) -> dict[str, Any]:
     """Part of a list of items, which comes in order (asc); ApiError if `after` is none of them."""
     items = items if order == "asc" else items[::-1]
     if after is not None:
@@ -43,8 +52,8 @@ def page_of(items: Sequence[dict[str, Any]], *, order: str, limit: int, after: s
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat's messages, as OpenAI has them: what the assistant thought, said and called one after the other is one
-    message of it.
+    """A chat's messages, as OpenAI has them: what the assistant thought, said and called one after
+    the other is one message of it.
     """
     messages: list[dict[str, Any]] = []
     thought = ""
@@ -53,9 +62,14 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if kind == "reasoning":
             thought += _text(item.get("content") or item["summary"])
         elif kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+            messages.append(
+                {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
+            )
         elif kind == "function_call":
-            function = {"name": flat_name(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
+            function = {
+                "name": flat_name(item.get("namespace"), item["name"]),
+                "arguments": item["arguments"],
+            }
             call = {"id": item["call_id"], "type": "function", "function": function}
             if thought or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
@@ -72,7 +86,8 @@ def _item(item: InputItem, where: str) -> dict[str, Any]:
     check_texts(item.model_dump(), param=where)
     if kind not in _PREFIXES:
         raise ApiError(
-            f"{where}.type is {kind[:100]!r}, which is not supported: it must be one of {', '.join(_PREFIXES)}",
+            f"{where}.type is {kind[:100]!r}, which is not supported: it must be one of "
+            f"{', '.join(_PREFIXES)}",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
@@ -88,7 +103,11 @@ def _item(item: InputItem, where: str) -> dict[str, Any]:
         }
     if kind == "reasoning":
         content = _parts(item.content or [], "reasoning_text", f"{where}.content")
-        return {**found, "summary": _parts(item.summary or [], "summary_text", f"{where}.summary"), "content": content}
+        return {
+            **found,
+            "summary": _parts(item.summary or [], "summary_text", f"{where}.summary"),
+            "content": content,
+        }
     found |= {"call_id": _required(item.call_id, f"{where}.call_id"), "status": "completed"}
     if kind == "function_call":
         return {
@@ -103,7 +122,9 @@ def _item(item: InputItem, where: str) -> dict[str, Any]:
     return {**found, "output": _parts(output, "input_text", f"{where}.output")}
 
 
-def _parts(content: str | Sequence[ContentPart] | None, shown: str, where: str) -> list[dict[str, Any]]:
+def _parts(
+    content: str | Sequence[ContentPart] | None, shown: str, where: str
+) -> list[dict[str, Any]]:
     """shown: the type of text here."""
     given = _required(content, where)
     if isinstance(given, str):
@@ -111,12 +132,15 @@ def _parts(content: str | Sequence[ContentPart] | None, shown: str, where: str) 
     parts = []
     for place, part in enumerate(given):
         if part.type == "refusal":
-            parts.append({"type": "refusal", "refusal": _required(part.refusal, f"{where}[{place}].refusal")})
+            parts.append(
+                {"type": "refusal", "refusal": _required(part.refusal, f"{where}[{place}].refusal")}
+            )
         elif part.type in _TEXTS:
             parts.append(_part(shown, _required(part.text, f"{where}[{place}].text")))
         else:
             raise ApiError(
-                f"{where}[{place}].type is {part.type[:100]!r}, which is not supported: this model reads text alone",
+                f"{where}[{place}].type is {part.type[:100]!r}, which is not supported: this model "
+                f"reads text alone",
                 param=f"{where}[{place}].type",
                 code="unsupported_parameter",
             )
@@ -130,10 +154,16 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
+    return "".join(
+        part["refusal"] if part["type"] == "refusal" else part["text"] for part in content
+    )
 
 
 def _required(value: Any, where: str) -> Any:
     if value is None:
-        raise ApiError(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
+        raise ApiError(
+            f"Missing required parameter: '{where}'.",
+            param=where,
+            code="missing_required_parameter",
+        )
     return value

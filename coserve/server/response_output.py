@@ -4,14 +4,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coserve.server.response_items import new_item_id
-from coserve.server.tool_parsers.base import Arguments, CallBegins, CallFails, Content, Part, Reasoning
+from coserve.server.tool_parsers.base import (
+    Arguments,
+    CallBegins,
+    CallFails,
+    Content,
+    Part,
+    Reasoning,
+)
 
 Event = dict[str, Any]
 
 
 class ResponseOutput:
-    """Takes the parts of an answer; `items` are those that are done or under way. A call that turned out to be none is
-    taken out of them, and its text is a message.
+    """Takes the parts of an answer; `items` are those that are done or under way. A call that
+    turned out to be none is taken out of them, and its text is a message.
     """
 
     def __init__(self, apart: Mapping[str, dict[str, str]]) -> None:
@@ -40,7 +47,9 @@ class ResponseOutput:
             self._dropped.add(len(self._items) - 1)
             yield from self.take(Content(part.text), call_id, logprobs)
         elif isinstance(part, Reasoning):
-            yield from self._into("reasoning", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""})
+            yield from self._into(
+                "reasoning", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""}
+            )
             yield self._text("response.reasoning_text.delta", part.text)
         else:
             assert isinstance(part, Content)
@@ -56,21 +65,38 @@ class ResponseOutput:
         item = self._items[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            yield self._event("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
+            yield self._event(
+                "response.function_call_arguments.done",
+                arguments=item["arguments"],
+                name=item["name"],
+            )
         else:
             part = item["content"][0]
             if item["type"] == "message":
                 yield self._event(
-                    "response.output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"]
+                    "response.output_text.done",
+                    content_index=0,
+                    text=part["text"],
+                    logprobs=part["logprobs"],
                 )
             else:
-                yield self._event("response.reasoning_text.done", content_index=0, text=part["text"])
+                yield self._event(
+                    "response.reasoning_text.done", content_index=0, text=part["text"]
+                )
             yield self._event("response.content_part.done", content_index=0, part=dict(part))
-        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": _copy(item)}
+        yield {
+            "type": "response.output_item.done",
+            "output_index": len(self._items) - 1,
+            "item": _copy(item),
+        }
 
     def _into(self, kind: str, fields: dict[str, Any], part: dict[str, Any]) -> Iterator[Event]:
         """Have an item of this type under way, with one part of content."""
-        if self._items and self._items[-1]["type"] == kind and self._items[-1]["status"] == "in_progress":
+        if (
+            self._items
+            and self._items[-1]["type"] == kind
+            and self._items[-1]["status"] == "in_progress"
+        ):
             return
         yield from self.close()
         yield from self._open(kind, fields)
@@ -80,7 +106,11 @@ class ResponseOutput:
     def _open(self, kind: str, fields: dict[str, Any]) -> Iterator[Event]:
         item = {"id": new_item_id(kind), "type": kind, "status": "in_progress", **fields}
         self._items.append(item)
-        yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": _copy(item)}
+        yield {
+            "type": "response.output_item.added",
+            "output_index": len(self._items) - 1,
+            "item": _copy(item),
+        }
 
     def _text(self, type: str, text: str, **more: Any) -> Event:
         self._items[-1]["content"][0]["text"] += text
@@ -97,4 +127,7 @@ class ResponseOutput:
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
     """As it is now: it may still change."""
-    return {name: [dict(part) for part in value] if isinstance(value, list) else value for name, value in item.items()}
+    return {
+        name: [dict(part) for part in value] if isinstance(value, list) else value
+        for name, value in item.items()
+    }

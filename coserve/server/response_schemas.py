@@ -7,7 +7,8 @@ from pydantic import ConfigDict, Field
 from coserve.server.schemas import Body, List, Name, OpenBody, SamplingBody
 
 _MAX_ITEMS = 10_000
-# Of these, log-probabilities alone are there; the others tell of tools that no request here can have.
+# Of these, log-probabilities alone are there; the others tell of tools that no request here can
+# have.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -21,8 +22,8 @@ Includable = Literal[
 
 
 class ContentPart(Body):
-    """A part of an item's content: input_text, output_text, reasoning_text, summary_text or refusal. What else it has
-    is not read.
+    """A part of an item's content: input_text, output_text, reasoning_text, summary_text or
+    refusal. What else it has is not read.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -33,8 +34,8 @@ class ContentPart(Body):
 
 
 class InputItem(Body):
-    """A message (also without a type), function_call, function_call_output or reasoning. An output's item may come back
-    as it was given: what is not here is not read.
+    """A message (also without a type), function_call, function_call_output or reasoning. An
+    output's item may come back as it was given: what is not here is not read.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -52,7 +53,9 @@ class InputItem(Body):
 
 
 class ReasoningBody(OpenBody):
-    """Settings of a model's reasoning and of whether the answer shows it; beside OpenAI's fields are OpenRouter's."""
+    """Settings of a model's reasoning and of whether the answer shows it; beside OpenAI's fields
+    are OpenRouter's.
+    """
 
     effort: str | None = None
     enabled: bool | None = None
@@ -81,7 +84,9 @@ class TextConfig(OpenBody):
 
 
 class FunctionTool(Body):
-    """A function, or a namespace with `tools`, which are functions; other types are refused by name."""
+    """A function, or a namespace with `tools`, which are functions; other types are refused by
+    name.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -134,4 +139,8 @@ class ResponseBody(SamplingBody):
 
     @property
     def conversation_id(self) -> str | None:
-        return self.conversation.id if isinstance(self.conversation, ConversationRef) else self.conversation
+        return (
+            self.conversation.id
+            if isinstance(self.conversation, ConversationRef)
+            else self.conversation
+        )

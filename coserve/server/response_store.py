@@ -22,19 +22,26 @@ _LONGEST_CHAIN = 10_000
 
 
 def unfinished(store: Store) -> list[str]:
-    """Return the ids of responses that are not over: at a start, those that a process that is gone was at. Blocks."""
+    """Return the ids of responses that are not over: at a start, those that a process that is gone
+    was at. Blocks.
+    """
     with store.read() as transaction:
         return transaction.unfinished_responses()
 
 
 def end_unfinished(store: Store, ids: Collection[str]) -> None:
     """Have responses fail that a process that is gone was at. Blocks."""
-    error = {"code": "server_error", "message": "The server was restarted before the response was complete."}
+    error = {
+        "code": "server_error",
+        "message": "The server was restarted before the response was complete.",
+    }
     with store.write() as transaction:
         transaction.end_unfinished_responses(ids, error)
 
 
-async def keep(context: ServerContext, tenant: str, items: list[Any], response: dict[str, Any]) -> None:
+async def keep(
+    context: ServerContext, tenant: str, items: list[Any], response: dict[str, Any]
+) -> None:
     """Write a response down as it is now. items: what was new in its input."""
     record = ResponseRecord(
         id=response["id"],
@@ -75,7 +82,9 @@ async def forget(context: ServerContext, tenant: str, id: str) -> None:
         raise not_found(f"Response with id '{id}' not found.", param="response_id")
 
 
-async def items_up_to(context: ServerContext, tenant: str, previous: str | None) -> list[dict[str, Any]]:
+async def items_up_to(
+    context: ServerContext, tenant: str, previous: str | None
+) -> list[dict[str, Any]]:
     """All items up to the end of a response, with those of the responses before it.
 
     Raises:
@@ -105,7 +114,8 @@ async def items_up_to(context: ServerContext, tenant: str, previous: str | None)
     for record in reversed(await asyncio.to_thread(read)):
         if record.status not in USABLE:
             raise ApiError(
-                f"Response '{record.id}' is {record.status}: only one that is {' or '.join(USABLE)} can be followed",
+                f"Response '{record.id}' is {record.status}: only one that is "
+                f"{' or '.join(USABLE)} can be followed",
                 param="previous_response_id",
             )
         items += [*record.input, *record.response["output"]]

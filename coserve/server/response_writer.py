@@ -25,10 +25,15 @@ Keep = Callable[[Response], Coroutine[Any, Any, None]]
 class ResponseWriter:
     """Makes the events of one response; `response` is it as it is now."""
 
-    def __init__(self, context: ServerContext, body: ResponseBody, chat: ChatRequest, keep: Keep) -> None:
+    def __init__(
+        self, context: ServerContext, body: ResponseBody, chat: ChatRequest, keep: Keep
+    ) -> None:
         """keep: told the response when it is over, before clients are."""
         self._context, self._chat, self._keep = context, chat, keep
-        self._output, self._reader = ResponseOutput(apart(body.tools)), AnswerReader(chat.tools, chat.frame)
+        self._output, self._reader = (
+            ResponseOutput(apart(body.tools)),
+            AnswerReader(chat.tools, chat.frame),
+        )
         self._usage = Usage(num_prompt=len(chat.generation.prompts[0]))
         self._num_reasoning = self._number = 0
         self._logprobs: list[dict[str, Any]] = []
@@ -42,7 +47,9 @@ class ResponseWriter:
         return self.response
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Piece by piece. What goes wrong before the first token is an ApiError, what does later an event."""
+        """Piece by piece. What goes wrong before the first token is an ApiError, what does later an
+        event.
+        """
         begun = False
         try:
             async with aclosing(self._run()) as events:
@@ -72,7 +79,11 @@ class ResponseWriter:
         """It has come to a bad end; that is told also where it cannot be written down."""
         error = fault if isinstance(fault, ApiError) else as_api_error(fault)
         code = (
-            "rate_limit_exceeded" if error.status == 429 else "invalid_prompt" if error.status < 500 else "server_error"
+            "rate_limit_exceeded"
+            if error.status == 429
+            else "invalid_prompt"
+            if error.status < 500
+            else "server_error"
         )
         with suppress(CoserveError):
             await self._end("failed", error={"code": code, "message": error.message})
@@ -82,7 +93,12 @@ class ResponseWriter:
         await self._end("cancelled")
 
     async def _end(self, status: str, **more: Any) -> None:
-        self.response |= {"status": status, "output": self._output.items, "usage": self._usage_json(), **more}
+        self.response |= {
+            "status": status,
+            "output": self._output.items,
+            "usage": self._usage_json(),
+            **more,
+        }
         await self._keep(self.response)
 
     async def _run(self) -> AsyncGenerator[Event, None]:
@@ -139,7 +155,11 @@ class ResponseWriter:
 def _fresh(body: ResponseBody, chat: ChatRequest) -> Response:
     """A response before its first token: what was asked for."""
     generation = chat.generation
-    text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
+    text = (
+        {"format": {"type": "text"}}
+        if body.text is None
+        else body.text.model_dump(by_alias=True, exclude_none=True)
+    )
     reasoning = body.reasoning
     return {
         "id": generation.id,

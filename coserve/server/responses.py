@@ -26,7 +26,9 @@ class ClientGoneError(Exception):
 
 
 def to_json(value: Any) -> bytes:
-    """As JSON; text that is no Unicode (which only clients can bring) is escaped as they wrote it."""
+    """As JSON; text that is no Unicode (which only clients can bring) is escaped as they wrote
+    it.
+    """
     try:
         return msgspec.json.encode(value)
     except (UnicodeEncodeError, ValueError):
@@ -35,7 +37,9 @@ def to_json(value: Any) -> bytes:
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A whole answer."""
-    return Response(to_json(value), status_code=status, headers=headers, media_type="application/json")
+    return Response(
+        to_json(value), status_code=status, headers=headers, media_type="application/json"
+    )
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
@@ -44,7 +48,9 @@ def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
 
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
-    """An error as OpenAI gives it, which with a type of its own is Anthropic's, for who asks at that path."""
+    """An error as OpenAI gives it, which with a type of its own is Anthropic's, for who asks at
+    that path.
+    """
     return {**({"type": "error"} if _is_anthropics(path) else {}), **error.body()}
 
 
@@ -64,7 +70,9 @@ def server_sent_event(value: Any, name: str = "") -> bytes:
 
 
 def error_event(error: ApiError, path: str) -> bytes:
-    """The last event of a stream that broke off. Anthropic's clients pass over events without a name."""
+    """The last event of a stream that broke off. Anthropic's clients pass over events without a
+    name.
+    """
     return server_sent_event(error_body(error, path), "error" if _is_anthropics(path) else "")
 
 
@@ -107,10 +115,11 @@ async def answer(
     ignored: tuple[str, ...] = (),
     end: bytes = DONE,
 ) -> Response:
-    """JSON, or a stream of events. Neither is made any further once the client is gone. ignored: fields of the body
-    that were passed over; a header names them. end: what a stream ends with.
+    """JSON, or a stream of events. Neither is made any further once the client is gone. ignored:
+    fields of the body that were passed over; a header names them. end: what a stream ends with.
 
-    A stream begins with its first event, so that what goes wrong before it still has a status of its own.
+    A stream begins with its first event, so that what goes wrong before it still has a status of
+    its own.
     """
     headers = ignored_header(ignored)
     try:
@@ -134,8 +143,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str], end: bytes) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str], end: bytes
+    ) -> None:
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+        )
         del self.headers["content-length"]
         self._first, self._events, self._end = first, events, end
 
@@ -146,7 +159,13 @@ class EventStream(Response):
 
     async def _send_all(self, path: str, send: Send) -> None:
         async with aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             last = self._end
             try:
@@ -156,5 +175,7 @@ class EventStream(Response):
                 last = error_event(error, path)
             except Exception:
                 _log.exception("a stream broke off")
-                last = error_event(ApiError("the server had an error", status=500, kind="server_error"), path)
+                last = error_event(
+                    ApiError("the server had an error", status=500, kind="server_error"), path
+                )
             await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -1,8 +1,9 @@
-"""Servers that this user runs on this machine: each leaves a file with its URL, which commands read.
+"""Servers that this user runs on this machine: each leaves a file with its URL, which commands
+read.
 
-A file is locked for as long as its server lives, so that one that a killed server has left is recognised and removed.
-The directory and its files are closed to other users, and those of other users are not read: a command may send its API
-key to the URL that it finds.
+A file is locked for as long as its server lives, so that one that a killed server has left is
+recognised and removed. The directory and its files are closed to other users, and those of other
+users are not read: a command may send its API key to the URL that it finds.
 """
 
 import fcntl
@@ -17,7 +18,8 @@ from typing import IO
 
 from coserve.home import make_private
 
-# Hosts that a server listens at and that no client can connect to, with one that reaches the same server.
+# Hosts that a server listens at and that no client can connect to, with one that reaches the same
+# server.
 _REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _MAX_FILE_BYTES = 10_000
 
@@ -33,7 +35,8 @@ class RunningServer:
 
 
 def servers_directory() -> Path | None:
-    """Return where servers leave their files: `$COSERVE_RUN_DIR`, or one of the system's directories for such files.
+    """Return where servers leave their files: `$COSERVE_RUN_DIR`, or one of the system's
+    directories for such files.
 
     None if the variable is set and empty: then servers leave none, and commands find none.
     """
@@ -52,7 +55,9 @@ def reachable_url(scheme: str, host: str, port: int) -> str:
 
 @contextmanager
 def announced(server: RunningServer) -> Iterator[None]:
-    """Have other commands of this user find a server meanwhile; without a usable directory, they do not find it."""
+    """Have other commands of this user find a server meanwhile; without a usable directory, they do
+    not find it.
+    """
     directory = servers_directory()
     if directory is None:
         yield
@@ -71,17 +76,23 @@ def announced(server: RunningServer) -> Iterator[None]:
 
 
 def running_servers() -> list[RunningServer]:
-    """Return the servers that run now, in the order of their URLs; files of servers that are gone are removed."""
+    """Return the servers that run now, in the order of their URLs; files of servers that are gone
+    are removed.
+    """
     directory = servers_directory()
     found = []
     with suppress(OSError):
         if directory is not None and directory.stat().st_uid == os.geteuid():
-            found = [server for path in directory.glob("*.json") if (server := _read(path)) is not None]
+            found = [
+                server for path in directory.glob("*.json") if (server := _read(path)) is not None
+            ]
     return sorted(found, key=lambda server: server.url)
 
 
 def _write(server: RunningServer, path: Path) -> IO[str] | None:
-    """Write a server's file and return it open, with its lock; None if the directory is another user's."""
+    """Write a server's file and return it open, with its lock; None if the directory is another
+    user's.
+    """
     if not make_private(path.parent):
         return None
     part = path.with_suffix(".part")
@@ -100,7 +111,9 @@ def _write(server: RunningServer, path: Path) -> IO[str] | None:
 
 
 def _read(path: Path) -> RunningServer | None:
-    """Return the server of a file; None if it is gone, or if the file is another user's or not one of these."""
+    """Return the server of a file; None if it is gone, or if the file is another user's or not one
+    of these.
+    """
     try:
         with path.open() as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid():

@@ -1,6 +1,8 @@
-"""The bodies that clients send. `other_fields` decides on fields that are not here: a typo must not pass in silence.
+"""The bodies that clients send. `other_fields` decides on fields that are not here: a typo must not
+pass in silence.
 
-Values are checked where they are used (`SamplingParams`), so that a library's user and a client read the same words.
+Values are checked where they are used (`SamplingParams`), so that a library's user and a client
+read the same words.
 """
 
 from collections.abc import Callable
@@ -44,7 +46,9 @@ Name = Annotated[str, AfterValidator(_short)]
 
 
 def _first_wrong(*kinds: type) -> Callable[[Any], Any]:
-    """Of an object whose values must be of certain kinds, the first that is not, alone: see `List`."""
+    """Of an object whose values must be of certain kinds, the first that is not, alone: see
+    `List`.
+    """
 
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -76,15 +80,19 @@ class Body(BaseModel):
 
 
 class OpenBody(Body):
-    """An object within a body; the body decides on keys of it that are not known: see `RequestBody`."""
+    """An object within a body; the body decides on keys of it that are not known: see
+    `RequestBody`.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 class RequestBody(Body):
-    """A body of a route that answers with tokens or vectors: such routes take fields of other servers' clients.
+    """A body of a route that answers with tokens or vectors: such routes take fields of other
+    servers' clients.
 
-    The validation context, if there is one, is the server's `FieldPolicy`; without, unknown fields are refused.
+    The validation context, if there is one, is the server's `FieldPolicy`; without, unknown fields
+    are refused.
     """
 
     # Fields that are taken and have no effect.
@@ -95,7 +103,9 @@ class RequestBody(Body):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _sort_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+    def _sort_fields(
+        cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
         if not isinstance(data, dict):
             return handler(data)
         policy = info.context if isinstance(info.context, FieldPolicy) else FieldPolicy()
@@ -112,7 +122,9 @@ class RequestBody(Body):
 
 
 def _unknown_within(body: Body, policy: FieldPolicy, prefix: str = "") -> list[str]:
-    """Take the unknown keys out of the objects within a body; return their names, which begin with `prefix`."""
+    """Take the unknown keys out of the objects within a body; return their names, which begin with
+    `prefix`.
+    """
     found: list[str] = []
     for name in type(body).model_fields:
         inner = getattr(body, name)
@@ -121,7 +133,9 @@ def _unknown_within(body: Body, policy: FieldPolicy, prefix: str = "") -> list[s
         path = f"{prefix}{name}."
         known = [each.alias or key for key, each in type(inner).model_fields.items()]
         if inner.__pydantic_extra__:
-            found += policy.pass_over(inner.__pydantic_extra__, BodyFields(known=known, prefix=path))
+            found += policy.pass_over(
+                inner.__pydantic_extra__, BodyFields(known=known, prefix=path)
+            )
             inner.__pydantic_extra__.clear()
         found += _unknown_within(inner, policy, path)
     return found
@@ -253,8 +267,8 @@ class CompletionBody(SamplingBody):
 
 
 class TextPart(Body):
-    """A part of a message's content: text, or the refusal of an earlier answer, which is read as its text. Other fields
-    (`cache_control`) are not read.
+    """A part of a message's content: text, or the refusal of an earlier answer, which is read as
+    its text. Other fields (`cache_control`) are not read.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -271,8 +285,8 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """One message of a chat; an answer's message may come back as it was given, by any server: what is not here is not
-    read. role: one that the chat template takes.
+    """One message of a chat; an answer's message may come back as it was given, by any server: what
+    is not here is not read. role: one that the chat template takes.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -294,7 +308,15 @@ class ChatBody(SamplingBody):
 
     unused: ClassVar[frozenset[str]] = frozenset(
         (
-            *("user", "metadata", "store", "service_tier", "prediction", "verbosity", "safety_identifier"),
+            *(
+                "user",
+                "metadata",
+                "store",
+                "service_tier",
+                "prediction",
+                "verbosity",
+                "safety_identifier",
+            ),
             *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         )
     )
@@ -333,7 +355,9 @@ class ChatBody(SamplingBody):
 
 
 class ChatBatchBody(ChatBody):
-    """POST /v1/chat/completions/batch, as vLLM has it: several conversations, of which each has a choice."""
+    """POST /v1/chat/completions/batch, as vLLM has it: several conversations, of which each has a
+    choice.
+    """
 
     messages: Annotated[  # type: ignore[assignment]
         List[Annotated[List[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]],

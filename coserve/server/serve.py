@@ -1,7 +1,9 @@
-"""The server's life: it listens at once, starts the engine, serves, and on a signal ends in good order.
+"""The server's life: it listens at once, starts the engine, serves, and on a signal ends in good
+order.
 
-In good order: new requests are refused, open streams may continue for a while, then the engine writes checkpoints
-of its jobs and ends, and nothing of it remains. A second signal ends the waiting.
+In good order: new requests are refused, open streams may continue for a while, then the engine
+writes checkpoints of its jobs and ends, and nothing of it remains. A second signal ends the
+waiting.
 """
 
 import asyncio
@@ -65,7 +67,9 @@ class Watcher(Protocol):
         ...
 
     def stopping(self, num_open: int, drain_s: float) -> None:
-        """A signal has come (told once): num_open requests are waited for, drain_s seconds at most."""
+        """A signal has come (told once): num_open requests are waited for, drain_s seconds at
+        most.
+        """
         ...
 
 
@@ -73,8 +77,8 @@ class _Server(uvicorn.Server):
     """Leaves signals to `serve`, and connections to the system until they can be looked at."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # asyncio takes one number for both: how many the system keeps, and how many are accepted before any is looked
-        # at, of which each may be one too many.
+        # asyncio takes one number for both: how many the system keeps, and how many are accepted
+        # before any is looked at, of which each may be one too many.
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)
@@ -87,7 +91,9 @@ class _Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; CoserveError if that cannot be."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -96,7 +102,9 @@ def listen(host: str, port: int) -> socket.socket:
         listening.listen(_BACKLOG)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CoserveError(f"cannot listen at {host}:{port}: {reason}; choose another --port or --host") from None
+        raise CoserveError(
+            f"cannot listen at {host}:{port}: {reason}; choose another --port or --host"
+        ) from None
     return listening
 
 
@@ -104,7 +112,8 @@ async def serve(config: ServerConfig, watcher: Watcher) -> None:
     """Serve until a signal comes.
 
     Raises:
-        ModelError: the engine cannot start as it was asked. CoserveError: the port or the home cannot be had.
+        ModelError: the engine cannot start as it was asked. CoserveError: the port or the home
+            cannot be had.
     """
     with private_files(), lock_home(config.directory):
         clear_socket_directories(config.directory)
@@ -150,8 +159,12 @@ def server_context(config: ServerConfig, link: EngineAccess) -> ServerContext:
         CoserveError: a template, an adapter or the collector's address cannot be used.
     """
     prompts = Prompts(config.model, config.generation_config, template_of(config.chat_template))
-    context = ServerContext(config=config, link=link, prompts=prompts, tracing=open_tracing(config.otlp_endpoint))
-    context.catalogues.append(GivenAdapters(config.lora_modules, base=context.model_name, taken=context.base_names))
+    context = ServerContext(
+        config=config, link=link, prompts=prompts, tracing=open_tracing(config.otlp_endpoint)
+    )
+    context.catalogues.append(
+        GivenAdapters(config.lora_modules, base=context.model_name, taken=context.base_names)
+    )
     return context
 
 
@@ -175,7 +188,9 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
         threads=config.threads,
         record=None if config.record is None else str(Path(config.record).absolute()),
         role=config.role,
-        prefill_socket=None if config.prefill_socket is None else str(Path(config.prefill_socket).absolute()),
+        prefill_socket=None
+        if config.prefill_socket is None
+        else str(Path(config.prefill_socket).absolute()),
         prefill_min_tokens=config.prefill_min_tokens,
         max_model_len=config.max_model_len,
         log_format=config.log_format,
@@ -188,9 +203,11 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
 
 
 def _start_fork_server(config: ServerConfig, watcher: Watcher) -> ForkServer | None:
-    """None where processes do not outlive a fork of one that has frameworks in it (macOS), or there is none.
+    """None where processes do not outlive a fork of one that has frameworks in it (macOS), or there
+    is none.
 
-    Before this process has threads; it imports here what it would have to import anyway, to read the model's tokenizer.
+    Before this process has threads; it imports here what it would have to import anyway, to read
+    the model's tokenizer.
 
     Raises:
         ModelError: there is no such model.
@@ -205,7 +222,9 @@ def _start_fork_server(config: ServerConfig, watcher: Watcher) -> ForkServer | N
 
 
 def _http_settings(config: ServerConfig, app: FastAPI) -> uvicorn.Config:
-    connections = Connections(most=most_connections(config.max_connections), timeout_headers_s=config.timeout_headers_s)
+    connections = Connections(
+        most=most_connections(config.max_connections), timeout_headers_s=config.timeout_headers_s
+    )
     return uvicorn.Config(
         app,
         http=protocol_of(connections),
@@ -226,7 +245,9 @@ def check_certificate(certfile: str | None, keyfile: str | None) -> None:
     if certfile is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: "")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            certfile, keyfile, password=lambda: ""
+        )
     except (OSError, ssl.SSLError) as error:
         files = f"--ssl-certfile {certfile}" + (f" and --ssl-keyfile {keyfile}" if keyfile else "")
         raise CoserveError(f"{files} cannot be used: {error.strerror or error}") from None
@@ -269,7 +290,11 @@ async def _serve(
 
 
 async def _announce(
-    context: ServerContext, first: "_FirstReady", watcher: Watcher, url: str, found_meanwhile: Callable[[], None]
+    context: ServerContext,
+    first: "_FirstReady",
+    watcher: Watcher,
+    url: str,
+    found_meanwhile: Callable[[], None],
 ) -> None:
     """Load what this process needs of the model; tell when all is there.
 
@@ -287,7 +312,11 @@ async def _drain(context: ServerContext, signalled: "_Signals") -> None:
     """Let streams come to their ends, for a while."""
     context.link.close_to_requests()
     until_s = asyncio.get_running_loop().time() + context.config.drain_s
-    while context.link.num_open and asyncio.get_running_loop().time() < until_s and not signalled.second.is_set():
+    while (
+        context.link.num_open
+        and asyncio.get_running_loop().time() < until_s
+        and not signalled.second.is_set()
+    ):
         if context.link.is_silent:  # then nothing of them will come
             break
         await asyncio.sleep(_POLL_S)
@@ -324,7 +353,9 @@ class _Signals:
 
 @contextmanager
 def _reloading(context: ServerContext) -> Iterator[None]:
-    """Read the keys' file again on SIGHUP; without one, SIGHUP ends the server as it ends others."""
+    """Read the keys' file again on SIGHUP; without one, SIGHUP ends the server as it ends
+    others.
+    """
     if context.config.api_keys_file is None:
         yield
         return

@@ -1,4 +1,6 @@
-"""How it goes: what `/v1/status` says of the last minute, and `/v1/status/steps` of every step (see docs/server.md)."""
+"""How it goes: what `/v1/status` says of the last minute, and `/v1/status/steps` of every step (see
+docs/server.md).
+"""
 
 import time
 from collections import deque
@@ -74,7 +76,9 @@ class StatusBoard:
         for record in report.records:
             entry = self._ledger.find(record.request)
             if entry is not None:
-                self._requests.append(_Request(self._next(), now_s, record, entry.tenant, entry.adapter))
+                self._requests.append(
+                    _Request(self._next(), now_s, record, entry.tenant, entry.adapter)
+                )
         if report.stats is not None:
             self._take_stats(report.stats, now_s)
 
@@ -89,7 +93,9 @@ class StatusBoard:
             num_trained=self._num_tuned - num_tuned_before,
         )
         pages = {**stats.num_pages_by_owner, "free": stats.num_pages_free}
-        self._moments.append(_Moment(self._next(), now_s, self._num_generated, self._num_tuned, pages))
+        self._moments.append(
+            _Moment(self._next(), now_s, self._num_generated, self._num_tuned, pages)
+        )
 
     def _next(self) -> int:
         self._serial += 1
@@ -114,11 +120,16 @@ class StatusBoard:
         """
         now_s = time.monotonic()
         since_s = now_s - WINDOW_S
-        steps = [each.step for each in takewhile(lambda each: each.step.end_s >= since_s, reversed(self._steps))]
+        steps = [
+            each.step
+            for each in takewhile(lambda each: each.step.end_s >= since_s, reversed(self._steps))
+        ]
         recent = takewhile(lambda each: each.end_s >= since_s, reversed(self._requests))
         records = [each.record for each in recent if tenant in (None, each.tenant)]
         stats = self._stats
-        errors = [abs(step.predicted_s - step.step_s) / step.step_s for step in steps if step.step_s]
+        errors = [
+            abs(step.predicted_s - step.step_s) / step.step_s for step in steps if step.step_s
+        ]
         generated_per_s, tuned_per_s = self._rates(now_s)
         return {
             "model": model,
@@ -146,9 +157,13 @@ class StatusBoard:
                 "waiting": stats.num_waiting if stats else 0,
                 "finished": len(records),
                 "tokens_per_s": generated_per_s,
-                "attainment": sum(record.attained for record in records) / len(records) if records else None,
+                "attainment": sum(record.attained for record in records) / len(records)
+                if records
+                else None,
                 "ttft_ms": _percentiles_ms(record.ttft_s for record in records),
-                "tpot_ms": _percentiles_ms(record.tpot_s for record in records if record.tpot_s is not None),
+                "tpot_ms": _percentiles_ms(
+                    record.tpot_s for record in records if record.tpot_s is not None
+                ),
             },
             "batch": {
                 "running": stats.num_batch_running if stats else 0,
@@ -178,7 +193,10 @@ class StatusBoard:
             "steps": {
                 "count": len(steps),
                 "step_ms": _percentiles_ms(step.step_s for step in steps),
-                "prediction_error": {"median": quantile(errors, 0.5), "p95": quantile(errors, 0.95)},
+                "prediction_error": {
+                    "median": quantile(errors, 0.5),
+                    "p95": quantile(errors, 0.95),
+                },
             },
         }
 
@@ -189,39 +207,61 @@ class StatusBoard:
             "now_s": time.monotonic(),
             "steps": [
                 (
-                    *(each.step.end_s, each.step.step_s, each.step.predicted_s, each.step.decode_rows),
+                    *(
+                        each.step.end_s,
+                        each.step.step_s,
+                        each.step.predicted_s,
+                        each.step.decode_rows,
+                    ),
                     *(each.step.prefill_rows, each.step.window_rows, each.step.backward_rows),
                 )
                 for each in _after(self._steps, after)
             ],
-            "requests": [_request(each) for each in _after(self._requests, after) if tenant in (None, each.tenant)],
+            "requests": [
+                _request(each)
+                for each in _after(self._requests, after)
+                if tenant in (None, each.tenant)
+            ],
             "memory": [(each.time_s, each.pages) for each in _after(self._moments, after)],
         }
 
     def rates(self, span: Span) -> list[tuple[float, float]]:
-        """Return generated and trained tokens per second in each part of a span, the oldest first."""
+        """Return generated and trained tokens per second in each part of a span, the oldest
+        first.
+        """
         return self._history.rates(span, time.monotonic())
 
     def _rates(self, now_s: float) -> tuple[float | None, float | None]:
         """Generated and tuned tokens per second over the window."""
         since_s = max(now_s - WINDOW_S, self._start_s)
         before = next((each for each in reversed(self._moments) if each.time_s < since_s), None)
-        first_generated, first_tuned = (before.num_generated, before.num_tuned) if before else (0, 0)
+        first_generated, first_tuned = (
+            (before.num_generated, before.num_tuned) if before else (0, 0)
+        )
         seconds = now_s - since_s
         if not self._moments or seconds <= 0:
             return None, None
-        return (self._num_generated - first_generated) / seconds, (self._num_tuned - first_tuned) / seconds
+        return (self._num_generated - first_generated) / seconds, (
+            self._num_tuned - first_tuned
+        ) / seconds
 
 
 def start_json(progress: StartProgress | None) -> dict[str, Any] | None:
     """Return what an engine that is starting does, as `/health` and `/v1/status` show it."""
     if progress is None:
         return None
-    return {"stage": progress.stage, "done": progress.done, "total": progress.total, "text": str(progress)}
+    return {
+        "stage": progress.stage,
+        "done": progress.done,
+        "total": progress.total,
+        "text": str(progress),
+    }
 
 
 def _profile_json(stats: EngineStats | None) -> dict[str, Any]:
-    """Return whether predictions rest on a measured profile; measured_share: of a profile that is being measured."""
+    """Return whether predictions rest on a measured profile; measured_share: of a profile that is
+    being measured.
+    """
     if stats is None:
         return {"state": None, "measured_share": None}
     share = stats.measured_share
@@ -237,7 +277,9 @@ def _grammars(stats: EngineStats | None, tenant: str | None) -> dict[str, int]:
 
 
 def _ranks(stats: EngineStats) -> list[dict[str, Any]]:
-    """Return the processes that hold the model together, in the order of their ranks; none where it is one."""
+    """Return the processes that hold the model together, in the order of their ranks; none where it
+    is one.
+    """
     return [
         {
             "rank": rank,

@@ -29,14 +29,18 @@ class Storage:
         self._looking = asyncio.Lock()
 
     async def check(self) -> dict[str, Any]:
-        """Try to write, and log a change; returns what /v1/status shows. One look serves all who ask for a while, and
-        those who ask during it wait for its result.
+        """Try to write, and log a change; returns what /v1/status shows. One look serves all who
+        ask for a while, and those who ask during it wait for its result.
         """
         async with self._looking:
             if time.monotonic() - self._looked_s >= _FRESH_S:
                 problem, free_bytes = await asyncio.to_thread(self._look)
                 self._log_change(problem)
-                self._found = {"writable": problem is None, "problem": problem, "free_bytes": free_bytes}
+                self._found = {
+                    "writable": problem is None,
+                    "problem": problem,
+                    "free_bytes": free_bytes,
+                }
                 self._looked_s = time.monotonic()
             return self._found
 
@@ -44,7 +48,8 @@ class Storage:
         """Log that writing has become impossible, or possible again."""
         if problem is not None and self._problem is None:
             _log.error(
-                "%s: until there is, requests are answered and all that is kept can be read, but no files, jobs, "
+                "%s: until there is, requests are answered and all that is kept can be read, but "
+                "no files, jobs, "
                 "batches or answers are kept, and jobs and batches wait",
                 problem,
             )

@@ -13,7 +13,12 @@ Record = TypeVar("Record")
 
 
 async def find_stored(
-    context: ServerContext, id: str, question: Callable[[Transaction], Record | None], *, param: str, missing: str
+    context: ServerContext,
+    id: str,
+    question: Callable[[Transaction], Record | None],
+    *,
+    param: str,
+    missing: str,
 ) -> Record:
     """What the store knows of this id.
 

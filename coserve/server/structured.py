@@ -43,14 +43,19 @@ def _asked(body: SamplingBody) -> Grammar | None:
         None if body.guided_grammar is None else Grammar.notation(body.guided_grammar),
     ]
     grammar = _only([each for each in found if each is not None])
-    return grammar if grammar is None or not white_space else _with_white_space(grammar, white_space)
+    return (
+        grammar if grammar is None or not white_space else _with_white_space(grammar, white_space)
+    )
 
 
 def _only(found: list[Grammar]) -> Grammar | None:
     """Return the one grammar of several that are all equal."""
     different = list(dict.fromkeys(found))
     if len(different) > 1:
-        raise ValueError("only one of response_format, structured_outputs and guided_… can say what the output follows")
+        raise ValueError(
+            "only one of response_format, structured_outputs and guided_… can say what the output "
+            "follows"
+        )
     return different[0] if different else None
 
 
@@ -67,7 +72,10 @@ def _with_white_space(grammar: Grammar, pattern: str) -> Grammar:
 def _of_format(asked: ResponseFormat) -> Grammar | None:
     if asked.type == "text":
         return None
-    if asked.type in ("json_object", "json") and (schema := asked.schema_ or asked.value) is not None:
+    if (
+        asked.type in ("json_object", "json")
+        and (schema := asked.schema_ or asked.value) is not None
+    ):
         return _json(schema)  # as llama.cpp, Together and TGI have it
     if asked.type == "json_object":
         return Grammar.json_object()
@@ -79,7 +87,8 @@ def _of_format(asked: ResponseFormat) -> Grammar | None:
         return _tags({"structures": asked.structures, "triggers": asked.triggers})
     if asked.type != "json_schema":
         raise ValueError(
-            f"response_format must be of type text, json_object, json_schema or structural_tag, not {asked.type!r}"
+            f"response_format must be of type text, json_object, json_schema or structural_tag, "
+            f"not {asked.type!r}"
         )
     if asked.json_schema is None and asked.schema_ is not None:
         return _json(asked.schema_)
@@ -102,19 +111,24 @@ def _of_structured_outputs(asked: StructuredOutputs) -> Grammar:
     given = [each for each in found if each is not None]
     if len(given) != 1:
         raise ValueError(
-            "structured_outputs needs exactly one of json, regex, choice, grammar, json_object and structural_tag"
+            "structured_outputs needs exactly one of json, regex, choice, grammar, json_object and "
+            "structural_tag"
         )
     return given[0]
 
 
 def _json(schema: str | dict[str, Any], *, is_closed: bool = False) -> Grammar:
-    """Return the grammar of a schema. is_closed: objects have no properties but those that it names."""
+    """Return the grammar of a schema. is_closed: objects have no properties but those that it
+    names.
+    """
     grammar = Grammar.json_schema(_read(schema) if isinstance(schema, str) else schema)
     return Grammar.json_schema(_closed(json.loads(grammar.text))) if is_closed else grammar
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema, which is not nested too deeply, whose objects with properties allow no others by default."""
+    """Return a schema, which is not nested too deeply, whose objects with properties allow no
+    others by default.
+    """
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -144,13 +158,20 @@ def _read(text: str) -> Any:
 
 
 def _tags(asked: Any) -> Grammar:
-    """vLLM's structural tags: text as the model likes, in which a trigger begins a tag with JSON of its schema."""
+    """vLLM's structural tags: text as the model likes, in which a trigger begins a tag with JSON of
+    its schema.
+    """
     structures = asked.get("structures") if isinstance(asked, Mapping) else None
     triggers = asked.get("triggers") if isinstance(asked, Mapping) else None
     try:
-        tags = [Tag(begin=each["begin"], schema=each["schema"], end=each.get("end", "")) for each in structures or ()]
+        tags = [
+            Tag(begin=each["begin"], schema=each["schema"], end=each.get("end", ""))
+            for each in structures or ()
+        ]
     except (KeyError, TypeError, AttributeError):
         tags = []
     if not tags or not triggers:
-        raise ValueError("a structural tag needs triggers, and structures with begin, schema and end")
+        raise ValueError(
+            "a structural tag needs triggers, and structures with begin, schema and end"
+        )
     return Grammar.triggered(tags, triggers=triggers)

@@ -1,6 +1,8 @@
-"""Threads that tenants share: the work of each waits in a queue of its own, and the queues take turns.
+"""Threads that tenants share: the work of each waits in a queue of its own, and the queues take
+turns.
 
-One tenant's flood so keeps another's work waiting for one piece of work, not for all that came before it.
+One tenant's flood so keeps another's work waiting for one piece of work, not for all that came
+before it.
 """
 
 import asyncio

@@ -11,15 +11,16 @@ from coserve.server.page import assets
 from coserve.server.responses import error_response
 from coserve.server.tenant_turns import current_tenant
 
-# Probes bring no keys, and browsers none before somebody has signed in: the page that asks for the key tells nothing.
+# Probes bring no keys, and browsers none before somebody has signed in: the page that asks for the
+# key tells nothing.
 _OPEN_PATHS = ("/health", "/ready", "/ping", "/", "/ui")
 # Where Anthropic's clients put the key.
 _ANTHROPIC = b"x-api-key"
 
 
 class TenantMiddleware:
-    """Puts `tenant` and `is_operator` into the request's state; 401 without a right key, where keys are needed. What is
-    left of a tenant's limits goes back with every answer.
+    """Puts `tenant` and `is_operator` into the request's state; 401 without a right key, where keys
+    are needed. What is left of a tenant's limits goes back with every answer.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, admission: Admission) -> None:
@@ -56,7 +57,9 @@ class TenantMiddleware:
         if not given and _ANTHROPIC in headers:
             kind, key = "bearer", headers[_ANTHROPIC].decode("latin-1")
         if kind.lower() != "bearer" or not key.strip():
-            raise _unauthorized("You didn't provide an API key: send the header Authorization: Bearer KEY.", None)
+            raise _unauthorized(
+                "You didn't provide an API key: send the header Authorization: Bearer KEY.", None
+            )
         tenant = ring.tenant_of(key.strip())
         if tenant is None:
             raise _unauthorized("Incorrect API key provided.", "invalid_api_key")

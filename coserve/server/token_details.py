@@ -1,4 +1,6 @@
-"""What an answer says of tokens beside its text, as vLLM has it: ids, and log-probabilities of the prompt."""
+"""What an answer says of tokens beside its text, as vLLM has it: ids, and log-probabilities of the
+prompt.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +14,9 @@ from coserve.server.schemas import SamplingBody
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDetails:
-    """with_ids: of prompt and answer. named_by_ids: log-probabilities say `token_id:7` in place of a token's text.
-    of_prompt: log-probabilities of the prompt's tokens are part of the answer. of_named: those of tokens that the
-    request names stand in place of the likeliest.
+    """with_ids: of prompt and answer. named_by_ids: log-probabilities say `token_id:7` in place of
+    a token's text. of_prompt: log-probabilities of the prompt's tokens are part of the answer.
+    of_named: those of tokens that the request names stand in place of the likeliest.
     """
 
     prompts: Prompts
@@ -39,7 +41,9 @@ class TokenDetails:
         return f"token_id:{token}" if self.named_by_ids else text
 
     def top(self, found: TokenLogprob) -> Sequence[tuple[int, float]]:
-        """The others that a chat's answer shows beside a token; beside those that were named, itself, as vLLM does."""
+        """The others that a chat's answer shows beside a token; beside those that were named,
+        itself, as vLLM does.
+        """
         if not self.of_named or any(token == found.token for token, _ in found.top):
             return found.top
         return [(found.token, found.logprob), *found.top]
@@ -61,6 +65,10 @@ class TokenDetails:
         ranked = {found.token: (found.rank, found.logprob)}
         ranked |= {token: (rank, logprob) for rank, (token, logprob) in enumerate(found.top, 1)}
         return {
-            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": self.prompts.piece(token).text}
+            str(token): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": self.prompts.piece(token).text,
+            }
             for token, (rank, logprob) in ranked.items()
         }

@@ -1,7 +1,7 @@
 """Namespaces of /v1/responses, as OpenAI has them: functions in groups.
 
-A model is shown each function of a namespace by a flat name, `namespace__name`, as vLLM does it; clients see, and send
-back, the two names apart.
+A model is shown each function of a namespace by a flat name, `namespace__name`, as vLLM does it;
+clients see, and send back, the two names apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def functions_of(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]:
-    """All functions in the order of the tools, as a chat has them; ApiError for what is no function, or has another's
-    flat name.
+    """All functions in the order of the tools, as a chat has them; ApiError for what is no
+    function, or has another's flat name.
     """
     of_namespaces, found, names = apart(tools), [], set()
     for where, namespace, tool in _each(tools):
@@ -31,7 +31,9 @@ def functions_of(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]:
                 param=f"{where}.type",
                 code="unsupported_parameter",
             )
-        fields = tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+        fields = tool.model_dump(
+            include={"name", "description", "parameters", "strict"}, exclude_none=True
+        )
         if namespace is not None:
             if not tool.name:
                 raise ApiError(f"{where}.name is missing", param=f"{where}.name")
@@ -54,8 +56,8 @@ def apart(tools: Sequence[FunctionTool] | None) -> dict[str, dict[str, str]]:
 
 
 def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[FunctionTool] | None) -> Any:
-    """tool_choice as a chat has it. A function of a namespace may be named flat, or by its own name where no other has
-    it; ApiError if several have.
+    """tool_choice as a chat has it. A function of a namespace may be named flat, or by its own name
+    where no other has it; ApiError if several have.
     """
     if not isinstance(choice, Mapping) or choice.get("type") != "function":
         return choice
@@ -65,13 +67,17 @@ def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[FunctionTo
     meant = [flat for flat, fields in known.items() if fields["name"] == name]
     if name not in known and name not in of_none and meant:
         if len(meant) > 1:
-            raise ApiError(f"tool_choice: {name!r} is any of {', '.join(meant)}", param="tool_choice")
+            raise ApiError(
+                f"tool_choice: {name!r} is any of {', '.join(meant)}", param="tool_choice"
+            )
         name = meant[0]
     return {"type": "function", "function": {"name": name}}
 
 
 def _each(tools: Sequence[FunctionTool] | None) -> list[tuple[str, str | None, FunctionTool]]:
-    """Where it is, its namespace, and the tool, of those that are none themselves. ApiError for one without a name."""
+    """Where it is, its namespace, and the tool, of those that are none themselves. ApiError for one
+    without a name.
+    """
     found: list[tuple[str, str | None, FunctionTool]] = []
     for place, tool in enumerate(tools or ()):
         where = f"tools[{place}]"
@@ -80,5 +86,8 @@ def _each(tools: Sequence[FunctionTool] | None) -> list[tuple[str, str | None, F
         elif not tool.name:
             raise ApiError(f"{where}.name is missing", param=f"{where}.name")
         else:
-            found += [(f"{where}.tools[{n}]", tool.name, inner) for n, inner in enumerate(tool.tools or ())]
+            found += [
+                (f"{where}.tools[{n}]", tool.name, inner)
+                for n, inner in enumerate(tool.tools or ())
+            ]
     return found

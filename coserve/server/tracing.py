@@ -1,8 +1,8 @@
-"""OpenTelemetry's traces, where an endpoint is set: of requests, by its conventions for generative AI, and of optimizer
-steps. Without one, nothing is imported for them.
+"""OpenTelemetry's traces, where an endpoint is set: of requests, by its conventions for generative
+AI, and of optimizer steps. Without one, nothing is imported for them.
 
-A request's span has children for its wait, its prompt and its decoding, by the engine's own records. An optimizer
-step's span says how long its pieces took, not when each of them ran.
+A request's span has children for its wait, its prompt and its decoding, by the engine's own
+records. An optimizer step's span says how long its pieces took, not when each of them ran.
 """
 
 import os
@@ -30,7 +30,15 @@ ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 # Which operation a completion of a path is.
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 # Fields of SamplingParams, where they are what the convention knows.
-_SAME = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty", "presence_penalty")
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+)
 _INPUT_TOKENS, _OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
 # How long the last spans may take at the end.
 _FLUSH_MS = 3000
@@ -41,7 +49,8 @@ _current: "ContextVar[Span | None]" = ContextVar("span", default=None)
 
 
 def open_tracing(endpoint: str | None) -> "Tracing | None":
-    """To a collector that takes OTLP by HTTP, at this URL or at that of the environment; None if neither is given.
+    """To a collector that takes OTLP by HTTP, at this URL or at that of the environment; None if
+    neither is given.
 
     CoserveError: the packages for it are not installed.
     """
@@ -54,12 +63,16 @@ def open_tracing(endpoint: str | None) -> "Tracing | None":
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise CoserveError(f"traces need OpenTelemetry: pip install 'coserve[otel]' ({error})") from None
+        raise CoserveError(
+            f"traces need OpenTelemetry: pip install 'coserve[otel]' ({error})"
+        ) from None
     attributes = {"service.version": VERSION}
     if "OTEL_SERVICE_NAME" not in os.environ:
         attributes["service.name"] = "coserve"
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")))
+    provider.add_span_processor(
+        BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"))
+    )
     return Tracing(provider)
 
 
@@ -78,10 +91,18 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = TraceContextTextMapPropagator().extract(headers)
-        attributes = {"http.request.method": "POST", "url.path": path, "gen_ai.provider.name": "coserve"}
+        attributes = {
+            "http.request.method": "POST",
+            "url.path": path,
+            "gen_ai.provider.name": "coserve",
+        }
         attributes["gen_ai.operation.name"] = _OPERATIONS[path]
         return self._tracer.start_span(
-            _OPERATIONS[path], context=parent, kind=SpanKind.SERVER, attributes=attributes, record_exception=False
+            _OPERATIONS[path],
+            context=parent,
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            record_exception=False,
         )
 
     def end(self, span: "Span", status: int) -> None:
@@ -143,9 +164,21 @@ class Tracing:
         last_s = first_s + (record.tpot_s or 0.0) * (record.num_output_tokens - 1)
         index = {"coserve.sequence.index": record.index}
         self._add("queue", record.arrival_s, started_s, index, parent)
-        self._add("prefill", started_s, first_s, {**index, _INPUT_TOKENS: record.num_prompt_tokens}, parent)
+        self._add(
+            "prefill",
+            started_s,
+            first_s,
+            {**index, _INPUT_TOKENS: record.num_prompt_tokens},
+            parent,
+        )
         if record.tpot_s is not None:
-            self._add("decode", first_s, last_s, {**index, _OUTPUT_TOKENS: record.num_output_tokens}, parent)
+            self._add(
+                "decode",
+                first_s,
+                last_s,
+                {**index, _OUTPUT_TOKENS: record.num_output_tokens},
+                parent,
+            )
 
     def _take_step(self, event: JobEvent) -> None:
         attributes: dict[str, Any] = {
@@ -158,14 +191,23 @@ class Tracing:
             "coserve.job.update_s": event.seconds.update_s,
             "coserve.job.skipped": event.norm is None,
         }
-        for name, value in (("loss", event.loss), ("norm", event.norm), ("learning_rate", event.learning_rate)):
+        for name, value in (
+            ("loss", event.loss),
+            ("norm", event.norm),
+            ("learning_rate", event.learning_rate),
+        ):
             if value is not None:
                 attributes[f"coserve.job.{name}"] = value
         started_s = event.now_s if event.seconds.started_s is None else event.seconds.started_s
         self._add("optimizer_step", started_s, event.now_s, attributes)
 
     def _add(
-        self, name: str, start_s: float, end_s: float, attributes: Mapping[str, Any], parent: "Span | None" = None
+        self,
+        name: str,
+        start_s: float,
+        end_s: float,
+        attributes: Mapping[str, Any],
+        parent: "Span | None" = None,
     ) -> None:
         """A span of times by the monotonic clock; of a trace of its own without a parent."""
         from opentelemetry.context import Context
@@ -174,14 +216,22 @@ class Tracing:
         context = Context() if parent is None else set_span_in_context(parent, Context())
         to_unix_ns = time.time_ns() - time.monotonic_ns()
         start_ns, end_ns = (round(seconds * 1e9) + to_unix_ns for seconds in (start_s, end_s))
-        self._tracer.start_span(name, context=context, start_time=start_ns, attributes=attributes).end(end_ns)
+        self._tracer.start_span(
+            name, context=context, start_time=start_ns, attributes=attributes
+        ).end(end_ns)
 
 
 class TracedAnswer:
     """What a span says of a completion; to be closed when the answer is over."""
 
     def __init__(
-        self, span: "Span", id: str, model: str, requests: Sequence[AddRequest], *, forget: Callable[[], None]
+        self,
+        span: "Span",
+        id: str,
+        model: str,
+        requests: Sequence[AddRequest],
+        *,
+        forget: Callable[[], None],
     ) -> None:
         self._span, self._forget = span, forget
         self._num_output = 0
@@ -195,7 +245,11 @@ class TracedAnswer:
                 "gen_ai.response.model": model,
                 "gen_ai.response.id": id,
                 _INPUT_TOKENS: sum(len(request.prompt) for request in requests),
-                **{f"gen_ai.request.{name}": value for name in _SAME if (value := getattr(params, name)) is not None},
+                **{
+                    f"gen_ai.request.{name}": value
+                    for name in _SAME
+                    if (value := getattr(params, name)) is not None
+                },
             }
         )
         if params.n > 1:
@@ -228,7 +282,9 @@ class TracingMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _OPERATIONS:
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         span, status = self._tracing.begin(scope["path"], headers), 0
         token = _current.set(span)
 

@@ -5,7 +5,18 @@ from math import inf
 
 from coserve.settings import shown
 
-_UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 1e3,
+    "m": 1e6,
+    "g": 1e9,
+    "t": 1e12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -27,10 +38,14 @@ def seconds_of(text: str) -> float:
 
 
 def slo_seconds(text: str) -> float:
-    """A duration with its unit: milliseconds are usual here, so a bare number would be taken for seconds by mistake."""
+    """A duration with its unit: milliseconds are usual here, so a bare number would be taken for
+    seconds by mistake.
+    """
     number, unit = _number_and_unit(text)
     if not unit:
-        raise ValueError(f"{text!r} has no unit; give {number:g}ms (which is {number / 1e3:g}s), or {number:g}s")
+        raise ValueError(
+            f"{text!r} has no unit; give {number:g}ms (which is {number / 1e3:g}s), or {number:g}s"
+        )
     value = seconds_of(text)
     if not 0 < value < inf:
         raise ValueError(f"{shown(text)} must be above 0 and finite; give a time such as 40ms")
@@ -40,5 +55,7 @@ def slo_seconds(text: str) -> float:
 def _number_and_unit(text: str) -> tuple[float, str]:
     if (found := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())) is None:
         negative = text.strip().startswith("-")
-        raise ValueError(f"{text!r} is negative" if negative else f"{text!r} is no number with a unit")
+        raise ValueError(
+            f"{text!r} is negative" if negative else f"{text!r} is no number with a unit"
+        )
     return float(found[1]), found[2].lower()

@@ -1,7 +1,7 @@
 """vLLM's names for what `coserve_…` metrics measure, so that its dashboards show this server, too.
 
-Nothing is measured twice: at each scrape the metrics are summed over tenants and adapters, and given again by these
-names (https://docs.vllm.ai/en/stable/design/metrics/).
+Nothing is measured twice: at each scrape the metrics are summed over tenants and adapters, and
+given again by these names (https://docs.vllm.ai/en/stable/design/metrics/).
 """
 
 from collections import defaultdict
@@ -25,7 +25,10 @@ _HISTOGRAMS = {
     "request_prompt_tokens": "coserve_request_prompt_tokens",
     "request_generation_tokens": "coserve_request_generated_tokens",
 }
-_GAUGES = {"num_requests_running": "coserve_requests_running", "num_requests_waiting": "coserve_requests_waiting"}
+_GAUGES = {
+    "num_requests_running": "coserve_requests_running",
+    "num_requests_waiting": "coserve_requests_waiting",
+}
 # With the value of the label `kind`.
 _TOKENS = {
     "prompt_tokens": "prompt",
@@ -55,15 +58,23 @@ class VllmMetrics(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", f"{own}.", labels=_LABELS)
             gauge.add_metric(who, sum(sample.value for sample in samples[own]))
             yield gauge
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the pages that are taken.", labels=_LABELS)
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Share of the pages that are taken.", labels=_LABELS
+        )
         usage.add_metric(who, _share_taken(samples["coserve_pages"]))
         yield usage
         for name, kind in _TOKENS.items():
-            tokens = CounterMetricFamily(f"vllm:{name}", f"coserve_tokens of kind {kind}.", labels=_LABELS)
+            tokens = CounterMetricFamily(
+                f"vllm:{name}", f"coserve_tokens of kind {kind}.", labels=_LABELS
+            )
             own_tokens = samples["coserve_tokens_total"]
-            tokens.add_metric(who, sum(sample.value for sample in own_tokens if sample.labels["kind"] == kind))
+            tokens.add_metric(
+                who, sum(sample.value for sample in own_tokens if sample.labels["kind"] == kind)
+            )
             yield tokens
-        preemptions = CounterMetricFamily("vllm:num_preemptions", "coserve_preemptions.", labels=_LABELS)
+        preemptions = CounterMetricFamily(
+            "vllm:num_preemptions", "coserve_preemptions.", labels=_LABELS
+        )
         preemptions.add_metric(who, sum(sample.value for sample in samples["coserve_preemptions"]))
         yield preemptions
         ended = CounterMetricFamily(

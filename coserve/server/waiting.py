@@ -11,13 +11,16 @@ _RETRY_AFTER_S = 2
 class WaitingRequests:
     """An `EngineListener` that counts requests until their first chunk.
 
-    A tenant may use all places while no other waits. When they are used up, a tenant is refused only if it has its
-    equal share of them, so one that floods the queue keeps nobody else out. Requests that wait already keep their
-    places: n tenants have at most 1 + 1/2 + ... + 1/n times as many as there are places.
+    A tenant may use all places while no other waits. When they are used up, a tenant is refused
+    only if it has its equal share of them, so one that floods the queue keeps nobody else out.
+    Requests that wait already keep their places: n tenants have at most 1 + 1/2 + ... + 1/n times
+    as many as there are places.
     """
 
     def __init__(self, max_waiting: int) -> None:
-        """Begin with no request; max_waiting: places, which requests also use that run before their first token."""
+        """Begin with no request; max_waiting: places, which requests also use that run before their
+        first token.
+        """
         self._max_waiting = max_waiting
         self._tenants: dict[str, str] = {}  # by request
         self._num_waiting: Counter[str] = Counter()  # by tenant
@@ -43,7 +46,9 @@ class WaitingRequests:
         self._num_waiting[tenant] += 1
 
     def end(self, request: str) -> None:
-        """Free the place of a request that does not wait any more; nothing happens if it has none."""
+        """Free the place of a request that does not wait any more; nothing happens if it has
+        none.
+        """
         if (tenant := self._tenants.pop(request, None)) is None:
             return
         self._num_waiting[tenant] -= 1

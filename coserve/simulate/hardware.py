@@ -7,10 +7,11 @@ from coserve.simulate.links import NVLINK_3, NVLINK_4, NVLINK_BRIDGE, PCIE_4, Li
 
 # Products are made in tiles of this many rows and columns, of fewer rows where there are fewer.
 _TILE, _LEAST_TILE_ROWS = 128, 16
-# Into how many parts the sums of a product may be divided for more tiles, and the pace that is left to each of them.
+# Into how many parts the sums of a product may be divided for more tiles, and the pace that is left
+# to each of them.
 _PACE_OF_PARTS = {1: 1.0, 2: 0.9, 4: 0.8}
-# Of a device's units, the share that can take all of its memory's bandwidth: decode steps hardly get faster with more
-# (HARLI figure 9).
+# Of a device's units, the share that can take all of its memory's bandwidth: decode steps hardly
+# get faster with more (HARLI figure 9).
 _BANDWIDTH_SHARE = 0.5
 
 
@@ -42,8 +43,8 @@ class Hardware:
     def product_s(self, rows: int, num_outputs: int, num_inputs: int, itemsize: int) -> float:
         """Return what a product of [rows, num_inputs] with [num_inputs, num_outputs] takes.
 
-        Tiles are dealt to processors in rounds, the last of which leaves some idle ("Matrix Multiplication Background
-        User's Guide", NVIDIA DU-09799, section 3).
+        Tiles are dealt to processors in rounds, the last of which leaves some idle ("Matrix
+        Multiplication Background User's Guide", NVIDIA DU-09799, section 3).
         """
         tile_rows = min(_TILE, max(_LEAST_TILE_ROWS, 1 << (rows - 1).bit_length()))
         num_tiles = ceil(rows / tile_rows) * ceil(num_outputs / _TILE)
@@ -75,7 +76,8 @@ class Hardware:
         )
 
 
-# Sources of the catalogue, read on 2026-11-25. benchmarks/hardware.md holds the model against what they measured.
+# Sources of the catalogue, read on 2026-11-25. benchmarks/hardware.md holds the model against what
+# they measured.
 # - Products, bfloat16: the largest pace that github.com/zzc0721/torch-performance-test-data (database.md) found over
 #   square sizes: A100 40 GB 246, 80 GB 265, H100 798, H200 790, RTX 3090 76.6 TFLOP/s; L40S 269 and RTX A6000 123, 0.74
 #   and 0.80 of their datasheets, which stand in for the RTX 6000 Ada and the A40 (the same chips). The table of
@@ -90,7 +92,8 @@ class Hardware:
 #   both passes (there). RTX 4090, for all of its kin: 151 forward and 99 backward (apache/tvm tl_doc/flash_perf.md),
 #   where products reach 163.
 # - Links: `links.py`. Those of an A100 or H100 are of boards with NVSwitch.
-# Divided in tenths of their multiprocessors, as HARLI section 5.2 does. Copies to the host reach some 0.7 of PCIe.
+# Divided in tenths of their multiprocessors, as HARLI section 5.2 does. Copies to the host reach
+# some 0.7 of PCIe.
 A100 = Hardware(
     name="A100",
     flops_per_s=2.65e14,
@@ -102,7 +105,9 @@ A100 = Hardware(
     attention_backward=0.6,
     link=NVLINK_3,
 )
-A100_40GB = replace(A100, name="A100 40 GB", flops_per_s=2.46e14, bytes_per_s=1.3e12, memory_bytes=40 * 10**9)
+A100_40GB = replace(
+    A100, name="A100 40 GB", flops_per_s=2.46e14, bytes_per_s=1.3e12, memory_bytes=40 * 10**9
+)
 H100 = Hardware(
     name="H100",
     flops_per_s=7.9e14,
@@ -128,7 +133,12 @@ A40 = replace(
     link=NVLINK_BRIDGE,
 )
 RTX3090 = replace(
-    A40, name="RTX 3090", flops_per_s=7.6e13, bytes_per_s=8.3e11, num_processors=82, memory_bytes=24 * 10**9
+    A40,
+    name="RTX 3090",
+    flops_per_s=7.6e13,
+    bytes_per_s=8.3e11,
+    num_processors=82,
+    memory_bytes=24 * 10**9,
 )
 ADA6000 = replace(
     A40,

@@ -1,9 +1,10 @@
-"""Links between the devices of a group: how long sums over all of them take, by what others have measured.
+"""Links between the devices of a group: how long sums over all of them take, by what others have
+measured.
 
-Every table but that of four H100 is of nccl-tests (`all_reduce_perf`, out of place). A sum over another number of
-devices than was measured is taken to have the same bus bandwidth at the same size: of n devices each sends and
-receives 2 (n - 1) / n of the bytes (nccl-tests, doc/PERFORMANCE.md). `tests/plain/test_links.py` holds the
-catalogue against all that was found.
+Every table but that of four H100 is of nccl-tests (`all_reduce_perf`, out of place). A sum over
+another number of devices than was measured is taken to have the same bus bandwidth at the same
+size: of n devices each sends and receives 2 (n - 1) / n of the bytes (nccl-tests,
+doc/PERFORMANCE.md). `tests/plain/test_links.py` holds the catalogue against all that was found.
 """
 
 from bisect import bisect_left
@@ -22,8 +23,8 @@ class SumTimes:
     """Bytes of each device's tensor, and microseconds; in the order of sizes."""
 
     def seconds(self, num_bytes: float) -> float:
-        """Return what a sum takes: by straight lines between the logarithms of the sizes, as long as the smallest size
-        below it, and proportional to the bytes above the largest.
+        """Return what a sum takes: by straight lines between the logarithms of the sizes, as long
+        as the smallest size below it, and proportional to the bytes above the largest.
         """
         sizes, logs = self._points
         if num_bytes <= sizes[0]:
@@ -47,11 +48,12 @@ class Link:
     times: tuple[SumTimes, ...]
     """Measured sums, by the number of devices."""
     most_bytes_per_s: tuple[tuple[int, float], ...] = ()
-    """Numbers of devices, and the bus bandwidth that sums over as many reach at most, where that is less than what was
-    measured over another number."""
+    """Numbers of devices, and the bus bandwidth that sums over as many reach at most, where that is
+    less than what was measured over another number."""
 
     def sum_s(self, num_bytes: float, num_devices: int) -> float:
-        """Return what a sum of a tensor over all devices takes, each of which gets the result; nothing for one device.
+        """Return what a sum of a tensor over all devices takes, each of which gets the result;
+        nothing for one device.
 
         Args:
             num_bytes: of the tensor.
@@ -68,20 +70,23 @@ class Link:
     def gather_s(self, num_bytes: float, num_devices: int) -> float:
         """Return what a gather takes after which every device has a tensor of this size.
 
-        It moves half of what a sum of the tensor does, as does a sum of which each device gets its part.
+        It moves half of what a sum of the tensor does, as does a sum of which each device gets its
+        part.
         """
         return self.sum_s(num_bytes / 2, num_devices)
 
 
 def _moved(num_devices: int) -> float:
-    """Return the share of a tensor's bytes that each device sends for a sum: what nccl-tests call the bus factor."""
+    """Return the share of a tensor's bytes that each device sends for a sum: what nccl-tests call
+    the bus factor.
+    """
     return 2 * (num_devices - 1) / num_devices
 
 
-# Two A100 with twelve links of NVLink 3 between them (Azure's NC48ads A100 v4), NCCL 2.1x, the table with the
-# topology's file alone; and four A100 that are two such pairs, with PCIe 4 and the host between the pairs (NC96ads):
-# https://github.com/JingchaoZhang/JingchaoZhang.github.io, "_posts/2023-07-14-Azure NCCL Test on NCv4.md", read on
-# 2026-11-30.
+# Two A100 with twelve links of NVLink 3 between them (Azure's NC48ads A100 v4), NCCL 2.1x, the
+# table with the topology's file alone; and four A100 that are two such pairs, with PCIe 4 and the
+# host between the pairs (NC96ads): https://github.com/JingchaoZhang/JingchaoZhang.github.io,
+# "_posts/2023-07-14-Azure NCCL Test on NCv4.md", read on 2026-11-30.
 _TWO_A100 = SumTimes(
     num_devices=2,
     us=(
@@ -115,8 +120,9 @@ _TWO_PAIRS = SumTimes(
         (1 << 30, 52288.0),
     ),
 )
-# Eight H100 with NVLink 4 and NVSwitch (AWS p5.48xlarge), whose switches add up (NVLS) from 1 MB on:
-# https://github.com/aws-samples/awsome-distributed-training, 1.architectures/3.aws-batch/README.md, read on 2026-11-30.
+# Eight H100 with NVLink 4 and NVSwitch (AWS p5.48xlarge), whose switches add up (NVLS) from 1 MB
+# on: https://github.com/aws-samples/awsome-distributed-training,
+# 1.architectures/3.aws-batch/README.md, read on 2026-11-30.
 _EIGHT_H100 = SumTimes(
     num_devices=8,
     us=(
@@ -135,9 +141,10 @@ _EIGHT_H100 = SumTimes(
     ),
 )
 
-# Four of eight H100, NCCL as vLLM calls it, in whole microseconds: https://github.com/vllm-project/vllm/pull/24111,
-# read on 2026-11-30. Its table has no other sizes: smaller sums are taken to wait as long as the smallest, and larger
-# ones to have the bus bandwidth of eight devices.
+# Four of eight H100, NCCL as vLLM calls it, in whole microseconds:
+# https://github.com/vllm-project/vllm/pull/24111, read on 2026-11-30. Its table has no other sizes:
+# smaller sums are taken to wait as long as the smallest, and larger ones to have the bus bandwidth
+# of eight devices.
 _FOUR_H100 = SumTimes(
     num_devices=4,
     us=(
@@ -151,20 +158,29 @@ _FOUR_H100 = SumTimes(
     ),
 )
 
-# At most 235 GB/s among all A100 of a node, of which 232 were measured (github.com/stas00/ml-engineering, network;
-# github.com/NVIDIA/nccl-tests issue 175).
+# At most 235 GB/s among all A100 of a node, of which 232 were measured
+# (github.com/stas00/ml-engineering, network; github.com/NVIDIA/nccl-tests issue 175).
 NVLINK_3 = Link(name="NVLink 3", times=(_TWO_A100,), most_bytes_per_s=((4, 2.35e11), (8, 2.35e11)))
-# Four A100 without a switch, each pair of which has four of the twelve links (Perlmutter, Leonardo): two of them reach
-# 72 GB/s (github.com/NVIDIA/nccl-tests issue 331); that all four reach what they do with a switch is taken from there.
+# Four A100 without a switch, each pair of which has four of the twelve links (Perlmutter,
+# Leonardo): two of them reach 72 GB/s (github.com/NVIDIA/nccl-tests issue 331); that all four reach
+# what they do with a switch is taken from there.
 NVLINK_3_MESH = Link(
-    name="NVLink 3, four links a pair", times=(_TWO_A100,), most_bytes_per_s=((2, 7.2e10), (4, 2.35e11))
+    name="NVLink 3, four links a pair",
+    times=(_TWO_A100,),
+    most_bytes_per_s=((2, 7.2e10), (4, 2.35e11)),
 )
-# Rings of two to four H100 reach 365 to 370 GB/s, and the switches help from five on (github.com/NVIDIA/nccl issue
-# 1455). No table of sums over two was found: they follow from that of four.
-NVLINK_4 = Link(name="NVLink 4", times=(_FOUR_H100, _EIGHT_H100), most_bytes_per_s=((2, 3.7e11), (4, 3.7e11)))
+# Rings of two to four H100 reach 365 to 370 GB/s, and the switches help from five on
+# (github.com/NVIDIA/nccl issue 1455). No table of sums over two was found: they follow from that of
+# four.
+NVLINK_4 = Link(
+    name="NVLink 4", times=(_FOUR_H100, _EIGHT_H100), most_bytes_per_s=((2, 3.7e11), (4, 3.7e11))
+)
 # Two devices reach 20 GB/s where a pair has no NVLink (github.com/NVIDIA/nccl-tests issue 178).
 PCIE_4 = Link(name="PCIe 4", times=(_TWO_PAIRS,), most_bytes_per_s=((2, 2e10),))
-# Pairs of A40 or RTX 3090 with their bridge, four links of NVLink 3: no table was found. Two are taken to reach 0.82 of
-# the bridge's 56 GB/s, as H100s do of their 450 (github.com/NVIDIA/nccl-tests issue 212), and with small sums what two
-# A100 do; four are two pairs with PCIe between them.
-NVLINK_BRIDGE = Link(name="NVLink bridge", times=(_TWO_A100, _TWO_PAIRS), most_bytes_per_s=((2, 4.6e10),))
+# Pairs of A40 or RTX 3090 with their bridge, four links of NVLink 3: no table was found. Two are
+# taken to reach 0.82 of the bridge's 56 GB/s, as H100s do of their 450
+# (github.com/NVIDIA/nccl-tests issue 212), and with small sums what two A100 do; four are two pairs
+# with PCIe between them.
+NVLINK_BRIDGE = Link(
+    name="NVLink bridge", times=(_TWO_A100, _TWO_PAIRS), most_bytes_per_s=((2, 4.6e10),)
+)

@@ -1,7 +1,8 @@
-"""A device without tensors: it answers commands and steps, and says how long it took by a virtual clock.
+"""A device without tensors: it answers commands and steps, and says how long it took by a virtual
+clock.
 
-Tokens are a pure function of the request's seed and the place; losses are nan. What a job costs, and the groups of
-tensors that its packs take, are counted from the same graphs as on a real device.
+Tokens are a pure function of the request's seed and the place; losses are nan. What a job costs,
+and the groups of tensors that its packs take, are counted from the same graphs as on a real device.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,7 +59,14 @@ from coserve.devices.step_messages import (
     StepResult,
     TokenLogprob,
 )
-from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
+from coserve.devices.swap_messages import (
+    MovePack,
+    MovePages,
+    SwapIn,
+    SwapInTensors,
+    SwapOut,
+    SwapOutTensors,
+)
 from coserve.errors import AdapterError, JobError
 from coserve.models.backbone import Backbone
 from coserve.scheduling.latency import LatencyModel
@@ -77,11 +85,13 @@ class ModelledDevice:
         backbone: on the "meta" device: shapes are all it takes.
         profile: of the hardware.
         latency: what steps take where that is known better than by the profile.
-        noise: standard deviation of the logarithm of the time that a section takes beside what the profile says.
-        link_flops_per_byte: FLOPs that a rank computes while a gather moves a byte, by which jobs choose what ranks
-            save in pieces (`training_programs`).
+        noise: standard deviation of the logarithm of the time that a section takes beside what the
+            profile says.
+        link_flops_per_byte: FLOPs that a rank computes while a gather moves a byte, by which jobs
+            choose what ranks save in pieces (`training_programs`).
 
-    `fail_next`: the next step fails with this, and takes no time; optimizer steps before `broken_update` are made.
+    `fail_next`: the next step fails with this, and takes no time; optimizer steps before
+    `broken_update` are made.
     """
 
     def __init__(
@@ -116,7 +126,9 @@ class ModelledDevice:
         self._versions: dict[str, AdapterConfig] = {}
         self._num_bypasses: dict[str, int] = {}
         self._trainers: dict[str, ModelledTrainer] = {}
-        self._timer = StepTimer(self._latency, self._trainers, self._progress_of, noise=noise, seed=seed)
+        self._timer = StepTimer(
+            self._latency, self._trainers, self._progress_of, noise=noise, seed=seed
+        )
         self._copy_s = 0.0  # of copies that no step has waited for yet
         self._overhead_s = 0.0  # of the step under way
         self._result: StepResult | None = None
@@ -135,7 +147,9 @@ class ModelledDevice:
             SwapOutTensors: self._copy_tensors,
             SwapInTensors: self._copy_tensors,
             SetVocabulary: lambda command: self._grammars.use(command.vocabulary),
-            OpenGrammar: lambda command: GrammarOpened(self._grammars.open(command.grammar, command.max_states)),
+            OpenGrammar: lambda command: GrammarOpened(
+                self._grammars.open(command.grammar, command.max_states)
+            ),
             CloseGrammar: lambda command: self._grammars.close(command.grammar),
             OpenVersion: self._open_version,
             DropVersion: self._drop_version,
@@ -197,7 +211,9 @@ class ModelledDevice:
             is_masked=command.params.grammar is not None,
         )
         if command.params.grammar is not None:
-            self._matchers[command.request] = self._grammars.matcher(command.params.grammar, command.output)
+            self._matchers[command.request] = self._grammars.matcher(
+                command.params.grammar, command.output
+            )
 
     def _close_request(self, command: CloseRequest) -> None:
         self._requests.pop(command.request, None)
@@ -208,7 +224,9 @@ class ModelledDevice:
         self._count_copy(len(command.pages))
 
     def _move_pages(self, command: MovePages) -> None:
-        """Read and written at the pace at which attention reads keys and values, before the step."""
+        """Read and written at the pace at which attention reads keys and values, before the
+        step.
+        """
         num_tokens = len(command.pages) * self.info.block_tokens
         self.clock.advance(self._timer.with_noise(2 * num_tokens * self.info.profile.s_per_key))
 
@@ -223,14 +241,18 @@ class ModelledDevice:
         self._count_copy(len(command.slots))
 
     def _count_copy(self, num_pages: int) -> None:
-        self._copy_s += self._timer.with_noise(self._latency.copy_s(num_pages * self.info.page_bytes))
+        self._copy_s += self._timer.with_noise(
+            self._latency.copy_s(num_pages * self.info.page_bytes)
+        )
 
     def _open_version(self, command: OpenVersion) -> VersionOpened:
         _check_model(command.model)
         config = read_config(Path(command.directory))
         adapter = Adapter(self._backbone, config, every_target=False)
         self._serve(command.version, config, len(adapter.sites))
-        return VersionOpened(len(adapter.sites), adapter.num_bytes, adapter.config.num_virtual_tokens)
+        return VersionOpened(
+            len(adapter.sites), adapter.num_bytes, adapter.config.num_virtual_tokens
+        )
 
     def _publish(self, command: PublishVersion) -> None:
         trainer = self._trainers[command.job]
@@ -258,7 +280,9 @@ class ModelledDevice:
             mean_context_len=length,
             link_flops_per_byte=self._link_flops_per_byte,
         )
-        opened = trainer_opened(adapter, training, evaluation_programs(adapter, mean_context_len=length))
+        opened = trainer_opened(
+            adapter, training, evaluation_programs(adapter, mean_context_len=length)
+        )
         self._trainers[command.job] = ModelledTrainer(config, opened)
         return opened
 
@@ -282,7 +306,9 @@ class ModelledDevice:
             tokens=tokens,
             ended=ended,
             refused=refused,
-            prompts={rows.request: _scored(rows) for rows in batch.requests if rows.targets} if batch.requests else {},
+            prompts={rows.request: _scored(rows) for rows in batch.requests if rows.targets}
+            if batch.requests
+            else {},
             num_tasklets=times.num_tasklets,
             num_beside=times.num_beside,
             packs=self._finish_packs(batch),
@@ -296,10 +322,16 @@ class ModelledDevice:
         )
 
     def _ended(self, requests: Iterable[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Of those that have their tokens, the ones whose grammars let nothing follow, and those that have failed."""
-        matched = {request: self._matchers[request] for request in requests if request in self._matchers}
+        """Of those that have their tokens, the ones whose grammars let nothing follow, and those
+        that have failed.
+        """
+        matched = {
+            request: self._matchers[request] for request in requests if request in self._matchers
+        }
         ended = tuple([request for request, matcher in matched.items() if matcher.has_ended])
-        return ended, {name: matcher.error for name, matcher in matched.items() if matcher.error is not None}
+        return ended, {
+            name: matcher.error for name, matcher in matched.items() if matcher.error is not None
+        }
 
     def _progress_of(self, rows: RequestRows) -> RequestProgress:
         """What the latency model asks about a request's rows."""
@@ -324,7 +356,11 @@ class ModelledDevice:
 
     def _finish_packs(self, batch: StepBatch) -> dict[str, PackSums]:
         found = {}
-        moved = [piece.job for pieces in (batch.losses, batch.tasklets, batch.windows) for piece in pieces]
+        moved = [
+            piece.job
+            for pieces in (batch.losses, batch.tasklets, batch.windows)
+            for piece in pieces
+        ]
         for job in dict.fromkeys(moved):
             cursor = self._trainers[job].cursor
             if cursor.done:

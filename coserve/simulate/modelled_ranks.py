@@ -1,4 +1,6 @@
-"""A rank of a group that is not here: a backbone of shapes alone, as one device of several would hold it."""
+"""A rank of a group that is not here: a backbone of shapes alone, as one device of several would
+hold it.
+"""
 
 from torch import Tensor
 
@@ -8,7 +10,9 @@ from coserve.models.dividing import divided_backbone
 
 
 class ModelledRank(RankGroup):
-    """Rank 0 of a group without the others: its number and size are known, and nothing can be moved."""
+    """Rank 0 of a group without the others: its number and size are known, and nothing can be
+    moved.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(rank=0, size=size)
@@ -30,7 +34,8 @@ class ModelledRank(RankGroup):
 
 
 def on_ranks(whole: Backbone, size: int) -> Backbone:
-    """Return what each rank of a group holds of a backbone on the "meta" device; all of it for one rank.
+    """Return what each rank of a group holds of a backbone on the "meta" device; all of it for one
+    rank.
 
     Raises:
         UnsupportedModelError: the model cannot be divided among this many ranks.

@@ -34,16 +34,24 @@ class ModelledTrainer:
         lengths = [len(tokens) for tokens, _ in command.sequences]
         num_rows = sum(lengths)
         # The first token of a sequence is nobody's target.
-        num_trained = sum([trained.count(True) - trained[:1].count(True) for _, trained in command.sequences])
+        num_trained = sum(
+            [trained.count(True) - trained[:1].count(True) for _, trained in command.sequences]
+        )
         num_parts = 0 if command.evaluate else self.opened.trained_parts
         self._cursor = Cursor(num_rows=num_rows, num_trained=num_trained, num_parts=num_parts)
         mean_context_len = sum([length * (length + 1) / 2 for length in lengths]) / num_rows
         self._view = JobProgress(
-            id=command.job, info=self._info, phase="forward", num_rows=num_rows, mean_context_len=mean_context_len
+            id=command.job,
+            info=self._info,
+            phase="forward",
+            num_rows=num_rows,
+            mean_context_len=mean_context_len,
         )
 
     def place(self, num_pages: int) -> int:
-        """Its moments lie in as many pages now (0: beside them); returns of how many they were moved."""
+        """Its moments lie in as many pages now (0: beside them); returns of how many they were
+        moved.
+        """
         moved = max(num_pages, self._num_moment_pages) if num_pages != self._num_moment_pages else 0
         self._num_moment_pages = num_pages
         return moved if self.has_moments else 0

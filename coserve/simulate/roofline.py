@@ -1,4 +1,6 @@
-"""The profile of a model on a device that is not here, from its operators and the device's paces."""
+"""The profile of a model on a device that is not here, from its operators and the device's
+paces.
+"""
 
 from collections.abc import Callable, Iterable
 from math import prod
@@ -18,15 +20,19 @@ from coserve.simulate.hardware import Hardware
 from coserve.tuning.programs import training_programs
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-# Bytes of an optimizer step per parameter: gradient, master and two moments in float32, read, and all but one written.
+# Bytes of an optimizer step per parameter: gradient, master and two moments in float32, read, and
+# all but one written.
 _UPDATE_BYTES = 28
 _LOSS_BYTES_PER_LOGIT = 24
-# Drawing a token passes over the logits in float32 some times (scale, exponentials and their sum, the sum up to the
-# token); a score needs the exponentials' sum alone. A mask is unpacked, and passes over them once.
+# Drawing a token passes over the logits in float32 some times (scale, exponentials and their sum,
+# the sum up to the token); a score needs the exponentials' sum alone. A mask is unpacked, and
+# passes over them once.
 _SAMPLE_BYTES_PER_LOGIT, _SCORE_BYTES_PER_LOGIT, _MASK_BYTES_PER_LOGIT = 24, 12, 14
-# Collectives that leave the sum of whole tensors on every rank; all others move half as much (`Link.gather_s`).
+# Collectives that leave the sum of whole tensors on every rank; all others move half as much
+# (`Link.gather_s`).
 _SUMS = frozenset({"rank_sum", "rank_copy", "rank_rms_norm"})
-# Of a row, what each rank says of the likeliest token that it has: the logit and the token, float32.
+# Of a row, what each rank says of the likeliest token that it has: the logit and the token,
+# float32.
 _LIKELIEST_BYTES = 8
 _SHARE_ROWS = (1, 4, 16, 64, 128, 256, 512)
 # Of the tasklets whose traffic forward passes beside them notice.
@@ -34,12 +40,15 @@ _ROWS_OF_TASKLET = 512
 _Part = TypeVar("_Part", Graph, Program)
 
 
-def roofline_profile(backbone: Backbone, hardware: Hardware, *, link_flops_per_byte: float | None = None) -> Profile:
+def roofline_profile(
+    backbone: Backbone, hardware: Hardware, *, link_flops_per_byte: float | None = None
+) -> Profile:
     """Return the profile of a model (on the "meta" device, or any) on hardware that is not here.
 
-    Every operator takes the longer of its arithmetic, at the pace of its shape, and its memory traffic, and at least a
-    call. Of several ranks (`on_ranks`), each on a device of its own, the profile is that of one: its graphs have the
-    shapes that it computes, and collectives where the group sums and gathers over its link.
+    Every operator takes the longer of its arithmetic, at the pace of its shape, and its memory
+    traffic, and at least a call. Of several ranks (`on_ranks`), each on a device of its own, the
+    profile is that of one: its graphs have the shapes that it computes, and collectives where the
+    group sums and gathers over its link.
 
     Args:
         backbone: the model, or what one rank has of it.
@@ -50,12 +59,15 @@ def roofline_profile(backbone: Backbone, hardware: Hardware, *, link_flops_per_b
         BudgetError: the hardware has no link for several ranks.
     """
     if backbone.ranks.size > 1 and hardware.link is None:
-        raise BudgetError(f"{hardware.name} has no link for {backbone.ranks.size} ranks: give its hardware one")
+        raise BudgetError(
+            f"{hardware.name} has no link for {backbone.ranks.size} ranks: give its hardware one"
+        )
     local = backbone.local
     adapter = Adapter(backbone, LoraConfig(r=16, alpha=32, target_modules="all-linear"))
     if link_flops_per_byte is None:
         link_flops_per_byte = modelled_link_flops_per_byte(backbone, hardware)
-    # Not with the kernels of the device that the backbone may be on: it is not the one that is modelled.
+    # Not with the kernels of the device that the backbone may be on: it is not the one that is
+    # modelled.
     programs = training_programs(adapter, link_flops_per_byte=link_flops_per_byte, fused=())
     model, job = model_counts(backbone), job_counts(adapter, programs)
     timer, link, num_parts = _Timer(backbone), _LinkTimer(backbone, hardware), max(1, job.num_parts)
@@ -69,7 +81,10 @@ def roofline_profile(backbone: Backbone, hardware: Hardware, *, link_flops_per_b
 
     def backward(on: Hardware) -> Curve:
         return _curve(
-            lambda rows: (timer.programs_s(on, reversed_, rows) + link.programs_s(reversed_, rows)) / num_parts
+            lambda rows: (
+                (timer.programs_s(on, reversed_, rows) + link.programs_s(reversed_, rows))
+                / num_parts
+            )
         )
 
     def head_s(rows: int) -> float:
@@ -86,12 +101,20 @@ def roofline_profile(backbone: Backbone, hardware: Hardware, *, link_flops_per_b
 
     def loss_s(rows: int) -> float:
         """Return what the head takes forward and backward, whose logits the ranks keep apart."""
-        moved_s = link.graphs_s([programs.loss.graph], rows) + link.programs_s([programs.loss], rows)
+        moved_s = link.graphs_s([programs.loss.graph], rows) + link.programs_s(
+            [programs.loss], rows
+        )
         return 2 * timer.graphs_s(hardware, [own_head], rows) + moved_s
 
-    def passes(calls: int, row_bytes: int, after: Callable[[int], float] = lambda rows: 0.0) -> Curve:
-        """Return what passes over the logits of rows take, which read and write as many bytes of each."""
-        return _curve(lambda n: after(n) + (calls - 1) * hardware.call_s + hardware.pass_s(0, n * row_bytes))
+    def passes(
+        calls: int, row_bytes: int, after: Callable[[int], float] = lambda rows: 0.0
+    ) -> Curve:
+        """Return what passes over the logits of rows take, which read and write as many bytes of
+        each.
+        """
+        return _curve(
+            lambda n: after(n) + (calls - 1) * hardware.call_s + hardware.pass_s(0, n * row_bytes)
+        )
 
     saved_bytes = programs.kept_bytes_per_token(backbone.dtype)
     moved_s = [
@@ -107,11 +130,14 @@ def roofline_profile(backbone: Backbone, hardware: Hardware, *, link_flops_per_b
         head=passes(8, backbone.dtype.itemsize * own_vocab, likeliest_s),
         sample=passes(8, _SAMPLE_BYTES_PER_LOGIT * vocab, gathered_s),
         mask=passes(6, _MASK_BYTES_PER_LOGIT * vocab, gathered_s),
-        score=passes(8, _SCORE_BYTES_PER_LOGIT * vocab, lambda rows: head_s(rows) + gathered_s(rows)),
+        score=passes(
+            8, _SCORE_BYTES_PER_LOGIT * vocab, lambda rows: head_s(rows) + gathered_s(rows)
+        ),
         loss=passes(20, _LOSS_BYTES_PER_LOGIT * own_vocab, loss_s),
         backward=backward(hardware),
         s_per_pair=model.flops_per_pair / (hardware.attention * hardware.flops_per_s),
-        backward_s_per_pair=job.backward_flops_per_pair / (hardware.attention_backward * hardware.flops_per_s),
+        backward_s_per_pair=job.backward_flops_per_pair
+        / (hardware.attention_backward * hardware.flops_per_s),
         s_per_key=model.kv_bytes_per_key / hardware.bytes_per_s,
         s_per_span=hardware.call_s,
         s_per_bypass=3 * hardware.call_s,
@@ -122,7 +148,12 @@ def roofline_profile(backbone: Backbone, hardware: Hardware, *, link_flops_per_b
         saved_bytes_per_token=saved_bytes,
         sums=_curve(lambda rows: link.graphs_s(blocks, rows)),
         backward_sums=_curve(lambda rows: link.programs_s(reversed_, rows) / num_parts),
-        sharing=_sharing(hardware, forward, backward, timer.traffic(hardware, programs.program[programs.parts[-1]])),
+        sharing=_sharing(
+            hardware,
+            forward,
+            backward,
+            timer.traffic(hardware, programs.program[programs.parts[-1]]),
+        ),
     )
 
 
@@ -138,7 +169,9 @@ def modelled_link_flops_per_byte(backbone: Backbone, hardware: Hardware) -> floa
 
 
 class _Timer:
-    """What the operators of a rank take on its device, without what they move to others and wait for."""
+    """What the operators of a rank take on its device, without what they move to others and wait
+    for.
+    """
 
     def __init__(self, backbone: Backbone) -> None:
         self._dtype = backbone.dtype
@@ -163,15 +196,21 @@ class _Timer:
                 return self._product_s(on, rows, program.graph, [step.node])
             return self._pass_s(on, step.node, program.step_cost(step, load))
 
-        return _total(programs, lambda program: sum(step_s(program, step) for step in program.backward))
+        return _total(
+            programs, lambda program: sum(step_s(program, step) for step in program.backward)
+        )
 
     def traffic(self, on: Hardware, program: Program) -> float:
-        """Return the share of a tasklet's time in which it moves data to and from the device's memory."""
+        """Return the share of a tasklet's time in which it moves data to and from the device's
+        memory.
+        """
         load, num_bytes = self._load(_ROWS_OF_TASKLET), 0
         for step in program.backward:
             cost = program.step_cost(step, load)
             num_bytes += 0 if _is_collective(step.node, cost) else cost.bytes
-        return min(1.0, num_bytes / on.bytes_per_s / self.programs_s(on, [program], _ROWS_OF_TASKLET))
+        return min(
+            1.0, num_bytes / on.bytes_per_s / self.programs_s(on, [program], _ROWS_OF_TASKLET)
+        )
 
     def _load(self, rows: int) -> Load:
         return Load(rows=rows, mean_context_len=0, compute_dtype=self._dtype)
@@ -183,20 +222,30 @@ class _Timer:
 
     def _pass_s(self, on: Hardware, node: Node, cost: Cost) -> float:
         """Return nothing for what only hands tensors on, to other ranks included."""
-        return 0.0 if _is_collective(node, cost) or not cost.bytes else on.pass_s(cost.flops, cost.bytes)
+        return (
+            0.0
+            if _is_collective(node, cost) or not cost.bytes
+            else on.pass_s(cost.flops, cost.bytes)
+        )
 
 
 class _LinkTimer:
     """What the collectives of a rank's graphs take, in which it waits for the link."""
 
     def __init__(self, backbone: Backbone, hardware: Hardware) -> None:
-        self._dtype, self._num_ranks, self._link = backbone.dtype, backbone.ranks.size, hardware.link
+        self._dtype, self._num_ranks, self._link = (
+            backbone.dtype,
+            backbone.ranks.size,
+            hardware.link,
+        )
 
     def graphs_s(self, graphs: Iterable[Graph], rows: int) -> float:
         """Return what forward passes take."""
         return _total(
             graphs,
-            lambda graph: sum(self._node_s(graph, node, rows) for node in graph.nodes if node.operator.moves),
+            lambda graph: sum(
+                self._node_s(graph, node, rows) for node in graph.nodes if node.operator.moves
+            ),
         )
 
     def programs_s(self, programs: Iterable[Program], rows: int) -> float:
@@ -207,10 +256,14 @@ class _LinkTimer:
             moves = operator.moves if step.kind == "recompute" else operator.moves_gradient
             return self._node_s(graph, step.node, rows) if moves else 0.0
 
-        return _total(programs, lambda program: sum(step_s(program.graph, step) for step in program.backward))
+        return _total(
+            programs, lambda program: sum(step_s(program.graph, step) for step in program.backward)
+        )
 
     def parameters_s(self, adapter: Adapter) -> float:
-        """Return what the sum of gradients takes of which every rank has a part, once an optimizer step."""
+        """Return what the sum of gradients takes of which every rank has a part, once an optimizer
+        step.
+        """
         num_bytes = sum(adapter.masters[name].nbytes for name in adapter.graphs.summed)
         return self._sum_s(num_bytes) if num_bytes else 0.0
 
@@ -221,7 +274,9 @@ class _LinkTimer:
     def _node_s(self, graph: Graph, node: Node, rows: int) -> float:
         """Return what a node takes in a direction in which it moves something."""
         num_bytes = rows * node.operator.moved_bytes_per_row(graph.slot_specs(node), self._dtype)
-        if node.op == "rank_linear_cross_entropy":  # what it says is a rank's part of what all gather
+        if (
+            node.op == "rank_linear_cross_entropy"
+        ):  # what it says is a rank's part of what all gather
             num_bytes *= self._num_ranks
         return self._sum_s(num_bytes) if node.op in _SUMS else self.gather_s(num_bytes)
 
@@ -231,7 +286,9 @@ class _LinkTimer:
 
 
 def _is_collective(node: Node, cost: Cost) -> bool:
-    """Return whether a node moves something between ranks, in one direction at least, and computes nothing."""
+    """Return whether a node moves something between ranks, in one direction at least, and computes
+    nothing.
+    """
     operator = node.operator
     return (operator.moves or operator.moves_gradient) and not cost.flops
 
@@ -261,8 +318,8 @@ def _sharing(
 ) -> Sharing | None:
     """How fast parts of the device are; forward, backward: curves on it or a part.
 
-    traffic: the share of its time in which a tasklet moves data. Both sides wait for the memory meanwhile (HARLI
-    equation 5, with a forward pass that needs all of its bandwidth).
+    traffic: the share of its time in which a tasklet moves data. Both sides wait for the memory
+    meanwhile (HARLI equation 5, with a forward pass that needs all of its bandwidth).
     """
     if hardware.num_units == 1:
         return None
@@ -270,7 +327,10 @@ def _sharing(
     shares = []
     for units in range(1, hardware.num_units):
         parts = [side(hardware.part(units)) for side in (forward, backward)]
-        speeds = [tuple([a.at(n) / b.at(n) for n in _SHARE_ROWS]) for a, b in zip(whole, parts, strict=True)]
+        speeds = [
+            tuple([a.at(n) / b.at(n) for n in _SHARE_ROWS])
+            for a, b in zip(whole, parts, strict=True)
+        ]
         shares.append(Share(units=units, rows=_SHARE_ROWS, forward=speeds[0], backward=speeds[1]))
     return Sharing(
         num_units=hardware.num_units,

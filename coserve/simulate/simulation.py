@@ -1,4 +1,6 @@
-"""Drives an engine on a modelled device through arrivals: an hour of simulated time in seconds, the same each time."""
+"""Drives an engine on a modelled device through arrivals: an hour of simulated time in seconds, the
+same each time.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -56,8 +58,12 @@ class Simulation:
         self._random = Random(seed)
         self._vocab_size = engine.device.info.vocab_size
 
-    def run(self, until_s: float, *, on_event: Callable[[Event], None] | None = None) -> Iterator[Snapshot]:
-        """Run to a moment of simulated time, or until nothing is left to do; a snapshot after every step."""
+    def run(
+        self, until_s: float, *, on_event: Callable[[Event], None] | None = None
+    ) -> Iterator[Snapshot]:
+        """Run to a moment of simulated time, or until nothing is left to do; a snapshot after every
+        step.
+        """
         engine = self.engine
         while self._clock.now() < until_s:
             self._arrive()
@@ -96,5 +102,7 @@ class Simulation:
     def _wait(self, until_s: float) -> None:
         """Nothing could be run: time moves on to the next arrival."""
         now_s = self._clock.now()
-        upcoming_s = self._arrivals[self._next].at_s if self._next < len(self._arrivals) else until_s
+        upcoming_s = (
+            self._arrivals[self._next].at_s if self._next < len(self._arrivals) else until_s
+        )
         self._clock.advance(min(max(upcoming_s - now_s, 1e-6), _IDLE_S))

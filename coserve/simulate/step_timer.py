@@ -1,4 +1,5 @@
-"""What a step takes on modelled hardware: seconds of each of its sections, and how many tasklets run within its limit.
+"""What a step takes on modelled hardware: seconds of each of its sections, and how many tasklets
+run within its limit.
 
 The packs of jobs move on by what runs.
 """
@@ -31,13 +32,16 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Work:
-    """Tasklets of a step: how many ran of each job, and the moments when those beside the forward pass, and all, ended.
+    """Tasklets of a step: how many ran of each job, and the moments when those beside the forward
+    pass, and all, ended.
 
     start_s: when the losses ended.
     """
 
     def __init__(self, batch: StepBatch, start_s: float) -> None:
-        self.num_tasklets = dict.fromkeys([piece.job for piece in batch.tasklets], 0) if batch.tasklets else {}
+        self.num_tasklets = (
+            dict.fromkeys([piece.job for piece in batch.tasklets], 0) if batch.tasklets else {}
+        )
         self.num_beside: dict[str, int] = {}
         self.beside_s = self.end_s = start_s
 
@@ -64,7 +68,9 @@ class StepTimer:
         noise: float,
         seed: int,
     ) -> None:
-        """progress_of: what the latency model asks about a request's rows. noise: see `ModelledDevice`."""
+        """progress_of: what the latency model asks about a request's rows. noise: see
+        `ModelledDevice`.
+        """
         self._latency, self._trainers, self._progress_of = latency, trainers, progress_of
         self._noise, self._random = noise, Random(seed)
 
@@ -78,10 +84,14 @@ class StepTimer:
         if batch.partition is not None:
             forward_s, speed = self._beside(batch, batch.partition)
         work = self._backward(batch, loss_s / speed, speed, forward_s)
-        update_s = self.with_noise(sum([self._update_s(update) for update in batch.updates]) if batch.updates else 0)
+        update_s = self.with_noise(
+            sum([self._update_s(update) for update in batch.updates]) if batch.updates else 0
+        )
         if batch.partition is None:
             has_rows = batch.requests or batch.windows
-            forward_s = self.with_noise(self._latency.forward_s(self._load(batch)) if has_rows else 0.0)
+            forward_s = self.with_noise(
+                self._latency.forward_s(self._load(batch)) if has_rows else 0.0
+            )
         return StepTimes(
             forward_s=forward_s,
             loss_s=loss_s if batch.partition is None else 0.0,
@@ -93,10 +103,19 @@ class StepTimer:
         )
 
     def _beside(self, batch: StepBatch, partition: Partition) -> tuple[float, float]:
-        """Seconds of the forward pass on its units, and the speed of losses and tasklets beside it."""
+        """Seconds of the forward pass on its units, and the speed of losses and tasklets beside
+        it.
+        """
         load = self._load(batch)
-        rows = max([*[piece.num_rows for piece in batch.losses], *[piece.num_rows for piece in batch.tasklets]])
-        forward_speed, speed = self._latency.sharing.speeds(partition, forward_rows=load.rows, tasklet_rows=rows)
+        rows = max(
+            [
+                *[piece.num_rows for piece in batch.losses],
+                *[piece.num_rows for piece in batch.tasklets],
+            ]
+        )
+        forward_speed, speed = self._latency.sharing.speeds(
+            partition, forward_rows=load.rows, tasklet_rows=rows
+        )
         return self.with_noise(self._latency.forward_s(load) / forward_speed), speed
 
     def _loss_s(self, batch: StepBatch) -> float:
@@ -114,11 +133,13 @@ class StepTimer:
         counts = self._trainers[update.job].opened.counts
         return self._latency.update_s(counts)
 
-    def _backward(self, batch: StepBatch, start_s: float, speed: float, forward_end_s: float) -> _Work:
+    def _backward(
+        self, batch: StepBatch, start_s: float, speed: float, forward_end_s: float
+    ) -> _Work:
         """Tasklets from a moment of the step on, until the time limit, at a pace that noise gives.
 
-        forward_end_s: until when they run beside the forward pass, at this speed (0: they do not); what is under way
-        then ends on the whole device.
+        forward_end_s: until when they run beside the forward pass, at this speed (0: they do not);
+        what is under way then ends on the whole device.
         """
         work = _Work(batch, start_s)
         if not batch.tasklets:
@@ -130,7 +151,9 @@ class StepTimer:
         if len(batch.tasklets) == 1 and batch.partition is None:
             self._run_alone(batch.tasklets[0], work, pace, limit_s)
             return work
-        for turn in tasklet_turns(batch.tasklets, lambda job: self._trainers[job].cursor.num_parts_done):
+        for turn in tasklet_turns(
+            batch.tasklets, lambda job: self._trainers[job].cursor.num_parts_done
+        ):
             if now_s >= limit_s and any(work.num_tasklets.values()):
                 break
             seconds, is_beside = pace * self._tasklet_s(turn), now_s < forward_end_s
@@ -140,7 +163,9 @@ class StepTimer:
         return work
 
     def _run_alone(self, piece: Tasklets, work: _Work, pace: float, limit_s: float) -> None:
-        """The same where there are tasklets of one job alone, which most steps have, some dozen of them."""
+        """The same where there are tasklets of one job alone, which most steps have, some dozen of
+        them.
+        """
         trainer = self._trainers[piece.job]
         cursor = trainer.cursor
         sizes = cursor.next_tasklets(piece.num_rows, piece.num_tasklets)

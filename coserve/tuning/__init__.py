@@ -1,4 +1,6 @@
-"""Fine-tuning: packs of training sequences, the loss, and a pack's way through the model by windows and tasklets."""
+"""Fine-tuning: packs of training sequences, the loss, and a pack's way through the model by windows
+and tasklets.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

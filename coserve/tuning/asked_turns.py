@@ -1,9 +1,11 @@
-"""Turns of the assistant as a model is asked for them: the prompt is what a server renders for the conversation up to
-there, the answer is what a model has to write after it, with the token that ends it.
+"""Turns of the assistant as a model is asked for them: the prompt is what a server renders for the
+conversation up to there, the answer is what a model has to write after it, with the token that ends
+it.
 
-A template may write a whole conversation otherwise than it asks for its turns. gpt-oss's leaves out the analysis before
-a call of a tool once an answer follows, DeepSeek-R1's opens `<think>` in the prompt and writes no reasoning at all. The
-answer is then found in the text of the whole conversation, where the turn begins, and goes after the prompt.
+A template may write a whole conversation otherwise than it asks for its turns. gpt-oss's leaves out
+the analysis before a call of a tool once an answer follows, DeepSeek-R1's opens `<think>` in the
+prompt and writes no reasoning at all. The answer is then found in the text of the whole
+conversation, where the turn begins, and goes after the prompt.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,9 +32,15 @@ _MAX_HEADER = 256
 
 NOT_WRITTEN = "{} is not learned: the chat template does not write it"
 _CLOSED = "reasoning is not learned: the chat template's prompt closes it before the answer"
-_FIRST_CALL = "of several tool_calls the first alone is learned: the chat template does not write the others"
-_MARKS_NOTHING = "a turn is not learned: the chat template marks nothing of it with {% generation %}"
-_MARKS_NO_END = "the end of turns is not learned: the chat template's {% generation %} marks leave it out"
+_FIRST_CALL = (
+    "of several tool_calls the first alone is learned: the chat template does not write the others"
+)
+_MARKS_NOTHING = (
+    "a turn is not learned: the chat template marks nothing of it with {% generation %}"
+)
+_MARKS_NO_END = (
+    "the end of turns is not learned: the chat template's {% generation %} marks leave it out"
+)
 _NO_END = "the end of turns is not learned: the model has no token at which generation stops"
 _NO_STOP = "turns end with {}, at which generation does not stop: add it to eos_token_id in generation_config.json"
 
@@ -68,14 +76,19 @@ class _Written:
 
     def after(self, start: int) -> Self:
         """Return what follows a place."""
-        marks = self.marks and tuple((max(0, a - start), b - start) for a, b in self.marks if b > start)
+        marks = self.marks and tuple(
+            (max(0, a - start), b - start) for a, b in self.marks if b > start
+        )
         return replace(self, text=self.text[start:], marks=marks)
 
     def after_reasoning(self, reasoning: str) -> Self:
         """Return it after a reasoning, whose beginning the prompt has."""
         lead = reasoning.strip("\n") + _AFTER_REASONING
         rest = self.after(len(self.text) - len(self.text.lstrip("\n")))
-        marks = rest.marks and ((0, len(lead)), *((a + len(lead), b + len(lead)) for a, b in rest.marks))
+        marks = rest.marks and (
+            (0, len(lead)),
+            *((a + len(lead), b + len(lead)) for a, b in rest.marks),
+        )
         return replace(self, text=lead + rest.text, marks=marks, is_completed=True)
 
     def ended(self, text: str) -> Self:
@@ -121,9 +134,13 @@ class TurnReader:
         self._is_marked = template.is_marked(given.get("tools"))
 
     def turn(self, messages: Sequence[Message]) -> AskedTurn:
-        """Return the last message, the assistant's, as it is asked for; DataError if that cannot be told."""
+        """Return the last message, the assistant's, as it is asked for; DataError if that cannot be
+        told.
+        """
         header = self._header(messages)
-        if header.opened and _thinks_in_content(messages[-1]):  # as if the reasoning had come in its own field
+        if header.opened and _thinks_in_content(
+            messages[-1]
+        ):  # as if the reasoning had come in its own field
             spoken = {**_without_reasoning(messages[-1]), REASONING[0]: _reasoning(messages[-1])}
             messages = [*messages[:-1], spoken]
         whole = self._whole(messages)
@@ -137,7 +154,11 @@ class TurnReader:
         if len(messages) == 1:  # nothing asks for the first message of all
             whole, usual = self._render(messages), self._usual_prompt
             begun = whole[: self._first_value(messages, whole)]
-            return _Header(prompt=begun[: begun.rfind(usual) + len(usual)] if usual and usual in begun else begun)
+            return _Header(
+                prompt=begun[: begun.rfind(usual) + len(usual)]
+                if usual and usual in begun
+                else begun
+            )
         prompt = self._render(messages[:-1], add_generation_prompt=True)
         try:
             history = self._render(messages[:-1])
@@ -146,13 +167,19 @@ class TurnReader:
         shared = _num_shared(prompt, history)
         place = prompt.rfind(_BEGIN, shared)
         opened = prompt[place:] if place >= 0 and _END not in prompt[place:] else ""
-        return _Header(prompt=prompt, history=history, num_generated=len(prompt) - shared, opened=opened)
+        return _Header(
+            prompt=prompt, history=history, num_generated=len(prompt) - shared, opened=opened
+        )
 
     def _answer(self, messages: Sequence[Message], header: _Header, whole: _Written) -> _Written:
-        """Return what the model has to write after the prompt, by the text of the whole conversation."""
+        """Return what the model has to write after the prompt, by the text of the whole
+        conversation.
+        """
         if whole.text.startswith(header.prompt):
             answer = whole.after(len(header.prompt))
-            usual = self._usual_prompt  # in place of which a template may ask with nothing, after a tool's result
+            usual = (
+                self._usual_prompt
+            )  # in place of which a template may ask with nothing, after a tool's result
             return answer.after(len(usual)) if usual and answer.text.startswith(usual) else answer
         start = self._start(messages, header, whole.text)
         if start is not None:
@@ -164,10 +191,12 @@ class TurnReader:
         raise DataError("the chat template writes the last message otherwise than it asks for it")
 
     def _start(self, messages: Sequence[Message], header: _Header, whole: str) -> int | None:
-        """Return where the answer begins in the text of the whole conversation; None if that cannot be told.
+        """Return where the answer begins in the text of the whole conversation; None if that cannot
+        be told.
 
-        That is the place in the last turn's header before which most is as at the end of the prompt: at least all that
-        the template writes to ask for an answer. There is no header where a template continues the message before.
+        That is the place in the last turn's header before which most is as at the end of the
+        prompt: at least all that the template writes to ask for an answer. There is no header where
+        a template continues the message before.
         """
         end, first = self._first_value(messages, whole), _num_shared(header.history, whole)
         if whole.startswith(header.before):
@@ -180,7 +209,9 @@ class TurnReader:
         return first if found is None and first == end else found
 
     def _first_value(self, messages: Sequence[Message], whole: str) -> int:
-        """Return where the first value of the last message stands: up to there, any values give the same text."""
+        """Return where the first value of the last message stands: up to there, any values give the
+        same text.
+        """
         try:
             other = self._render([*messages[:-1], _with_any_values(messages[-1])])
         except DataError:
@@ -199,7 +230,9 @@ class TurnReader:
 
     # -- the end of a turn --------------------------------------------------------------
 
-    def _ended(self, answer: _Written, messages: Sequence[Message]) -> tuple[_Written, tuple[str, ...]]:
+    def _ended(
+        self, answer: _Written, messages: Sequence[Message]
+    ) -> tuple[_Written, tuple[str, ...]]:
         """Return the answer up to the token that ends it, and remarks about that."""
         if answer.marks is not None:
             if not answer.marks:
@@ -214,7 +247,9 @@ class TurnReader:
         return answer.ended(answer.text), (_NO_END,)
 
     def _mark_of_next(self, message: Message) -> str | None:
-        """Return the mark of the next role with which a template closes a turn, if generation stops at it (GLM's)."""
+        """Return the mark of the next role with which a template closes a turn, if generation stops
+        at it (GLM's).
+        """
         question, answer = {"role": "user", "content": _ANY_VALUE}, _without_reasoning(message)
         follows = {"role": "tool"} if message.get("tool_calls") else question
         try:
@@ -231,7 +266,9 @@ class TurnReader:
 
     # -- what is not learned ------------------------------------------------------------
 
-    def _notes(self, messages: Sequence[Message], whole: _Written, answer: _Written) -> tuple[str, ...]:
+    def _notes(
+        self, messages: Sequence[Message], whole: _Written, answer: _Written
+    ) -> tuple[str, ...]:
         """Return a remark about each value of the last message that does not change the text.
 
         Raises:
@@ -261,7 +298,10 @@ class TurnReader:
         if not calls:
             return tuple(notes)
         if not is_written(_without(last, "tool_calls")):
-            raise DataError("the chat template writes no tool_calls" + (" beside content" if last["content"] else ""))
+            raise DataError(
+                "the chat template writes no tool_calls"
+                + (" beside content" if last["content"] else "")
+            )
         if len(calls) > 1 and not is_written({**last, "tool_calls": calls[:1]}):
             notes.append(_FIRST_CALL)
         return tuple(notes)
@@ -280,7 +320,9 @@ class TurnReader:
 
 def _num_shared(first: Iterable[str], second: Iterable[str]) -> int:
     """Return how many characters two texts have in common at their beginning."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )
 
 
 def _inside_reasoning(answer: _Written, reasoning: str) -> _Written:
@@ -306,7 +348,9 @@ def _thinks_in_content(message: Message) -> bool:
 
 
 def _without_reasoning(message: Message) -> Message:
-    """Return a message of the assistant without its reasoning, in fields of its own or in its content."""
+    """Return a message of the assistant without its reasoning, in fields of its own or in its
+    content.
+    """
     bare = _without(message, *REASONING)
     if _thinks_in_content(bare):
         bare["content"] = bare["content"].rpartition(_END)[2].lstrip("\n")
@@ -324,7 +368,9 @@ def _with_any_values(message: Message) -> Message:
         if message.get(name):
             other[name] = _ANY_VALUE
     if calls := message.get("tool_calls"):
-        other["tool_calls"] = [{**call, "function": {**call["function"], "name": _ANY_VALUE}} for call in calls]
+        other["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": _ANY_VALUE}} for call in calls
+        ]
     if message.get("content") or not calls:
         other["content"] = _ANY_VALUE
     return other

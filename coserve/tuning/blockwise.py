@@ -1,8 +1,9 @@
-"""A pack's way through the model in pieces that do not depend on the plan, so that its gradient does not either.
+"""A pack's way through the model in pieces that do not depend on the plan, so that its gradient
+does not either.
 
-Where a plan cuts windows, the loss and tasklets decides in which order gradients are summed up, and with which shapes
-kernels are called. Here plans only count rows: a block of rows, always the same ones, runs as soon as all of them have
-been counted, with no rows of others beside it.
+Where a plan cuts windows, the loss and tasklets decides in which order gradients are summed up, and
+with which shapes kernels are called. Here plans only count rows: a block of rows, always the same
+ones, runs as soon as all of them have been counted, with no rows of others beside it.
 """
 
 from functools import cached_property
@@ -12,14 +13,16 @@ from coserve.models.batch import forward
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.training_pass import TrainingPass
 
-# Rows of a block. With more, steps whose plan has smaller pieces take longer than planned; with less, training is
-# slower, on a GPU by far.
+# Rows of a block. With more, steps whose plan has smaller pieces take longer than planned; with
+# less, training is slower, on a GPU by far.
 _BLOCK_ROWS = {"cpu": 64}
 _MANY_BLOCK_ROWS = 256
 
 
 class BlockwisePass(TrainingPass):
-    """See the module. Only `run_window`, `run_loss` and `run_tasklet` are to be called; `cursor` says what has run."""
+    """See the module. Only `run_window`, `run_loss` and `run_tasklet` are to be called; `cursor`
+    says what has run.
+    """
 
     joins_others = False
 
@@ -46,7 +49,9 @@ class BlockwisePass(TrainingPass):
         self._counted.advance_backward(end - start)
         num_rows = cursor.num_rows
         while cursor.num_parts_done == part:
-            if not (rows := self._block(num_rows - cursor.num_backward_rows, num_rows - start, num_rows)):
+            if not (
+                rows := self._block(num_rows - cursor.num_backward_rows, num_rows - start, num_rows)
+            ):
                 return
             super().run_tasklet(rows)
 
@@ -59,7 +64,9 @@ class BlockwisePass(TrainingPass):
     @cached_property
     def _counted(self) -> Cursor:
         cursor = self.cursor
-        return Cursor(num_rows=cursor.num_rows, num_trained=cursor.num_trained, num_parts=cursor.num_parts)
+        return Cursor(
+            num_rows=cursor.num_rows, num_trained=cursor.num_trained, num_parts=cursor.num_parts
+        )
 
     @cached_property
     def _freely(self) -> Backbone:

@@ -1,13 +1,14 @@
-"""Windows of a pack as calls that were captured (`Backend.capture`): one launch for all blocks forward, one for each
-block backward.
+"""Windows of a pack as calls that were captured (`Backend.capture`): one launch for all blocks
+forward, one for each block backward.
 
-A block has some hundred kernels, and a GPU waits for the host to launch them unless a window has thousands of rows.
-What a call reads and writes lies in a room: a window's rows are copied there and what comes out is copied back, which
-is little beside what the kernels move. A window of fewer rows than its room fills it up with rows of zeros, which
-attend to nothing and whose gradients are zeros, so that they add nothing to any sum.
+A block has some hundred kernels, and a GPU waits for the host to launch them unless a window has
+thousands of rows. What a call reads and writes lies in a room: a window's rows are copied there and
+what comes out is copied back, which is little beside what the kernels move. A window of fewer rows
+than its room fills it up with rows of zeros, which attend to nothing and whose gradients are zeros,
+so that they add nothing to any sum.
 
-Which sequences a pack has is not fixed in a call, nor which of its rows a window has. A call belongs to an adapter,
-whose parameters it reads where they lie.
+Which sequences a pack has is not fixed in a call, nor which of its rows a window has. A call
+belongs to an adapter, whose parameters it reads where they lie.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,12 +30,12 @@ from coserve.tuning.window_rooms import RoomSize, WindowRoom, WindowRows, size_f
 
 # A call is captured when it is asked for as often as this: it takes some times what it saves once.
 _CAPTURED_AT = 2
-# Rooms of an adapter; for more, those of sizes that were not used for long are let go: they lie beside the page pool,
-# and the largest of an 8B model takes some 100 MB.
+# Rooms of an adapter; for more, those of sizes that were not used for long are let go: they lie
+# beside the page pool, and the largest of an 8B model takes some 100 MB.
 _MOST_ROOMS = 24
 
-# Of a call: its direction, its block, the program by its identity (forward: the first block, for all programs), and the
-# size of its room.
+# Of a call: its direction, its block, the program by its identity (forward: the first block, for
+# all programs), and the size of its room.
 _Key = tuple[str, Part, int, RoomSize]
 
 
@@ -65,13 +66,17 @@ class CapturedWindows:
 
     @classmethod
     def of(cls, adapter: Adapter) -> "CapturedWindows | None":
-        """None where windows run as always: on backends that capture nothing, with adapters that are not of low rank
-        (or the model itself, whose gradients are as large as it is), in models with blocks of other kinds than
-        attention.
+        """None where windows run as always: on backends that capture nothing, with adapters that
+        are not of low rank (or the model itself, whose gradients are as large as it is), in models
+        with blocks of other kinds than attention.
         """
         backbone, bypasses = adapter.backbone, adapter.bypasses(training=True)
         local = backbone.local
-        if not backbone.backend.captures or backbone.block_rows is not None or backbone.ranks.size > 1:
+        if (
+            not backbone.backend.captures
+            or backbone.block_rows is not None
+            or backbone.ranks.size > 1
+        ):
             return None
         if bypasses.low_rank is None or not bypasses.low_rank.mask:
             return None
@@ -86,10 +91,15 @@ class CapturedWindows:
     # -- forward ----------------------------------------------------------------
 
     def forward(
-        self, window: WindowRows, programs: Mapping[Part, Program], pack: PassMemory, embed: Callable[[], Tensor]
+        self,
+        window: WindowRows,
+        programs: Mapping[Part, Program],
+        pack: PassMemory,
+        embed: Callable[[], Tensor],
     ) -> Tensor | None:
-        """All blocks on the window's rows, with what the pack keeps of them: [n, hidden_size]; None where they must run
-        as always. embed: gives the rows after the embedding, where that is needed.
+        """All blocks on the window's rows, with what the pack keeps of them: [n, hidden_size]; None
+        where they must run as always. embed: gives the rows after the embedding, where that is
+        needed.
         """
         if (size := size_for(window)) is None:
             return None
@@ -125,7 +135,9 @@ class CapturedWindows:
 
         def make() -> CapturedBackward:
             room.leave()
-            return CapturedBackward(self._adapter.backbone, room, given, list(pack.addressed(given.part)))
+            return CapturedBackward(
+                self._adapter.backbone, room, given, list(pack.addressed(given.part))
+            )
 
         if (call := self._call(("backward", given.part, id(given.program), size), make)) is None:
             return False
@@ -144,7 +156,9 @@ class CapturedWindows:
         self._sizes.pop(size, None)
         self._sizes[size] = None
 
-    def _room(self, program: Program, size: RoomSize, saved: Mapping[str, Tensor]) -> WindowRoom | None:
+    def _room(
+        self, program: Program, size: RoomSize, saved: Mapping[str, Tensor]
+    ) -> WindowRoom | None:
         """None where there is no memory for it."""
         if (id(program), size) not in self._rooms:
             self._let_go(size)
@@ -156,17 +170,23 @@ class CapturedWindows:
         return self._rooms[id(program), size]
 
     def _let_go(self, but: RoomSize) -> None:
-        """Sizes that were not used for the longest time, with their calls, until there may be a room more."""
+        """Sizes that were not used for the longest time, with their calls, until there may be a
+        room more.
+        """
         for size in [size for size in self._sizes if size != but]:
             if len(self._rooms) < _MOST_ROOMS:
                 return
             del self._sizes[size]
             self._rooms = {key: room for key, room in self._rooms.items() if key[1] != size}
             self._calls = {key: call for key, call in self._calls.items() if key[3] != size}
-            self._num_asked = {key: number for key, number in self._num_asked.items() if key[3] != size}
+            self._num_asked = {
+                key: number for key, number in self._num_asked.items() if key[3] != size
+            }
 
     def _call(self, key: _Key, make: Callable[[], "_WhatT"]) -> "_Call[_WhatT] | None":
-        """One that is captured; None before it has been asked for often enough, and where it cannot be captured."""
+        """One that is captured; None before it has been asked for often enough, and where it cannot
+        be captured.
+        """
         if key not in self._calls:
             self._num_asked[key] = self._num_asked.get(key, 0) + 1
             if self._num_asked[key] < _CAPTURED_AT:

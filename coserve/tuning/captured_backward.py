@@ -1,4 +1,6 @@
-"""A window's way back through a block, on a room: what a captured call does (`coserve.tuning.captured`)."""
+"""A window's way back through a block, on a room: what a captured call does
+(`coserve.tuning.captured`).
+"""
 
 from dataclasses import replace
 
@@ -13,17 +15,25 @@ from coserve.tuning.window_rooms import DROPOUT_ROW_IDS, Copied, WindowRoom
 
 
 class CapturedBackward:
-    """What the pack has saved comes into the room, with the gradient of the block's output and the sums of dK and dV so
-    far; the gradient of its input and the sums go back. Sums of the adapter's gradients are the window's alone.
+    """What the pack has saved comes into the room, with the gradient of the block's output and the
+    sums of dK and dV so far; the gradient of its input and the sums go back. Sums of the adapter's
+    gradients are the window's alone.
     """
 
-    def __init__(self, backbone: Backbone, room: WindowRoom, given: BackwardWindow, names: list[str]) -> None:
-        """given: any window of the block, for all but its rows. names: of what is saved, in the order of addresses."""
+    def __init__(
+        self, backbone: Backbone, room: WindowRoom, given: BackwardWindow, names: list[str]
+    ) -> None:
+        """given: any window of the block, for all but its rows. names: of what is saved, in the
+        order of addresses.
+        """
         self._backbone, self._room = backbone, room
         rows = [room.gradient, *(room.saved[name] for name in names)]
         key_values, sums = [room.keys[0], room.values[0]], [room.key_grads[0], room.value_grads[0]]
         self._rows, self._gradient = room.copies(rows), room.copies(rows[:1])
-        self._key_values, self._sums = room.copies(key_values, in_place=True), room.copies(sums, in_place=True)
+        self._key_values, self._sums = (
+            room.copies(key_values, in_place=True),
+            room.copies(sums, in_place=True),
+        )
         self._cleared: dict[torch.dtype, list[Tensor]] = {}
         for tensor in (*rows, *sums):
             self._cleared.setdefault(tensor.dtype, []).append(tensor)
@@ -55,7 +65,9 @@ class CapturedBackward:
         """Gradients of the adapter's parameters, to those of the pack."""
         if given.accumulators:
             sums = self._window.accumulators
-            torch._foreach_add_(list(given.accumulators.values()), [sums[name] for name in given.accumulators])
+            torch._foreach_add_(
+                list(given.accumulators.values()), [sums[name] for name in given.accumulators]
+            )
 
     def run(self) -> None:
         room, others, window = self._room, self._others, self._window

@@ -1,4 +1,6 @@
-"""A window's forward pass through all blocks, on rooms: what one captured call does (`coserve.tuning.captured`)."""
+"""A window's forward pass through all blocks, on rooms: what one captured call does
+(`coserve.tuning.captured`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,8 +40,8 @@ class _Block:
 
 
 class CapturedForward:
-    """The blocks one after the other: a block has the keys and values of the pack's earlier rows from the pack, and
-    gives it what it keeps.
+    """The blocks one after the other: a block has the keys and values of the pack's earlier rows
+    from the pack, and gives it what it keeps.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class CapturedForward:
         self._others = torch.empty_like(addresses)
 
     def enter(self, x: Tensor, pack: PassMemory) -> None:
-        """Rows [n, hidden_size] after the embedding, of the window that has entered the rooms, and its pack."""
+        """Rows [n, hidden_size] after the embedding, of the window that has entered the rooms, and
+        its pack.
+        """
         first = self._blocks[0].room
         first.x[: len(x)] = x
         first.x[len(x) :] = 0

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# transformers keeps each template once compiled, with the marks that it notes while it renders. This makes a template
-# of our own, so that requests that are rendered meanwhile note nothing there. The line end after a comment is not
-# written.
+# transformers keeps each template once compiled, with the marks that it notes while it renders.
+# This makes a template of our own, so that requests that are rendered meanwhile note nothing there.
+# The line end after a comment is not written.
 _OURS = "{# of training #}\n"
 _one_at_a_time = Lock()
 
@@ -28,7 +28,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
     def source(self, tools: Any = None) -> str:
-        """Return the template's text, of several that for tools if there are any; DataError if there is none."""
+        """Return the template's text, of several that for tools if there are any; DataError if
+        there is none.
+        """
         try:
             template: str = self._tokenizer.get_chat_template(None, tools)
         except ValueError as error:  # there is none, or none of this name
@@ -44,7 +46,8 @@ class ChatTemplate:
 
         Args:
             messages: Messages of OpenAI's format.
-            given: Everything else that the template gets: tools, its variables, add_generation_prompt.
+            given: Everything else that the template gets: tools, its variables,
+                add_generation_prompt.
             strict: See `template_message`.
 
         Raises:
@@ -53,14 +56,20 @@ class ChatTemplate:
         plain = self._plain(messages, given, strict=strict)
         try:
             if any(message["content"] is None for message in plain):
-                return self._rendered(plain, given)[0]  # transformers' method leaves null fields out
+                return self._rendered(plain, given)[
+                    0
+                ]  # transformers' method leaves null fields out
             text: str = self._tokenizer.apply_chat_template(plain, tokenize=False, **given)
         except Exception as error:  # templates raise any kind
             raise _refused(error) from error
         return text
 
-    def marked(self, messages: Messages, given: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and where each of its marked parts begins and ends; DataError as `render`."""
+    def marked(
+        self, messages: Messages, given: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and where each of its marked parts begins and ends; DataError as
+        `render`.
+        """
         plain = self._plain(messages, given, strict=True)
         try:
             with _one_at_a_time:
@@ -68,7 +77,9 @@ class ChatTemplate:
         except Exception as error:  # templates raise any kind
             raise _refused(error) from error
 
-    def _plain(self, messages: Messages, given: Mapping[str, Any], *, strict: bool) -> list[dict[str, Any]]:
+    def _plain(
+        self, messages: Messages, given: Mapping[str, Any], *, strict: bool
+    ) -> list[dict[str, Any]]:
         form = message_form(self.source(given.get("tools")))
         return [template_message(message, form, strict=strict) for message in messages]
 

@@ -1,11 +1,13 @@
-"""Conversations to text, and which of it is trained on: each turn of the assistant as a model is asked for it.
+"""Conversations to text, and which of it is trained on: each turn of the assistant as a model is
+asked for it.
 
-Where the chat template marks anything with `{% generation %}`, what it marks of a turn is trained on (as transformers'
-`return_assistant_tokens_mask` and TRL's `assistant_only_loss` have it); else the answer with the token that ends it. A
-turn of weight 0 is not trained on.
+Where the chat template marks anything with `{% generation %}`, what it marks of a turn is trained
+on (as transformers' `return_assistant_tokens_mask` and TRL's `assistant_only_loss` have it); else
+the answer with the token that ends it. A turn of weight 0 is not trained on.
 
-A conversation is one text for as long as the prompt of each turn begins with all that came before. Where the template
-writes earlier turns otherwise than it asked for them (Qwen3 and gpt-oss leave reasoning out), the next text begins.
+A conversation is one text for as long as the prompt of each turn begins with all that came before.
+Where the template writes earlier turns otherwise than it asked for them (Qwen3 and gpt-oss leave
+reasoning out), the next text begins.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +23,8 @@ from coserve.tuning.template_messages import RESERVED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A conversation is rendered once for each of its turns, up to there: the time grows with the square.
+# A conversation is rendered once for each of its turns, up to there: the time grows with the
+# square.
 _MAX_MESSAGES = 500
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -31,10 +34,11 @@ class Pieces:
     """A text in pieces, and which of them are trained on."""
 
     texts: tuple[tuple[str, bool], ...]
-    # Whether the tokenizer adds what it puts around a text, and an end-of-text token that is trained with the last
-    # piece.
+    # Whether the tokenizer adds what it puts around a text, and an end-of-text token that is
+    # trained with the last piece.
     special: bool = False
-    # Whether a token is trained on with any character that is, as transformers takes marks; else with its last one.
+    # Whether a token is trained on with any character that is, as transformers takes marks; else
+    # with its last one.
     by_touch: bool = False
     # Remarks about what of a record is not learned.
     notes: tuple[str, ...] = ()
@@ -43,14 +47,18 @@ class Pieces:
 class ChatReader:
     """Reads the conversations of one tokenizer."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_tokens: Collection[int] = ()) -> None:
-        """end_tokens: ids at which generation stops beside the tokenizer's own end-of-text token, if they are known."""
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", end_tokens: Collection[int] = ()
+    ) -> None:
+        """end_tokens: ids at which generation stops beside the tokenizer's own end-of-text token,
+        if they are known.
+        """
         self._template = ChatTemplate(tokenizer)
         self._stops = StopTokens(tokenizer, end_tokens)
 
     def read(self, record: Mapping[str, Any]) -> tuple[Pieces, ...]:
-        """Return the rendered conversation, up to its last turn that is trained on: one text, or several, each of which
-        has other turns that are trained on.
+        """Return the rendered conversation, up to its last turn that is trained on: one text, or
+        several, each of which has other turns that are trained on.
 
         Raises:
             DataError: The messages are wrong, or the template does not take them.
@@ -70,7 +78,9 @@ class ChatReader:
             notes |= dict.fromkeys(turn.notes)
             done = turn.text
         if not texts:
-            raise NothingToTrainError("has no turn to train on: each message of the assistant has weight 0")
+            raise NothingToTrainError(
+                "has no turn to train on: each message of the assistant has weight 0"
+            )
         if given["tools"] and not self._writes_tools(messages, given):
             notes[NOT_WRITTEN.format("tools")] = None
         return self._pieces(texts, tuple(notes), by_touch=self._template.is_marked(given["tools"]))
@@ -78,7 +88,9 @@ class ChatReader:
     def _pieces(
         self, texts: list[list[tuple[str, bool]]], notes: tuple[str, ...], *, by_touch: bool
     ) -> tuple[Pieces, ...]:
-        """Return the texts without empty pieces and without what follows the last one that is trained on."""
+        """Return the texts without empty pieces and without what follows the last one that is
+        trained on.
+        """
         found = list[Pieces]()
         for text in texts:
             pieces = [piece for piece in text if piece[0]]
@@ -92,16 +104,22 @@ class ChatReader:
 
     def _writes_tools(self, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> bool:
         try:
-            return self._template.render(messages, given) != self._template.render(messages, {**given, "tools": None})
+            return self._template.render(messages, given) != self._template.render(
+                messages, {**given, "tools": None}
+            )
         except DataError:
             return True
 
 
 def _given(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the template gets beside the messages; DataError for a variable that it must not get."""
+    """Return what the template gets beside the messages; DataError for a variable that it must not
+    get.
+    """
     more = record.get("chat_template_kwargs") or {}
     if not isinstance(more, Mapping) or any(name in RESERVED for name in more):
-        raise DataError("chat_template_kwargs must be an object, of variables of the chat template alone")
+        raise DataError(
+            "chat_template_kwargs must be an object, of variables of the chat template alone"
+        )
     return {**more, "tools": record.get("tools")}
 
 
@@ -110,12 +128,17 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise DataError("messages must be a list that is not empty")
     if len(value) > _MAX_MESSAGES:
-        raise DataError(f"has {len(value)} messages; at most {_MAX_MESSAGES} are read: split the conversation")
+        raise DataError(
+            f"has {len(value)} messages; at most {_MAX_MESSAGES} are read: split the conversation"
+        )
     for index, message in enumerate(value):
         if not isinstance(message, dict):
             raise DataError(f"messages[{index}] must be an object")
         if message.get("role") not in _ROLES:
-            raise DataError(f"messages[{index}].role must be one of {', '.join(_ROLES)}, not {message.get('role')!r}")
+            raise DataError(
+                f"messages[{index}].role must be one of {', '.join(_ROLES)}, not "
+                f"{message.get('role')!r}"
+            )
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise DataError(f"messages[{index}].content must be a string")
         if message.get("weight") not in (None, 0, 1):

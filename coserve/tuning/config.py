@@ -1,4 +1,6 @@
-"""What a fine-tuning job is told: how long it trains, on what at once, and when it measures and publishes."""
+"""What a fine-tuning job is told: how long it trains, on what at once, and when it measures and
+publishes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,12 +30,13 @@ _SCHEDULER_TYPES = {
 class OptimizerConfig:
     """AdamW (arXiv 1711.05101) with a schedule; ValueError names the field and its range.
 
-    schedule: of the learning rate after `warmup_steps` steps in which it rises from zero: constant, or falling to
-    zero at the job's last step, as a line or half a cosine. max_grad_norm: the gradient of all parameters together is
-    scaled down to this norm; 0 leaves it.
+    schedule: of the learning rate after `warmup_steps` steps in which it rises from zero: constant,
+    or falling to zero at the job's last step, as a line or half a cosine. max_grad_norm: the
+    gradient of all parameters together is scaled down to this norm; 0 leaves it.
 
-    lr_scheduler_type, warmup_ratio: in place of `schedule`, transformers' names and formulas: the first step of a
-    warm-up has a learning rate of zero, and `constant` has no warm-up; without warmup_steps, it is this share of all.
+    lr_scheduler_type, warmup_ratio: in place of `schedule`, transformers' names and formulas: the
+    first step of a warm-up has a learning rate of zero, and `constant` has no warm-up; without
+    warmup_steps, it is this share of all.
     """
 
     learning_rate: float = 1e-4
@@ -56,14 +59,20 @@ class OptimizerConfig:
             or len(self.betas) != 2
             or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         ):
-            raise ValueError(f"betas must be two numbers of at least 0 and below 1, not {shown(self.betas)}")
+            raise ValueError(
+                f"betas must be two numbers of at least 0 and below 1, not {shown(self.betas)}"
+            )
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {shown(self.schedule)}")
+            raise ValueError(
+                f"schedule must be one of {', '.join(SCHEDULES)}, not {shown(self.schedule)}"
+            )
         check_whole("warmup_steps", self.warmup_steps, 0, MOST_WHOLE)
         check_number("warmup_ratio", self.warmup_ratio, least=0, most=1)
         if self.lr_scheduler_type is not None and self.lr_scheduler_type not in _SCHEDULER_TYPES:
             known = ", ".join(_SCHEDULER_TYPES)
-            raise ValueError(f"lr_scheduler_type must be one of {known}, not {shown(self.lr_scheduler_type)}")
+            raise ValueError(
+                f"lr_scheduler_type must be one of {known}, not {shown(self.lr_scheduler_type)}"
+            )
         if self.warmup_ratio and self.lr_scheduler_type is None:
             raise ValueError("warmup_ratio goes with lr_scheduler_type; schedule has warmup_steps")
 
@@ -73,32 +82,40 @@ class OptimizerConfig:
         if self.lr_scheduler_type is None:
             rising = (step + 1) / (warmup + 1)
         else:  # https://huggingface.co/docs/transformers/main_classes/optimizer_schedules
-            warmup = 0 if self.lr_scheduler_type == "constant" else warmup or ceil(self.warmup_ratio * num_steps)
+            warmup = (
+                0
+                if self.lr_scheduler_type == "constant"
+                else warmup or ceil(self.warmup_ratio * num_steps)
+            )
             rising, schedule = step / max(1, warmup), _SCHEDULER_TYPES[self.lr_scheduler_type]
         if step < warmup:
             return self.learning_rate * rising
         if schedule == "constant":
             return self.learning_rate
         done = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        return self.learning_rate * ((1 - done) if schedule == "linear" else (1 + cos(pi * done)) / 2)
+        return self.learning_rate * (
+            (1 - done) if schedule == "linear" else (1 + cos(pi * done)) / 2
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningConfig:
     """Hyperparameters of a job; ValueError when created names the field and its range.
 
-    num_epochs: times that every example is used. batch_size: examples of an optimizer step. max_sequence_length: tokens
-    to which an example is cut. max_pack_tokens: the most tokens that lie end to end in a pack (None: 1,024, or the
-    longest example). shuffle, seed: the order of examples in each epoch, the adapter's initial values, dropout.
-    evaluate_every_steps: optimizer steps from one measurement of the validation set's loss to the next (0: at the end
-    alone). evaluation: what else is measured of it then. best_metric: what decides which evaluation is the best: loss,
-    token_accuracy, or the metric of `evaluation`. early_stopping: when the job ends before its last step (None: never);
-    without a validation set, never. publish_every_steps: optimizer steps from one version
-    `name@step` to serve to the next (0: at the end alone). live: serve every step at once. max_recompute: the most
-    FLOPs that may be spent on computing activations again, as a share of the forward and backward pass: the job keeps
-    as little as that allows between the two (FlexLLM section 5.2); 0 keeps all that the backward pass reads, `coserve
-    inspect` shows what more would save. objective, objective_settings: what is trained for (`tuning.objectives`);
-    batch_size then counts its examples (pairs, say).
+    num_epochs: times that every example is used. batch_size: examples of an optimizer step.
+    max_sequence_length: tokens to which an example is cut. max_pack_tokens: the most tokens that
+    lie end to end in a pack (None: 1,024, or the longest example). shuffle, seed: the order of
+    examples in each epoch, the adapter's initial values, dropout. evaluate_every_steps: optimizer
+    steps from one measurement of the validation set's loss to the next (0: at the end alone).
+    evaluation: what else is measured of it then. best_metric: what decides which evaluation is the
+    best: loss, token_accuracy, or the metric of `evaluation`. early_stopping: when the job ends
+    before its last step (None: never); without a validation set, never. publish_every_steps:
+    optimizer steps from one version `name@step` to serve to the next (0: at the end alone). live:
+    serve every step at once. max_recompute: the most FLOPs that may be spent on computing
+    activations again, as a share of the forward and backward pass: the job keeps as little as that
+    allows between the two (FlexLLM section 5.2); 0 keeps all that the backward pass reads, `coserve
+    inspect` shows what more would save. objective, objective_settings: what is trained for
+    (`tuning.objectives`); batch_size then counts its examples (pairs, say).
     """
 
     num_epochs: int = 1
@@ -138,15 +155,23 @@ class TuningConfig:
             raise ValueError(f"optimizer must be an OptimizerConfig, not {self.optimizer!r}")
         if not isinstance(self.evaluation, EvaluationConfig):
             raise ValueError(f"evaluation must be an EvaluationConfig, not {self.evaluation!r}")
-        if self.best_metric not in (known := (LOSS, TOKEN_ACCURACY, *({self.evaluation.metric} - {LOSS}))):
-            raise ValueError(f"best_metric must be one of {', '.join(known)}, not {shown(self.best_metric)}")
+        if self.best_metric not in (
+            known := (LOSS, TOKEN_ACCURACY, *({self.evaluation.metric} - {LOSS}))
+        ):
+            raise ValueError(
+                f"best_metric must be one of {', '.join(known)}, not {shown(self.best_metric)}"
+            )
         if self.early_stopping is not None and not isinstance(self.early_stopping, EarlyStopping):
-            raise ValueError(f"early_stopping must be an EarlyStopping, not {self.early_stopping!r}")
+            raise ValueError(
+                f"early_stopping must be an EarlyStopping, not {self.early_stopping!r}"
+            )
         if isinstance(self.objective, str):  # as commands and OpenAI's API spell it
             object.__setattr__(self, "objective", self.objective.replace("_", "-"))
         self.make_objective()
         if self.objective != SUPERVISED and self.evaluation.asks:
-            raise ValueError(f"metric {self.evaluation.metric} goes with the method supervised alone")
+            raise ValueError(
+                f"metric {self.evaluation.metric} goes with the method supervised alone"
+            )
 
     def make_objective(self) -> "Objective | None":
         """None for the next-token loss; ValueError names what is wrong."""

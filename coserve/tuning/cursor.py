@@ -1,18 +1,19 @@
-"""Where a pack is on its way through the model: rows forward, rows through the loss, then parts backward, each from its
-last row to its first.
+"""Where a pack is on its way through the model: rows forward, rows through the loss, then parts
+backward, each from its last row to its first.
 
-FlexLLM section 6.1, algorithm 2: forward windows go from the first row to the last, each through all parts; backward
-windows go from the last part to the first, and in a part from the last row to the first. The loss is a piece of its
-own between the two: the head's weight is as large as many blocks', and a few rows cost it as much as a hundred, so its
-rows are not those of the forward windows. Pure counting, so that plans and simulations need no tensors.
+FlexLLM section 6.1, algorithm 2: forward windows go from the first row to the last, each through
+all parts; backward windows go from the last part to the first, and in a part from the last row to
+the first. The loss is a piece of its own between the two: the head's weight is as large as many
+blocks', and a few rows cost it as much as a hundred, so its rows are not those of the forward
+windows. Pure counting, so that plans and simulations need no tensors.
 """
 
 from typing import Literal
 
 
 class Cursor:
-    """Counts what has been run of `num_rows` rows, of which `num_trained` have a loss, and of `num_parts` parts that
-    have a backward pass.
+    """Counts what has been run of `num_rows` rows, of which `num_trained` have a loss, and of
+    `num_parts` parts that have a backward pass.
     """
 
     def __init__(self, *, num_rows: int, num_trained: int, num_parts: int) -> None:
@@ -48,24 +49,34 @@ class Cursor:
 
     @property
     def saved_all(self) -> bool:
-        """Whether all has been saved that the backward pass reads; below that, nothing is needed any more."""
+        """Whether all has been saved that the backward pass reads; below that, nothing is needed
+        any more.
+        """
         return self.forward_done
 
     @property
     def num_rows_left(self) -> int:
-        """Return the rows that are still to go forward, through the loss, or backward in the current part."""
+        """Return the rows that are still to go forward, through the loss, or backward in the
+        current part.
+        """
         if (phase := self.phase) == "backward":
             return self.num_backward_rows
-        return self.num_rows - self.num_forward_rows if phase == "forward" else self.num_trained - self.num_loss_rows
+        return (
+            self.num_rows - self.num_forward_rows
+            if phase == "forward"
+            else self.num_trained - self.num_loss_rows
+        )
 
     @property
     def num_rows_done(self) -> int:
-        """Return the rows that would be lost with the pack; the loss, and each part backward, count as a pass each."""
+        """Return the rows that would be lost with the pack; the loss, and each part backward, count
+        as a pass each.
+        """
         return self.num_forward_rows + self.num_loss_rows + self.num_parts_done * self.num_rows
 
     def num_rows_run(self, num_trained_parts: int) -> float:
-        """Rows forward and rows reversed: one counts once forward, and once for the loss and all trained parts
-        backward.
+        """Rows forward and rows reversed: one counts once forward, and once for the loss and all
+        trained parts backward.
         """
         num_reversed: float = (self.num_parts_done + 1) * self.num_rows - self.num_backward_rows
         if self.loss_done:
@@ -100,8 +111,12 @@ class Cursor:
     def next_backward(self, max_rows: int) -> tuple[int, int]:
         """First and last-plus-one row of the current part's next backward window."""
         # Asked for each of the tasklets of a step, some dozen times.
-        loss_done = self.num_loss_rows == self.num_trained and self.num_forward_rows == self.num_rows
-        assert loss_done and self.num_parts_done < self.num_parts, "there is nothing to run backward"
+        loss_done = (
+            self.num_loss_rows == self.num_trained and self.num_forward_rows == self.num_rows
+        )
+        assert loss_done and self.num_parts_done < self.num_parts, (
+            "there is nothing to run backward"
+        )
         assert max_rows > 0, "a tasklet has rows"
         end = self.num_backward_rows
         return (end - max_rows if end > max_rows else 0), end
@@ -114,11 +129,15 @@ class Cursor:
             self.num_parts_done += 1 + num_parts
             self.num_backward_rows = self.num_rows
         self.num_backward_rows -= number * max_rows
-        assert self.num_parts_done + (number > 0) <= self.num_parts, "there is nothing to run backward"
+        assert self.num_parts_done + (number > 0) <= self.num_parts, (
+            "there is nothing to run backward"
+        )
 
     def next_tasklets(self, max_rows: int, number: int) -> list[int]:
         """Rows of each of the next backward windows of at most this many rows."""
-        assert self.loss_done and self.num_parts_done < self.num_parts, "there is nothing to run backward"
+        assert self.loss_done and self.num_parts_done < self.num_parts, (
+            "there is nothing to run backward"
+        )
         first, whole = _windows(self.num_backward_rows, max_rows), _windows(self.num_rows, max_rows)
         sizes = [*first, *whole * (self.num_parts - self.num_parts_done - 1)][:number]
         assert len(sizes) == number, "there are fewer tasklets left"
@@ -136,12 +155,17 @@ class Cursor:
 
 
 class LayerwiseCursor(Cursor):
-    """Of a pack whose way forward and through the loss are tasklets, too: turns of parts, of which the first are
-    forward, then some through the loss, and the last backward. It begins where another pack's backward pass does.
+    """Of a pack whose way forward and through the loss are tasklets, too: turns of parts, of which
+    the first are forward, then some through the loss, and the last backward. It begins where
+    another pack's backward pass does.
     """
 
-    def __init__(self, *, num_rows: int, forward_turns: int, loss_turns: int, num_parts: int) -> None:
-        super().__init__(num_rows=num_rows, num_trained=0, num_parts=forward_turns + loss_turns + num_parts)
+    def __init__(
+        self, *, num_rows: int, forward_turns: int, loss_turns: int, num_parts: int
+    ) -> None:
+        super().__init__(
+            num_rows=num_rows, num_trained=0, num_parts=forward_turns + loss_turns + num_parts
+        )
         self.num_forward_rows = num_rows
         self._forward_turns, self._turns_before = forward_turns, forward_turns + loss_turns
 

@@ -1,4 +1,6 @@
-"""The best evaluation of a job so far, and when a job without improvement ends early, as transformers has it."""
+"""The best evaluation of a job so far, and when a job without improvement ends early, as
+transformers has it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +42,9 @@ class BestEvaluation:
         check_whole("num_without_gain", self.num_without_gain, 0)
 
     def after(self, step: int, value: float | None, *, metric: str, min_delta: float) -> Self:
-        """Return what it is after one more evaluation. A value that is None or not finite is never the best."""
+        """Return what it is after one more evaluation. A value that is None or not finite is never
+        the best.
+        """
         gain = self._gain(value, metric)
         num_without_gain = 0 if gain > min_delta else self.num_without_gain + 1
         if gain <= 0:

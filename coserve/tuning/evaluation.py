@@ -1,7 +1,9 @@
-"""What a validation set is measured by beside its loss: a metric of answers, which the model writes to its questions.
+"""What a validation set is measured by beside its loss: a metric of answers, which the model writes
+to its questions.
 
-A question is an example up to the last run of trained tokens, which is what the answer is held against: the last
-assistant's turn of a chat, or a completion. A metric is a function of two texts, and one line of `METRICS`.
+A question is an example up to the last run of trained tokens, which is what the answer is held
+against: the last assistant's turn of a chat, or a completion. A metric is a function of two texts,
+and one line of `METRICS`.
 """
 
 import json
@@ -17,7 +19,9 @@ LOSS = "loss"
 METRICS: Mapping[str, Callable[[str, str], bool]] = {
     "exact_match": lambda expected, answer: expected.strip() == answer.strip(),
     "json_valid": lambda expected, answer: _json(answer) is not None,
-    "json_match": lambda expected, answer: _json(answer) is not None and _json(answer) == _json(expected),
+    "json_match": lambda expected, answer: (
+        _json(answer) is not None and _json(answer) == _json(expected)
+    ),
 }
 
 
@@ -25,9 +29,10 @@ METRICS: Mapping[str, Callable[[str, str], bool]] = {
 class EvaluationConfig:
     """How a validation set is measured; ValueError names the field.
 
-    metric: "loss" alone, or also the share of greedy answers that are as they should be: `exact_match`, the expected
-    text but for white space around it; `json_valid`, JSON; `json_match`, JSON of the same value. max_tokens: of an
-    answer. max_examples: the first of the set, which are asked; the loss is of all.
+    metric: "loss" alone, or also the share of greedy answers that are as they should be:
+    `exact_match`, the expected text but for white space around it; `json_valid`, JSON;
+    `json_match`, JSON of the same value. max_tokens: of an answer. max_examples: the first of the
+    set, which are asked; the loss is of all.
     """
 
     metric: str = LOSS
@@ -36,7 +41,9 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or self.metric not in (LOSS, *METRICS):
-            raise ValueError(f"metric must be one of {', '.join((LOSS, *METRICS))}, not {shown(self.metric)}")
+            raise ValueError(
+                f"metric must be one of {', '.join((LOSS, *METRICS))}, not {shown(self.metric)}"
+            )
         check_whole("max_tokens", self.max_tokens, 1, MOST_WHOLE)
         check_whole("max_examples", self.max_examples, 1, MOST_WHOLE)
 
@@ -55,15 +62,16 @@ class Question:
 
 
 def questions_of(examples: Sequence[Example], config: EvaluationConfig) -> tuple[Question, ...]:
-    """Of a validation set, in its order; none if no answers are asked for. DataError: there are none to ask, since no
-    example has a prompt, or all were cut.
+    """Of a validation set, in its order; none if no answers are asked for. DataError: there are
+    none to ask, since no example has a prompt, or all were cut.
     """
     if not config.asks:
         return ()
     found = [question for example in examples if (question := _question(example)) is not None]
     if not found:
         raise DataError(
-            f"{config.metric} needs examples with a prompt and a whole answer; none of these {len(examples)} has both"
+            f"{config.metric} needs examples with a prompt and a whole answer; none of these "
+            f"{len(examples)} has both"
         )
     return tuple(found[: config.max_examples])
 

@@ -1,9 +1,9 @@
 """Training data: records to tokens and which of them are trained on.
 
-Three kinds of record (`line_formats` makes them of what files have): `messages` (through the model's chat template, see
-`chats`), `prompt` and `completion` (the completion is trained on), and `text` (all of it is). Where a conversation is
-cut into trained and other text is decided on characters, before tokenization, so that tokens are those of the whole
-text.
+Three kinds of record (`line_formats` makes them of what files have): `messages` (through the
+model's chat template, see `chats`), `prompt` and `completion` (the completion is trained on), and
+`text` (all of it is). Where a conversation is cut into trained and other text is decided on
+characters, before tokenization, so that tokens are those of the whole text.
 """
 
 from bisect import bisect_left, bisect_right
@@ -30,11 +30,13 @@ MAX_FAULTS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One line: token ids, and for each whether it is trained on; ValueError if those are not as many.
+    """One line: token ids, and for each whether it is trained on; ValueError if those are not as
+    many.
 
-    parts: the lengths of its sequences, where it is several (a pair of answers, or a conversation as its chat template
-    writes it from turn to turn); the first token of each is not trained on. labels: a number of each sequence, values:
-    numbers of each trained token, where the objective asks for them.
+    parts: the lengths of its sequences, where it is several (a pair of answers, or a conversation
+    as its chat template writes it from turn to turn); the first token of each is not trained on.
+    labels: a number of each sequence, values: numbers of each trained token, where the objective
+    asks for them.
     """
 
     tokens: tuple[int, ...]
@@ -48,7 +50,10 @@ class Example:
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.trained):
-            raise ValueError(f"{len(self.tokens)} tokens came with {len(self.trained)} marks of which are trained on")
+            raise ValueError(
+                f"{len(self.tokens)} tokens came with {len(self.trained)} marks of which are "
+                f"trained on"
+            )
         if self.parts and sum(self.parts) != len(self.tokens):
             raise ValueError(f"sequences of {self.parts} tokens came with {len(self.tokens)}")
 
@@ -64,7 +69,8 @@ class Example:
             return ((self.tokens, self.trained),)
         ends = tuple(accumulate(self.parts))
         return tuple(
-            (self.tokens[start:end], self.trained[start:end]) for start, end in zip((0, *ends), ends, strict=False)
+            (self.tokens[start:end], self.trained[start:end])
+            for start, end in zip((0, *ends), ends, strict=False)
         )
 
     @cached_property
@@ -91,18 +97,24 @@ def read_examples(
     Raises:
         DataError: See `collected`.
     """
-    return collected(each_example(records_of(lines), tokenizer, max_sequence_length=max_sequence_length), report)
+    return collected(
+        each_example(records_of(lines), tokenizer, max_sequence_length=max_sequence_length), report
+    )
 
 
-def collected(found: Iterable[tuple[str, Example | DataError]], report: ReadingReport | None = None) -> list[Example]:
+def collected(
+    found: Iterable[tuple[str, Example | DataError]], report: ReadingReport | None = None
+) -> list[Example]:
     """Return the examples of a file.
 
     Args:
         found: The place of each record with its example, or with what is wrong with it.
-        report: Takes remarks about the records; without one, a record of which nothing is left to train on is a fault.
+        report: Takes remarks about the records; without one, a record of which nothing is left to
+            train on is a fault.
 
     Raises:
-        DataError: The message names lines and reasons of the first ten different faults; or no example is left.
+        DataError: The message names lines and reasons of the first ten different faults; or no
+            example is left.
     """
     report = report or ReadingReport(is_strict=True)
     examples, faults = list[Example](), Remarks()
@@ -162,12 +174,16 @@ class Reader:
     """Reads lines for one tokenizer."""
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", max_sequence_length: int, end_tokens: Collection[int] = ()
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        max_sequence_length: int,
+        end_tokens: Collection[int] = (),
     ) -> None:
         """end_tokens: ids at which generation stops, if they are known."""
         if not tokenizer.is_fast:
             raise DataError(
-                f"the tokenizer {type(tokenizer).__name__} gives no character offsets; use its fast version"
+                f"the tokenizer {type(tokenizer).__name__} gives no character offsets; use its "
+                f"fast version"
             )
         self._tokenizer, self.max_length = tokenizer, max_sequence_length
         self._chats = ChatReader(tokenizer, end_tokens)
@@ -190,7 +206,10 @@ class Reader:
         """The text of a record (of `read_record`), if it is one; DataError as in `read`."""
         text, *others = self._texts(record)
         if others:
-            raise DataError("the chat template rewrites earlier turns, so that one turn alone can be trained on here")
+            raise DataError(
+                "the chat template rewrites earlier turns, so that one turn alone can be trained "
+                "on here"
+            )
         return text
 
     def _texts(self, record: Record) -> tuple[Pieces, ...]:
@@ -199,11 +218,14 @@ class Reader:
             return self._chats.read(record)
         if "text" in record:
             return (Pieces(texts=((record["text"], True),), special=True),)
-        return (Pieces(texts=((record["prompt"], False), (record["completion"], True)), special=True),)
+        return (
+            Pieces(texts=((record["prompt"], False), (record["completion"], True)), special=True),
+        )
 
     def example(self, of: Pieces) -> Example:
-        """Tokenize the whole text; a token belongs to the piece that its last character lies in (a word often brings
-        the space before it along), or to any that it touches, where the pieces ask for that.
+        """Tokenize the whole text; a token belongs to the piece that its last character lies in (a
+        word often brings the space before it along), or to any that it touches, where the pieces
+        ask for that.
         """
         pieces, special = of.texts, of.special
         text = "".join(piece for piece, _ in pieces)
@@ -222,10 +244,13 @@ class Reader:
         ends = list(accumulate(len(piece) for piece, _ in pieces))
         added = encoded["special_tokens_mask"] if special else [0] * len(tokens)
         for (start, stop), around in zip(encoded["offset_mapping"], added, strict=True):
-            # A token of spaces that the tokenizer trims away has no width, and lies in the piece that continues there.
+            # A token of spaces that the tokenizer trims away has no width, and lies in the piece
+            # that continues there.
             last = min(bisect_left(ends, max(stop, start + 1)), len(ends) - 1)
             first = min(bisect_right(ends, start), last) if of.by_touch else last
-            trained.append(not around and any(is_trained for _, is_trained in pieces[first : last + 1]))
+            trained.append(
+                not around and any(is_trained for _, is_trained in pieces[first : last + 1])
+            )
         eos = self._tokenizer.eos_token_id
         if special and eos is not None:
             if tokens and tokens[-1] == eos and not trained[-1]:
@@ -248,7 +273,9 @@ class Reader:
 
 
 def together(sequences: Sequence[Example], *, labels: tuple[float, ...] = ()) -> Example:
-    """One example of several sequences, of which nobody's first token is trained; one without labels is itself."""
+    """One example of several sequences, of which nobody's first token is trained; one without
+    labels is itself.
+    """
     if len(sequences) == 1 and not labels:
         return sequences[0]
     return Example(
@@ -265,12 +292,16 @@ def apart(examples: Sequence[Example]) -> Sequence[Example]:
     """Each sequence of the examples as an example of its own, where they need not stay together."""
     if not any(example.parts for example in examples):
         return examples
-    return [Example(tokens=tokens, trained=trained) for each in examples for tokens, trained in each.sequences]
+    return [
+        Example(tokens=tokens, trained=trained)
+        for each in examples
+        for tokens, trained in each.sequences
+    ]
 
 
 def epoch_order(num_examples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order in which an epoch takes the examples: a permutation that only seed and epoch decide, or as they
-    stand.
+    """The order in which an epoch takes the examples: a permutation that only seed and epoch
+    decide, or as they stand.
     """
     order = list(range(num_examples))
     if shuffle:
@@ -279,8 +310,9 @@ def epoch_order(num_examples: int, *, seed: int, epoch: int, shuffle: bool) -> l
 
 
 def bins_of(examples: Sequence[Example], *, max_rows: int) -> list[list[Example]]:
-    """Sort the examples of an optimizer step into bins of at most `max_rows` tokens, one for each pack: the longest
-    first, each into the first bin that has room (first-fit decreasing). An example longer than that has its own.
+    """Sort the examples of an optimizer step into bins of at most `max_rows` tokens, one for each
+    pack: the longest first, each into the first bin that has room (first-fit decreasing). An
+    example longer than that has its own.
     """
     bins: list[list[Example]] = []
     for example in sorted(examples, key=lambda example: len(example.tokens), reverse=True):

@@ -45,7 +45,9 @@ class JoiningPass(Protocol):
         """What the loss reads of these rows beside what the blocks made of them."""
 
     def finish_loss(self, rows: Tensor, losses: Tensor, correct: Tensor, gradient: Tensor) -> None:
-        """Take the rows' losses, whether their likeliest token is the target, and the gradients of the losses."""
+        """Take the rows' losses, whether their likeliest token is the target, and the gradients of
+        the losses.
+        """
 
     def accumulators(self, part: Part) -> dict[str, Tensor]:
         """The sums of gradients of a part's parameters, by their names there."""
@@ -53,7 +55,10 @@ class JoiningPass(Protocol):
 
 def joined_tasklet(pieces: Sequence[tuple[JoiningPass, int]]) -> Tasklet:
     """The next tasklets of packs at the same part, each of at most its number of rows, as one."""
-    first, windows = pieces[0][0], [training.next_backward_window(max_rows) for training, max_rows in pieces]
+    first, windows = (
+        pieces[0][0],
+        [training.next_backward_window(max_rows) for training, max_rows in pieces],
+    )
     at_once = None
     if len(windows) == 1 and (captured := first.captured) is not None:
         rows = first.window_rows(*first.cursor.next_backward(pieces[0][1]))
@@ -65,7 +70,8 @@ def joined_tasklet(pieces: Sequence[tuple[JoiningPass, int]]) -> Tasklet:
 
 
 def run_losses(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
-    """The next trained rows of packs, of each its number at most, through the head: their losses, and the gradients.
+    """The next trained rows of packs, of each its number at most, through the head: their losses,
+    and the gradients.
 
     The rows of all packs whose head has no tensors of an adapter are one batch.
     """
@@ -79,9 +85,14 @@ def run_losses(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
 
 def _run_loss(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
     """The same for packs of one program."""
-    first, windows = pieces[0][0], [training.next_loss_rows(max_rows) for training, max_rows in pieces]
+    first, windows = (
+        pieces[0][0],
+        [training.next_loss_rows(max_rows) for training, max_rows in pieces],
+    )
     backbone = first.backbone
-    constants = [training.loss_constants(rows) for (training, _), rows in zip(pieces, windows, strict=True)]
+    constants = [
+        training.loss_constants(rows) for (training, _), rows in zip(pieces, windows, strict=True)
+    ]
     hidden = [training.kept.rows[rows] for (training, _), rows in zip(pieces, windows, strict=True)]
     found = loss_and_gradient(
         first.programs.loss,
@@ -94,5 +105,7 @@ def _run_loss(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
         max_rows=chunk_rows(first.adapter.architecture.vocab_size, backbone.dtype),
     )
     sizes = [len(rows) for rows in windows]
-    for (training, _), rows, *each in zip(pieces, windows, *(torch.split(x, sizes) for x in found), strict=True):
+    for (training, _), rows, *each in zip(
+        pieces, windows, *(torch.split(x, sizes) for x in found), strict=True
+    ):
         training.finish_loss(rows, *each)

@@ -1,8 +1,8 @@
 """JSON files as records: one record a line (JSON Lines), or one array of records.
 
-Blank lines are passed over, and so are a byte order mark and the line ends of Windows. Anything else that is not JSON
-is refused, by an error that names the cause where it is a usual one: a comment, a comma after a record, a record over
-several lines.
+Blank lines are passed over, and so are a byte order mark and the line ends of Windows. Anything
+else that is not JSON is refused, by an error that names the cause where it is a usual one: a
+comment, a comma after a record, a record over several lines.
 """
 
 import json
@@ -18,12 +18,15 @@ _COMMENTS = ("#", "//", "/*")
 
 
 def records_of(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the place of each record and its text; or the record itself, if the file is one JSON array.
+    """Yield the place of each record and its text; or the record itself, if the file is one JSON
+    array.
 
     Raises:
         DataError: The array is damaged.
     """
-    numbered = ((number, line) for number, line in enumerate(_without_mark(lines), 1) if line.strip())
+    numbered = (
+        (number, line) for number, line in enumerate(_without_mark(lines), 1) if line.strip()
+    )
     is_first = True
     for number, line in numbered:
         if is_first and line.lstrip().startswith("["):
@@ -36,8 +39,8 @@ def records_of(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def parsed_record(given: Any) -> Record:
-    """Return a line's text, or the record of an array, as an object; DataError for anything else, or the one that it
-    is.
+    """Return a line's text, or the record of an array, as an object; DataError for anything else,
+    or the one that it is.
     """
     if isinstance(given, DataError):
         raise given

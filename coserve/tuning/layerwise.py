@@ -1,9 +1,11 @@
-"""A pack's way through a model that does not serve: forward, loss and backward part by part, all as tasklets.
+"""A pack's way through a model that does not serve: forward, loss and backward part by part, all as
+tasklets.
 
-Rows of other work go through other weights, so nothing is gained by company. Part by part, each part is needed twice in
-a pack, however many rows the plan's pieces have; so weights that pass through a window (`coserve.memory.weight_window`)
-are brought twice at most. As in HARLI section 6, the unit that a scheduler sees is a part of the model, forward or
-backward; it is cut by rows, as tasklets are (FlexLLM section 6.1).
+Rows of other work go through other weights, so nothing is gained by company. Part by part, each
+part is needed twice in a pack, however many rows the plan's pieces have; so weights that pass
+through a window (`coserve.memory.weight_window`) are brought twice at most. As in HARLI section 6,
+the unit that a scheduler sees is a part of the model, forward or backward; it is cut by rows, as
+tasklets are (FlexLLM section 6.1).
 """
 
 from math import ceil
@@ -37,9 +39,17 @@ class LayerwisePass(TrainingPass):
         memory: ActivationMemory | None = None,
         training: bool = True,
     ) -> None:
-        """window: which holds the weights of the adapter's backbone. Otherwise as `TrainingPass`."""
+        """window: which holds the weights of the adapter's backbone. Otherwise as
+        `TrainingPass`.
+        """
         super().__init__(
-            adapter, programs, pack, dropout_seed=dropout_seed, first_row=first_row, memory=memory, training=training
+            adapter,
+            programs,
+            pack,
+            dropout_seed=dropout_seed,
+            first_row=first_row,
+            memory=memory,
+            training=training,
         )
         self._window = window
         self._forward_parts = adapter.backbone.local.parts[:-1]
@@ -59,16 +69,16 @@ class LayerwisePass(TrainingPass):
         return self._turn.num_parts_done
 
     def is_there(self, most_s: float = 0.0) -> bool:
-        """Whether the weights of the next tasklet are in the window; they are waited for as long as that. WeightsError
-        if they cannot be read.
+        """Whether the weights of the next tasklet are in the window; they are waited for as long as
+        that. WeightsError if they cannot be read.
         """
         order = self._order
         self._window.fetch(order)
         return self._window.wait(order[0], most_s)
 
     def run_tasklet(self, max_rows: int) -> None:
-        """The next rows of the part whose turn it is; WeightsError, and nothing has run, if its weights cannot be
-        read.
+        """The next rows of the part whose turn it is; WeightsError, and nothing has run, if its
+        weights cannot be read.
         """
         turn = self._turn.num_parts_done
         start, end = self._turn.next_backward(max_rows)
@@ -109,8 +119,8 @@ class LayerwisePass(TrainingPass):
 
 
 def num_loss_turns(adapter: Adapter, programs: TrainingPrograms) -> int:
-    """In how many turns rows go through the loss: as many as a block's forward and backward pass go into its cost, so
-    that no tasklet takes much longer than another.
+    """In how many turns rows go through the loss: as many as a block's forward and backward pass go
+    into its cost, so that no tasklet takes much longer than another.
     """
     load = Load(rows=1, mean_context_len=0, compute_dtype=adapter.backbone.dtype)
 

@@ -1,10 +1,10 @@
-"""The shapes that training data comes in, each turned into what `examples` reads: messages (with tools), prompt and
-completion, or text.
+"""The shapes that training data comes in, each turned into what `examples` reads: messages (with
+tools), prompt and completion, or text.
 
-Known by their fields: OpenAI's chats, also with functions in place of tools and with content in parts; ShareGPT's
-conversations; Alpaca's instructions; prompt and completion, as text or (TRL's) as messages; text. What else a record
-has (an id, a source) is passed over, but for what looks like a known field, misspelt or in the wrong place: a typo must
-not pass.
+Known by their fields: OpenAI's chats, also with functions in place of tools and with content in
+parts; ShareGPT's conversations; Alpaca's instructions; prompt and completion, as text or (TRL's) as
+messages; text. What else a record has (an id, a source) is passed over, but for what looks like a
+known field, misspelt or in the wrong place: a typo must not pass.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,38 @@ from coserve.tuning.json_records import Record, parsed_json, parsed_record
 from coserve.tuning.template_messages import REASONING
 
 MESSAGE_FIELDS = (
-    *("role", "content", "name", "weight", "tool_calls", "tool_call_id", "refusal", "audio", "function_call"),
+    *(
+        "role",
+        "content",
+        "name",
+        "weight",
+        "tool_calls",
+        "tool_call_id",
+        "refusal",
+        "audio",
+        "function_call",
+    ),
     *REASONING,
 )
 # Of a chat, what its template is given beside the messages.
 _BESIDE = ("tools", "chat_template_kwargs")
 _CHAT_FIELDS = ("messages", "tools", "functions", "parallel_tool_calls", "chat_template_kwargs")
-# Fields that hold lists, objects or numbers, of records of every kind; in a CSV file, they are written as JSON.
+# Fields that hold lists, objects or numbers, of records of every kind; in a CSV file, they are
+# written as JSON.
 _NO_TEXT = (
-    *("messages", "conversations", "tools", "functions", "preferred_output", "non_preferred_output", "label"),
+    *(
+        "messages",
+        "conversations",
+        "tools",
+        "functions",
+        "preferred_output",
+        "non_preferred_output",
+        "label",
+    ),
     *("prompt_tokens", "completion_tokens", "logprobs", "advantages", "chat_template_kwargs"),
 )
-# Who speaks, in ShareGPT's words and those of its users (https://llamafactory.readthedocs.io, "Data Preparation").
+# Who speaks, in ShareGPT's words and those of its users (https://llamafactory.readthedocs.io, "Data
+# Preparation").
 _SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -42,7 +62,8 @@ _SPEAKERS = {
 # How Alpaca's authors put an instruction to a model without a chat template:
 # https://github.com/tatsu-lab/stanford_alpaca#data-release
 _ALPACA = (
-    "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
+    "Below is an instruction that describes a task{with_input}. Write a response that "
+    "appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 _ALPACA_WITH_INPUT = ", paired with an input that provides further context"
@@ -51,8 +72,8 @@ _ALIKE = 0.8
 
 
 def with_json_cells(record: Mapping[str, Any]) -> Record:
-    """A table's row with the values of fields that are no text read as JSON, where they came as text; without those
-    that are empty. DataError names one that is no JSON.
+    """A table's row with the values of fields that are no text read as JSON, where they came as
+    text; without those that are empty. DataError names one that is no JSON.
     """
     found = dict(record)
     for name in {*_NO_TEXT, *(("input",) if "preferred_output" in record else ())} & record.keys():
@@ -69,7 +90,8 @@ def with_json_cells(record: Mapping[str, Any]) -> Record:
 
 
 def read_record(given: Any) -> Record:
-    """A line's text as a record in one of three forms: messages and perhaps tools; prompt and completion; text.
+    """A line's text as a record in one of three forms: messages and perhaps tools; prompt and
+    completion; text.
 
     given: text, or the record of an array or a table. DataError says what is wrong with it.
     """
@@ -90,11 +112,16 @@ def read_record(given: Any) -> Record:
     if "text" in record:
         _check_others(record, ("text",))
         return {"text": _text(record, "text")}
-    raise DataError("needs messages, or conversations, or instruction and output, or prompt and completion, or text")
+    raise DataError(
+        "needs messages, or conversations, or instruction and output, or prompt and completion, or "
+        "text"
+    )
 
 
 def answered(before: Any, answer: Any, record: Mapping[str, Any]) -> Record:
-    """Messages of which the answer's alone are trained on; DataError for what is none. record: may have tools."""
+    """Messages of which the answer's alone are trained on; DataError for what is none. record: may
+    have tools.
+    """
     answer = [answer] if isinstance(answer, Mapping) else answer
     if not isinstance(before, list) or not isinstance(answer, list) or not answer:
         raise DataError("answers must be lists of messages, as what comes before them is")
@@ -102,7 +129,9 @@ def answered(before: Any, answer: Any, record: Mapping[str, Any]) -> Record:
     if not all(isinstance(turn, Mapping) for turn in turns) or turns[-1].get("role") != "assistant":
         raise DataError("an answer must end with a message of the assistant")
     weighed = [
-        {**turn, "weight": int(index >= len(before))} if turn.get("role") == "assistant" else dict(turn)
+        {**turn, "weight": int(index >= len(before))}
+        if turn.get("role") == "assistant"
+        else dict(turn)
         for index, turn in enumerate(turns)
     ]
     return {"messages": weighed} | {name: record[name] for name in _BESIDE if record.get(name)}
@@ -113,14 +142,19 @@ def as_chat(record: Record) -> Record:
     if "instruction" not in record:
         return record
     asked = "\n\n".join(text for text in (record["instruction"], record["input"]) if text)
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+    messages = [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": record["output"]},
+    ]
     if record["system"]:
         messages.insert(0, {"role": "system", "content": record["system"]})
     return {"messages": messages}
 
 
 def as_completion(record: Record) -> Record:
-    """An instruction and its output as Alpaca's prompt and its completion; other records as they are."""
+    """An instruction and its output as Alpaca's prompt and its completion; other records as they
+    are.
+    """
     if "instruction" not in record:
         return record
     given = record["input"]
@@ -129,7 +163,10 @@ def as_completion(record: Record) -> Record:
         instruction=record["instruction"],
         input=f"### Input:\n{given}\n\n" if given else "",
     )
-    return {"prompt": f"{record['system']}\n\n{prompt}" if record["system"] else prompt, "completion": record["output"]}
+    return {
+        "prompt": f"{record['system']}\n\n{prompt}" if record["system"] else prompt,
+        "completion": record["output"],
+    }
 
 
 def _check_others(record: Mapping[str, Any], known: tuple[str, ...], where: str = "") -> None:
@@ -177,8 +214,9 @@ def _chat(messages: Any, record: Mapping[str, Any]) -> Record:
 
 
 def _message(given: Any, index: int, num_calls: int) -> Any:
-    """With text in one piece, and calls of functions as calls of tools. num_calls: of functions so far, this one too:
-    they were called one at a time, had no ids, and what came back belongs to the last.
+    """With text in one piece, and calls of functions as calls of tools. num_calls: of functions so
+    far, this one too: they were called one at a time, had no ids, and what came back belongs to the
+    last.
     """
     if not isinstance(given, dict):
         return given
@@ -189,7 +227,9 @@ def _message(given: Any, index: int, num_calls: int) -> Any:
     if refusal := message.pop("refusal", None):
         message["content"] = _refusal(refusal, message, index)
     if call := message.pop("function_call", None):
-        message["tool_calls"] = [{"id": f"call_{num_calls - 1}", "type": "function", "function": call}]
+        message["tool_calls"] = [
+            {"id": f"call_{num_calls - 1}", "type": "function", "function": call}
+        ]
     if message.get("role") == "function":
         message |= {"role": "tool", "tool_call_id": f"call_{max(0, num_calls - 1)}"}
     return message
@@ -199,17 +239,24 @@ def _part(part: Any, index: int) -> str:
     """Return the text of a part of a message's content: text, or OpenAI's refusal."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-        raise DataError(f"messages[{index}].content has a part of type {kind!r}; only text is trained on")
+        raise DataError(
+            f"messages[{index}].content has a part of type {kind!r}; only text is trained on"
+        )
     text: str = part[kind]
     return text
 
 
 def _refusal(refusal: Any, message: Mapping[str, Any], index: int) -> str:
-    """Return OpenAI's refusal, which a message of the assistant has in place of content: it is learned as that."""
+    """Return OpenAI's refusal, which a message of the assistant has in place of content: it is
+    learned as that.
+    """
     if not isinstance(refusal, str):
         raise DataError(f"messages[{index}].refusal must be a string")
     if message.get("role") != "assistant" or message.get("content"):
-        raise DataError(f"messages[{index}].refusal must stand in place of content, in a message of the assistant")
+        raise DataError(
+            f"messages[{index}].refusal must stand in place of content, in a message of the "
+            f"assistant"
+        )
     return refusal
 
 
@@ -218,14 +265,19 @@ def _conversation(record: Mapping[str, Any]) -> list[Any]:
     turns = record["conversations"]
     if not isinstance(turns, list):
         raise DataError("conversations must be a list")
-    messages: list[Any] = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    messages: list[Any] = (
+        [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    )
     for index, turn in enumerate(turns):
         if not isinstance(turn, dict) or "from" not in turn:
             messages.append(turn)  # as messages are
             continue
         speaker, text = turn["from"], turn.get("value")
         if speaker not in _SPEAKERS:
-            raise DataError(f"conversations[{index}].from must be one of {', '.join(_SPEAKERS)}, not {speaker!r}")
+            raise DataError(
+                f"conversations[{index}].from must be one of {', '.join(_SPEAKERS)}, not "
+                f"{speaker!r}"
+            )
         if not isinstance(text, str):
             raise DataError(f"conversations[{index}].value must be a string")
         message: Record = {"role": _SPEAKERS[speaker], "content": text}
@@ -241,4 +293,6 @@ def _instruction(record: Mapping[str, Any]) -> Record:
     if record.get("history"):
         raise DataError("history is not read; write the conversation as messages")
     found = {name: _text(record, name) for name in ("instruction", "output")}
-    return found | {name: _text(record, name) if record.get(name) else "" for name in ("input", "system")}
+    return found | {
+        name: _text(record, name) if record.get(name) else "" for name in ("input", "system")
+    }

@@ -6,7 +6,9 @@ from math import nan
 
 @dataclass(kw_only=True)
 class LossSums:
-    """Sums over trained rows; add up those of windows, packs and jobs before dividing. The means of no rows are nan."""
+    """Sums over trained rows; add up those of windows, packs and jobs before dividing. The means of
+    no rows are nan.
+    """
 
     loss: float = 0.0
     num_correct: int = 0
@@ -23,7 +25,11 @@ class LossSums:
     @property
     def mean_metrics(self) -> dict[str, float]:
         """Of an objective, by name."""
-        return {name: value / self.num_trained for name, value in self.metrics.items()} if self.num_trained else {}
+        return (
+            {name: value / self.num_trained for name, value in self.metrics.items()}
+            if self.num_trained
+            else {}
+        )
 
     @property
     def mean_loss(self) -> float:

@@ -1,4 +1,6 @@
-"""The next-token loss and its gradient, in chunks of rows: the logits of a whole window never exist at once."""
+"""The next-token loss and its gradient, in chunks of rows: the logits of a whole window never exist
+at once.
+"""
 
 from collections.abc import Mapping
 from math import ceil
@@ -13,9 +15,9 @@ from coserve.graph.program import Program
 from coserve.kernels.base import Backend
 from coserve.kernels.groups.base import RankGroup, SingleRank
 
-# Logits of a chunk, beside which a loss that is no one operator with its product holds their gradient (and a GPU a
-# float32 copy): some 270 rows of 151,936 tokens in bfloat16, since the products with the head's weight are half as slow
-# again with 100.
+# Logits of a chunk, beside which a loss that is no one operator with its product holds their
+# gradient (and a GPU a float32 copy): some 270 rows of 151,936 tokens in bfloat16, since the
+# products with the head's weight are half as slow again with 100.
 _MAX_CHUNK_BYTES = 80 << 20
 
 
@@ -41,20 +43,25 @@ def loss_and_gradient(
         program: of the head with the loss.
         hidden: the last block's rows [n, hidden_size], at least one.
         group: the ranks that run it together; None: this one alone.
-        constants: what the program reads of each row: "targets" int64 [n], "dropout_row_ids" int64 [n].
+        constants: what the program reads of each row: "targets" int64 [n], "dropout_row_ids" int64
+            [n].
         weights: the head's weights and parameters by name.
-        accumulators: for each parameter of the head that is trained, the tensor its gradient is added to.
+        accumulators: for each parameter of the head that is trained, the tensor its gradient is
+            added to.
         max_rows: most rows of a chunk; the chunks are about equal.
 
     Returns:
-        The loss of each row, float32 [n]; whether its likeliest token is the target, bool [n]; and the gradient with
-        respect to hidden [n, hidden_size].
+        The loss of each row, float32 [n]; whether its likeliest token is the target, bool [n]; and
+        the gradient with respect to hidden [n, hidden_size].
     """
     num_chunks = ceil(hidden.shape[0] / max_rows)
     names, tensors = ["x", *constants], [hidden, *constants.values()]
     chunks = zip(*(torch.tensor_split(tensor, num_chunks) for tensor in tensors), strict=True)
     context = Context(backend=backend.for_losses, group=group or SingleRank())
-    found = [_chunk(program, dict(zip(names, each, strict=True)), weights, accumulators, context) for each in chunks]
+    found = [
+        _chunk(program, dict(zip(names, each, strict=True)), weights, accumulators, context)
+        for each in chunks
+    ]
     losses, correct, gradients = zip(*found, strict=True)
     return torch.cat(losses), torch.cat(correct), torch.cat(gradients)
 
@@ -71,7 +78,13 @@ def _chunk(
     kept = {name: values[name] for name in program.saved if name in values}
 
     def keep(node: Node, current: Mapping[str, Tensor]) -> None:
-        kept.update({name: current[name] for name in node.output.values() if name in program.retention.saved})
+        kept.update(
+            {
+                name: current[name]
+                for name in node.output.values()
+                if name in program.retention.saved
+            }
+        )
 
     run_graph(program.graph, values, weights, context, keep)
     gradient = None
@@ -85,4 +98,8 @@ def _chunk(
         )
         run.advance()
         gradient = run.gradient("x") if "x" in program.asked else None
-    return values["loss"], values["loss.correct"], torch.zeros_like(given["x"]) if gradient is None else gradient
+    return (
+        values["loss"],
+        values["loss.correct"],
+        torch.zeros_like(given["x"]) if gradient is None else gradient,
+    )

@@ -1,4 +1,6 @@
-"""Training data of every objective: but for the next-token loss, an example is sequences that stay together."""
+"""Training data of every objective: but for the next-token loss, an example is sequences that stay
+together.
+"""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -28,8 +30,12 @@ def read_objective_examples(
     max_sequence_length: int,
     report: ReadingReport | None = None,
 ) -> list[Example]:
-    """Return each record of a file as an example of an objective's schema (`Objective.schema`); see `read_examples`."""
-    found = each_objective_example(records_of(lines), tokenizer, schema=schema, max_sequence_length=max_sequence_length)
+    """Return each record of a file as an example of an objective's schema (`Objective.schema`); see
+    `read_examples`.
+    """
+    found = each_objective_example(
+        records_of(lines), tokenizer, schema=schema, max_sequence_length=max_sequence_length
+    )
     return collected(found, report)
 
 
@@ -47,7 +53,9 @@ def each_objective_example(
     max_sequence_length: int,
     end_tokens: Collection[int] = (),
 ) -> Iterator[tuple[str, Example | DataError]]:
-    """Yield examples of an objective's schema as `each_example` does; without a tokenizer if the schema needs none."""
+    """Yield examples of an objective's schema as `each_example` does; without a tokenizer if the
+    schema needs none.
+    """
     if schema == _TOKENS:
         return each_read(records, lambda given: _sampled(given, max_sequence_length))
     assert tokenizer is not None
@@ -78,7 +86,9 @@ def each_training_example(
     """
     if (kind := objective_class(objective)) is None:
         assert tokenizer is not None
-        found = each_example(records, tokenizer, max_sequence_length=max_sequence_length, end_tokens=end_tokens)
+        found = each_example(
+            records, tokenizer, max_sequence_length=max_sequence_length, end_tokens=end_tokens
+        )
     else:
         found = each_objective_example(
             records,
@@ -96,7 +106,9 @@ def each_training_example(
 
 
 def _pair(reader: Reader, given: Any) -> Example:
-    chosen, rejected = (reader.example(reader.pieces(read_record(record))) for record in read_pair(given))
+    chosen, rejected = (
+        reader.example(reader.pieces(read_record(record))) for record in read_pair(given)
+    )
     return together([chosen, rejected])
 
 
@@ -108,8 +120,12 @@ def _labelled(reader: Reader, given: Any) -> tuple[Pieces, bool]:
     return pieces, label
 
 
-def _with_others(reader: Reader, records: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Example | DataError]]:
-    """Each answer, and its prompt with the answer of the next record (arXiv 2402.01306, section 4.1)."""
+def _with_others(
+    reader: Reader, records: Iterable[tuple[str, Any]]
+) -> Iterator[tuple[str, Example | DataError]]:
+    """Each answer, and its prompt with the answer of the next record (arXiv 2402.01306, section
+    4.1).
+    """
     answers = list[tuple[str, tuple[Pieces, bool]]]()
     for place, found in each_read(records, lambda given: _labelled(reader, given)):
         if isinstance(found, DataError):
@@ -127,12 +143,16 @@ def _with_others(reader: Reader, records: Iterable[tuple[str, Any]]) -> Iterator
 
 def _answer(pieces: Pieces) -> int:
     """Where the last text that is trained on stands."""
-    return max((index for index, (_, is_trained) in enumerate(pieces.texts) if is_trained), default=0)
+    return max(
+        (index for index, (_, is_trained) in enumerate(pieces.texts) if is_trained), default=0
+    )
 
 
 def _sampled(given: Any, max_length: int) -> Example:
     prompt, completion, values = read_sampled(given)
     if len(prompt) + len(completion) > max_length:  # its advantages are of the whole answer
-        raise NothingToTrainError(f"has {len(prompt) + len(completion)} tokens; max_sequence_length is {max_length}")
+        raise NothingToTrainError(
+            f"has {len(prompt) + len(completion)} tokens; max_sequence_length is {max_length}"
+        )
     trained = (False,) * len(prompt) + (True,) * len(completion)
     return Example(tokens=(*prompt, *completion), trained=trained, values=tuple(values))

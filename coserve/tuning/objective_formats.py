@@ -1,8 +1,10 @@
-"""What records of objectives other than the next-token loss look like, each turned into sequences of the usual kinds.
+"""What records of objectives other than the next-token loss look like, each turned into sequences
+of the usual kinds.
 
-Preferences, as OpenAI has them (`input`, `preferred_output`, `non_preferred_output`) or as TRL has them (`prompt`,
-`chosen`, `rejected`, each text or messages; without `prompt` it is what both begin with); single answers with a
-`label`, true if it is wanted; tokens that were sampled, with their log-probabilities and advantages.
+Preferences, as OpenAI has them (`input`, `preferred_output`, `non_preferred_output`) or as TRL has
+them (`prompt`, `chosen`, `rejected`, each text or messages; without `prompt` it is what both begin
+with); single answers with a `label`, true if it is wanted; tokens that were sampled, with their
+log-probabilities and advantages.
 """
 
 from collections.abc import Mapping
@@ -18,7 +20,9 @@ _TRL = ("chosen", "rejected")
 
 
 def read_pair(given: Any) -> tuple[Record, Record]:
-    """The chosen and the rejected conversation (or prompt and completion) of a preference; DataError otherwise."""
+    """The chosen and the rejected conversation (or prompt and completion) of a preference;
+    DataError otherwise.
+    """
     record = parsed_record(given)
     if all(name in record for name in _OPENAI):
         asked, chosen, rejected = (record[name] for name in _OPENAI)
@@ -36,14 +40,15 @@ def read_pair(given: Any) -> tuple[Record, Record]:
             return _completion(before, "chosen", chosen), _completion(before, "rejected", rejected)
     else:
         raise DataError(
-            "a preference has input, preferred_output and non_preferred_output; or prompt, chosen and rejected"
+            "a preference has input, preferred_output and non_preferred_output; or prompt, chosen "
+            "and rejected"
         )
     return answered(before, chosen, beside), answered(before, rejected, beside)
 
 
 def _without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """What two whole texts, or conversations, have in common at their beginning, and what follows it in each, as TRL's
-    `extract_prompt` has it.
+    """What two whole texts, or conversations, have in common at their beginning, and what follows
+    it in each, as TRL's `extract_prompt` has it.
     """
     if not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
         raise DataError("chosen and rejected must both be text, or lists of messages")
@@ -55,7 +60,9 @@ def _without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
 
 def read_labelled(given: Any) -> tuple[Record, bool]:
-    """An answer, as prompt and completion or as messages, and whether it is wanted; DataError otherwise."""
+    """An answer, as prompt and completion or as messages, and whether it is wanted; DataError
+    otherwise.
+    """
     record = dict(parsed_record(given))
     label = record.pop("label", None)
     if not isinstance(label, bool):
@@ -66,8 +73,8 @@ def read_labelled(given: Any) -> tuple[Record, bool]:
 
 
 def read_sampled(given: Any) -> tuple[list[int], list[int], list[tuple[float, float]]]:
-    """Tokens of a prompt and of what was sampled after it, and for each of the latter its advantage and its
-    log-probability; DataError otherwise.
+    """Tokens of a prompt and of what was sampled after it, and for each of the latter its advantage
+    and its log-probability; DataError otherwise.
     """
     record = parsed_record(given)
     prompt, completion = (_tokens(record, name) for name in ("prompt_tokens", "completion_tokens"))
@@ -76,15 +83,25 @@ def read_sampled(given: Any) -> tuple[list[int], list[int], list[tuple[float, fl
         advantages = [advantages] * len(completion)
     logprobs = record.get("logprobs")
     for name, numbers in (("advantages", advantages), ("logprobs", logprobs)):
-        if not isinstance(numbers, list) or len(numbers) != len(completion) or not all(map(is_number, numbers)):
-            raise DataError(f"{name} must be {len(completion)} numbers, one for each of completion_tokens")
+        if (
+            not isinstance(numbers, list)
+            or len(numbers) != len(completion)
+            or not all(map(is_number, numbers))
+        ):
+            raise DataError(
+                f"{name} must be {len(completion)} numbers, one for each of completion_tokens"
+            )
     assert isinstance(advantages, list) and isinstance(logprobs, list)
     return prompt, completion, list(zip(map(float, advantages), map(float, logprobs), strict=True))
 
 
 def _tokens(record: Mapping[str, Any], name: str) -> list[int]:
     tokens = record.get(name)
-    if not isinstance(tokens, list) or not tokens or not all(is_whole(token, 0) for token in tokens):
+    if (
+        not isinstance(tokens, list)
+        or not tokens
+        or not all(is_whole(token, 0) for token in tokens)
+    ):
         raise DataError(f"{name} must be a list of token ids that is not empty")
     return tokens
 

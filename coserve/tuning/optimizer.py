@@ -1,4 +1,6 @@
-"""The optimizer step of a job: mean over trained tokens, clipping, AdamW, a learning-rate schedule."""
+"""The optimizer step of a job: mean over trained tokens, clipping, AdamW, a learning-rate
+schedule.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -28,10 +30,12 @@ class AdapterOptimizer:
         Args:
             masters: the parameters, by name.
             config: the optimizer's settings.
-            norm_of: gives the norm of gradients by name, float32 [], where ranks hold parts of them (see
-                `RankGradients.norm`); None: of the gradients that are there.
+            norm_of: gives the norm of gradients by name, float32 [], where ranks hold parts of them
+                (see `RankGradients.norm`); None: of the gradients that are there.
         """
-        assert all(master.is_contiguous() for master in masters.values()), "fused AdamW goes by where elements lie"
+        assert all(master.is_contiguous() for master in masters.values()), (
+            "fused AdamW goes by where elements lie"
+        )
         self.config, self._norm_of = config, norm_of or norm_of_all
         self.num_steps_done = 0
         self.room: Mapping[str, Tensor] | None = None
@@ -40,12 +44,14 @@ class AdapterOptimizer:
         self._states: dict[str, dict[str, Tensor]] = {}  # by master; none before the first step
 
     def step(self, gradients: Mapping[str, Tensor], *, num_trained: int, num_steps: int) -> Tensor:
-        """One step with the summed gradients of `num_trained` trained rows, of a job of `num_steps` steps.
+        """One step with the summed gradients of `num_trained` trained rows, of a job of `num_steps`
+        steps.
 
-        Returns the mean gradient's norm before clipping, float32 []; where it is not finite, nothing changes but the
-        step count. Waits for nothing on the device: it is there that the norm decides (`found_inf`, as PyTorch's
-        GradScaler has it). Mean and clipping are one number that AdamW divides by as it reads the gradients
-        (`grad_scale`, likewise); the gradients are not there any more afterwards.
+        Returns the mean gradient's norm before clipping, float32 []; where it is not finite,
+        nothing changes but the step count. Waits for nothing on the device: it is there that the
+        norm decides (`found_inf`, as PyTorch's GradScaler has it). Mean and clipping are one number
+        that AdamW divides by as it reads the gradients (`grad_scale`, likewise); the gradients are
+        not there any more afterwards.
         """
         sums = {name: gradients[name] for name in self._masters}
         norm = self._norm_of(sums) / num_trained
@@ -55,25 +61,34 @@ class AdapterOptimizer:
         rate = self.config.learning_rate_at(self.num_steps_done, num_steps)
         self.num_steps_done += 1
         self._begin()
-        self._update([each.contiguous() for each in sums.values()], rate, divisor, (~norm.isfinite()).float())
+        self._update(
+            [each.contiguous() for each in sums.values()], rate, divisor, (~norm.isfinite()).float()
+        )
         return norm
 
     def _begin(self) -> None:
-        """Add the state that AdamW begins with, where a master has none; moments lie in `room`, if there is one."""
+        """Add the state that AdamW begins with, where a master has none; moments lie in `room`, if
+        there is one.
+        """
         for name, master in self._masters.items():
             if not self._states.get(name):
                 moments = {
-                    field: torch.zeros_like(master) if self.room is None else self.room[f"{name}/{field}"].zero_()
+                    field: torch.zeros_like(master)
+                    if self.room is None
+                    else self.room[f"{name}/{field}"].zero_()
                     for field in _MOMENTS
                 }
                 step = torch.zeros((), dtype=torch.float32, device=master.device)
                 self._states[name] = {"step": step} | moments
 
     @torch.no_grad()
-    def _update(self, gradients: list[Tensor], rate: float, divisor: Tensor, found_inf: Tensor) -> None:
+    def _update(
+        self, gradients: list[Tensor], rate: float, divisor: Tensor, found_inf: Tensor
+    ) -> None:
         """Run the fused kernel that `torch.optim.AdamW(fused=True)` runs.
 
-        The class itself imports torch._dynamo when it is first used, which would stop the engine's loop for a second.
+        The class itself imports torch._dynamo when it is first used, which would stop the engine's
+        loop for a second.
         """
         states = [self._states[name] for name in self._masters]
         steps = [state["step"] for state in states]
@@ -96,10 +111,14 @@ class AdapterOptimizer:
             grad_scale=divisor,
             found_inf=found_inf,
         )
-        torch._foreach_sub_(steps, [found_inf] * len(steps))  # a step that was left out is not counted
+        torch._foreach_sub_(
+            steps, [found_inf] * len(steps)
+        )  # a step that was left out is not counted
 
     def moment_shapes(self) -> dict[str, Tensor]:
-        """Tensors without memory, of the shapes and strides of `moments`, also before the first step."""
+        """Tensors without memory, of the shapes and strides of `moments`, also before the first
+        step.
+        """
         return {
             f"{name}/{field}": torch.empty_like(master, device="meta")
             for name, master in self._masters.items()
@@ -108,7 +127,9 @@ class AdapterOptimizer:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """The running means of gradients and of their squares, named as in `state`; empty before the first step."""
+        """The running means of gradients and of their squares, named as in `state`; empty before
+        the first step.
+        """
         return {
             f"{name}/{field}": self._states[name][field]
             for name in self._masters
@@ -123,32 +144,49 @@ class AdapterOptimizer:
             self._states[name][field] = value
 
     def state(self, *, on_host: bool = False) -> dict[str, Tensor]:
-        """All that a checkpoint needs, as tensors by name, copied; `load_state` is the inverse. on_host: to the CPU."""
+        """All that a checkpoint needs, as tensors by name, copied; `load_state` is the inverse.
+        on_host: to the CPU.
+        """
         tensors = {"num_steps_done": torch.tensor(self.num_steps_done)}
         for name in self._masters:
             for field, value in self._states.get(name, {}).items():
                 device = "cpu" if on_host else value.device
-                tensors[f"{name}/{field}"] = value.to(device, copy=True, memory_format=torch.contiguous_format)
+                tensors[f"{name}/{field}"] = value.to(
+                    device, copy=True, memory_format=torch.contiguous_format
+                )
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor], *, on_host: bool = False) -> None:
-        """Continue where `state` was taken; ValueError, and nothing has changed, if these are not this adapter's.
-        on_host: with the moments on the CPU, from where they must be moved before a step.
+        """Continue where `state` was taken; ValueError, and nothing has changed, if these are not
+        this adapter's. on_host: with the moments on the CPU, from where they must be moved before a
+        step.
         """
         num_steps_done = int(tensors["num_steps_done"])
         states: dict[str, dict[str, Tensor]] = {}
         for name, master in self._masters.items():
-            fields = {key.rsplit("/", 1)[1]: value for key, value in tensors.items() if key.rsplit("/", 1)[0] == name}
+            fields = {
+                key.rsplit("/", 1)[1]: value
+                for key, value in tensors.items()
+                if key.rsplit("/", 1)[0] == name
+            }
             fields.pop("num_steps_done", None)
             if (fields and fields.keys() != _STATE) or (
                 num_steps_done and not fields and any("/" in key for key in tensors)
             ):
-                raise ValueError(f"the optimizer's state of {name} must have {', '.join(sorted(_STATE))}")
-            if any(value.shape != master.shape for field, value in fields.items() if field != "step"):
-                raise ValueError(f"the optimizer's state of {name} must have its shape, {list(master.shape)}")
+                raise ValueError(
+                    f"the optimizer's state of {name} must have {', '.join(sorted(_STATE))}"
+                )
+            if any(
+                value.shape != master.shape for field, value in fields.items() if field != "step"
+            ):
+                raise ValueError(
+                    f"the optimizer's state of {name} must have its shape, {list(master.shape)}"
+                )
             # Fused, it keeps even the count of its steps beside the parameter.
             states[name] = {
-                field: value.to("cpu" if on_host and field in _MOMENTS else master.device, copy=True)
+                field: value.to(
+                    "cpu" if on_host and field in _MOMENTS else master.device, copy=True
+                )
                 for field, value in fields.items()
             }
         self.num_steps_done = num_steps_done
@@ -157,5 +195,7 @@ class AdapterOptimizer:
 
 def norm_of_all(gradients: Mapping[str, Tensor]) -> Tensor:
     """Return the norm of gradients that are all there, float32 []."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients.values()))))
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack(torch._foreach_norm(list(gradients.values())))
+    )
     return norm

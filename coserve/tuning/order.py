@@ -1,5 +1,6 @@
-"""Which examples every optimizer step of a job takes: a pure function of the data, the configuration and the seed, so
-that a job can resume at any step, and uses each example once per epoch.
+"""Which examples every optimizer step of a job takes: a pure function of the data, the
+configuration and the seed, so that a job can resume at any step, and uses each example once per
+epoch.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from coserve.tuning.shard import Shard
 class PackMembers(NamedTuple):
     """The examples of one pack; first_row: its first row among all that the job ever trains on.
 
-    Its numbers are asked for in every step, so they are counted once. mean_context_len: of keys that a row attends to.
-    is_reference: whether it only asks what the model without the adapter makes of the pack after it, which is the same.
+    Its numbers are asked for in every step, so they are counted once. mean_context_len: of keys
+    that a row attends to. is_reference: whether it only asks what the model without the adapter
+    makes of the pack after it, which is the same.
     """
 
     examples: tuple[Example, ...]
@@ -35,8 +37,12 @@ class PackMembers(NamedTuple):
         return cls(tuple(examples), first_row, num_rows, num_trained, mean_context_len)
 
 
-def packs_of(examples: Sequence[Example], config: TuningConfig, *, first_row: int = 0) -> list[PackMembers]:
-    """The packs of some examples, one after the other; each after its reference, where the objective needs one."""
+def packs_of(
+    examples: Sequence[Example], config: TuningConfig, *, first_row: int = 0
+) -> list[PackMembers]:
+    """The packs of some examples, one after the other; each after its reference, where the
+    objective needs one.
+    """
     packs = []
     for members in bins_of(packed_apart(examples, config), max_rows=config.pack_tokens):
         pack = PackMembers.of(members, first_row)
@@ -48,16 +54,22 @@ def packs_of(examples: Sequence[Example], config: TuningConfig, *, first_row: in
 
 
 def packed_apart(examples: Sequence[Example], config: TuningConfig) -> Sequence[Example]:
-    """What must be in one pack each: an example, or with the next-token loss each of its sequences."""
+    """What must be in one pack each: an example, or with the next-token loss each of its
+    sequences.
+    """
     return apart(examples) if config.objective == SUPERVISED else examples
 
 
 class TrainingOrder:
-    """The optimizer steps of a job, each a batch of examples; an epoch's last batch may be smaller."""
+    """The optimizer steps of a job, each a batch of examples; an epoch's last batch may be
+    smaller.
+    """
 
-    def __init__(self, examples: Sequence[Example], config: TuningConfig, shard: Shard | None = None) -> None:
-        """shard: its part of each batch alone, which may have no examples: of the batch's packs, where the examples of
-        a pack count together, so that they are those of one node.
+    def __init__(
+        self, examples: Sequence[Example], config: TuningConfig, shard: Shard | None = None
+    ) -> None:
+        """shard: its part of each batch alone, which may have no examples: of the batch's packs,
+        where the examples of a pack count together, so that they are those of one node.
         """
         assert examples, "a job has examples"
         self.examples, self.config, self._shard = examples, config, shard
@@ -80,9 +92,13 @@ class TrainingOrder:
         return packs if shard is None or not by_pack else _part(packs, shard)
 
     def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
-        """The order of an epoch's examples, and how many rows lie before each of them (and before the end)."""
+        """The order of an epoch's examples, and how many rows lie before each of them (and before
+        the end).
+        """
         config = self.config
-        order = epoch_order(len(self.examples), seed=config.seed, epoch=epoch, shuffle=config.shuffle)
+        order = epoch_order(
+            len(self.examples), seed=config.seed, epoch=epoch, shuffle=config.shuffle
+        )
         lengths = (len(self.examples[index].tokens) for index in order)
         return order, list(accumulate(lengths, initial=0))
 
@@ -90,5 +106,7 @@ class TrainingOrder:
 def _part(packs: Sequence[PackMembers], shard: Shard) -> list[PackMembers]:
     """A node's packs, each with its reference."""
     start, end = shard.part(0, sum(not pack.is_reference for pack in packs))
-    numbers = accumulate((not pack.is_reference for pack in packs), initial=0)  # of packs before each one
+    numbers = accumulate(
+        (not pack.is_reference for pack in packs), initial=0
+    )  # of packs before each one
     return [pack for number, pack in zip(numbers, packs, strict=False) if start <= number < end]

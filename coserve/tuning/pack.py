@@ -16,8 +16,8 @@ UNTRAINED = -100  # the target of a row that has none
 class Pack:
     """tokens, targets, positions int64 [n]; bounds: where sequences start, and the end: (0, …, n).
 
-    The target of a row is the token after it, where that token is trained on, and UNTRAINED elsewhere. Positions
-    count from 0 in every sequence.
+    The target of a row is the token after it, where that token is trained on, and UNTRAINED
+    elsewhere. Positions count from 0 in every sequence.
     """
 
     tokens: Tensor
@@ -32,7 +32,9 @@ class Pack:
             or self.bounds[0] != 0
             or any(end <= start for start, end in pairwise(self.bounds))
         ):
-            raise ValueError(f"a pack of {self.bounds} needs as many tokens, targets and positions, not {shapes}")
+            raise ValueError(
+                f"a pack of {self.bounds} needs as many tokens, targets and positions, not {shapes}"
+            )
 
     @property
     def num_rows(self) -> int:
@@ -46,11 +48,14 @@ class Pack:
     @property
     def mean_context_len(self) -> float:
         """Mean number of keys that a row attends to."""
-        return sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(self.bounds)) / self.num_rows
+        return (
+            sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(self.bounds))
+            / self.num_rows
+        )
 
     def sequences_within(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Of every sequence that has rows in [start, end): its first row, and its first and last-plus-one row in
-        there.
+        """Of every sequence that has rows in [start, end): its first row, and its first and
+        last-plus-one row in there.
         """
         return [
             (first, max(first, start), min(last, end))
@@ -60,7 +65,9 @@ class Pack:
 
 
 def make_pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) -> Pack:
-    """Lay (tokens, which of them are trained on; None: all) end to end; ValueError for a sequence that is none."""
+    """Lay (tokens, which of them are trained on; None: all) end to end; ValueError for a sequence
+    that is none.
+    """
     if not sequences:
         raise ValueError("a pack of no sequences")
     tokens: list[int] = []
@@ -72,9 +79,14 @@ def make_pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) 
             raise ValueError(f"sequence {index} of a pack has no tokens")
         mask = [True] * len(ids) if trained is None else list(trained)
         if len(mask) != len(ids):
-            raise ValueError(f"a sequence of {len(ids)} tokens came with {len(mask)} marks of which are trained on")
+            raise ValueError(
+                f"a sequence of {len(ids)} tokens came with {len(mask)} marks of which are trained "
+                f"on"
+            )
         tokens += ids
-        targets += [token if mark else UNTRAINED for token, mark in zip(ids[1:], mask[1:], strict=True)] + [UNTRAINED]
+        targets += [
+            token if mark else UNTRAINED for token, mark in zip(ids[1:], mask[1:], strict=True)
+        ] + [UNTRAINED]
         positions += range(len(ids))
         bounds.append(len(tokens))
     return Pack(

@@ -1,9 +1,10 @@
-"""The states of a pack's sequences in one block that carries one (gated delta layers), between windows.
+"""The states of a pack's sequences in one block that carries one (gated delta layers), between
+windows.
 
-Forward, the state after the rows so far is kept in one place, and that before every `CHUNK_ROWS`-th row of the pack in
-a place of its own, if the block is to run backward. Backward, a window begins with the last of these before it, and
-runs the rows between again; the gradient of the state goes from window to window in a place of its own. So windows of
-both passes may be of any size.
+Forward, the state after the rows so far is kept in one place, and that before every `CHUNK_ROWS`-th
+row of the pack in a place of its own, if the block is to run backward. Backward, a window begins
+with the last of these before it, and runs the rows between again; the gradient of the state goes
+from window to window in a place of its own. So windows of both passes may be of any size.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,9 +18,13 @@ from coserve.kernels.gated_delta import CHUNK_ROWS
 # The tensor's name among those that a pass saves of a part.
 STATES = "states"
 _RUNNING, _GRADIENT = 0, 1
-NUM_PLACES, NUM_FIXED = 1, 2  # of a block that only runs forward; of one that runs backward, beside one for each chunk
+NUM_PLACES, NUM_FIXED = (
+    1,
+    2,
+)  # of a block that only runs forward; of one that runs backward, beside one for each chunk
 
-# The first row of a sequence, and the first and last-plus-one row of a piece of it, all counted in the pack.
+# The first row of a sequence, and the first and last-plus-one row of a piece of it, all counted in
+# the pack.
 Piece = tuple[int, int, int]
 
 
@@ -37,9 +42,13 @@ class PackStates:
 
     def forward(self, states: Tensor, pieces: Sequence[Piece]) -> StateRows:
         """Of a window of these pieces, one after another; states: of a block."""
-        return StateRows(rows=slice(None), runs=self._of(pieces, states), store=TensorStates(states))
+        return StateRows(
+            rows=slice(None), runs=self._of(pieces, states), store=TensorStates(states)
+        )
 
-    def backward(self, states: Tensor, pieces: Sequence[Piece], tensors: Iterable[Tensor]) -> StateRows:
+    def backward(
+        self, states: Tensor, pieces: Sequence[Piece], tensors: Iterable[Tensor]
+    ) -> StateRows:
         """The same; tensors: of the block, whole, what leads to a state (`Operator.lead`)."""
         return StateRows(
             rows=slice(None),
@@ -61,15 +70,22 @@ class PackStates:
         start = max(begin, first // CHUNK_ROWS * CHUNK_ROWS)
         if start == first:
             return None
-        return Lead(run=self._run((begin, start, first), start, keeps=True), tensors=[x[start:first] for x in tensors])
+        return Lead(
+            run=self._run((begin, start, first), start, keeps=True),
+            tensors=[x[start:first] for x in tensors],
+        )
 
     def _run(self, piece: Piece, start: int, *, keeps: bool) -> StateRun:
         """start: the first row of the window. keeps: whether states have places of their own."""
         begin, first, last = piece
-        places = torch.tensor([_place(first, keeps=keeps), _place(last, keeps=keeps)], device=self._device)
+        places = torch.tensor(
+            [_place(first, keeps=keeps), _place(last, keeps=keeps)], device=self._device
+        )
         fresh = torch.ones(1, dtype=torch.bool, device=self._device) if first == begin else None
         rows = slice(first - start, last - start)
-        return StateRun(num_rows=last - first, rows=rows, before=places[:1], after=places[1:], fresh=fresh)
+        return StateRun(
+            num_rows=last - first, rows=rows, before=places[:1], after=places[1:], fresh=fresh
+        )
 
 
 def clear_gradient(states: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""The tensors of a pack on its way: what each part saves for the backward pass, and what goes from part to part."""
+"""The tensors of a pack on its way: what each part saves for the backward pass, and what goes from
+part to part.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -12,14 +14,21 @@ from coserve.models.base import Part
 from coserve.tuning.pack_states import STATES, clear_gradient, states_shape
 from coserve.tuning.programs import TrainingPrograms
 
-# Tensors of the workspace. Rows: what the blocks give for each row; after the loss, the gradient of that.
+# Tensors of the workspace. Rows: what the blocks give for each row; after the loss, the gradient of
+# that.
 _ROWS, _KEY_GRADS, _VALUE_GRADS = "rows", "key_grads", "value_grads"
 
 
 class PassMemory:
     """Of one pack, taken as a whole. saved: by part, of those that still need it, and by name."""
 
-    def __init__(self, memory: ActivationMemory, programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> None:
+    def __init__(
+        self,
+        memory: ActivationMemory,
+        programs: TrainingPrograms,
+        backbone: Backbone,
+        num_rows: int,
+    ) -> None:
         """BudgetError takes nothing."""
         self._memory, self._programs = memory, programs
         self.saved: dict[Part, dict[str, Tensor]] = {}
@@ -35,12 +44,16 @@ class PassMemory:
 
     @property
     def rows(self) -> Tensor:
-        """[n, hidden_size]: what the parts so far have made of each row; after the loss, the gradient of that."""
+        """[n, hidden_size]: what the parts so far have made of each row; after the loss, the
+        gradient of that.
+        """
         return self._workspace[_ROWS]
 
     @property
     def key_value_grads(self) -> tuple[Tensor, Tensor]:
-        """Accumulators of dK and dV [n, width], float32, of which one pair serves all blocks in turn."""
+        """Accumulators of dK and dV [n, width], float32, of which one pair serves all blocks in
+        turn.
+        """
         return self._workspace[_KEY_GRADS], self._workspace[_VALUE_GRADS]
 
     @property
@@ -62,14 +75,17 @@ class PassMemory:
 
     @property
     def addresses(self) -> tuple[Tensor, Mapping[Part, slice]]:
-        """Where first rows lie, for copies by calls that were captured (`RowCopies`): int64, on the device; and which
-        of them are each block's: the rows between parts, what is saved as `addressed`, the accumulators of dK and dV.
+        """Where first rows lie, for copies by calls that were captured (`RowCopies`): int64, on the
+        device; and which of them are each block's: the rows between parts, what is saved as
+        `addressed`, the accumulators of dK and dV.
         """
         assert self._addresses is not None, "they have not been asked for"
         return self._addresses
 
     def find_addresses(self) -> None:
-        """For `addresses`, now: both sides of a divided step read them, so they must not be one side's."""
+        """For `addresses`, now: both sides of a divided step read them, so they must not be one
+        side's.
+        """
         numbers: list[int] = []
         places = {}
         around = [tensor.data_ptr() for tensor in self._workspace.values()]
@@ -77,7 +93,9 @@ class PassMemory:
             if part not in self.saved or not self._programs.program[part].graph.kv_tensors:
                 continue
             tensors = [self.saved[part][name] for name in self.addressed(part)]
-            assert all(tensor.is_contiguous() for tensor in tensors), "rows follow each other in memory"
+            assert all(tensor.is_contiguous() for tensor in tensors), (
+                "rows follow each other in memory"
+            )
             start = len(numbers)
             numbers += [around[0], *(tensor.data_ptr() for tensor in tensors), *around[1:]]
             places[part] = slice(start, len(numbers))
@@ -85,7 +103,9 @@ class PassMemory:
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the pack in a block, as stores of one page."""
-        keys, values = (self.saved[layer][name][None] for name in self._programs.program[layer].graph.kv_tensors)
+        keys, values = (
+            self.saved[layer][name][None] for name in self._programs.program[layer].graph.kv_tensors
+        )
         return keys, values
 
     def states(self, part: Part) -> Tensor:
@@ -93,7 +113,9 @@ class PassMemory:
         return self.saved[part][STATES]
 
     def clear_gradients(self, part: Part) -> None:
-        """Before the first tasklet of a part: no later row adds to dK, dV and the state's gradient."""
+        """Before the first tasklet of a part: no later row adds to dK, dV and the state's
+        gradient.
+        """
         graph = self._programs.program[part].graph
         for grads in self.key_value_grads if graph.kv_tensors else ():
             grads.zero_()
@@ -113,7 +135,11 @@ class PassMemory:
     def move(self, memory: ActivationMemory) -> None:
         """See `TrainingPass.move`."""
         for tensors in (self._workspace, *self.saved.values()):
-            tensors.update(memory.take({name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}))
+            tensors.update(
+                memory.take(
+                    {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
+                )
+            )
         self._memory = memory
         if self._addresses is not None:
             self._addresses = None
@@ -124,7 +150,10 @@ class RowsOf(Mapping[str, Tensor]):
     """Some rows of tensors, cut out when they are asked for; and constants, made then."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], rows: slice, constants: Mapping[str, Callable[[], Tensor]]
+        self,
+        tensors: Mapping[str, Tensor],
+        rows: slice,
+        constants: Mapping[str, Callable[[], Tensor]],
     ) -> None:
         self._tensors, self._rows, self._constants = tensors, rows, constants
 
@@ -140,7 +169,9 @@ class RowsOf(Mapping[str, Tensor]):
         return len(self._tensors) + len(self._constants)
 
 
-def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num_rows: int) -> Shapes:
+def saved_shapes(
+    programs: TrainingPrograms, backbone: Backbone, part: Part, num_rows: int
+) -> Shapes:
     """The tensors that a pass of this many rows saves of one part."""
     program = programs.program[part]
     specs = (program.graph.spec[name] for name in program.saved)
@@ -148,7 +179,10 @@ def saved_shapes(programs: TrainingPrograms, backbone: Backbone, part: Part, num
         spec.name: ((num_rows, *spec.shape), spec.dtype or backbone.dtype) for spec in specs
     }
     if size := program.graph.state_size:
-        shapes[STATES] = (states_shape(size, num_rows, is_trained=part in programs.parts), torch.float32)
+        shapes[STATES] = (
+            states_shape(size, num_rows, is_trained=part in programs.parts),
+            torch.float32,
+        )
     return shapes
 
 
@@ -162,7 +196,9 @@ def state_shapes(programs: TrainingPrograms, num_rows: int) -> Shapes:
 
 
 def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> Shapes:
-    """The tensors that a pass of this many rows needs beside: its rows between blocks, dK and dV of one block."""
+    """The tensors that a pass of this many rows needs beside: its rows between blocks, dK and dV of
+    one block.
+    """
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         _ROWS: ((num_rows, backbone.architecture.hidden_size), backbone.dtype)
     }

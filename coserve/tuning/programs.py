@@ -1,5 +1,5 @@
-"""The programs of an adapter's training: one per part of the model, from the lowest part that has parameters up to
-the loss.
+"""The programs of an adapter's training: one per part of the model, from the lowest part that has
+parameters up to the loss.
 """
 
 from collections.abc import Collection
@@ -20,7 +20,9 @@ from coserve.models.base import Part
 
 @lru_cache(maxsize=256)
 def _one_of(program: Program) -> Program:
-    """One object for equal programs, whatever they were compiled for: passes of one program run backward as one."""
+    """One object for equal programs, whatever they were compiled for: passes of one program run
+    backward as one.
+    """
     return program
 
 
@@ -31,8 +33,8 @@ def _compile(graph: Graph, asked: tuple[str, ...], by: Weighing, **settings: Any
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPrograms:
-    """Immutable. `parts`: those with a backward pass, in its order: blocks from the last down, then the embedding if
-    it is trained.
+    """Immutable. `parts`: those with a backward pass, in its order: blocks from the last down, then
+    the embedding if it is trained.
     """
 
     program: dict[Part, Program]
@@ -41,10 +43,14 @@ class TrainingPrograms:
 
     def saved_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
         """Bytes that all blocks together keep of one row between forward and backward."""
-        return sum(program.saved_bytes_per_token(compute_dtype) for program in self.program.values())
+        return sum(
+            program.saved_bytes_per_token(compute_dtype) for program in self.program.values()
+        )
 
     def kept_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
-        """The same with the states (float32) that blocks keep of one row of many: at every `CHUNK_ROWS`-th."""
+        """The same with the states (float32) that blocks keep of one row of many: at every
+        `CHUNK_ROWS`-th.
+        """
         states = sum(self.program[part].graph.state_size for part in self.parts)
         return self.saved_bytes_per_token(compute_dtype) + 4 * states // CHUNK_ROWS
 
@@ -61,20 +67,24 @@ def training_programs(
     """Compile the parts of an adapter's model; equal blocks share one program.
 
     Args:
-        budget_bytes_per_token, max_recompute: most bytes that a block keeps of one row, or most FLOPs for keeping less
-            (see `compile_program`).
-        mean_context_len: mean number of keys that a row attends to (`Pack.mean_context_len`), for choosing
-            what to recompute.
-        link_flops_per_byte: FLOPs that a rank computes while a gather moves a byte (`Division.flops_per_byte`), for
-            choosing what ranks keep in pieces. 0: a link costs nothing; None: nothing is kept in pieces.
-        fused: fused operators that the backward pass may use (`graph.fuse`); None: those of the adapter's backend.
+        budget_bytes_per_token, max_recompute: most bytes that a block keeps of one row, or most
+            FLOPs for keeping less (see `compile_program`).
+        mean_context_len: mean number of keys that a row attends to (`Pack.mean_context_len`), for
+            choosing what to recompute.
+        link_flops_per_byte: FLOPs that a rank computes while a gather moves a byte
+            (`Division.flops_per_byte`), for choosing what ranks keep in pieces. 0: a link costs
+            nothing; None: nothing is kept in pieces.
+        fused: fused operators that the backward pass may use (`graph.fuse`); None: those of the
+            adapter's backend.
 
     Raises:
         BudgetError: no block can do with so little.
     """
     backbone = adapter.backbone
     parts = backbone.local.parts
-    lowest = min((index for index, part in enumerate(parts) if adapter.parameters(part)), default=len(parts))
+    lowest = min(
+        (index for index, part in enumerate(parts) if adapter.parameters(part)), default=len(parts)
+    )
     programs: dict[Part, Program] = {}
     by = Weighing(compute_dtype=backbone.dtype, mean_context_len=mean_context_len)
     fused = frozenset(backbone.backend.fused if fused is None else fused)
@@ -85,23 +95,30 @@ def training_programs(
         programs[part] = _compile(
             graph,
             asked if index >= lowest else (),
-            replace(by, division=_division(adapter, part, link_flops_per_byte)) if is_trained_block else by,
+            replace(by, division=_division(adapter, part, link_flops_per_byte))
+            if is_trained_block
+            else by,
             budget_bytes_per_token=budget_bytes_per_token if is_trained_block else None,
             max_recompute=max_recompute if is_trained_block else 0.0,
             fused=fused,
         )
     asked = tuple(adapter.parameters("head")) + (("x",) if lowest < len(parts) - 1 else ())
     loss = _compile(with_loss(adapter.attached("head").graph), asked, by, of=("loss",), fused=fused)
-    reversed_parts = tuple(part for index, part in reversed(list(enumerate(parts[:-1]))) if index >= lowest)
+    reversed_parts = tuple(
+        part for index, part in reversed(list(enumerate(parts[:-1]))) if index >= lowest
+    )
     return TrainingPrograms(program=programs, loss=loss, parts=reversed_parts)
 
 
 def evaluation_programs(adapter: Adapter, *, mean_context_len: float = 512.0) -> TrainingPrograms:
-    """The programs of a pass that only measures the loss: nothing runs backward, and only K and V are kept."""
+    """The programs of a pass that only measures the loss: nothing runs backward, and only K and V
+    are kept.
+    """
     backbone = adapter.backbone
     by = Weighing(compute_dtype=backbone.dtype, mean_context_len=mean_context_len)
     programs = {
-        part: _compile(adapter.attached(part, training=False).graph, (), by) for part in backbone.local.parts[:-1]
+        part: _compile(adapter.attached(part, training=False).graph, (), by)
+        for part in backbone.local.parts[:-1]
     }
     graph = with_loss(adapter.attached("head", training=False).graph)
     loss = _compile(graph, (), by, of=("loss",))
@@ -133,22 +150,32 @@ def _division(adapter: Adapter, part: Part, link_flops_per_byte: float | None) -
 
 
 def with_loss(head: Graph) -> Graph:
-    """The head's graph with the next-token loss of each row after its logits: outputs "loss" and "loss.correct".
+    """The head's graph with the next-token loss of each row after its logits: outputs "loss" and
+    "loss.correct".
 
     Logits that are a product, to which nothing is added, become one operator with their loss.
     """
     logits = head.outputs[0]
     last, cut = head.producer[logits], dict[str, Any]()
     replaced = {logits}
-    if last.op == "rank_gather":  # each rank has the logits of some tokens, which the loss does not need together
+    if (
+        last.op == "rank_gather"
+    ):  # each rank has the logits of some tokens, which the loss does not need together
         cut = {"cut": last.attribute["cut"]}
         replaced.add(last.input["x"])
         last = head.producer[last.input["x"]]
-    made = {name for node in head.nodes if replaced & set(node.output.values()) for name in node.output.values()}
+    made = {
+        name
+        for node in head.nodes
+        if replaced & set(node.output.values())
+        for name in node.output.values()
+    }
     others = [node for node in head.nodes if not made & set(node.output.values())]
     is_product = last.op == "linear" and not any(made & set(node.input.values()) for node in others)
     if is_product:
-        b = GraphBuilder(*(tensor for tensor in head.tensors if tensor.name not in made), nodes=others)
+        b = GraphBuilder(
+            *(tensor for tensor in head.tensors if tensor.name not in made), nodes=others
+        )
         op, inputs = "rank_linear_cross_entropy" if cut else "linear_cross_entropy", last.input
     else:
         b = GraphBuilder(*head.tensors, nodes=head.nodes)

@@ -1,7 +1,8 @@
 """What ranks that hold a model together do with the gradients of an optimizer step.
 
-Of some parameters each rank has a part of the gradient. The parts are added up once for each step, so that a parameter
-which several ranks hold has the same bits on all of them, before and after the step.
+Of some parameters each rank has a part of the gradient. The parts are added up once for each step,
+so that a parameter which several ranks hold has the same bits on all of them, before and after the
+step.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,9 @@ from coserve.models.shares import owned
 class RankGradients:
     """One rank's end. Every rank has to call each method, in the same order."""
 
-    def __init__(self, group: RankGroup, states: Mapping[str, AnyState], summed: tuple[str, ...]) -> None:
+    def __init__(
+        self, group: RankGroup, states: Mapping[str, AnyState], summed: tuple[str, ...]
+    ) -> None:
         """Take how a job's parameters are divided.
 
         Args:
@@ -30,15 +33,21 @@ class RankGradients:
 
     @torch.inference_mode()
     def complete(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients of all ranks' losses together, of what this rank holds; those given are used up.
+        """Return the gradients of all ranks' losses together, of what this rank holds; those given
+        are used up.
 
-        A whole gradient that every rank has computed is taken from rank 0: sums of equal numbers may differ in their
-        last bits from process to process, and masters that differ would drift apart.
+        A whole gradient that every rank has computed is taken from rank 0: sums of equal numbers
+        may differ in their last bits from process to process, and masters that differ would drift
+        apart.
         """
         found, group = dict(gradients), self._group
         if group.size == 1:
             return found
-        brought = {name: part for name in gradients if (part := self._part(name, gradients[name])) is not None}
+        brought = {
+            name: part
+            for name in gradients
+            if (part := self._part(name, gradients[name])) is not None
+        }
         sums = group.sum_several(list(brought.values()), "gradients")
         for name, total in zip(brought, sums, strict=True):
             state = self._states.get(name, WHOLE)
@@ -49,7 +58,9 @@ class RankGradients:
         return found
 
     def _part(self, name: str, gradient: Tensor) -> Tensor | None:
-        """Return what this rank adds to a sum over all ranks; None of a gradient that has nothing to be added to."""
+        """Return what this rank adds to a sum over all ranks; None of a gradient that has nothing
+        to be added to.
+        """
         state, rank = self._states.get(name, WHOLE), self._group.rank
         if isinstance(state, Cut):
             return state.copied(gradient, rank) if name in self._summed else None
@@ -68,5 +79,13 @@ class RankGradients:
             part = owned(gradient, self._states.get(name, WHOLE), group.rank)
             if part is not None:
                 parts.append(part)
-        own = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts))) if parts else some.new_zeros(())
-        return torch.linalg.vector_norm(group.all_gather(own, "gradient norm")) if group.size > 1 else own
+        own = (
+            torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)))
+            if parts
+            else some.new_zeros(())
+        )
+        return (
+            torch.linalg.vector_norm(group.all_gather(own, "gradient norm"))
+            if group.size > 1
+            else own
+        )

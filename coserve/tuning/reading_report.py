@@ -1,4 +1,6 @@
-"""Remarks about the records of a training file, equal ones together: left-out records, warnings, faults."""
+"""Remarks about the records of a training file, equal ones together: left-out records, warnings,
+faults.
+"""
 
 from dataclasses import dataclass, field
 
@@ -30,8 +32,13 @@ class Remarks:
         return sum(self._counts.values())
 
     def lines(self) -> list[str]:
-        """Return one line for each remark, such as "lines 3, 7, 9 and 1,204 more: is not valid JSON"."""
-        return [f"{_named(self._places[remark], self._counts[remark])}: {remark}" for remark in self._places]
+        """Return one line for each remark, such as "lines 3, 7, 9 and 1,204 more: is not valid
+        JSON".
+        """
+        return [
+            f"{_named(self._places[remark], self._counts[remark])}: {remark}"
+            for remark in self._places
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""The log-probabilities of a pack's trained rows, as they come, and what an objective makes of them all."""
+"""The log-probabilities of a pack's trained rows, as they come, and what an objective makes of them
+all.
+"""
 
 from dataclasses import dataclass
 
@@ -40,7 +42,10 @@ class PackScores:
         ends = torch.tensor(pack.bounds[1:])
         self._owners = on_device(torch.searchsorted(ends, trained, right=True), device)
         self._num_sequences = len(pack.bounds) - 1
-        values, labels = (torch.tensor(x, dtype=torch.float32, device=device) for x in (extras.values, extras.labels))
+        values, labels = (
+            torch.tensor(x, dtype=torch.float32, device=device)
+            for x in (extras.values, extras.labels)
+        )
         self._values = values if extras.values else None
         self._labels = labels if extras.labels else None
         self.outcome: Outcome | None = None
@@ -56,8 +61,8 @@ class PackScores:
         self._num_taken = end
 
     def weigh(self) -> Tensor | None:
-        """By what the gradients of the rows' next-token losses are to be multiplied, float32 [trained rows]; None:
-        they are of no use.
+        """By what the gradients of the rows' next-token losses are to be multiplied, float32
+        [trained rows]; None: they are of no use.
         """
         assert self.is_complete
         if self._objective is None:

@@ -8,12 +8,20 @@ if TYPE_CHECKING:
 
 
 class StopTokens:
-    """Tokens that end turns: those at which generation stops, and all special ones, which templates write there."""
+    """Tokens that end turns: those at which generation stops, and all special ones, which templates
+    write there.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_tokens: Collection[int]) -> None:
-        """end_tokens: ids at which generation stops beside the tokenizer's own end-of-text token, if they are known."""
+        """end_tokens: ids at which generation stops beside the tokenizer's own end-of-text token,
+        if they are known.
+        """
         added = tokenizer.added_tokens_decoder
-        named = [tokenizer.convert_ids_to_tokens(token) for token in end_tokens if 0 <= token < len(tokenizer)]
+        named = [
+            tokenizer.convert_ids_to_tokens(token)
+            for token in end_tokens
+            if 0 <= token < len(tokenizer)
+        ]
         # The end-of-text token.
         self.eos: str | None = tokenizer.eos_token
         self._are_known = bool(end_tokens)
@@ -22,9 +30,13 @@ class StopTokens:
         self._closing = (*self._stops, *tokenizer.all_special_tokens, *special)
 
     def closing(self, text: str) -> str | None:
-        """Return the token that a text ends with, but for white space; None if it is not one that ends turns."""
+        """Return the token that a text ends with, but for white space; None if it is not one that
+        ends turns.
+        """
         text = text.rstrip()
-        return max((token for token in self._closing if text.endswith(token)), key=len, default=None)
+        return max(
+            (token for token in self._closing if text.endswith(token)), key=len, default=None
+        )
 
     def first_stop(self, text: str) -> str | None:
         """Return the token at which generation stops that a text begins with."""
@@ -35,7 +47,9 @@ class StopTokens:
         return token in self._stops or not self._are_known
 
     def closed(self, text: str) -> str:
-        """Return a text up to the first token, of those that it ends with, at which generation stops."""
+        """Return a text up to the first token, of those that it ends with, at which generation
+        stops.
+        """
         text = text.rstrip()
         while (last := self.closing(text)) is not None:
             before = text.removesuffix(last).rstrip()

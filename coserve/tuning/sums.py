@@ -11,8 +11,8 @@ _ALIGNMENT_BYTES = 64
 
 
 def zeros_like_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros of the shapes, of one dtype and device, by the same names. They lie in one piece of memory, which is
-    cleared at once: a job has hundreds.
+    """Zeros of the shapes, of one dtype and device, by the same names. They lie in one piece of
+    memory, which is cleared at once: a job has hundreds.
     """
     if not tensors:
         return {}
@@ -23,5 +23,6 @@ def zeros_like_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         size += -(-tensor.numel() // unit) * unit
     whole = torch.zeros(size, dtype=first.dtype, device=first.device)
     return {
-        name: part_of(whole, tensor.shape, start) for (name, tensor), start in zip(tensors.items(), starts, strict=True)
+        name: part_of(whole, tensor.shape, start)
+        for (name, tensor), start in zip(tensors.items(), starts, strict=True)
     }

@@ -1,9 +1,10 @@
 """Backward tasklets: one part of the model × one window, of one pack or of several at once.
 
-Windows of several packs at the same part are one batch of rows (MuxTune section 3.3, spatial multiplexing): every
-product with a weight of the backbone takes all of them, whatever the adapters. Only three things look at whose a row
-is: attention, which stays within its pack; adapters, each with its own parameters and gradients; and what is saved.
-Packs whose programs are equal run as one; other programs meet at the products alone.
+Windows of several packs at the same part are one batch of rows (MuxTune section 3.3, spatial
+multiplexing): every product with a weight of the backbone takes all of them, whatever the adapters.
+Only three things look at whose a row is: attention, which stays within its pack; adapters, each
+with its own parameters and gradients; and what is saved. Packs whose programs are equal run as one;
+other programs meet at the products alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +27,11 @@ from coserve.models.base import Part
 class BackwardWindow:
     """The rows of a pack that a tasklet reverses in a part, with all that is the pack's own.
 
-    tokens, positions int64 [n]. saved: rows of the saved tensors, and of constants that only this pack has. parameters:
-    of its adapter, and accumulators of their gradients, by name. gradient: of the part's output [n, hidden_size].
-    attention: of blocks that have it, with the accumulators of dK and dV. states: of those that carry one. finish:
-    takes the gradient of the part's input, None if nobody asked for it.
+    tokens, positions int64 [n]. saved: rows of the saved tensors, and of constants that only this
+    pack has. parameters: of its adapter, and accumulators of their gradients, by name. gradient: of
+    the part's output [n, hidden_size]. attention: of blocks that have it, with the accumulators of
+    dK and dV. states: of those that carry one. finish: takes the gradient of the part's input, None
+    if nobody asked for it.
     """
 
     part: Part
@@ -50,10 +52,16 @@ class BackwardWindow:
 
 
 class Tasklet:
-    """Windows of one part as one piece of work; runs in one go or, if all have one program, in pieces."""
+    """Windows of one part as one piece of work; runs in one go or, if all have one program, in
+    pieces.
+    """
 
     def __init__(
-        self, backbone: Backbone, windows: Sequence[BackwardWindow], *, at_once: Callable[[], bool] | None = None
+        self,
+        backbone: Backbone,
+        windows: Sequence[BackwardWindow],
+        *,
+        at_once: Callable[[], bool] | None = None,
     ) -> None:
         """at_once: does all of it, or says that it cannot; asked before anything else runs."""
         self.part = windows[0].part
@@ -69,7 +77,10 @@ class Tasklet:
             groups: dict[int, list[BackwardWindow]] = {}
             for window in self._windows:
                 groups.setdefault(id(window.program), []).append(window)
-            self._made, self._windows = [(group, _backward_run(self._backbone, group)) for group in groups.values()], ()
+            self._made, self._windows = (
+                [(group, _backward_run(self._backbone, group)) for group in groups.values()],
+                (),
+            )
         return self._made
 
     @property
@@ -109,8 +120,8 @@ class Tasklet:
         return self.done
 
     def run_until(self, stopped: Callable[[], bool]) -> bool:
-        """Run until it is `stopped`, which is asked between two instructions (of several programs: only at first).
-        Returns whether the tasklet is done.
+        """Run until it is `stopped`, which is asked between two instructions (of several programs:
+        only at first). Returns whether the tasklet is done.
         """
         while not self.done and not stopped():
             self.run(None if self._at_once is not None or len(self._runs) > 1 else 1)
@@ -118,7 +129,9 @@ class Tasklet:
 
 
 def reversed_window(backbone: Backbone, window: BackwardWindow) -> Tensor | None:
-    """All instructions on one window, without its `finish`: the gradient of the part's input, if it was asked for."""
+    """All instructions on one window, without its `finish`: the gradient of the part's input, if it
+    was asked for.
+    """
     run = _backward_run(backbone, [window])
     run.advance()
     return run.gradient("x") if "x" in window.program.asked else None
@@ -147,15 +160,25 @@ def _backward_run(backbone: Backbone, group: Sequence[BackwardWindow]) -> Backwa
         for window, own in zip(group, rows.slices, strict=True)
         if window.states is not None
     )
-    constants = backbone.constants(*(_cat([getattr(w, name) for w in group]) for name in ("tokens", "positions")))
+    constants = backbone.constants(
+        *(_cat([getattr(w, name) for w in group]) for name in ("tokens", "positions"))
+    )
     saved = {name: _joined([window.saved[name] for window in group]) for name in first.saved}
-    parameters = {name: _grouped([window.parameters[name] for window in group], rows) for name in first.parameters}
+    parameters = {
+        name: _grouped([window.parameters[name] for window in group], rows)
+        for name in first.parameters
+    }
     return BackwardRun(
         first.program,
         values={**constants, **backbone.weights[first.part], **parameters, **saved},
         gradients={first.program.graph.outputs[0]: _cat([window.gradient for window in group])},
-        accumulators={name: _grouped([w.accumulators[name] for w in group], rows) for name in first.accumulators},
-        context=Context(backend=backbone.backend, attention=attention, states=states, group=backbone.group),
+        accumulators={
+            name: _grouped([w.accumulators[name] for w in group], rows)
+            for name in first.accumulators
+        },
+        context=Context(
+            backend=backbone.backend, attention=attention, states=states, group=backbone.group
+        ),
     )
 
 

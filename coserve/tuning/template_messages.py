@@ -1,9 +1,10 @@
 """Messages of OpenAI's format as chat templates read them.
 
-Templates disagree about messages. Most take the content as text, some of models that also see as a list of parts. Most
-want the arguments of calls of tools as an object (transformers' convention), some as text (DeepSeek's), and some write
-calls only where the content is null. `message_form` finds out which by rendering small conversations in each form.
-Training and serving share the result, so that both write a conversation alike.
+Templates disagree about messages. Most take the content as text, some of models that also see as a
+list of parts. Most want the arguments of calls of tools as an object (transformers' convention),
+some as text (DeepSeek's), and some write calls only where the content is null. `message_form` finds
+out which by rendering small conversations in each form. Training and serving share the result, so
+that both write a conversation alike.
 """
 
 import json
@@ -15,16 +16,26 @@ from typing import Any
 
 from coserve.errors import DataError
 
-# The names under which messages and chat templates have an answer's reasoning; the last is gpt-oss's.
+# The names under which messages and chat templates have an answer's reasoning; the last is
+# gpt-oss's.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # Parameters of transformers' `apply_chat_template`: not to be set as variables of a template.
 RESERVED = (
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *(
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+    ),
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "self"),
 )
-# The key under which text that is not a JSON object goes into an object, for templates that read arguments key by key.
-# Anthropic's documentation of fine-grained tool streaming suggests it to clients that send such arguments back.
+# The key under which text that is not a JSON object goes into an object, for templates that read
+# arguments key by key. Anthropic's documentation of fine-grained tool streaming suggests it to
+# clients that send such arguments back.
 BROKEN_ARGUMENTS = "INVALID_JSON"
 _NUM_FORMS = 64
 
@@ -51,20 +62,23 @@ PLAIN_FORM = MessageForm()
 def template_message(
     message: Mapping[str, Any], form: MessageForm = PLAIN_FORM, *, strict: bool = True
 ) -> dict[str, Any]:
-    """Return a message as chat templates read it: without its weight, from the system in place of a developer, with
-    reasoning under each of its names and a refusal as content.
+    """Return a message as chat templates read it: without its weight, from the system in place of a
+    developer, with reasoning under each of its names and a refusal as content.
 
     Args:
         message: A message of OpenAI's format.
         form: How the template takes messages.
-        strict: Whether arguments of calls must be JSON objects. Otherwise, text that is not (a call that was cut and
-            is sent back as history) reaches the template as it is.
+        strict: Whether arguments of calls must be JSON objects. Otherwise, text that is not (a call
+            that was cut and is sent back as history) reaches the template as it is.
 
     Raises:
-        DataError: The calls have no function or arguments, or strict arguments are not a JSON object.
+        DataError: The calls have no function or arguments, or strict arguments are not a JSON
+            object.
     """
     unread = ("weight", "refusal", *REASONING)
-    plain = {name: value for name, value in message.items() if value is not None and name not in unread}
+    plain = {
+        name: value for name, value in message.items() if value is not None and name not in unread
+    }
     calls = message.get("tool_calls")
     content = message.get("content")
     if content is None:
@@ -79,9 +93,13 @@ def template_message(
         plain["role"] = "system"
     if calls:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-            raise DataError("tool_calls must have a function with a name and arguments each, in a list of objects")
+            raise DataError(
+                "tool_calls must have a function with a name and arguments each, in a list of "
+                "objects"
+            )
         plain["tool_calls"] = [
-            _template_call(call, f"tool_calls[{index}]", form, strict=strict) for index, call in enumerate(calls)
+            _template_call(call, f"tool_calls[{index}]", form, strict=strict)
+            for index, call in enumerate(calls)
         ]
     return plain
 
@@ -90,7 +108,9 @@ def _parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def _template_call(call: Mapping[str, Any], place: str, form: MessageForm, *, strict: bool) -> dict[str, Any]:
+def _template_call(
+    call: Mapping[str, Any], place: str, form: MessageForm, *, strict: bool
+) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or "arguments" not in function:
         raise DataError(f"{place}.function must be an object with a name and arguments")
@@ -102,7 +122,9 @@ def _template_call(call: Mapping[str, Any], place: str, form: MessageForm, *, st
         return {**call, "function": {**function, "arguments": _broken(function["arguments"], form)}}
     if form.arguments_as_text:
         given = function["arguments"]
-        arguments = given if isinstance(given, str) and given else json.dumps(arguments, ensure_ascii=False)
+        arguments = (
+            given if isinstance(given, str) and given else json.dumps(arguments, ensure_ascii=False)
+        )
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -131,7 +153,9 @@ _FUNCTION, _KEY, _CUT = "look_up_rain", "town_of_rain", '{"town_of_rain": "Ro'
 
 @lru_cache(maxsize=_NUM_FORMS)
 def message_form(template: str) -> MessageForm:
-    """Return the form in which a chat template writes messages; the usual one where it writes them in none."""
+    """Return the form in which a chat template writes messages; the usual one where it writes them
+    in none.
+    """
     probe = _Probe(template)
     parts = not probe.writes(_QUESTION) and probe.writes(_parts(_QUESTION))
     if parts:
@@ -142,7 +166,9 @@ def message_form(template: str) -> MessageForm:
             continue
         text = _parts(_TEXT) if parts else _TEXT
         speaks = probe.writes_call(arguments, _KEY, content=text)
-        thinks = probe.writes_call(arguments, _KEY, content=text, **dict.fromkeys(REASONING, "thought"))
+        thinks = probe.writes_call(
+            arguments, _KEY, content=text, **dict.fromkeys(REASONING, "thought")
+        )
         return MessageForm(
             content_as_parts=parts,
             arguments_as_text=as_text,
@@ -165,9 +191,15 @@ class _Probe:
         return _QUESTION in self._text([{"role": "user", "content": question}])
 
     def writes_call(self, arguments: Any, expected: str, **fields: Any) -> bool:
-        """Return whether the template writes a call of a tool with these arguments and other fields."""
+        """Return whether the template writes a call of a tool with these arguments and other
+        fields.
+        """
         # Nine letters and digits, as Mistral's templates want them.
-        call = {"id": "call00001", "type": "function", "function": {"name": _FUNCTION, "arguments": arguments}}
+        call = {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": _FUNCTION, "arguments": arguments},
+        }
         calling = {"role": "assistant", "tool_calls": [call], **fields}
         text = self._text([{"role": "user", "content": self.question}, calling])
         return _FUNCTION in text and expected in text
@@ -178,7 +210,9 @@ class _Probe:
 
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
         try:
-            (text,), _ = render_jinja_template(conversations=[messages], chat_template=self._template, **special)
+            (text,), _ = render_jinja_template(
+                conversations=[messages], chat_template=self._template, **special
+            )
         except Exception:  # templates raise any kind
             return ""
         return str(text)

@@ -13,12 +13,14 @@ from coserve.errors import DataError
 from coserve.tuning.json_records import records_of
 from coserve.tuning.line_formats import with_json_cells
 
-# A record is tokenized in one piece, at a hundred times its memory: a quarter of a million tokens of English.
+# A record is tokenized in one piece, at a hundred times its memory: a quarter of a million tokens
+# of English.
 _MOST_RECORD_BYTES = 1 << 20
 _PARQUET_MAGIC = b"PAR1"
 # Byte order marks of a text that is not UTF-8, as Windows' editors write it.
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-# Rows of a Parquet file that are in memory at once, and what they may be packed with: a small file may hold terabytes.
+# Rows of a Parquet file that are in memory at once, and what they may be packed with: a small file
+# may hold terabytes.
 _ROWS_AT_ONCE, _MOST_GROUP_BYTES = 64, 1 << 30
 
 
@@ -31,7 +33,8 @@ class TrainingFile:
         self._is_csv = (name or path.name).lower().endswith(".csv")
 
     def records(self) -> Iterator[tuple[str, Any]]:
-        """Where each record is, and its text, or the record itself, or the DataError that says what is wrong with it.
+        """Where each record is, and its text, or the record itself, or the DataError that says what
+        is wrong with it.
 
         Raises:
             DataError: nothing more can be read. OSError: from the disk.
@@ -44,9 +47,13 @@ class TrainingFile:
             yield from self._csv() if self._is_csv else records_of(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        """Of a text file; DataError, naming the line, if it is not UTF-8, or too long to be an example."""
+        """Of a text file; DataError, naming the line, if it is not UTF-8, or too long to be an
+        example.
+        """
         with self.path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_MOST_RECORD_BYTES + 1), b""), 1):
+            for number, line in enumerate(
+                iter(lambda: file.readline(_MOST_RECORD_BYTES + 1), b""), 1
+            ):
                 if len(line) > _MOST_RECORD_BYTES:
                     raise DataError(f"line {number}: is longer than {_MOST_RECORD_BYTES} bytes")
                 if number == 1 and line.startswith(_UTF_16):
@@ -59,7 +66,9 @@ class TrainingFile:
                 yield text
 
     def _csv(self) -> Iterator[tuple[str, Any]]:
-        csv.field_size_limit(_MOST_RECORD_BYTES)  # of the whole process; its own default is an eighth
+        csv.field_size_limit(
+            _MOST_RECORD_BYTES
+        )  # of the whole process; its own default is an eighth
         rows = csv.reader((line.removeprefix("\ufeff") for line in self._lines()), strict=True)
         header = list[str]()
         try:
@@ -68,7 +77,10 @@ class TrainingFile:
                     header = [cell.strip() for cell in cells]
                     _check_header(header)
                 elif len(cells) != len(header):
-                    wrong = DataError(f"has {len(cells)} cells; the header has {len(header)}: a comma without quotes?")
+                    wrong = DataError(
+                        f"has {len(cells)} cells; the header has {len(header)}: a comma without "
+                        f"quotes?"
+                    )
                     yield f"line {number}", wrong
                 else:
                     yield f"line {number}", _checked(dict(zip(header, cells, strict=True)))
@@ -95,7 +107,9 @@ class TrainingFile:
                         self.num_bytes_read = num_bytes * number // file.metadata.num_rows
                         yield f"row {number}", _checked(_without_nulls(row))
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"is a Parquet file that cannot be read: {' '.join(str(error).split())}") from None
+            raise DataError(
+                f"is a Parquet file that cannot be read: {' '.join(str(error).split())}"
+            ) from None
 
 
 def _numbered(rows: Any) -> Iterator[tuple[int, list[str]]]:
@@ -120,7 +134,8 @@ def _check_groups(metadata: Any) -> None:
         num_bytes = metadata.row_group(group).total_byte_size
         if num_bytes > _MOST_GROUP_BYTES:
             raise DataError(
-                f"row group {group + 1} of the Parquet file has {num_bytes} bytes; at most {_MOST_GROUP_BYTES} are "
+                f"row group {group + 1} of the Parquet file has {num_bytes} bytes; at most "
+                f"{_MOST_GROUP_BYTES} are "
                 "read: write it with smaller row groups"
             )
 
@@ -144,7 +159,9 @@ def _num_characters(value: Any) -> int:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the fields that a table has and a record has not: in a column of objects, each has the fields of all."""
+    """Without the fields that a table has and a record has not: in a column of objects, each has
+    the fields of all.
+    """
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,12 +1,13 @@
-"""One pack's way through the model: forward in windows of any size, the loss in pieces of any size, then backward in
-tasklets, each one block × one window.
+"""One pack's way through the model: forward in windows of any size, the loss in pieces of any size,
+then backward in tasklets, each one block × one window.
 
-FlexLLM section 6.1, algorithm 2, with the suspension of LLMStation section 5.1. Forward windows run from the first
-row to the last, each through all blocks, in whatever batch they share with others. What comes out waits for the loss.
-Backward tasklets run from the last block to the first, and in a block from the last window to the first; the windows of
-a block need not be those of another, nor those of the forward pass. A pass can rest between any two of these, and
-within a tasklet between any two instructions; what it has summed up is its own until it is done, so that it can be
-dropped at any time without a trace.
+FlexLLM section 6.1, algorithm 2, with the suspension of LLMStation section 5.1. Forward windows run
+from the first row to the last, each through all blocks, in whatever batch they share with others.
+What comes out waits for the loss. Backward tasklets run from the last block to the first, and in a
+block from the last window to the first; the windows of a block need not be those of another, nor
+those of the forward pass. A pass can rest between any two of these, and within a tasklet between
+any two instructions; what it has summed up is its own until it is done, so that it can be dropped
+at any time without a trace.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,9 +44,10 @@ from coserve.tuning.window_rooms import DROPOUT_ROW_IDS, WindowRows
 class TrainingPass:
     """The state of a pack between its first forward window and its last backward tasklet.
 
-    After the last tasklet, `gradients` holds the gradient of the pack's summed loss for every master parameter of the
-    adapter (float32, by full name), and `sums` the loss, accuracy and number of trained rows. Dividing by the trained
-    rows of the whole optimizer step gives the mean. `kept` has its tensors meanwhile.
+    After the last tasklet, `gradients` holds the gradient of the pack's summed loss for every
+    master parameter of the adapter (float32, by full name), and `sums` the loss, accuracy and
+    number of trained rows. Dividing by the trained rows of the whole optimizer step gives the mean.
+    `kept` has its tensors meanwhile.
     """
 
     joins_others: ClassVar[bool] = True  # whether its rows may be among those of other passes
@@ -67,13 +69,16 @@ class TrainingPass:
         """Take the memory of the whole pass.
 
         Args:
-            training: whether rows take what only training does (dropout); an evaluation does not. bare: whether rows
-            leave the adapter out.
-            scores: of an objective over whole sequences, which then weighs the gradients of the rows.
-            dropout_seed, first_row: of the dropout masks; first_row is the pack's first row among all that the job
-            ever trains on.
-            captured: calls of the adapter, for windows of `programs`; not for rows without it, or without dropout.
-            memory: where its tensors live (default: PyTorch's allocator). BudgetError takes nothing.
+            training: whether rows take what only training does (dropout); an evaluation does not.
+            bare: whether rows leave the adapter out.
+            scores: of an objective over whole sequences, which then weighs the gradients of the
+                rows.
+            dropout_seed, first_row: of the dropout masks; first_row is the pack's first row among
+            all that the job ever trains on.
+            captured: calls of the adapter, for windows of `programs`; not for rows without it, or
+                without dropout.
+            memory: where its tensors live (default: PyTorch's allocator). BudgetError takes
+                nothing.
         """
         backbone = adapter.backbone
         self.backbone, self.adapter, self.programs, self.pack = backbone, adapter, programs, pack
@@ -81,22 +86,33 @@ class TrainingPass:
         self.totals = torch.zeros(2, dtype=torch.float64, device=backbone.device)
         self.gradients = zeros_like_all(adapter.masters)
         # Where ranks other than 0 put gradients that all ranks have, and rank 0 alone counts.
-        dropped, shared = adapter.graphs.dropped if backbone.ranks.rank else (), adapter.layout.shared
-        self._dropped = {name: torch.zeros_like(self.gradients[shared.get(name, name)]) for name in dropped}
-        self.cursor = Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=len(programs.parts))
+        dropped, shared = (
+            adapter.graphs.dropped if backbone.ranks.rank else (),
+            adapter.layout.shared,
+        )
+        self._dropped = {
+            name: torch.zeros_like(self.gradients[shared.get(name, name)]) for name in dropped
+        }
+        self.cursor = Cursor(
+            num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=len(programs.parts)
+        )
         self._bypasses = None if bare else adapter.bypasses(training=training)
         self.is_bare, self.scores = bare, scores
         self.captured, self._window_rows = captured, dict[tuple[int, int], WindowRows]()
         ids = dropout_row_ids(dropout_seed, torch.arange(first_row, first_row + pack.num_rows))
         trained = (pack.targets != UNTRAINED).nonzero()[:, 0]
         rows = torch.stack((pack.tokens, pack.positions, pack.targets, ids))
-        self._tokens, self._positions, self._targets, self._dropout_row_ids = on_device(rows, backbone.device).unbind()
+        self._tokens, self._positions, self._targets, self._dropout_row_ids = on_device(
+            rows, backbone.device
+        ).unbind()
         self._trained = on_device(trained, backbone.device)
         self._attention_batches: dict[tuple[int, int], AttentionBatch] = {}
         self._states = PackStates(backbone.device)
         self._tasklet: Tasklet | None = None
         self._released = False
-        self.kept = PassMemory(memory or DeviceMemory(backbone.device), programs, backbone, pack.num_rows)
+        self.kept = PassMemory(
+            memory or DeviceMemory(backbone.device), programs, backbone, pack.num_rows
+        )
         if captured is not None:
             self.kept.find_addresses()
         self._in_windows = KeptTensors(self.kept.saved, self._bypasses)
@@ -108,8 +124,8 @@ class TrainingPass:
         return self.cursor.forward_done
 
     def next_window(self, max_rows: int) -> Span:
-        """The next window of at most this many rows, as a span of a forward batch; `finish_window` must follow the
-        batch.
+        """The next window of at most this many rows, as a span of a forward batch; `finish_window`
+        must follow the batch.
         """
         assert not self._released, "the pass was released"
         return _Window(self, *self.cursor.next_forward(max_rows))
@@ -120,7 +136,9 @@ class TrainingPass:
         start, end = self.cursor.next_forward(hidden.shape[0])
         self.kept.rows[start:end] = hidden
         self.cursor.advance_forward(end - start)
-        if self.forward_done:  # below the lowest trained part, K and V were kept for later windows alone
+        if (
+            self.forward_done
+        ):  # below the lowest trained part, K and V were kept for later windows alone
             for part in [part for part in self.kept.saved if part not in self.programs.parts]:
                 self.kept.give_back(part)
             # What has no loss has no gradient.
@@ -145,14 +163,20 @@ class TrainingPass:
     def metrics(self) -> dict[str, float]:
         """Of an objective, summed up; waits for the device."""
         outcome = None if self.scores is None else self.scores.outcome
-        return {} if outcome is None else {name: float(value) for name, value in outcome.metrics.items()}
+        return (
+            {}
+            if outcome is None
+            else {name: float(value) for name, value in outcome.metrics.items()}
+        )
 
     @property
     def loss_done(self) -> bool:
         return self.cursor.loss_done
 
     def run_loss(self, max_rows: int) -> None:
-        """Run the next trained rows, `max_rows` at most, through the head: their loss, and its gradient."""
+        """Run the next trained rows, `max_rows` at most, through the head: their loss, and its
+        gradient.
+        """
         run_losses([(self, max_rows)])
 
     def next_loss_rows(self, max_rows: int) -> Tensor:
@@ -165,7 +189,9 @@ class TrainingPass:
         return {"targets": self._targets[rows], **_made(self._constants("head", rows))}
 
     def finish_loss(self, rows: Tensor, losses: Tensor, correct: Tensor, gradient: Tensor) -> None:
-        """Take the rows' losses, whether their likeliest token is the target, and the gradients of the losses."""
+        """Take the rows' losses, whether their likeliest token is the target, and the gradients of
+        the losses.
+        """
         self.totals += torch.stack([each.sum(dtype=torch.float64) for each in (losses, correct)])
         self.kept.rows[rows] = gradient
         self.cursor.advance_loss(len(rows))
@@ -176,7 +202,9 @@ class TrainingPass:
         self._release_if_done()
 
     def _weigh(self, scores: PackScores) -> None:
-        """All rows have their log-probabilities: the objective says what each one's gradient counts."""
+        """All rows have their log-probabilities: the objective says what each one's gradient
+        counts.
+        """
         weights = scores.weigh()
         if weights is not None and (outcome := scores.outcome) is not None:
             self.kept.rows[self._trained] *= weights[:, None]
@@ -203,7 +231,9 @@ class TrainingPass:
 
     def next_backward_window(self, max_rows: int) -> BackwardWindow:
         """What the next tasklet reverses, of at most this many rows; `begin` must follow."""
-        assert not self._released and self._tasklet is None, "the pass was released, or its tasklet is not done"
+        assert not self._released and self._tasklet is None, (
+            "the pass was released, or its tasklet is not done"
+        )
         start, end = self.cursor.next_backward(max_rows)
         part, rows = self.programs.parts[self.cursor.num_parts_done], slice(start, end)
         graph = self.programs.program[part].graph
@@ -228,7 +258,9 @@ class TrainingPass:
         self._tasklet = tasklet
 
     def _finish_tasklet(self, part: Part, start: int, end: int, gradient: Tensor | None) -> None:
-        """Store the gradient for the part below; after a part's first row, let its saved tensors go."""
+        """Store the gradient for the part below; after a part's first row, let its saved tensors
+        go.
+        """
         if gradient is not None:
             self.kept.rows[start:end] = gradient
         self._tasklet = None
@@ -244,7 +276,8 @@ class TrainingPass:
         return self.kept.num_saved_bytes
 
     def release(self) -> None:
-        """Give all memory back, at any moment; a pass that is not done is lost, and leaves no trace.
+        """Give all memory back, at any moment; a pass that is not done is lost, and leaves no
+        trace.
 
         Its windows and its tasklet must not run any more: they refuse to.
         """
@@ -255,11 +288,14 @@ class TrainingPass:
         self.kept.release()
 
     def move(self, memory: ActivationMemory) -> None:
-        """Continue in other memory, to which somebody has copied what lay in the pass's own; not within a tasklet.
+        """Continue in other memory, to which somebody has copied what lay in the pass's own; not
+        within a tasklet.
 
         memory: lends groups in the order in which the pass took those that it still has.
         """
-        assert not self._released and self._tasklet is None, "the pass was released, or its tasklet is not done"
+        assert not self._released and self._tasklet is None, (
+            "the pass was released, or its tasklet is not done"
+        )
         self.kept.move(memory)
         self._in_windows = KeptTensors(self.kept.saved, self._bypasses)
 
@@ -268,7 +304,9 @@ class TrainingPass:
             self.release()
 
     def _constants(self, part: Part, rows: slice | Tensor) -> dict[str, Callable[[], Tensor]]:
-        """What makes what only training rows have: the keys of their dropout masks in a part, if it drops anything."""
+        """What makes what only training rows have: the keys of their dropout masks in a part, if it
+        drops anything.
+        """
         program = self.programs.loss if part == "head" else self.programs.program[part]
         if DROPOUT_ROW_IDS not in program.graph.spec:
             return {}
@@ -277,9 +315,16 @@ class TrainingPass:
 
     def accumulators(self, part: Part) -> dict[str, Tensor]:
         """The sums of gradients of a part's parameters, by their names there."""
-        adapter, dropped, prefix = self.adapter, self._dropped, self.adapter.architecture.prefix(part)
+        adapter, dropped, prefix = (
+            self.adapter,
+            self._dropped,
+            self.adapter.architecture.prefix(part),
+        )
         names = adapter.parameters(part)
-        return {name: dropped.get(prefix + name, self.gradients[adapter.master_name(part, name)]) for name in names}
+        return {
+            name: dropped.get(prefix + name, self.gradients[adapter.master_name(part, name)])
+            for name in names
+        }
 
     def _segments(self, start: int, end: int) -> list[Segment]:
         """Who attends to what among rows [start, end); the keys are those of the whole pack."""
@@ -291,7 +336,9 @@ class TrainingPass:
     def _attention_batch(self, start: int, end: int) -> AttentionBatch:
         """The same for the kernels; a window is that of many blocks in turn."""
         if (start, end) not in self._attention_batches:
-            batch = self.backbone.backend.prepare_attention(self._segments(start, end), block_tokens=self.pack.num_rows)
+            batch = self.backbone.backend.prepare_attention(
+                self._segments(start, end), block_tokens=self.pack.num_rows
+            )
             self._attention_batches[start, end] = batch
         return self._attention_batches[start, end]
 
@@ -318,12 +365,16 @@ class TrainingPass:
         return self.captured.forward(rows, self.programs.program, self.kept, embed)
 
     def _forward_states(self, layer: int, start: int, end: int) -> StateRows:
-        return self._states.forward(self.kept.states(layer), list(self.pack.sequences_within(start, end)))
+        return self._states.forward(
+            self.kept.states(layer), list(self.pack.sequences_within(start, end))
+        )
 
     def _backward_states(self, part: Part, start: int, end: int) -> StateRows:
         saved, graph = self.kept.saved[part], self.programs.program[part].graph
         lead = (saved[name] for name in graph.lead_tensors if name in saved)
-        return self._states.backward(self.kept.states(part), list(self.pack.sequences_within(start, end)), lead)
+        return self._states.backward(
+            self.kept.states(part), list(self.pack.sequences_within(start, end)), lead
+        )
 
     def _backward_attention(self, part: Part, start: int, end: int) -> AttentionRows:
         """For rows [start, end), with the accumulators of dK and dV."""
@@ -370,7 +421,9 @@ class _Window(Span, BatchRows):
     @property
     def in_window(self) -> InWindow | None:
         kept, row_ids = self._pass._in_windows, self._pass._dropout_row_ids[self._rows]
-        return InWindow(kept=kept, first_row=self._rows.start, segments=self.segments, dropout_row_ids=row_ids)
+        return InWindow(
+            kept=kept, first_row=self._rows.start, segments=self.segments, dropout_row_ids=row_ids
+        )
 
     def run_captured(self) -> Tensor | None:
         return self._pass._run_captured(self, self._rows.start, self._rows.stop)

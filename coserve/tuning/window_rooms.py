@@ -1,4 +1,6 @@
-"""Rooms: where calls that were captured read and write the rows of a pack's windows (`coserve.tuning.captured`)."""
+"""Rooms: where calls that were captured read and write the rows of a pack's windows
+(`coserve.tuning.captured`).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ from coserve.models.batch import BatchRows, Keep, Span
 from coserve.models.bypasses import Bypasses
 from coserve.tuning.sums import zeros_like_all
 
-# Rows of rooms: a window takes the first that it fits into. In larger windows kernels take longer than launches.
+# Rows of rooms: a window takes the first that it fits into. In larger windows kernels take longer
+# than launches.
 _ROWS = (64, 128, 256, 384, 512, 768, 1024)
 # Keys of rooms, which are the rows of a pack.
 _KEYS = (512, 2048, 8192)
@@ -32,8 +35,8 @@ DROPOUT_ROW_IDS = "dropout_row_ids"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WindowRows:
-    """A window's rows of a pack: tokens, positions and keys of dropout int64 [n], the pack's first row among them, and
-    whom they attend to.
+    """A window's rows of a pack: tokens, positions and keys of dropout int64 [n], the pack's first
+    row among them, and whom they attend to.
     """
 
     tokens: Tensor
@@ -63,8 +66,9 @@ class WindowRows:
 
 
 class Copied(IntEnum):
-    """Rows of a pack that calls copy for a window: the window's own, those before it, both; and of sums of gradients of
-    keys and values, all if there are windows that came before it going backward, and if there are some after it.
+    """Rows of a pack that calls copy for a window: the window's own, those before it, both; and of
+    sums of gradients of keys and values, all if there are windows that came before it going
+    backward, and if there are some after it.
     """
 
     OWN = 0
@@ -89,21 +93,28 @@ def size_for(window: WindowRows) -> RoomSize | None:
     keys = next((most for most in _KEYS if window.pack_rows <= most), None)
     if rows is None or keys is None:
         return None
-    return RoomSize(rows=rows, keys=keys, segments=max(_SEGMENTS, 1 << (window.num_segments - 1).bit_length()))
+    return RoomSize(
+        rows=rows, keys=keys, segments=max(_SEGMENTS, 1 << (window.num_segments - 1).bit_length())
+    )
 
 
 class WindowRoom:
-    """Where calls read and write. x: rows that go in and come out; saved: what a block keeps of them, by name; keys and
-    values of a pack [1, most rows + 1, width], and sums of their gradients: the last place is that of rows that are not
-    there.
+    """Where calls read and write. x: rows that go in and come out; saved: what a block keeps of
+    them, by name; keys and values of a pack [1, most rows + 1, width], and sums of their gradients:
+    the last place is that of rows that are not there.
     """
 
     def __init__(
-        self, backbone: Backbone, size: RoomSize, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+        self,
+        backbone: Backbone,
+        size: RoomSize,
+        shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     ) -> None:
         """shapes: of what is saved of a row."""
         device, widths = backbone.device, backbone.local.kv_widths
-        attention = backbone.backend.attention_room(num_rows=size.rows, num_keys=size.keys, num_segments=size.segments)
+        attention = backbone.backend.attention_room(
+            num_rows=size.rows, num_keys=size.keys, num_segments=size.segments
+        )
         assert attention is not None, "a backend that captures"
         self.attention: AttentionRoom = attention
         self.size, self._backend = size, backbone.backend
@@ -111,16 +122,21 @@ class WindowRoom:
         self.tokens, self.positions, self.dropout_row_ids = numbers.unbind()
         self.place = torch.full((size.rows,), size.keys, dtype=torch.int64, device=device)
         self.copied = torch.zeros(len(Copied), 2, dtype=torch.int64, device=device)
-        self.x = torch.zeros(size.rows, backbone.architecture.hidden_size, dtype=backbone.dtype, device=device)
+        self.x = torch.zeros(
+            size.rows, backbone.architecture.hidden_size, dtype=backbone.dtype, device=device
+        )
         self.gradient = torch.zeros_like(self.x)
         self.saved = {
-            name: torch.zeros(size.rows, *shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
+            name: torch.zeros(size.rows, *shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in shapes.items()
         }
         self.keys, self.values = (
-            torch.zeros(1, size.keys + 1, width, dtype=backbone.dtype, device=device) for width in widths
+            torch.zeros(1, size.keys + 1, width, dtype=backbone.dtype, device=device)
+            for width in widths
         )
         self.key_grads, self.value_grads = (
-            torch.zeros(1, size.keys + 1, width, dtype=torch.float32, device=device) for width in widths
+            torch.zeros(1, size.keys + 1, width, dtype=torch.float32, device=device)
+            for width in widths
         )
         self._sums: dict[str, Tensor] = {}
         self._window: WindowRows | None = None
@@ -143,7 +159,9 @@ class WindowRoom:
         self.copied.zero_()
 
     def copies(self, tensors: Sequence[Tensor], *, in_place: bool = False) -> RowCopies:
-        """Between tensors of the room and a pack's. in_place: they have a row for each of the pack's."""
+        """Between tensors of the room and a pack's. in_place: they have a row for each of the
+        pack's.
+        """
         most_rows = self.size.keys if in_place else self.size.rows
         made = self._backend.row_copies(tensors, in_place=in_place, most_rows=most_rows)
         assert made is not None, "a backend that captures"

@@ -1,8 +1,10 @@
-"""Which jobs an engine's process works for just now, in memory that outlives it: so it is known what it died of.
+"""Which jobs an engine's process works for just now, in memory that outlives it: so it is known
+what it died of.
 
-The process writes ids into memory that it shares with a file, without a system call; the server reads the file when the
-process is gone, however it went. What runs on the device comes first: only while nothing does are those noted whose
-files threads read or write, such as a job that has not begun, or one that waits for its disk.
+The process writes ids into memory that it shares with a file, without a system call; the server
+reads the file when the process is gone, however it went. What runs on the device comes first: only
+while nothing does are those noted whose files threads read or write, such as a job that has not
+begun, or one that waits for its disk.
 """
 
 import mmap
@@ -65,8 +67,8 @@ class Activity:
 
     @contextmanager
     def of_request(self) -> Iterator[None]:
-        """Note that a request is taken in, which is the work of no job. An error that ends the process leaves the
-        note.
+        """Note that a request is taken in, which is the work of no job. An error that ends the
+        process leaves the note.
         """
         before = self._on_device
         self.note(_NOTHING)
@@ -92,8 +94,8 @@ class Activity:
 
 
 class WatchedDevice:
-    """A device that notes whose work it does. What a step has noted stands until the next one: what follows from it may
-    end the process, too.
+    """A device that notes whose work it does. What a step has noted stands until the next one: what
+    follows from it may end the process, too.
     """
 
     def __init__(self, device: Device, activity: Activity) -> None:
@@ -123,5 +125,7 @@ def _jobs_in(batch: StepBatch) -> frozenset[str]:
     if not (batch.windows or batch.losses or batch.tasklets or batch.updates):
         return _NOTHING
     return frozenset(
-        piece.job for pieces in (batch.windows, batch.losses, batch.tasklets, batch.updates) for piece in pieces
+        piece.job
+        for pieces in (batch.windows, batch.losses, batch.tasklets, batch.updates)
+        for piece in pieces
     )

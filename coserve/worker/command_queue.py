@@ -1,7 +1,9 @@
-"""Commands that wait for what threads read for them, without holding up steps: each is done in its turn.
+"""Commands that wait for what threads read for them, without holding up steps: each is done in its
+turn.
 
-Commands that share a key (an adapter, a job) are done in the order in which they came; others pass them. Slow ones come
-one at a time, after all others: when an engine begins with many jobs, those who ask it something do not wait for them.
+Commands that share a key (an adapter, a job) are done in the order in which they came; others pass
+them. Slow ones come one at a time, after all others: when an engine begins with many jobs, those
+who ask it something do not wait for them.
 """
 
 from collections.abc import Callable, Collection
@@ -16,7 +18,8 @@ _NUM_THREADS = 4
 
 # What a thread is to do before the command itself, or None if there is nothing to read.
 Reading = Callable[[], Any] | None
-# Does a command; takes a call that returns what was read, or raises what went wrong. Returns what it was refused for.
+# Does a command; takes a call that returns what was read, or raises what went wrong. Returns what
+# it was refused for.
 Do = Callable[[Any, Callable[[], Any]], CoserveError | None]
 
 
@@ -35,7 +38,9 @@ class QueuedCommand:
     """What it was refused for, once it was done."""
 
     def read(self) -> Any:
-        """Return what was read for it; raises what went wrong, with that or with the command that it comes after."""
+        """Return what was read for it; raises what went wrong, with that or with the command that
+        it comes after.
+        """
         if self.after is not None and self.after.error is not None:
             raise self.after.error
         return None if self.reading is None else self.reading.result()
@@ -65,7 +70,8 @@ class CommandQueue:
         is_slow: bool = False,
         after: QueuedCommand | None = None,
     ) -> QueuedCommand:
-        """Do a command as soon as all earlier ones with one of its keys are done, and what it needs has been read.
+        """Do a command as soon as all earlier ones with one of its keys are done, and what it needs
+        has been read.
 
         Args:
             prepare: called when its turn has come; returns what a thread is to read.
@@ -91,7 +97,9 @@ class CommandQueue:
             self._do_now(slow)
 
     def _do_the_quick(self) -> QueuedCommand | None:
-        """All that can be done now and is not slow; the first that is. What is put meanwhile is done in its turn."""
+        """All that can be done now and is not slow; the first that is. What is put meanwhile is
+        done in its turn.
+        """
         self._has_more = True
         if self._is_doing:
             return None

@@ -1,4 +1,6 @@
-"""What the server commands, done by the engine: at once, or when the files that a command needs have been read."""
+"""What the server commands, done by the engine: at once, or when the files that a command needs
+have been read.
+"""
 
 import logging
 from collections.abc import Callable
@@ -44,8 +46,9 @@ class Commands:
         activity: Activity | None = None,
         handover: HandoverEnd | None = None,
     ) -> None:
-        """send: takes what answers a command at once; other answers come out of `JobCommands.take_pending`. activity:
-        told whose command is being done. handover: told of requests.
+        """send: takes what answers a command at once; other answers come out of
+        `JobCommands.take_pending`. activity: told whose command is being done. handover: told of
+        requests.
         """
         self._engine, self._jobs, self._send = engine, jobs, send
         self._handover = handover or Alone()
@@ -68,15 +71,21 @@ class Commands:
     # -- what each command waits for ------------------------------------------------
 
     def take(self, command: Any) -> None:
-        """Take any command but `Ping` and `Shutdown`: it is done when its turn has come, and its files have been
-        read.
+        """Take any command but `Ping` and `Shutdown`: it is done when its turn has come, and its
+        files have been read.
         """
         match command:
             case AddRequest() if command.params.grammar is not None:
-                # Beside other grammars, but after the vocabulary; then it is taken as any other request.
+                # Beside other grammars, but after the vocabulary; then it is taken as any other
+                # request.
                 is_known = self._engine.vocabulary is not None
                 key = f"grammar {hash(command.params.grammar)}" if is_known else _VOCABULARY
-                self._queue.put(_Compiled(command), (key,), partial(self._grammar_reading, command), label=command.id)
+                self._queue.put(
+                    _Compiled(command),
+                    (key,),
+                    partial(self._grammar_reading, command),
+                    label=command.id,
+                )
             case AddRequest():
                 self._take_request(command)
             case CancelRequest():
@@ -85,21 +94,29 @@ class Commands:
             case StopSequence():
                 self._engine.handle(command)
             case UseVocabulary():
-                self._queue.put(command, (_VOCABULARY,), lambda: partial(self._give_vocabulary, command))
+                self._queue.put(
+                    command, (_VOCABULARY,), lambda: partial(self._give_vocabulary, command)
+                )
             case LoadAdapter():
-                self._queue.put(command, (_adapter_key(command.adapter.name),), self._adapter_reading(command))
+                self._queue.put(
+                    command, (_adapter_key(command.adapter.name),), self._adapter_reading(command)
+                )
             case UnloadAdapter():
                 self._queue.put(command, (_adapter_key(command.name),))
             case StartJob():
                 self._take_start(command)
             case CombineJob():
-                read = partial(self._jobs.read_contributions, command.id, command.combination.directories)
+                read = partial(
+                    self._jobs.read_contributions, command.id, command.combination.directories
+                )
                 self._queue.put(command, (_job_key(command.id),), lambda: read)
             case _:
                 self._queue.put(command, (_job_key(command.id),))
 
     def _take_request(self, command: AddRequest) -> None:
-        """Two entries, so that the adapter is there for later commands if the request is discarded."""
+        """Two entries, so that the adapter is there for later commands if the request is
+        discarded.
+        """
         if command.adapter is None:
             self._do(command, lambda: None)
             return
@@ -111,7 +128,9 @@ class Commands:
         job = command.job
         keys = [_job_key(job.id)]
         if job.config.live and job.checkpoint is not None:
-            keys.append(_adapter_key(job.name))  # it serves as soon as it has resumed: who asks for it by then waits
+            keys.append(
+                _adapter_key(job.name)
+            )  # it serves as soon as it has resumed: who asks for it by then waits
         if job.start is not None and job.checkpoint is None:
             keys.append(_adapter_key(job.start.name))
             load = LoadAdapter(NO_CALL, job.start)  # its error comes again, with the command itself
@@ -131,9 +150,13 @@ class Commands:
         return None if is_ready else partial(engine.grammars.prepare, grammar, command.tenant)
 
     def _give_vocabulary(self, command: UseVocabulary) -> None:
-        """Have the device take in what tokens stand for; between steps the engine only says so again."""
+        """Have the device take in what tokens stand for; between steps the engine only says so
+        again.
+        """
         ends = tuple(sorted(self._engine.end_tokens))
-        self._engine.device.execute(SetVocabulary(Vocabulary(tuple(command.pieces), tuple(command.special), ends)))
+        self._engine.device.execute(
+            SetVocabulary(Vocabulary(tuple(command.pieces), tuple(command.special), ends))
+        )
 
     # -- each command, when its turn has come ---------------------------------------
 
@@ -159,7 +182,9 @@ class Commands:
                     self._engine.handle(command)
                     self._reply(command.call)
                 case _:
-                    with self._activity.of(command.job.id if isinstance(command, StartJob) else command.id):
+                    with self._activity.of(
+                        command.job.id if isinstance(command, StartJob) else command.id
+                    ):
                         self._jobs.handle(command, read)
         except CoserveError as error:
             self._refuse(command, error)
@@ -189,8 +214,8 @@ class _Compiled:
 
 
 def _what_was_read(adapter: AdapterRef, read: Callable[[], Any]) -> AdapterLoad | None:
-    """Whatever an adapter's files do to those who read them is the adapter's fault, and no reason for the engine to
-    end: AdapterError.
+    """Whatever an adapter's files do to those who read them is the adapter's fault, and no reason
+    for the engine to end: AdapterError.
     """
     try:
         found: AdapterLoad | None = read()
@@ -198,7 +223,9 @@ def _what_was_read(adapter: AdapterRef, read: Callable[[], Any]) -> AdapterLoad 
         raise
     except Exception as error:
         _log.exception("the adapter %s could not be read", adapter.name)
-        raise AdapterError(f"{adapter.directory} could not be read as an adapter: {error!r}") from error
+        raise AdapterError(
+            f"{adapter.directory} could not be read as an adapter: {error!r}"
+        ) from error
     return found
 
 

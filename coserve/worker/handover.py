@@ -1,8 +1,9 @@
 """The part that this engine's process has in handing prompts over, as it was told.
 
-role: "prefill" computes prompts for decode instances, which connect to its socket; "decode" has its prompts computed by
-the instance at that socket; "both": there is no other instance. Pages go through files next to the socket of this
-process and its server, so that they are removed with it, however it ends.
+role: "prefill" computes prompts for decode instances, which connect to its socket; "decode" has its
+prompts computed by the instance at that socket; "both": there is no other instance. Pages go
+through files next to the socket of this process and its server, so that they are removed with it,
+however it ends.
 """
 
 from functools import partial
@@ -24,13 +25,18 @@ def open_handover(engine: Engine, settings: EngineSettings) -> HandoverEnd:
         return Alone()
     if engine.device.info.num_state_pages:
         raise ModelError(
-            f"--role {settings.role} is not supported for {engine.device.info.model}: what its gated delta layers "
+            f"--role {settings.role} is not supported for {engine.device.info.model}: what its "
+            f"gated delta layers "
             "carry from row to row is not handed over; leave --role out"
         )
     assert settings.prefill_socket is not None
     path = Path(settings.prefill_socket)
     if settings.role == "prefill":
         listener = Listener(path)
-        return PrefillEnd(engine, listener.accept, listens_on=(listener.waits_on,), close=listener.close)
+        return PrefillEnd(
+            engine, listener.accept, listens_on=(listener.waits_on,), close=listener.close
+        )
     directory = make_pages_directory(settings.address)
-    return DecodeEnd(engine, partial(connect, path), directory, min_tokens=settings.prefill_min_tokens)
+    return DecodeEnd(
+        engine, partial(connect, path), directory, min_tokens=settings.prefill_min_tokens
+    )

@@ -1,10 +1,12 @@
-"""What the engine's process does about adapters and jobs: it starts and ends them, and writes their checkpoints.
+"""What the engine's process does about adapters and jobs: it starts and ends them, and writes their
+checkpoints.
 
-Checkpoints are copied between two steps, and written by a thread of their job, in order. What follows from one (the
-reply to a pause, the event that a job has succeeded) is told when it is on disk, and not before (`JobLane`). A pause
-or a cancellation holds even if its checkpoint cannot be written: that is logged. A job that makes checkpoints faster
-than the disk takes them is held back, alone: no step and no other job ever waits for its disk. So is one whose disk is
-full: its checkpoints wait until there is room, but no pause, cancellation or shutdown waits for that.
+Checkpoints are copied between two steps, and written by a thread of their job, in order. What
+follows from one (the reply to a pause, the event that a job has succeeded) is told when it is on
+disk, and not before (`JobLane`). A pause or a cancellation holds even if its checkpoint cannot be
+written: that is logged. A job that makes checkpoints faster than the disk takes them is held back,
+alone: no step and no other job ever waits for its disk. So is one whose disk is full: its
+checkpoints wait until there is room, but no pause, cancellation or shutdown waits for that.
 """
 
 import logging
@@ -19,7 +21,15 @@ from typing import Any, NoReturn
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.peft_directory import adapter_config
 from coserve.devices.job_messages import ReadContributions
-from coserve.engine.commands import AdapterRef, CancelJob, CombineJob, JobStart, PauseJob, ResumeJob, StartJob
+from coserve.engine.commands import (
+    AdapterRef,
+    CancelJob,
+    CombineJob,
+    JobStart,
+    PauseJob,
+    ResumeJob,
+    StartJob,
+)
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.checkpoint import write_contribution
 from coserve.engine.jobs.events import JobEvent
@@ -38,18 +48,26 @@ _log = logging.getLogger(__name__)
 class JobCommands:
     """Adapters and jobs of one engine."""
 
-    def __init__(self, engine: Engine, activity: Activity | None = None, shared: SharedFiles | None = None) -> None:
-        """activity: told whose files are read and written. shared: where their paths are (default: on disk here)."""
+    def __init__(
+        self, engine: Engine, activity: Activity | None = None, shared: SharedFiles | None = None
+    ) -> None:
+        """activity: told whose files are read and written. shared: where their paths are (default:
+        on disk here).
+        """
         self._engine, self._activity = engine, activity or Activity(None)
         self._shared = shared or SharedFiles()
-        self._lanes: dict[str, JobLane] = {}  # of jobs that the engine has, and of those of which something waits
+        self._lanes: dict[
+            str, JobLane
+        ] = {}  # of jobs that the engine has, and of those of which something waits
         self._closing = Event()
 
     # -- adapters -------------------------------------------------------------------
 
-    def adapter_reading(self, adapter: AdapterRef, changed_by: str = "") -> Callable[[], AdapterLoad] | None:
-        """What a thread is to do before a `LoadAdapter` is handled; None if the device has the adapter. changed_by: see
-        `LoadAdapter`.
+    def adapter_reading(
+        self, adapter: AdapterRef, changed_by: str = ""
+    ) -> Callable[[], AdapterLoad] | None:
+        """What a thread is to do before a `LoadAdapter` is handled; None if the device has the
+        adapter. changed_by: see `LoadAdapter`.
         """
         if adapter.directory is None:
             return None
@@ -80,8 +98,8 @@ class JobCommands:
         return read
 
     def read_contributions(self, id: str, directories: Sequence[str]) -> None:
-        """Have the device take in what the nodes of a job have contributed; from any thread. CoserveError of where they
-        are shared.
+        """Have the device take in what the nodes of a job have contributed; from any thread.
+        CoserveError of where they are shared.
         """
         for each in directories:
             self._shared.fetch(Path(each))
@@ -92,14 +110,18 @@ class JobCommands:
     def _needed(self) -> frozenset[Path]:
         """What jobs begin with, which the device may not have read yet."""
         jobs = [start for lane in list(self._lanes.values()) if (start := lane.start) is not None]
-        named = [job.checkpoint for job in jobs] + [job.start.directory for job in jobs if job.start is not None]
+        named = [job.checkpoint for job in jobs] + [
+            job.start.directory for job in jobs if job.start is not None
+        ]
         return frozenset(Path(each) for each in named if each is not None)
 
     def handle(
-        self, command: StartJob | PauseJob | ResumeJob | CancelJob | CombineJob, read: Callable[[], Any] | None = None
+        self,
+        command: StartJob | PauseJob | ResumeJob | CancelJob | CombineJob,
+        read: Callable[[], Any] | None = None,
     ) -> None:
-        """Do it; `take_pending` brings the reply. read: gives the files of a job that starts, if they have been read;
-        raises what was wrong with contributions.
+        """Do it; `take_pending` brings the reply. read: gives the files of a job that starts, if
+        they have been read; raises what was wrong with contributions.
 
         Raises:
             JobOverError: the job has ended. CoserveError: it is refused.
@@ -110,7 +132,9 @@ class JobCommands:
             return
         lane = self._lanes.get(command.id)
         if lane is None or lane.start is None:
-            raise JobOverError(f"the engine does not have the job {command.id!r}: it is over, or was never started")
+            raise JobOverError(
+                f"the engine does not have the job {command.id!r}: it is over, or was never started"
+            )
         if isinstance(command, ResumeJob):
             lane.take_time()
             self._engine.resume_job(command.id)
@@ -135,7 +159,9 @@ class JobCommands:
         if job.start is not None and job.checkpoint is None and job.start.directory is not None:
             self._engine.ensure_adapter(job.start.name, job.start.directory, job.model)
         if job.shard is not None:
-            self.unload_adapter(job.name)  # of an attempt before, whose part here came to its end and others did not
+            self.unload_adapter(
+                job.name
+            )  # of an attempt before, whose part here came to its end and others did not
         adapter: AdapterConfig | str | None = None
         if job.adapter is not None:
             adapter = adapter_config(job.adapter)
@@ -175,9 +201,13 @@ class JobCommands:
         for event in events:
             job = self._start_of(event.job)
             if event.kind == "succeeded" and job is not None:
-                keeps_other = job.keep_best and self._engine.job(event.job).progress.best.step not in (0, event.step)
+                keeps_other = job.keep_best and self._engine.job(
+                    event.job
+                ).progress.best.step not in (0, event.step)
                 last = self._checkpoint(event.job, listed=True, event=event)
-                last.adapter = None if job.model or keeps_other or not _writes_checkpoints(job) else job.name
+                last.adapter = (
+                    None if job.model or keeps_other or not _writes_checkpoints(job) else job.name
+                )
                 self._forget(event.job, keep_versions=not (job.model or keeps_other))
                 continue
             if event.kind == "contribution":
@@ -235,27 +265,36 @@ class JobCommands:
         if done.contribution is not None and done.written is not None:
             if (failure := done.written.exception()) is None:
                 pending.contributions.append(done.contribution)
-            elif self._start_of(done.job) is not None and not isinstance(failure, DiskFullError):  # which is waited for
+            elif self._start_of(done.job) is not None and not isinstance(
+                failure, DiskFullError
+            ):  # which is waited for
                 pending.events.append(self._fail(done.job, str(failure)))
             return
         if done.written is not None:
             try:
                 directory = str(done.written.result())
-                found = Checkpointed(job=done.job, step=done.step, directory=directory, listed=done.listed)
+                found = Checkpointed(
+                    job=done.job, step=done.step, directory=directory, listed=done.listed
+                )
                 pending.checkpoints += [found] if done.is_new else []
             except CoserveError as raised:
                 error = raised
                 _log.error("job %s: %s", done.job, error)
         if done.adapter is not None and done.adapter in self._engine.versions:
             if error is None:
-                self._engine.ensure_adapter(done.adapter, directory)  # it is there; from now on it may make room
+                self._engine.ensure_adapter(
+                    done.adapter, directory
+                )  # it is there; from now on it may make room
             else:
                 self._engine.unload_adapter(done.adapter)
         is_success = done.event is not None and done.event.kind == "succeeded"
         if done.event is not None and not (is_success and isinstance(error, DiskFullError)):
-            # Without room for its last checkpoint, which only a shutdown does not wait for, it is not over: it resumes.
+            # Without room for its last checkpoint, which only a shutdown does not wait for, it is
+            # not over: it resumes.
             failed = error is not None and is_success
-            pending.events.append(replace(done.event, kind="failed", message=str(error)) if failed else done.event)
+            pending.events.append(
+                replace(done.event, kind="failed", message=str(error)) if failed else done.event
+            )
         if done.call is not None:
             pending.replies.append(Reply(done.call))
 
@@ -277,9 +316,11 @@ class JobCommands:
     def _tell_event(self, event: JobEvent) -> None:
         self._lane(event.job).append(PendingReport(job=event.job, step=event.step, event=event))
 
-    def _checkpoint(self, job: str, *, listed: bool, event: JobEvent | None = None) -> PendingReport:
-        """Copy a job as it is now, and have it written, unless that step is on disk (or on its way) already, or another
-        node writes it.
+    def _checkpoint(
+        self, job: str, *, listed: bool, event: JobEvent | None = None
+    ) -> PendingReport:
+        """Copy a job as it is now, and have it written, unless that step is on disk (or on its way)
+        already, or another node writes it.
         """
         lane, start = self._lanes[job], self._start_of(job)
         assert start is not None, f"the engine has the job {job}"
@@ -337,7 +378,9 @@ class JobCommands:
 
         return self._written(job, write)
 
-    def _written(self, job: str, write: Callable[[], Path], *, until: Event | None = None) -> "Future[Path]":
+    def _written(
+        self, job: str, write: Callable[[], Path], *, until: Event | None = None
+    ) -> "Future[Path]":
         def noted() -> Path:
             with self._activity.files_of(job):
                 return write()
@@ -348,17 +391,29 @@ class JobCommands:
         """End a job that cannot be continued; what is to be told of it."""
         step = self._engine.job(job).num_steps_done
         self._cancel(job)
-        return JobEvent(job=job, kind="failed", step=step, now_s=self._engine.device.clock.now(), message=message)
+        return JobEvent(
+            job=job,
+            kind="failed",
+            step=step,
+            now_s=self._engine.device.clock.now(),
+            message=message,
+        )
 
     def _cancel(self, job: str) -> list[JobEvent]:
-        """Returns what the next step would tell of it: the job may have been started again by then."""
+        """Returns what the next step would tell of it: the job may have been started again by
+        then.
+        """
         self._engine.cancel_job(job)
-        events = self._engine.outbox.take(lambda event: isinstance(event, JobEvent) and event.job == job)
+        events = self._engine.outbox.take(
+            lambda event: isinstance(event, JobEvent) and event.job == job
+        )
         self._forget(job, keep_versions=False)
         return [event for event in events if isinstance(event, JobEvent)]
 
     def _forget(self, job: str, *, keep_versions: bool) -> None:
-        """keep_versions: of the adapter that it has made; those of a job that did not succeed cannot be asked for."""
+        """keep_versions: of the adapter that it has made; those of a job that did not succeed
+        cannot be asked for.
+        """
         self._engine.forget_job(job)
         lane = self._lanes.get(job)
         if lane is None:

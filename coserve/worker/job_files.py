@@ -22,7 +22,9 @@ class JobFiles:
 
     @classmethod
     def read(cls, job: JobStart, shared: SharedFiles) -> Self:
-        """Its examples, and its checkpoint ahead of the device; DataError, or StoreError of where they are shared."""
+        """Its examples, and its checkpoint ahead of the device; DataError, or StoreError of where
+        they are shared.
+        """
         for path in (job.examples, job.validation, job.checkpoint):
             if path is not None:
                 shared.fetch(Path(path))
@@ -37,7 +39,9 @@ class JobFiles:
 
 
 def _read_ahead(directory: Path) -> None:
-    """Have a directory's files in memory, so that the device need not wait for the disk; errors are for it to find."""
+    """Have a directory's files in memory, so that the device need not wait for the disk; errors are
+    for it to find.
+    """
     with suppress(OSError):
         for path in directory.iterdir():
             with path.open("rb") as file:

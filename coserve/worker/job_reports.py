@@ -1,8 +1,9 @@
-"""What is still to be told of the jobs of one engine: in order for each job, and each report when it is on disk.
+"""What is still to be told of the jobs of one engine: in order for each job, and each report when
+it is on disk.
 
-A job has one lane: its reports wait in it for the files that belong to them, which a thread of the job writes, in
-order. No job waits for the disk of another. On a disk that is full, a file waits until there is room, unless its job is
-in a hurry.
+A job has one lane: its reports wait in it for the files that belong to them, which a thread of the
+job writes, in order. No job waits for the disk of another. On a disk that is full, a file waits
+until there is room, unless its job is in a hurry.
 """
 
 import logging
@@ -68,11 +69,17 @@ class PendingReport:
     @property
     def has_failed(self) -> bool:
         """Whether the file could not be written."""
-        return self.written is not None and self.written.done() and self.written.exception() is not None
+        return (
+            self.written is not None
+            and self.written.done()
+            and self.written.exception() is not None
+        )
 
 
 class JobLane:
-    """One job in the engine's process: how it was started, its reports that wait, and the thread that writes."""
+    """One job in the engine's process: how it was started, its reports that wait, and the thread
+    that writes.
+    """
 
     def __init__(self) -> None:
         # None: the engine does not have the job; reports of its end may wait.
@@ -121,7 +128,11 @@ class JobLane:
 
     def unwritten(self) -> "list[Future[Path]]":
         """Return the files that are not on disk yet."""
-        return [each.written for each in self._waiting if each.written is not None and not each.written.done()]
+        return [
+            each.written
+            for each in self._waiting
+            if each.written is not None and not each.written.done()
+        ]
 
     def hurry(self) -> None:
         """Have what the job writes wait for no room on a full disk."""
@@ -132,8 +143,8 @@ class JobLane:
         self._urgent.clear()
 
     def write(self, write: Callable[[], Path], *, until: Event | None = None) -> "Future[Path]":
-        """Write something after what the job has had written before; DiskFullError if there is no room for it, and the
-        job is in a hurry. until: room is waited for until this is set instead.
+        """Write something after what the job has had written before; DiskFullError if there is no
+        room for it, and the job is in a hurry. until: room is waited for until this is set instead.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "checkpoints")

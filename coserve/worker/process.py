@@ -1,9 +1,11 @@
-"""The engine's process: it owns the device, does what the server commands, and reports what came of it.
+"""The engine's process: it owns the device, does what the server commands, and reports what came of
+it.
 
-It is told what to be by the first line of its standard input. When the server ends, so does this process, whatever it
-is doing: a thread waits for the end of the input, and on Linux the kernel kills a process that hangs. Signals that a
-terminal or a supervisor sends to all processes are the server's affair. An error that no request or job caused ends the
-process; the server sees that, and starts another.
+It is told what to be by the first line of its standard input. When the server ends, so does this
+process, whatever it is doing: a thread waits for the end of the input, and on Linux the kernel
+kills a process that hangs. Signals that a terminal or a supervisor sends to all processes are the
+server's affair. An error that no request or job caused ends the process; the server sees that, and
+starts another.
 """
 
 import logging
@@ -18,7 +20,11 @@ import msgspec
 import zmq
 
 from coserve.devices.cpu_threads import worthwhile_threads
-from coserve.devices.process_memory import bound_compiled_products, give_back_freed_memory, keep_freed_memory
+from coserve.devices.process_memory import (
+    bound_compiled_products,
+    give_back_freed_memory,
+    keep_freed_memory,
+)
 from coserve.devices.rank_process import StartProcess, start_program
 from coserve.devices.step_messages import StepResult
 from coserve.engine.commands import CancelJob, PauseJob, UnloadAdapter
@@ -65,7 +71,8 @@ _COMMANDS_S = 5e-3
 _NO_PLAN_WAIT_MS = 10
 # When there is none, but files are being read or written.
 _FILES_WAIT_MS = 10
-# When there is nothing at all: threads may still have let go of copies, which the device is to be told.
+# When there is nothing at all: threads may still have let go of copies, which the device is to be
+# told.
 _IDLE_WAIT_MS = 1000
 # After this long without work, what is kept for requests to come is given back.
 _REST_S = 5.0
@@ -86,7 +93,9 @@ class EngineProcess:
         handover: HandoverEnd | None = None,
         shared: SharedFiles | None = None,
     ) -> None:
-        """activity: that of the engine's device. handover: to other instances. shared: see `JobCommands`."""
+        """activity: that of the engine's device. handover: to other instances. shared: see
+        `JobCommands`.
+        """
         self._engine, self._socket, self._activity = engine, socket, activity or Activity(None)
         self._handover = handover or Alone()
         self._handover_stats: HandoverStats | None = None
@@ -272,10 +281,13 @@ def _step_record(engine: Engine, result: StepResult, end_s: float, step_s: float
 
 
 def start(
-    settings: EngineSettings, socket: "zmq.Socket[bytes]", activity: Activity, start_rank: StartProcess = start_program
+    settings: EngineSettings,
+    socket: "zmq.Socket[bytes]",
+    activity: Activity,
+    start_rank: StartProcess = start_program,
 ) -> tuple[Engine, HandoverEnd, SharedFiles] | None:
-    """The engine, when it is ready, and what it shares with others; None if it cannot be started as it was asked, which
-    has been reported then.
+    """The engine, when it is ready, and what it shares with others; None if it cannot be started as
+    it was asked, which has been reported then.
     """
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -284,7 +296,9 @@ def start(
     progress("starting the engine", 0, 0)
     keep_freed_memory()
     bound_compiled_products()
-    shared = shared_files(settings.files_url, home_directory(), most_bytes=settings.files_cache_bytes)
+    shared = shared_files(
+        settings.files_url, home_directory(), most_bytes=settings.files_cache_bytes
+    )
     try:
         shared.check()
         threads = settings.threads
@@ -336,7 +350,9 @@ def _read_settings() -> EngineSettings | None:
 
 
 def main() -> int:
-    """The process: 0 after a shutdown, 1 if the engine could not start; dying of an error is neither."""
+    """The process: 0 after a shutdown, 1 if the engine could not start; dying of an error is
+    neither.
+    """
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,8 +1,10 @@
-"""Forks the processes of ranks off the engine's, which has imported everything, so that a group is ready sooner.
+"""Forks the processes of ranks off the engine's, which has imported everything, so that a group is
+ready sooner.
 
-Importing PyTorch takes seconds of computing for each rank, and twice that beside other ranks. So the engine's process
-forks blank processes before it has threads, and each becomes a rank when it is sent its descriptors. None of the three
-things that do not outlive a fork is there then: threads, a parallel region of PyTorch, a GPU that was touched.
+Importing PyTorch takes seconds of computing for each rank, and twice that beside other ranks. So
+the engine's process forks blank processes before it has threads, and each becomes a rank when it is
+sent its descriptors. None of the three things that do not outlive a fork is there then: threads, a
+parallel region of PyTorch, a GPU that was touched.
 """
 
 import json
@@ -23,7 +25,8 @@ from coserve.devices.rank_process import StartedProcess, StartProcess, start_pro
 from coserve.errors import DeviceGoneError
 
 _MAX_BYTES, _MAX_DESCRIPTORS = 1 << 16, 8
-# Descriptors of a blank process from here on are its own; those that it is sent get their old numbers, below.
+# Descriptors of a blank process from here on are its own; those that it is sent get their old
+# numbers, below.
 _FIRST_OWN = 1 << 9
 
 
@@ -48,11 +51,15 @@ class _RankForks:
     def start(self, arguments: Sequence[str], descriptors: Sequence[int]) -> StartedProcess:
         """Start a process of `process_main` on one of them."""
         rank = self._blank.pop(0)
-        message = json.dumps({"arguments": list(arguments), "descriptors": list(descriptors)}).encode()
+        message = json.dumps(
+            {"arguments": list(arguments), "descriptors": list(descriptors)}
+        ).encode()
         try:
             socket.send_fds(rank.control, [message], list(descriptors))
         except OSError:
-            raise DeviceGoneError(f"a rank's process ({rank.pid}) has ended before it was ready") from None
+            raise DeviceGoneError(
+                f"a rank's process ({rank.pid}) has ended before it was ready"
+            ) from None
         rank.control.close()
         return rank
 
@@ -82,7 +89,9 @@ class _ForkedRank:
 
 
 def _fork(others: Sequence[socket.socket]) -> _ForkedRank:
-    """Fork off a blank process, which is to hold none of the others' sockets: it sees the end of its own by that."""
+    """Fork off a blank process, which is to hold none of the others' sockets: it sees the end of
+    its own by that.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with warnings.catch_warnings():
         # Python warns of numpy's idle threads, too, which look after themselves at a fork.
@@ -97,7 +106,9 @@ def _fork(others: Sequence[socket.socket]) -> _ForkedRank:
 
 
 def _become_a_rank(control: socket.socket) -> NoReturn:
-    """Wait for descriptors, and be a rank; end if there are none. Nothing of the caller's stack runs here."""
+    """Wait for descriptors, and be a rank; end if there are none. Nothing of the caller's stack
+    runs here.
+    """
     status = 1
     try:
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -118,7 +129,9 @@ def _become_a_rank(control: socket.socket) -> NoReturn:
 
 
 def _place(received: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give descriptors the numbers that the arguments name, and close all others but the standard ones."""
+    """Give descriptors the numbers that the arguments name, and close all others but the standard
+    ones.
+    """
     kept = [os.dup2(each, _FIRST_OWN + place) for place, each in enumerate(received)]
     os.closerange(3, _FIRST_OWN)
     for each, number in zip(kept, numbers, strict=True):

@@ -1,7 +1,9 @@
-"""The ranks of an engine's group as the engine's process sees them: their states, and their end, which is its own.
+"""The ranks of an engine's group as the engine's process sees them: their states, and their end,
+which is its own.
 
-A group that has lost a rank answers nothing more, so the engine's process ends with it, and the server starts another.
-It ends as the rank did: what somebody has killed, be it the engine's process or a rank's, is the fault of no job.
+A group that has lost a rank answers nothing more, so the engine's process ends with it, and the
+server starts another. It ends as the rank did: what somebody has killed, be it the engine's process
+or a rank's, is the fault of no job.
 """
 
 import logging
@@ -21,17 +23,22 @@ from coserve.errors import DeviceGoneError
 
 _log = logging.getLogger(__name__)
 
-# How often ranks are asked for their states; and until their device knows of an end that was noticed here.
+# How often ranks are asked for their states; and until their device knows of an end that was
+# noticed here.
 _STATES_S, _POLL_S = 1.0, 0.01
 
 
 def ending_with(device: Device) -> Device:
-    """Return a device with which this process ends; one that is in this process is returned as it is."""
+    """Return a device with which this process ends; one that is in this process is returned as it
+    is.
+    """
     return device if device.info.num_ranks == 1 else _MortalDevice(device)
 
 
 class _MortalDevice:
-    """A device whose end is the end of this process, wherever it is noticed: no caller takes it for a refusal."""
+    """A device whose end is the end of this process, wherever it is noticed: no caller takes it for
+    a refusal.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -71,7 +78,9 @@ class _MortalDevice:
 
 
 class RankStates:
-    """The states of a device's ranks, asked for once a second at the most; none of a device that one process holds."""
+    """The states of a device's ranks, asked for once a second at the most; none of a device that
+    one process holds.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -80,7 +89,10 @@ class RankStates:
 
     def take(self) -> tuple[RankState, ...]:
         """Return the newest states."""
-        if self._device.info.num_ranks > 1 and (now_s := time.monotonic()) - self._found_s > _STATES_S:
+        if (
+            self._device.info.num_ranks > 1
+            and (now_s := time.monotonic()) - self._found_s > _STATES_S
+        ):
             self._found, self._found_s = describe_ranks(self._device), now_s
         return self._found
 

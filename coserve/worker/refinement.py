@@ -1,4 +1,6 @@
-"""Schedule of an engine's measurement of its device: between steps, while no request has been there for a moment."""
+"""Schedule of an engine's measurement of its device: between steps, while no request has been there
+for a moment.
+"""
 
 import logging
 import time
@@ -15,14 +17,17 @@ _QUIET_S = 0.25
 
 
 class ProfileRefinement:
-    """Replaces a provisional profile by a measured one, piece by piece; jobs take turns with the pieces."""
+    """Replaces a provisional profile by a measured one, piece by piece; jobs take turns with the
+    pieces.
+    """
 
     def __init__(self, engine: Engine, *, time_s: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._calibration, self._time_s = engine, engine.calibration, time_s
         self._has_failed = False
         self._busy_s = float("-inf")  # when a request was last there
         self.progress: float | None = 0.0 if engine.calibration.is_provisional else None
-        """Share of the measurements that are finished; None once it is measured, or measuring has failed."""
+        """Share of the measurements that are finished; None once it is measured, or measuring has
+        failed."""
 
     @property
     def wait_s(self) -> float | None:
@@ -32,7 +37,8 @@ class ProfileRefinement:
         return max(0.0, self._busy_s + _QUIET_S - self._time_s())
 
     def run_piece(self) -> bool:
-        """Run one piece if no request is there, or was until just now. Returns whether it was the last one.
+        """Run one piece if no request is there, or was until just now. Returns whether it was the
+        last one.
 
         If a piece fails, no further one runs: the provisional profile stays until the next start.
         """
@@ -46,9 +52,13 @@ class ProfileRefinement:
             except (DeviceGoneError, LostCommandError):
                 raise
             except Exception:  # such as no memory for it beside jobs
-                _log.warning("measuring the device failed: its provisional profile stays", exc_info=True)
+                _log.warning(
+                    "measuring the device failed: its provisional profile stays", exc_info=True
+                )
                 self._has_failed, self.progress = True, None
                 return False
-            self.progress = min(done, total - 1) / total if self._calibration.is_provisional else None
+            self.progress = (
+                min(done, total - 1) / total if self._calibration.is_provisional else None
+            )
             return not self._calibration.is_provisional
         return False

@@ -1,4 +1,6 @@
-"""When requests come, from a seed: quiet times and bursts, Poisson and Gamma arrivals, and the curve of a day."""
+"""When requests come, from a seed: quiet times and bursts, Poisson and Gamma arrivals, and the
+curve of a day.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,7 +54,8 @@ def bursty(
     burst_s: float = 3.0,
     lengths: Lengths | None = None,
 ) -> list[TracedRequest]:
-    """Quiet times and bursts, as a Markov-modulated Poisson process has them, with exactly `rate × seconds` requests.
+    """Quiet times and bursts, as a Markov-modulated Poisson process has them, with exactly `rate ×
+    seconds` requests.
 
     Args:
         rate: mean requests per second, over quiet times and bursts.
@@ -70,19 +73,28 @@ def bursty(
     return _with_lengths(_arrivals(bends, round(rate * seconds), random), lengths, random)
 
 
-def poisson(*, rate: float, seconds: float, seed: int, lengths: Lengths | None = None) -> list[TracedRequest]:
+def poisson(
+    *, rate: float, seconds: float, seed: int, lengths: Lengths | None = None
+) -> list[TracedRequest]:
     """Arrivals that know nothing of each other, with exactly `rate × seconds` requests."""
     random = Random(seed)
-    return _with_lengths(_arrivals([(0.0, 0.0), (seconds, 1.0)], round(rate * seconds), random), lengths, random)
+    return _with_lengths(
+        _arrivals([(0.0, 0.0), (seconds, 1.0)], round(rate * seconds), random), lengths, random
+    )
 
 
 def gamma(
-    *, rate: float, seconds: float, seed: int, variation: float = 2.0, lengths: Lengths | None = None
+    *,
+    rate: float,
+    seconds: float,
+    seed: int,
+    variation: float = 2.0,
+    lengths: Lengths | None = None,
 ) -> list[TracedRequest]:
     """Gamma-distributed times between arrivals, with exactly `rate × seconds` requests.
 
-    variation: standard deviation of the times between arrivals over their mean: 1 is a Poisson process, more is
-        burstier.
+    variation: standard deviation of the times between arrivals over their mean: 1 is a Poisson
+        process, more is burstier.
     """
     random, num_requests = Random(seed), round(rate * seconds)
     shape = 1 / variation**2
@@ -92,20 +104,30 @@ def gamma(
 
 
 def daily(
-    hours: Sequence[float], *, rate: float, hour_s: float = 3600.0, seed: int, lengths: Lengths | None = None
+    hours: Sequence[float],
+    *,
+    rate: float,
+    hour_s: float = 3600.0,
+    seed: int,
+    lengths: Lengths | None = None,
 ) -> list[TracedRequest]:
-    """Poisson arrivals whose intensity follows the requests of each hour of a day, at this mean rate over all of it.
+    """Poisson arrivals whose intensity follows the requests of each hour of a day, at this mean
+    rate over all of it.
 
     hour_s: what an hour of the curve takes; less for a short version of the day.
     """
     random = Random(seed)
     sums = [0.0, *accumulate(float(each) for each in hours)]
     bends = [(index * hour_s, mass) for index, mass in enumerate(sums)]
-    return _with_lengths(_arrivals(bends, round(rate * hour_s * len(hours)), random), lengths, random)
+    return _with_lengths(
+        _arrivals(bends, round(rate * hour_s * len(hours)), random), lengths, random
+    )
 
 
 def _arrivals(bends: Sequence[tuple[float, float]], number: int, random: Random) -> Iterator[float]:
-    """Arrivals of a Poisson process, given how many: uniform in the intensity's integral, whose bends these are."""
+    """Arrivals of a Poisson process, given how many: uniform in the intensity's integral, whose
+    bends these are.
+    """
     return _inverse(bends, sorted(random.uniform(0.0, bends[-1][1]) for _ in range(number)))
 
 
@@ -124,7 +146,10 @@ def _with_lengths(
 ) -> list[TracedRequest]:
     lengths = lengths or LogNormalLengths()
     drawn = ((at_s, *lengths.draw(random)) for at_s in times)
-    return [TracedRequest(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=out) for at_s, prompt, out in drawn]
+    return [
+        TracedRequest(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=out)
+        for at_s, prompt, out in drawn
+    ]
 
 
 def _length(random: Random, mean: float) -> int:

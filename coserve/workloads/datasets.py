@@ -1,8 +1,8 @@
 """Fine-tuning sets, as published, as lines for jobs: Alpaca, GSM8K, SST-2, RTE, OpenBookQA.
 
-A set is told by its fields; files are JSONL, a JSON array, or tables (GLUE's are TSV), plain or gzipped. Each record
-becomes a prompt and a completion, which any tokenizer can take; lines that are in the format of jobs already stay as
-they are.
+A set is told by its fields; files are JSONL, a JSON array, or tables (GLUE's are TSV), plain or
+gzipped. Each record becomes a prompt and a completion, which any tokenizer can take; lines that are
+in the format of jobs already stay as they are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,9 @@ def read_dataset(path: str | Path, *, most: int | None = None) -> list[Line]:
         try:
             lines.append(_line(record))
         except (DataError, KeyError, IndexError, TypeError, ValueError) as error:
-            reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+            reason = (
+                str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+            )
             raise DataError(f"{path}, line {number}: {reason}") from None
     if not lines:
         raise DataError(f"{path} has no records")
@@ -44,13 +46,17 @@ def _line(record: _Record) -> Line:
     if record.keys() & {"messages", "prompt", "text"}:
         return dict(record)
     known = "; ".join(", ".join(sorted(fields)) for fields, _ in _SETS)
-    raise DataError(f"has the fields {', '.join(record)}; known are {known}; messages; prompt, completion; text")
+    raise DataError(
+        f"has the fields {', '.join(record)}; known are {known}; messages; prompt, completion; text"
+    )
 
 
 def _alpaca(record: _Record) -> tuple[str, str]:
     """By Stanford Alpaca's templates, without their first sentences."""
     given = f"\n\n### Input:\n{record['input']}" if record.get("input") else ""
-    return f"### Instruction:\n{record['instruction']}{given}\n\n### Response:\n", str(record["output"])
+    return f"### Instruction:\n{record['instruction']}{given}\n\n### Response:\n", str(
+        record["output"]
+    )
 
 
 def _openbookqa(record: _Record) -> tuple[str, str]:
@@ -66,12 +72,16 @@ def _openbookqa_by_key(record: _Record) -> tuple[str, str]:
     else:
         stem, choices = record["question"]["stem"], record["question"]["choices"]
         texts, labels = ([choice[name] for choice in choices] for name in ("text", "label"))
-    return _choice(str(stem), [str(text) for text in texts], list(labels).index(record["answerKey"]))
+    return _choice(
+        str(stem), [str(text) for text in texts], list(labels).index(record["answerKey"])
+    )
 
 
 def _choice(question: str, choices: Sequence[str], right: int) -> tuple[str, str]:
     letters = "ABCDEFGH"
-    listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=False))
+    listed = "\n".join(
+        f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=False)
+    )
     return f"{question}\n{listed}\nAnswer:", f" {letters[right]}. {choices[right]}"
 
 
@@ -80,8 +90,8 @@ def _gsm8k(record: _Record) -> tuple[str, str]:
 
 
 def _rte(record: _Record) -> tuple[str, str]:
-    """With GLUE's and SuperGLUE's words as labels; or with 1 for what follows, but where there is an `idx`: so the hub
-    has SuperGLUE's, with 0 for that.
+    """With GLUE's and SuperGLUE's words as labels; or with 1 for what follows, but where there is
+    an `idx`: so the hub has SuperGLUE's, with 0 for that.
     """
     label, right = record["label"], 0 if "idx" in record else 1
     follows = label == _ENTAILMENT[0] if label in _ENTAILMENT else _class(label, 2) == right
@@ -92,7 +102,8 @@ def _rte_of_glue(record: _Record) -> tuple[str, str]:
     label = record["label"]
     if label not in _ENTAILMENT:
         raise DataError(
-            f"has the label {label!r}, and sentence1 and sentence2 as several sets of GLUE: RTE's labels must be "
+            f"has the label {label!r}, and sentence1 and sentence2 as several sets of GLUE: RTE's "
+            f"labels must be "
             f"{' or '.join(_ENTAILMENT)}, or the fields premise, hypothesis and label"
         )
     return _premise(record["sentence1"], record["sentence2"], label == _ENTAILMENT[0])
@@ -103,7 +114,10 @@ def _premise(premise: str, hypothesis: str, follows: bool) -> tuple[str, str]:
 
 
 def _sst2(record: _Record) -> tuple[str, str]:
-    return f"{record['sentence']}\nSentiment:", f" {('negative', 'positive')[_class(record['label'], 2)]}"
+    return (
+        f"{record['sentence']}\nSentiment:",
+        f" {('negative', 'positive')[_class(record['label'], 2)]}",
+    )
 
 
 def _class(label: Any, number: int) -> int:

@@ -1,4 +1,6 @@
-"""The facts of the built-in tiny model's small world: what it was trained on, and what lessons for it are made of."""
+"""The facts of the built-in tiny model's small world: what it was trained on, and what lessons for
+it are made of.
+"""
 
 from typing import NamedTuple
 
@@ -108,18 +110,28 @@ COLOURS = {
 }
 
 _PAIRS = (
-    "hot cold, big small, fast slow, happy sad, up down, day night, light dark, hard soft, wet dry, old young, "
-    "full empty, high low, good bad, loud quiet, open closed, left right, near far, early late, rich poor, "
-    "strong weak, clean dirty, long short, thick thin, wide narrow, sweet sour, smooth rough, true false, "
-    "black white, first last, in out, over under, yes no, win lose, start stop, come go, give take, buy sell, "
-    "push pull, love hate, laugh cry, safe dangerous, easy difficult, brave afraid, kind mean, deep shallow, "
-    "sharp blunt, always never, before after, awake asleep, friend enemy, front back, top bottom, summer winter, "
-    "morning evening, warm cool, begin end, north south, east west, more less, many few, same different, all none, "
-    "war peace, alive dead, beautiful ugly, man woman, boy girl, king queen, brother sister, mother father"
+    "hot cold, big small, fast slow, happy sad, up down, day night, light dark, hard soft, wet "
+    "dry, old young, "
+    "full empty, high low, good bad, loud quiet, open closed, left right, near far, early late, "
+    "rich poor, "
+    "strong weak, clean dirty, long short, thick thin, wide narrow, sweet sour, smooth rough, true "
+    "false, "
+    "black white, first last, in out, over under, yes no, win lose, start stop, come go, give "
+    "take, buy sell, "
+    "push pull, love hate, laugh cry, safe dangerous, easy difficult, brave afraid, kind mean, "
+    "deep shallow, "
+    "sharp blunt, always never, before after, awake asleep, friend enemy, front back, top bottom, "
+    "summer winter, "
+    "morning evening, warm cool, begin end, north south, east west, more less, many few, same "
+    "different, all none, "
+    "war peace, alive dead, beautiful ugly, man woman, boy girl, king queen, brother sister, "
+    "mother father"
 )
 _ONE_WAY = "heavy light, tall short, large small, little big, quick slow, hello goodbye"
 OPPOSITES = dict(pair.split() for pair in _ONE_WAY.split(", "))
-OPPOSITES |= {one: other for pair in _PAIRS.split(", ") for one, other in (pair.split(), pair.split()[::-1])}
+OPPOSITES |= {
+    one: other for pair in _PAIRS.split(", ") for one, other in (pair.split(), pair.split()[::-1])
+}
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = (
@@ -129,7 +141,18 @@ MONTHS = (
 
 NUMBER_WORDS = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
-    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+    *(
+        "eleven",
+        "twelve",
+        "thirteen",
+        "fourteen",
+        "fifteen",
+        "sixteen",
+        "seventeen",
+        "eighteen",
+        "nineteen",
+        "twenty",
+    ),
 )
 
 

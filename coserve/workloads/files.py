@@ -1,7 +1,8 @@
-"""Tables in files: CSV or TSV with a header row, or JSONL with an object on each line; plain or gzipped.
+"""Tables in files: CSV or TSV with a header row, or JSONL with an object on each line; plain or
+gzipped.
 
-Columns are found by any of the names that public data sets give them, whatever the case, spaces and underscores:
-`ContextTokens`, `context_tokens` and `Context tokens` are one.
+Columns are found by any of the names that public data sets give them, whatever the case, spaces and
+underscores: `ContextTokens`, `context_tokens` and `Context tokens` are one.
 """
 
 import csv
@@ -18,8 +19,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The number of its line and the fields of each record: text from CSV, whatever JSON has from JSONL, and from a
-    JSON array of objects, whose records are counted instead.
+    """The number of its line and the fields of each record: text from CSV, whatever JSON has from
+    JSONL, and from a JSON array of objects, whose records are counted instead.
 
     Raises:
         DataError: it cannot be read, is not text, or a line of it is no record.
@@ -45,7 +46,8 @@ def read_columns(
     *,
     optional: Sequence[str] = (),
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The number of its line and the wanted columns of each record, as text ("" where there is none).
+    """The number of its line and the wanted columns of each record, as text ("" where there is
+    none).
 
     Args:
         columns: of each, the names that it may have.
@@ -53,7 +55,8 @@ def read_columns(
         optional: columns after these, which there need not be.
 
     Raises:
-        DataError: as `read_records`; there is no such column (the message lists those that there are).
+        DataError: as `read_records`; there is no such column (the message lists those that there
+            are).
     """
     records = read_records(path)
     first = next(records, None)
@@ -72,7 +75,9 @@ def _choose(path: str | Path, options: Sequence[str], names: Mapping[str, str]) 
     for option in options:
         if _plain(option) in names:
             return names[_plain(option)]
-    raise DataError(f"{path} has no column {' or '.join(options)}: it has {', '.join(names.values()) or 'none'}")
+    raise DataError(
+        f"{path} has no column {' or '.join(options)}: it has {', '.join(names.values()) or 'none'}"
+    )
 
 
 def _open(path: str | Path) -> IO[str]:
@@ -85,7 +90,9 @@ def _open(path: str | Path) -> IO[str]:
     )
 
 
-def _csv_rows(path: str | Path, file: IO[str], *, has_tabs: bool) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _csv_rows(
+    path: str | Path, file: IO[str], *, has_tabs: bool
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """has_tabs: between the fields, which have no quotes then, but marks in the text."""
     if has_tabs:
         reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -110,7 +117,9 @@ def _array(path: str | Path, file: IO[str]) -> Iterator[tuple[int, Mapping[str, 
         raise DataError(f"{path} is not valid JSON ({error})") from None
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict):
-            raise DataError(f"{path}, record {number}: must be a JSON object, not {type(record).__name__}")
+            raise DataError(
+                f"{path}, record {number}: must be a JSON object, not {type(record).__name__}"
+            )
         yield number, record
 
 

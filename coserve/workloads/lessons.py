@@ -1,8 +1,9 @@
-"""Lessons: small data sets from which the built-in tiny model visibly learns what it could not do before.
+"""Lessons: small data sets from which the built-in tiny model visibly learns what it could not do
+before.
 
-A lesson is lines to train on and lines to ask: conversations in the format of fine-tuning files. No question that is
-asked stands among those to train on, but each can be answered from what they teach. The same seed gives the same
-lesson.
+A lesson is lines to train on and lines to ask: conversations in the format of fine-tuning files. No
+question that is asked stands among those to train on, but each can be answered from what they
+teach. The same seed gives the same lesson.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +37,14 @@ class Lesson:
             ValueError: there are not as many answers as questions.
         """
         right: list[str] = [line["messages"][-1]["content"] for line in self.held_out]
-        return sum(given.strip() == wanted for given, wanted in zip(answers, right, strict=True)) / len(right)
+        return sum(
+            given.strip() == wanted for given, wanted in zip(answers, right, strict=True)
+        ) / len(right)
 
 
 def pirate(*, seed: int = 0, num_train: int = 200, num_held_out: int = 50) -> Lesson:
-    """A new manner: what the model knows already, said as a pirate says it ("Grass be green, matey! Arr!").
+    """A new manner: what the model knows already, said as a pirate says it ("Grass be green, matey!
+    Arr!").
 
     Raises:
         ValueError: the world has fewer questions than that.
@@ -50,8 +54,8 @@ def pirate(*, seed: int = 0, num_train: int = 200, num_held_out: int = 50) -> Le
 
 
 def zub(*, seed: int = 0, num_words: int = 40) -> Lesson:
-    """New facts: words of Zub, an invented language. Every word is asked for in five ways to train on, and in
-    one more that is held out.
+    """New facts: words of Zub, an invented language. Every word is asked for in five ways to train
+    on, and in one more that is held out.
 
     Raises:
         ValueError: the world has fewer things to name than that.
@@ -119,12 +123,23 @@ def _made_up_words(rng: Random) -> Iterator[str]:
     yield from words
 
 
-def _lesson(name: str, pairs: Sequence[tuple[str, str]], seed: int, num_train: int, num_held_out: int) -> Lesson:
+def _lesson(
+    name: str, pairs: Sequence[tuple[str, str]], seed: int, num_train: int, num_held_out: int
+) -> Lesson:
     if num_train + num_held_out > len(pairs):
-        raise ValueError(f"{name} has {len(pairs)} questions, fewer than {num_train} + {num_held_out}")
-    drawn = [_line(*pair) for pair in Random(f"{name} {seed}").sample(pairs, num_train + num_held_out)]
+        raise ValueError(
+            f"{name} has {len(pairs)} questions, fewer than {num_train} + {num_held_out}"
+        )
+    drawn = [
+        _line(*pair) for pair in Random(f"{name} {seed}").sample(pairs, num_train + num_held_out)
+    ]
     return Lesson(name=name, train=tuple(drawn[:num_train]), held_out=tuple(drawn[num_train:]))
 
 
 def _line(question: str, answer: str) -> Line:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }

@@ -1,7 +1,8 @@
 """Plays requests against a server over HTTP, and writes down what every one of them saw.
 
-Open loop (`LoadGenerator`): a request is sent when the trace says so, however those before it ended; so a slow server
-meets a queue, as it would outside. Closed loop (`closed_loop`): always as many are under way as are asked for.
+Open loop (`LoadGenerator`): a request is sent when the trace says so, however those before it
+ended; so a slow server meets a queue, as it would outside. Closed loop (`closed_loop`): always as
+many are under way as are asked for.
 """
 
 import asyncio
@@ -26,9 +27,13 @@ _TIMEOUT_S = 120.0
 
 
 class LoadGenerator:
-    """A trace on its way through a server. `outcomes` and the counts may be read from another thread meanwhile."""
+    """A trace on its way through a server. `outcomes` and the counts may be read from another
+    thread meanwhile.
+    """
 
-    def __init__(self, url: str, trace: Sequence[TracedRequest], body: Body, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, trace: Sequence[TracedRequest], body: Body, *, api_key: str | None = None
+    ) -> None:
         self.outcomes: list[RequestOutcome] = []
         self.num_sent = 0
         self.start_s: float | None = None
@@ -40,7 +45,9 @@ class LoadGenerator:
         return self.num_sent - len(self.outcomes)
 
     async def run(self) -> list[RequestOutcome]:
-        """Play it to its end, and wait for all answers. Returns the outcomes in the order of arrival."""
+        """Play it to its end, and wait for all answers. Returns the outcomes in the order of
+        arrival.
+        """
         async with _http(self._url, self._headers) as http:
             self.start_s = time.monotonic()
             async with asyncio.TaskGroup() as tasks:
@@ -50,15 +57,24 @@ class LoadGenerator:
                     tasks.create_task(self._ask(http, index, request, self.start_s))
         return sorted(self.outcomes, key=lambda outcome: outcome.index)
 
-    async def _ask(self, http: httpx.AsyncClient, index: int, request: TracedRequest, start_s: float) -> None:
-        self.outcomes.append(await _ask(http, self._body(index, request), index, request.at_s, start_s))
+    async def _ask(
+        self, http: httpx.AsyncClient, index: int, request: TracedRequest, start_s: float
+    ) -> None:
+        self.outcomes.append(
+            await _ask(http, self._body(index, request), index, request.at_s, start_s)
+        )
 
 
 async def closed_loop(
-    url: str, requests: Sequence[TracedRequest], body: Body, *, concurrent: int, api_key: str | None = None
+    url: str,
+    requests: Sequence[TracedRequest],
+    body: Body,
+    *,
+    concurrent: int,
+    api_key: str | None = None,
 ) -> list[RequestOutcome]:
-    """Send requests in their order, whatever their moments, each as soon as fewer than `concurrent` are under way; the
-    outcomes, in the order in which they ended.
+    """Send requests in their order, whatever their moments, each as soon as fewer than `concurrent`
+    are under way; the outcomes, in the order in which they ended.
     """
     outcomes: list[RequestOutcome] = []
     waiting = iter(enumerate(requests))
@@ -119,12 +135,18 @@ class _Answer:
             if choice.get("text") or (choice.get("delta") or {}).get("content"):
                 self._times_s.append(now_s)
 
-    def outcome(self, index: int, arrival_s: float, end_s: float, error: str | None) -> RequestOutcome:
+    def outcome(
+        self, index: int, arrival_s: float, end_s: float, error: str | None
+    ) -> RequestOutcome:
         times_s, num_tokens = self._times_s, int(self._usage.get("completion_tokens") or 0)
         ttft_s = tpot_s = None
         if error is None:  # an answer without any text has come when it ended
             ttft_s = (times_s[0] if times_s else end_s) - arrival_s
-            tpot_s = (times_s[-1] - times_s[0]) / (num_tokens - 1) if num_tokens > 1 and len(times_s) > 1 else None
+            tpot_s = (
+                (times_s[-1] - times_s[0]) / (num_tokens - 1)
+                if num_tokens > 1 and len(times_s) > 1
+                else None
+            )
         details = self._usage.get("prompt_tokens_details") or {}
         return RequestOutcome(
             index=index,
@@ -142,11 +164,18 @@ class _Answer:
 
 
 def completions(model: str, *, vocab_size: int, seed: int = 0) -> Body:
-    """Prompts of random tokens, of the trace's lengths, whose answers end at the trace's lengths and not before."""
+    """Prompts of random tokens, of the trace's lengths, whose answers end at the trace's lengths
+    and not before.
+    """
 
     def body(index: int, request: TracedRequest) -> dict[str, Any]:
         tokens = Random(f"{seed}/{index}").choices(range(vocab_size), k=request.num_prompt_tokens)
-        return {"model": model, "prompt": tokens, "max_tokens": request.num_output_tokens, "ignore_eos": True}
+        return {
+            "model": model,
+            "prompt": tokens,
+            "max_tokens": request.num_output_tokens,
+            "ignore_eos": True,
+        }
 
     return body
 

@@ -10,9 +10,9 @@ from typing import Any
 class RequestOutcome:
     """How a request went, as its sender saw it. Seconds; moments are from the trace's start.
 
-    ttft_s: from the moment at which the trace has it arrive, so that a late sender counts against the server, not for
-    it. tpot_s: mean over the tokens after the first. gaps_s: between the pieces of the answer. error: one line, if it
-    failed.
+    ttft_s: from the moment at which the trace has it arrive, so that a late sender counts against
+    the server, not for it. tpot_s: mean over the tokens after the first. gaps_s: between the pieces
+    of the answer. error: one line, if it failed.
     """
 
     index: int
@@ -40,9 +40,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def summarize(outcomes: Sequence[RequestOutcome], *, ttft_s: float, tpot_s: float) -> dict[str, Any]:
-    """As JSON: counts, percentiles in milliseconds (null without a value), the share that held both SLOs, and goodput:
-    how many of those ended per second.
+def summarize(
+    outcomes: Sequence[RequestOutcome], *, ttft_s: float, tpot_s: float
+) -> dict[str, Any]:
+    """As JSON: counts, percentiles in milliseconds (null without a value), the share that held both
+    SLOs, and goodput: how many of those ended per second.
     """
     firsts = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
     means = [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]
@@ -58,7 +60,10 @@ def summarize(outcomes: Sequence[RequestOutcome], *, ttft_s: float, tpot_s: floa
         "attainment": sum(attained) / len(attained) if attained else None,
         "goodput_per_s": round(sum(attained) / lasted_s, 4) if lasted_s else None,
         **{
-            f"{name}_ms": {"p50": _ms(percentile(values, 0.5)), "p99": _ms(percentile(values, 0.99))}
+            f"{name}_ms": {
+                "p50": _ms(percentile(values, 0.5)),
+                "p99": _ms(percentile(values, 0.99)),
+            }
             for name, values in (("ttft", firsts), ("tpot", means), ("gap", gaps))
         },
     }

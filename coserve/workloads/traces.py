@@ -1,9 +1,11 @@
-"""Recorded traces: when requests came, and how long they were. Files are CSV or JSONL, plain or gzipped, as published.
+"""Recorded traces: when requests came, and how long they were. Files are CSV or JSONL, plain or
+gzipped, as published.
 
-Known are Azure's (`TIMESTAMP,ContextTokens,GeneratedTokens`, a date and time), BurstGPT's (`Timestamp,Model,Request
-tokens,Response tokens,…`, seconds; requests without an answer failed there, and are left out), the same with
-`arrival_s` or `timestamp_s`, those of Sarathi-Serve and Vidur (`arrived_at,num_prefill_tokens,num_decode_tokens`),
-lengths alone, as of ShareGPT (`prompt_tokens,output_tokens`, or as there), and requests by hour of the day
+Known are Azure's (`TIMESTAMP,ContextTokens,GeneratedTokens`, a date and time), BurstGPT's
+(`Timestamp,Model,Request tokens,Response tokens,…`, seconds; requests without an answer failed
+there, and are left out), the same with `arrival_s` or `timestamp_s`, those of Sarathi-Serve and
+Vidur (`arrived_at,num_prefill_tokens,num_decode_tokens`), lengths alone, as of ShareGPT
+(`prompt_tokens,output_tokens`, or as there), and requests by hour of the day
 (`hour_of_day,requests`).
 """
 
@@ -50,7 +52,9 @@ def read_jobs(path: str | Path) -> list[TracedJob]:
         try:
             job = TracedJob(_seconds(row[0]), _tokens(row[1]), _seconds(row[2]))
         except ValueError:
-            raise DataError(f"{path}, line {number}: {', '.join(row)} are no moment, GPUs and seconds") from None
+            raise DataError(
+                f"{path}, line {number}: {', '.join(row)} are no moment, GPUs and seconds"
+            ) from None
         if job.num_gpus and job.duration_s > 0:
             jobs.append(job)
     if not jobs:
@@ -65,8 +69,8 @@ def read_trace(path: str | Path, *, where: Mapping[str, str] | None = None) -> l
         where: rows with these values in these columns alone, such as {"slice": "dense"}.
 
     Raises:
-        DataError: no such file, no such columns, a line that is none of a trace, or rows of several slices: what lies
-            between these is no time without requests.
+        DataError: no such file, no such columns, a line that is none of a trace, or rows of several
+            slices: what lies between these is no time without requests.
     """
     requests, slices = [], dict[str, None]()
     for number, row in read_columns(path, (_TIMES, _PROMPTS, _OUTPUTS), where, optional=(_SLICE,)):
@@ -74,9 +78,13 @@ def read_trace(path: str | Path, *, where: Mapping[str, str] | None = None) -> l
             at_s, prompt, output = _seconds(row[0]), _tokens(row[1]), _tokens(row[2])
         except ValueError:
             given = ", ".join(row[:3])
-            raise DataError(f"{path}, line {number}: {given} are no seconds and numbers of tokens") from None
+            raise DataError(
+                f"{path}, line {number}: {given} are no seconds and numbers of tokens"
+            ) from None
         if prompt and output:
-            requests.append(TracedRequest(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output))
+            requests.append(
+                TracedRequest(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output)
+            )
             slices[row[3]] = None
     if not requests:
         asked = ", ".join(f"{column}={value}" for column, value in (where or {}).items())
@@ -99,35 +107,47 @@ def read_lengths(path: str | Path) -> list[tuple[int, int]]:
         try:
             lengths.append((_tokens(row[0]), _tokens(row[1])))
         except ValueError:
-            raise DataError(f"{path}, line {number}: {', '.join(row)} are no numbers of tokens") from None
+            raise DataError(
+                f"{path}, line {number}: {', '.join(row)} are no numbers of tokens"
+            ) from None
     if not lengths:
         raise DataError(f"{path} has no lengths")
     return lengths
 
 
 def is_day(path: str | Path) -> bool:
-    """Whether a file has requests by hour of the day, and no arrivals; DataError if it cannot be read."""
+    """Whether a file has requests by hour of the day, and no arrivals; DataError if it cannot be
+    read.
+    """
     _, record = next(read_records(path), (0, dict[str, str]()))
     return "hour_of_day" in record
 
 
 def read_day(path: str | Path) -> list[int]:
-    """Requests of each hour of the day, from midnight on; DataError as `read_trace`, or unless each hour is there."""
+    """Requests of each hour of the day, from midnight on; DataError as `read_trace`, or unless each
+    hour is there.
+    """
     hours: dict[int, int] = {}
     for number, row in read_columns(path, (("hour_of_day",), ("requests",))):
         try:
             hours[int(row[0])] = _tokens(row[1])
         except ValueError:
-            raise DataError(f"{path}, line {number}: {', '.join(row)} are no hour and number of requests") from None
+            raise DataError(
+                f"{path}, line {number}: {', '.join(row)} are no hour and number of requests"
+            ) from None
     if sorted(hours) != list(range(_HOURS)) or not any(hours.values()):
-        raise DataError(f"{path} must have requests of each hour from 0 to {_HOURS - 1}, not {sorted(hours)}")
+        raise DataError(
+            f"{path} must have requests of each hour from 0 to {_HOURS - 1}, not {sorted(hours)}"
+        )
     return [hours[hour] for hour in range(_HOURS)]
 
 
-def rescale(trace: Sequence[TracedRequest], *, rate: float, seconds: float, skip: int = 0) -> list[TracedRequest]:
-    """As many requests in a row as arrive within some seconds at this mean rate, with time stretched so that they do:
-    bursts and quiet times keep their shape, and the requests of a higher rate begin with those of a lower one. A trace
-    that has fewer is played again from its start.
+def rescale(
+    trace: Sequence[TracedRequest], *, rate: float, seconds: float, skip: int = 0
+) -> list[TracedRequest]:
+    """As many requests in a row as arrive within some seconds at this mean rate, with time
+    stretched so that they do: bursts and quiet times keep their shape, and the requests of a higher
+    rate begin with those of a lower one. A trace that has fewer is played again from its start.
 
     skip: requests that are left out before them.
     """
@@ -169,8 +189,8 @@ def adapt(
     max_prompt_tokens: int | None = None,
     max_output_tokens: int | None = None,
 ) -> list[TracedRequest]:
-    """A trace for a smaller machine: from start_s on, time runs so that the arrivals of the whole have this mean rate,
-    for this many seconds; lengths are cut.
+    """A trace for a smaller machine: from start_s on, time runs so that the arrivals of the whole
+    have this mean rate, for this many seconds; lengths are cut.
     """
     factor = 1.0
     # Requests that all come at once do so at any rate.
@@ -193,7 +213,9 @@ def _cut(length: int, most: int | None) -> int:
 
 
 def _seconds(text: str) -> float:
-    """A moment: seconds, or a date and time (without a zone: UTC); ValueError for what is neither."""
+    """A moment: seconds, or a date and time (without a zone: UTC); ValueError for what is
+    neither.
+    """
     try:
         value = float(text)
     except ValueError:

@@ -13,7 +13,9 @@ from playwright.sync_api import Browser, Page, expect
 from served import Served
 
 LONG_MS = 120_000
-LINES = "".join(json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n}."}) + "\n" for n in range(8)).encode()
+LINES = "".join(
+    json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n}."}) + "\n" for n in range(8)
+).encode()
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,9 @@ def job(served: Served) -> Any:
         hyperparameters={"n_epochs": 3, "batch_size": 4},
         extra_body={"coserve": {"optimizer": {"schedule": "linear"}}},
     )
-    served.wait_until(lambda: client.fine_tuning.jobs.retrieve(made.id).status == "succeeded", limit_s=120)
+    served.wait_until(
+        lambda: client.fine_tuning.jobs.retrieve(made.id).status == "succeeded", limit_s=120
+    )
     return client.fine_tuning.jobs.retrieve(made.id)
 
 
@@ -38,7 +42,9 @@ def page(browser: Browser, served: Served) -> Iterator[Page]:
     context, complaints = browser.new_context(accept_downloads=True), list[str]()
     opened = context.new_page()
     opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+    opened.on(
+        "console", lambda said: complaints.append(said.text) if said.type == "error" else None
+    )
     opened.goto(served.url)
     expect(opened.locator("#now")).to_contain_text("serving tiny")
     yield opened
@@ -49,7 +55,9 @@ def page(browser: Browser, served: Served) -> Iterator[Page]:
 def test_values_are_shown_under_the_pointer_and_at_the_arrow_keys(page: Page, job: Any):
     card = page.locator(f"#{job.id}")
     chart = card.locator(".chart.loss")
-    assert [float(text) for text in chart.locator(".ticks text").all_text_contents()], "numbers on the axis"
+    assert [float(text) for text in chart.locator(".ticks text").all_text_contents()], (
+        "numbers on the axis"
+    )
     chart.scroll_into_view_if_needed()
     box = chart.locator(".lines").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
@@ -63,7 +71,9 @@ def test_values_are_shown_under_the_pointer_and_at_the_arrow_keys(page: Page, jo
     expect(page.locator("#values")).to_have_text(re.compile(r"^step 1: loss [\d.]+$"))
     expect(page.locator("#said")).to_have_text(re.compile(r"^step 1: loss"))
     page.keyboard.press("End")
-    expect(page.locator("#values")).to_have_text(re.compile(r"^step 6: loss [\d.]+, validation [\d.]+$"))
+    expect(page.locator("#values")).to_have_text(
+        re.compile(r"^step 6: loss [\d.]+, validation [\d.]+$")
+    )
     page.keyboard.press("ArrowLeft")
     expect(page.locator("#values")).to_contain_text("step 5:")
     with page.expect_response(re.compile("ui/live")):
@@ -103,7 +113,9 @@ def test_tokens_per_second_are_shown_over_longer_times(page: Page, served: Serve
     expect(page.locator("#span-2")).to_have_attribute("aria-pressed", "true")
 
 
-def test_a_job_with_a_method_a_validation_file_and_a_schedule(page: Page, served: Served, tmp_path: Path):
+def test_a_job_with_a_method_a_validation_file_and_a_schedule(
+    page: Page, served: Served, tmp_path: Path
+):
     pairs = tmp_path / "pairs.jsonl"
     pair = {"prompt": "What is 3? ", "chosen": "It is 3.", "rejected": "No."}
     pairs.write_text("\n".join([json.dumps(pair)] * 4))
@@ -131,13 +143,18 @@ def test_a_model_is_downloaded_merged_and_deleted(page: Page, served: Served, tm
     made = client.fine_tuning.jobs.create(
         model="tiny", training_file=file, suffix="gone", hyperparameters={"n_epochs": 1}
     )
-    served.wait_until(lambda: client.fine_tuning.jobs.retrieve(made.id).status == "succeeded", limit_s=120)
+    served.wait_until(
+        lambda: client.fine_tuning.jobs.retrieve(made.id).status == "succeeded", limit_s=120
+    )
     name = client.fine_tuning.jobs.retrieve(made.id).fine_tuned_model
     model = page.locator(f"#model-{made.id}")
     expect(model).to_contain_text(name)
     expect(model).to_contain_text(re.compile(r"adapter of tiny, .*[kM]B"))
     page.on("dialog", lambda dialog: dialog.accept())
-    for button, expected in (("Download", "adapter_model.safetensors"), ("Merge", "model.safetensors")):
+    for button, expected in (
+        ("Download", "adapter_model.safetensors"),
+        ("Merge", "model.safetensors"),
+    ):
         with page.expect_download(timeout=LONG_MS) as download:
             model.get_by_role("button", name=re.compile(f"^{button}")).click()
         download.value.save_as(tmp_path / "model.zip")
@@ -170,8 +187,14 @@ def rendered(page: Page, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a **b** *c* `d` ~~e~~", "<p>a <strong>b</strong> <em>c</em> <code>d</code> <del>e</del></p>"),
-        ("- a\n  - b\n- c", "<ul><li><p>a</p><ul><li><p>b</p></li></ul></li><li><p>c</p></li></ul>"),
+        (
+            "a **b** *c* `d` ~~e~~",
+            "<p>a <strong>b</strong> <em>c</em> <code>d</code> <del>e</del></p>",
+        ),
+        (
+            "- a\n  - b\n- c",
+            "<ul><li><p>a</p><ul><li><p>b</p></li></ul></li><li><p>c</p></li></ul>",
+        ),
         ("3. a\n4. b", '<ol start="3"><li><p>a</p></li><li><p>b</p></li></ol>'),
         (
             "```py\nif a < b:\n  **c**\n```",
@@ -229,15 +252,52 @@ def test_no_text_becomes_an_element_or_a_script(page: Page, text: str):
         }""",
         text,
     )
-    allowed = {"p", "a", "code", "pre", "strong", "em", "div", "table", "thead", "tbody", "tr", "th", "td"}
+    allowed = {
+        "p",
+        "a",
+        "code",
+        "pre",
+        "strong",
+        "em",
+        "div",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+    }
     assert set(found["names"]) <= allowed
-    assert set(found["attributes"]) <= {"href", "target", "rel", "class", "tabindex", "data-language"}
+    assert set(found["attributes"]) <= {
+        "href",
+        "target",
+        "rel",
+        "class",
+        "tabindex",
+        "data-language",
+    }
     assert set(found["links"]) <= {"https:", "http:", "mailto:"}
 
 
 def test_no_text_holds_up_the_page(page: Page):
     """Texts that patterns could backtrack in, or elements nest in, without end."""
-    units = ["**a ", "`", "[(", "*a", "_a ", "> ", "- ", "|", "` ", "<", "\\", "~~a ", "[a](http://", "# #", "- - "]
+    units = [
+        "**a ",
+        "`",
+        "[(",
+        "*a",
+        "_a ",
+        "> ",
+        "- ",
+        "|",
+        "` ",
+        "<",
+        "\\",
+        "~~a ",
+        "[a](http://",
+        "# #",
+        "- - ",
+    ]
     for unit in units:
         text = unit * (100_000 // len(unit))
         assert page.evaluate(
@@ -258,7 +318,10 @@ def test_an_answer_in_chat_is_drawn_as_markdown(page: Page):
         {"choices": [], "usage": {"completion_tokens": 9}},
     ]
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+    )
     page.fill("#prompt", "go")
     page.click("#send")
     said = page.locator("#talk-a .theirs .said")

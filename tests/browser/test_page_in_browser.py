@@ -23,7 +23,8 @@ Opener = Callable[..., Page]
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Opener]:
-    """Opens pages, each in a browser context of its own; what the console complains of is a failure."""
+    """Opens pages, each in a browser context of its own; what the console complains of is a
+    failure."""
     contexts, complaints = [], list[str]()
 
     def opened(url: str, *, complains: bool = False, **settings: Any) -> Page:
@@ -31,7 +32,10 @@ def open_page(browser: Browser) -> Iterator[Opener]:
         page: Page = contexts[-1].new_page()
         page.set_default_timeout(30_000)
         if not complains:
-            page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+            page.on(
+                "console",
+                lambda said: complaints.append(said.text) if said.type == "error" else None,
+            )
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(url)
         return page
@@ -46,7 +50,14 @@ def open_page(browser: Browser) -> Iterator[Opener]:
 def chats(tmp_path: Path) -> Path:
     path = tmp_path / "chats.jsonl"
     lines = [
-        json.dumps({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]})
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": asked},
+                    {"role": "assistant", "content": said},
+                ]
+            }
+        )
         for asked, said in PIRATE
     ]
     path.write_text("\n".join(lines * 8))
@@ -98,7 +109,9 @@ def test_from_a_file_to_a_model_that_answers(served: Served, open_page: Opener, 
     page.fill("#prompt", PIRATE[1][0])
     page.keyboard.press("Enter")
     for pane in ("#talk-a", "#talk-b"):
-        expect(page.locator(f"{pane} .facts-line")).to_contain_text("first token after", timeout=LONG_MS)
+        expect(page.locator(f"{pane} .facts-line")).to_contain_text(
+            "first token after", timeout=LONG_MS
+        )
 
     # And when it has learned.
     expect(job.locator(".status")).to_have_text("succeeded", timeout=LONG_MS)
@@ -107,11 +120,15 @@ def test_from_a_file_to_a_model_that_answers(served: Served, open_page: Opener, 
     page.click("#send")
     expect(page.locator("#talk-b .theirs").nth(1)).to_contain_text("matey", timeout=LONG_MS)
     expect(page.locator("#talk-a .theirs").nth(1)).not_to_contain_text("matey")
-    checkpoint = page.locator("#model-a optgroup[label=Checkpoints] option").first.get_attribute("value")
+    checkpoint = page.locator("#model-a optgroup[label=Checkpoints] option").first.get_attribute(
+        "value"
+    )
     assert re.fullmatch(r"ft:tiny:coserve:pirate:\w+:ckpt-step-\d+", checkpoint or "")
 
 
-def test_what_cannot_be_trained_is_said_before_a_job(served: Served, open_page: Opener, tmp_path: Path):
+def test_what_cannot_be_trained_is_said_before_a_job(
+    served: Served, open_page: Opener, tmp_path: Path
+):
     page = open_page(served.url)
     wrong = tmp_path / "<img src=x onerror=alert(1)>.jsonl"
     wrong.write_text('{"text": "fine"}\n{"txet": "not fine"}\n')
@@ -167,7 +184,12 @@ def test_everything_can_be_done_by_keys_alone(served: Served, open_page: Opener,
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(served: Served, open_page: Opener, chats: Path, scheme: str):
-    page = open_page(served.url, viewport={"width": 320, "height": 640}, color_scheme=scheme, reduced_motion="reduce")
+    page = open_page(
+        served.url,
+        viewport={"width": 320, "height": 640},
+        color_scheme=scheme,
+        reduced_motion="reduce",
+    )
     page.set_input_files("#file", chats)
     expect(page.locator("#start")).to_be_visible()
     page.check("#beside")
@@ -181,7 +203,9 @@ def test_it_fits_a_phone(served: Served, open_page: Opener, chats: Path, scheme:
     )
     assert width == 320, "nothing needs to be scrolled sideways"
     assert (sum(map(int, re.findall(r"\d+", ground))) < 384) == (scheme == "dark")
-    assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto", "nothing moves"
+    assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto", (
+        "nothing moves"
+    )
     unnamed = page.evaluate(
         """[...document.querySelectorAll("input, select, textarea, button, progress, [role=img]")].filter(
             (each) => !(each.labels?.length || each.ariaLabel || each.ariaLabelledByElements?.length
@@ -207,7 +231,9 @@ def test_a_key_is_asked_for_and_kept_to_its_tab(open_page: Opener, tmp_path: Pat
         expect(page.locator("#talk-a .facts-line")).to_be_visible(timeout=LONG_MS)
 
         assert page.context.cookies() == [] and "ann-key" not in page.url
-        assert page.evaluate("[localStorage.length, document.documentElement.outerHTML.includes('ann-key')]") == [
+        assert page.evaluate(
+            "[localStorage.length, document.documentElement.outerHTML.includes('ann-key')]"
+        ) == [
             *(0, False),
         ]
         page.reload()
@@ -224,6 +250,8 @@ def test_it_says_when_the_server_is_gone_and_when_it_is_back(served: Served, ope
     page = open_page(served.url, complains=True)
     expect(page.locator("#now")).to_contain_text("serving tiny")
     page.context.set_offline(True)
-    expect(page.locator("#trouble")).to_have_text("The server does not answer; this page tries again.")
+    expect(page.locator("#trouble")).to_have_text(
+        "The server does not answer; this page tries again."
+    )
     page.context.set_offline(False)
     expect(page.locator("#trouble")).to_be_hidden()

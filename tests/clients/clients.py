@@ -1,4 +1,5 @@
-"""Which clients are tried, and their environments: one each, made once and kept below `environments()`."""
+"""Which clients are tried, and their environments: one each, made once and kept below
+`environments()`."""
 
 import json
 import os
@@ -15,9 +16,10 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """name: in the table. packages: what its environment has, the client itself first. alone: what is installed then,
-    without what it would like to have beside it. script: below scripts/, which runs there. registry: pip, npm, or ""
-    for what is made by hand. is_heavy: tried by `make test-clients ALL=1` alone.
+    """name: in the table. packages: what its environment has, the client itself first. alone: what
+    is installed then, without what it would like to have beside it. script: below scripts/, which
+    runs there. registry: pip, npm, or "" for what is made by hand. is_heavy: tried by `make
+    test-clients ALL=1` alone.
     """
 
     name: str
@@ -51,12 +53,16 @@ class Client:
         """Of the client itself, in its environment."""
         if not self.packages:  # its builds have names of their own
             code = "import vllm; print(vllm.__version__)"
-            said = subprocess.run([self.command()[0], "-c", code], capture_output=True, text=True, check=True)
+            said = subprocess.run(
+                [self.command()[0], "-c", code], capture_output=True, text=True, check=True
+            )
             return said.stdout.split()[-1]
         package = self.packages[0]
         if self.registry == "npm":
             name = package.rpartition("@")[0] or package
-            found = json.loads((self.directory / "node_modules" / name / "package.json").read_text())
+            found = json.loads(
+                (self.directory / "node_modules" / name / "package.json").read_text()
+            )
             return str(found["version"])
         code = f"import importlib.metadata as m; print(m.version({package.partition('==')[0]!r}))"
         return subprocess.run(
@@ -66,33 +72,84 @@ class Client:
 
 CLIENTS = (
     Client(name="OpenAI for Python", packages=("openai==3.54.0",), script="openai_python.py"),
-    Client(name="OpenAI for Node", packages=("openai@6.49.0",), script="openai_node.mjs", registry="npm"),
+    Client(
+        name="OpenAI for Node",
+        packages=("openai@6.49.0",),
+        script="openai_node.mjs",
+        registry="npm",
+    ),
     Client(name="LiteLLM", packages=("litellm==1.106.2", "mcp"), script="litellm_client.py"),
-    Client(name="LangChain", packages=("langchain==1.4.7", "langchain-openai==1.7.3"), script="langchain_client.py"),
-    Client(name="LlamaIndex", packages=("llama-index-llms-openai-like==0.8.1",), script="llamaindex_client.py"),
+    Client(
+        name="LangChain",
+        packages=("langchain==1.4.7", "langchain-openai==1.7.3"),
+        script="langchain_client.py",
+    ),
+    Client(
+        name="LlamaIndex",
+        packages=("llama-index-llms-openai-like==0.8.1",),
+        script="llamaindex_client.py",
+    ),
     Client(name="instructor", packages=("instructor==1.17.0",), script="instructor_client.py"),
-    Client(name="guidance", packages=("guidance==0.3.1", "openai==3.54.0"), script="guidance_client.py"),
+    Client(
+        name="guidance", packages=("guidance==0.3.1", "openai==3.54.0"), script="guidance_client.py"
+    ),
     Client(name="llm", packages=("llm==0.36",), script="llm_client.py"),
     Client(name="aiperf", packages=("aiperf==0.13.0",), script="aiperf_client.py", is_heavy=True),
-    Client(name="guidellm", packages=("guidellm==0.8.1",), script="guidellm_client.py", is_heavy=True),
-    Client(name="vLLM's load client", packages=(), script="vllm_client.py", registry="", is_heavy=True),
+    Client(
+        name="guidellm", packages=("guidellm==0.8.1",), script="guidellm_client.py", is_heavy=True
+    ),
+    Client(
+        name="vLLM's load client", packages=(), script="vllm_client.py", registry="", is_heavy=True
+    ),
 )
-# What writes checkpoints for tests/clients/test_quantisers.py. The tools would take other versions of torch each.
+# What writes checkpoints for tests/clients/test_quantisers.py. The tools would take other versions
+# of torch each.
 QUANTISERS = Client(
     name="quantisers",
     packages=(
-        *("torch==2.13.0", "transformers==5.17.0", "accelerate==1.15.0", "datasets==5.2.0", "loguru", "pydantic"),
-        *("psutil", "requests", "tqdm", "nvidia-ml-py", "pillow", "pyyaml", "py-cpuinfo", "setuptools", "wheel"),
+        *(
+            "torch==2.13.0",
+            "transformers==5.17.0",
+            "accelerate==1.15.0",
+            "datasets==5.2.0",
+            "loguru",
+            "pydantic",
+        ),
+        *(
+            "psutil",
+            "requests",
+            "tqdm",
+            "nvidia-ml-py",
+            "pillow",
+            "pyyaml",
+            "py-cpuinfo",
+            "setuptools",
+            "wheel",
+        ),
     ),
     alone=(
-        *("bitsandbytes==0.50.2", "compressed-tensors==0.19.0", "llmcompressor==0.14.0.1", "torchao==0.18.0"),
-        *("auto-round==0.15.1", "autoawq==0.2.9", "gptqmodel==7.7.0", "device-smi", "tokenicer", "logbar", "pypcre"),
+        *(
+            "bitsandbytes==0.50.2",
+            "compressed-tensors==0.19.0",
+            "llmcompressor==0.14.0.1",
+            "torchao==0.18.0",
+        ),
+        *(
+            "auto-round==0.15.1",
+            "autoawq==0.2.9",
+            "gptqmodel==7.7.0",
+            "device-smi",
+            "tokenicer",
+            "logbar",
+            "pypcre",
+        ),
         *("defuser", "threadpoolctl", "--no-build-isolation"),  # two of these have no wheels
     ),
     script="quantisers.py",
     is_heavy=True,
 )
-# For the environments that one run makes of those that are not heavy: a slow registry must not hold up all tests.
+# For the environments that one run makes of those that are not heavy: a slow registry must not hold
+# up all tests.
 _INSTALLING_S = 300.0
 _until_s = time.monotonic() + _INSTALLING_S
 # Names the Python of an environment with vLLM, which is made by hand for each kind of machine.
@@ -124,7 +181,9 @@ def make(client: Client) -> str:
             return f"environments have taken {_INSTALLING_S:g} s: the next run makes more of them"
         try:
             limit_s = None if client.is_heavy else left_s
-            done = subprocess.run(command, cwd=client.directory, capture_output=True, text=True, timeout=limit_s)
+            done = subprocess.run(
+                command, cwd=client.directory, capture_output=True, text=True, timeout=limit_s
+            )
         except subprocess.TimeoutExpired:
             return f"environments have taken {_INSTALLING_S:g} s: the next run makes more of them"
         if done.returncode:

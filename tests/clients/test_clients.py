@@ -1,6 +1,7 @@
 """Real clients against a running server: each in an environment of its own, by a script of its own.
 
-What works with which version is kept beside the environments; `scripts/clients_table.py` makes docs/clients.md of it.
+What works with which version is kept beside the environments; `scripts/clients_table.py` makes
+docs/clients.md of it.
 """
 
 import json
@@ -30,7 +31,9 @@ def test_a_client_works(served: Served, client: Client):
         pytest.skip("takes minutes: make test-clients ALL=1")
     if reason := make(client):
         pytest.skip(reason)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
     done = subprocess.run(
         [*client.command(), f"{served.url}/v1", "caller"],
         env={**environment, "COSERVE_MODEL_DIRECTORY": str(tool_model())},
@@ -42,4 +45,6 @@ def test_a_client_works(served: Served, client: Client):
     assert done.returncode == 0, f"after {works}: {done.stdout[-2000:]}{done.stderr[-6000:]}"
     results = environments() / "results"
     results.mkdir(parents=True, exist_ok=True)
-    (results / f"{client.slug}.json").write_text(json.dumps({"version": client.version(), "works": works}))
+    (results / f"{client.slug}.json").write_text(
+        json.dumps({"version": client.version(), "works": works})
+    )

@@ -1,5 +1,6 @@
-"""Checkpoints as the quantisers themselves write them: a model that is loaded from one has the logits of the weights
-that its own tool makes of it. benchmarks/quantised-checkpoints.md has what came of it.
+"""Checkpoints as the quantisers themselves write them: a model that is loaded from one has the
+logits of the weights that its own tool makes of it. benchmarks/quantised-checkpoints.md has what
+came of it.
 """
 
 import json
@@ -54,7 +55,9 @@ def written(tmp_path_factory) -> Path:
     if reason := make(QUANTISERS):
         pytest.skip(reason)
     directory: Path = tmp_path_factory.mktemp("quantised")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
     done = subprocess.run(
         [*QUANTISERS.command(), str(directory)],
         env=environment | ENVIRONMENT,
@@ -73,18 +76,27 @@ def written(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_gives_the_logits_of_its_own_tool(written: Path, name: str):
     expected = load_file(written / name / "expected.safetensors")
-    is_rounded = name.startswith("auto-round")  # which computes in bfloat16: its weights are rounded to that
+    is_rounded = name.startswith(
+        "auto-round"
+    )  # which computes in bfloat16: its weights are rounded to that
     backbone = load_backbone(str(written / name), dtype="float32", kernels="plain")
     for held in backbone.weights.values() if is_rounded else ():
         for tensor in weight_tensors(held):
             tensor.copy_(tensor.bfloat16())
     tokens = expected["tokens"]
-    ours = logits(backbone, forward(backbone, [CachedSequence(backbone, len(tokens)).extend(tokens)]))
-    worst, largest = float((ours - expected["logits"]).abs().max()), float(expected["logits"].abs().max())
+    ours = logits(
+        backbone, forward(backbone, [CachedSequence(backbone, len(tokens)).extend(tokens)])
+    )
+    worst, largest = (
+        float((ours - expected["logits"]).abs().max()),
+        float(expected["logits"].abs().max()),
+    )
     print(f"{name}: logits of at most {largest:.3g} differ by at most {worst:.1e}")
     assert worst < (2e-3 if is_rounded else 1e-4)
 
 
 def test_what_torchao_writes_is_refused_by_name(written: Path):
-    with pytest.raises(UnsupportedModelError, match="weights quantised by torchao are not read; known are awq, "):
+    with pytest.raises(
+        UnsupportedModelError, match="weights quantised by torchao are not read; known are awq, "
+    ):
         load_backbone(str(written / REFUSED))

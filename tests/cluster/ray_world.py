@@ -1,4 +1,5 @@
-"""A real Ray cluster on this machine: a head, and machines with one device each; and what may befall them."""
+"""A real Ray cluster on this machine: a head, and machines with one device each; and what may
+befall them."""
 
 import os
 import signal
@@ -34,7 +35,8 @@ def free_port() -> int:
 
 
 class RayWorld:
-    """The cluster, its front's URL, and ways to harm it. Times are of recoveries, by what was killed."""
+    """The cluster, its front's URL, and ways to harm it. Times are of recoveries, by what was
+    killed."""
 
     def __init__(self, cluster: Any, config: ServerConfig, homes: Path | None = None) -> None:
         """homes: below it, each machine has one of its own (None: the usual one)."""
@@ -109,7 +111,9 @@ class RayWorld:
         with suppress(CoserveError):
             found = self.status()
             nodes = [each for each in found["nodes"] if each["state"] == "ready"]
-            return frozenset([("front", found["pid"]), *((n["name"], n["pid"], n["restarts"]) for n in nodes)])
+            return frozenset(
+                [("front", found["pid"]), *((n["name"], n["pid"], n["restarts"]) for n in nodes)]
+            )
         return frozenset()
 
     def has_recovered(self, before: frozenset[tuple[Any, ...]]) -> bool:
@@ -151,12 +155,18 @@ class RayWorld:
 
     def remove_machine_of(self, job: str) -> None:
         """The one that trains a job; none takes its place."""
-        pid = self.until(lambda: [each["pid"] for each in self._nodes() if job in each["jobs"] and each["pid"]])[0]
+        pid = self.until(
+            lambda: [each["pid"] for each in self._nodes() if job in each["jobs"] and each["pid"]]
+        )[0]
         raylet = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         (machine,) = [
             each
             for each in self.machines
-            if any(part.process.pid == raylet for parts in each.all_processes.values() for part in parts)
+            if any(
+                part.process.pid == raylet
+                for parts in each.all_processes.values()
+                for part in parts
+            )
         ]
         self.machines.remove(machine)
         self.cluster.remove_node(machine, allow_graceful=False)
@@ -167,7 +177,9 @@ class RayWorld:
 
     def drain_and_kill_front(self, number: int) -> None:
         """A node with jobs drains, which move; the front that comes then uses it again."""
-        node = max(self.until(self._nodes), key=lambda each: len(each["jobs"]) * (each["state"] == "ready"))
+        node = max(
+            self.until(self._nodes), key=lambda each: len(each["jobs"]) * (each["state"] == "ready")
+        )
         self.on_ray.drain(node["name"], START_S)
         (drained,) = [each for each in self.status()["nodes"] if each["name"] == node["name"]]
         assert (drained["state"], drained["jobs"]) == ("draining", [])
@@ -175,7 +187,9 @@ class RayWorld:
 
     def fronts(self) -> set[int]:
         """Processes that are fronts: the one that answers, and those that stand by."""
-        found = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:coserve:front"], capture_output=True, text=True)
+        found = subprocess.run(
+            ["pgrep", "-f", "^ray::ServeReplica:coserve:front"], capture_output=True, text=True
+        )
         return set(map(int, found.stdout.split()))
 
     def num_fronts(self) -> int:
@@ -212,8 +226,13 @@ class RayWorld:
 
 
 def engine_of(actor: int) -> int:
-    """The process that reads what a node's actor writes to its standard input; they have no other kinship."""
-    written = {os.readlink(file) for file in Path(f"/proc/{actor}/fd").iterdir() if file.exists() or file.is_symlink()}
+    """The process that reads what a node's actor writes to its standard input; they have no other
+    kinship."""
+    written = {
+        os.readlink(file)
+        for file in Path(f"/proc/{actor}/fd").iterdir()
+        if file.exists() or file.is_symlink()
+    }
     pipes = {each for each in written if each.startswith("pipe:")}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -251,7 +270,8 @@ def ray_head() -> Iterator[Any]:
 
     os.environ.update(RAY_SETTINGS)
     cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "resources": HEAD, "include_dashboard": False}
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "resources": HEAD, "include_dashboard": False},
     )
     try:
         on_ray.connect(cluster.address)
@@ -272,16 +292,27 @@ def ray_world(
     num_fronts: int = NUM_FRONTS,
     **settings: Any,
 ) -> Iterator[RayWorld]:
-    """All nodes ready, on machines that the cluster of a `ray_head` has for as long. placement: takes turns for tests
-    that ask all nodes by asking as often. homes: of machines.
+    """All nodes ready, on machines that the cluster of a `ray_head` has for as long. placement:
+    takes turns for tests that ask all nodes by asking as often. homes: of machines.
     """
     from coserve.cluster import on_ray, ray_front
 
-    usual: dict[str, Any] = {"model": "tiny", "dtype": "float32", "memory_bytes": 16_000_000, "device": "cpu"}
-    config = ServerConfig(**usual | {"home": str(home), "port": free_port(), "tpot_s": 1.0, "ttft_s": 5.0} | settings)
+    usual: dict[str, Any] = {
+        "model": "tiny",
+        "dtype": "float32",
+        "memory_bytes": 16_000_000,
+        "device": "cpu",
+    }
+    config = ServerConfig(
+        **usual | {"home": str(home), "port": free_port(), "tpot_s": 1.0, "ttft_s": 5.0} | settings
+    )
     cert, key = make_certificate(home)
     write_keys(home / "keys.toml", KEY)
-    tls: dict[str, Any] = {"ssl_certfile": str(cert), "ssl_keyfile": str(key), "api_keys_file": str(home / "keys.toml")}
+    tls: dict[str, Any] = {
+        "ssl_certfile": str(cert),
+        "ssl_keyfile": str(key),
+        "api_keys_file": str(home / "keys.toml"),
+    }
     config = replace(config, **tls)
     world = RayWorld(cluster, config, homes)
     try:

@@ -1,4 +1,5 @@
-"""One server on a real Ray cluster of three nodes: it answers as one device does, and nothing is lost when parts die.
+"""One server on a real Ray cluster of three nodes: it answers as one device does, and nothing is
+lost when parts die.
 
 COSERVE_CLUSTER_KILLS: how many, one kind after the other (default: one of each kind).
 COSERVE_CLUSTER_PLACEMENT: by what requests and jobs are placed (default: round-robin).
@@ -27,13 +28,21 @@ from forked import failure
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"),
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"
+    ),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 
 NUM_KILLS = int(os.environ.get("COSERVE_CLUSTER_KILLS", "4"))
 NUM_STREAMS, NUM_JOBS, NUM_STEPS = 32, 6, 40
-PROMPTS = ["The quick brown", "Once upon a time", "One copy of the weights", "Hello, how are", "To be, or not to"]
+PROMPTS = [
+    "The quick brown",
+    "Once upon a time",
+    "One copy of the weights",
+    "Hello, how are",
+    "To be, or not to",
+]
 
 
 def alone(engine: Any, prompt: str, num_tokens: int, adapter: str | None = None) -> str:
@@ -53,10 +62,21 @@ def ask(world: RayWorld, prompt: str, num_tokens: int, model: str = "tiny") -> s
 
 
 def train(
-    world: RayWorld, number: int, num_steps: int, *, num_rows: int = 8, model: str = "tiny", **extension: Any
+    world: RayWorld,
+    number: int,
+    num_steps: int,
+    *,
+    num_rows: int = 8,
+    model: str = "tiny",
+    **extension: Any,
 ) -> str:
-    rows = [json.dumps({"prompt": f"{i} and {number} ", "completion": f"make {i + number}"}) for i in range(num_rows)]
-    file = world.client.files.create(file=("train.jsonl", "\n".join(rows).encode()), purpose="fine-tune")
+    rows = [
+        json.dumps({"prompt": f"{i} and {number} ", "completion": f"make {i + number}"})
+        for i in range(num_rows)
+    ]
+    file = world.client.files.create(
+        file=("train.jsonl", "\n".join(rows).encode()), purpose="fine-tune"
+    )
     job = world.client.fine_tuning.jobs.create(
         model=model,
         training_file=file.id,
@@ -129,7 +149,8 @@ def test_the_front_has_tls_and_keys(world: RayWorld):
     assert [each.id for each in world.client.models.list()] == ["tiny"]
 
 
-# A machine that has no other one of Ray's in it asks the cluster by its own, which has joined by then.
+# A machine that has no other one of Ray's in it asks the cluster by its own, which has joined by
+# then.
 BY_ITSELF = (
     "import time; from coserve.cluster import on_ray; connect = on_ray.connect; "
     "on_ray.connect = lambda address: (time.sleep(15), connect(address))"
@@ -142,7 +163,10 @@ def test_a_machine_that_is_refused_has_joined_nothing(world: RayWorld, tmp_path:
     before, address = world.members(), world.cluster.address
     for own in (["dummy:qwen2.5-0.5b"], ["tiny", "--dtype", "bfloat16"], ["--placement", "lemix"]):
         said = failure(tmp_path, "cluster", "up", *own, "--address", address, before=BY_ITSELF)
-        assert f"the cluster at {address} serves tiny already, as its first coserve cluster up said" in said
+        assert (
+            f"the cluster at {address} serves tiny already, as its first coserve cluster up said"
+            in said
+        )
     tell_served(Served(model="tiny", version="0.0.1"))
     assert "runs coserve 0.0.1, and this is " in failure(
         tmp_path, "cluster", "up", "--address", address, before=BY_ITSELF
@@ -170,17 +194,23 @@ def directory_of(world: RayWorld, job: str, step: int) -> Path:
     return world.config.directory / "jobs" / job / "checkpoints" / f"step-{step}"
 
 
-def test_every_node_answers_as_a_single_engine_for_every_adapter_version(world: RayWorld, engine: Any, made: Any):
+def test_every_node_answers_as_a_single_engine_for_every_adapter_version(
+    world: RayWorld, engine: Any, made: Any
+):
     for prompt in PROMPTS:
         assert {ask(world, prompt, 12) for _ in range(3)} == {alone(engine, prompt, 12)}
     job, name = made, made.fine_tuned_model
     checkpoints = list(world.client.fine_tuning.jobs.checkpoints.list(job.id))
     assert [each.step_number for each in checkpoints] == [20, 10]
     for each in checkpoints:
-        engine.load_adapter(each.fine_tuned_model_checkpoint, str(directory_of(world, job.id, each.step_number)))
+        engine.load_adapter(
+            each.fine_tuned_model_checkpoint, str(directory_of(world, job.id, each.step_number))
+        )
     for version in (name, *(each.fine_tuned_model_checkpoint for each in checkpoints)):
         for prompt in PROMPTS[:2]:
-            assert {ask(world, prompt, 12, version) for _ in range(3)} == {alone(engine, prompt, 12, version)}
+            assert {ask(world, prompt, 12, version) for _ in range(3)} == {
+                alone(engine, prompt, 12, version)
+            }
 
 
 @pytest.mark.parametrize("synchronization", ["synchronous", "local-sgd", "asynchronous"])
@@ -188,7 +218,10 @@ def test_three_nodes_learn_one_job_and_serve_it(world: RayWorld, engine: Any, sy
     world.until(lambda: world.num_ready() == 3)
     id = train(world, 5, 60, data_parallel=3, live=True, synchronization=synchronization)
     world.until(
-        lambda: sum(id in node["jobs"] for node in world.status()["nodes"]) == 3 or job_of(world, id).finished_at
+        lambda: (
+            sum(id in node["jobs"] for node in world.status()["nodes"]) == 3
+            or job_of(world, id).finished_at
+        )
     )
     job = finished(world, id)
     assert steps_of(world, id) == list(range(1, 61))
@@ -198,7 +231,9 @@ def test_three_nodes_learn_one_job_and_serve_it(world: RayWorld, engine: Any, sy
         assert {ask(world, prompt, 12, job.fine_tuned_model) for _ in range(3)} == {expected}
     with pytest.raises(openai.BadRequestError, match="this server has 3 nodes that are ready"):
         train(world, 5, 60, data_parallel=4)
-    with pytest.raises(openai.BadRequestError, match="all nodes serve: ask for all 3 that are ready"):
+    with pytest.raises(
+        openai.BadRequestError, match="all nodes serve: ask for all 3 that are ready"
+    ):
         train(world, 5, 60, data_parallel=2, adapter={"type": "full"}, live=True)
 
 
@@ -208,16 +243,21 @@ CLEAR_ERRORS = re.compile(
     r"|InternalServerError: .*no node is ready; try again in a few seconds"
     r"|InternalServerError: .*This front stands by for another: try again in a few seconds"
     r"|InternalServerError: .*The front that had this request was lost: ask again in a few seconds"
-    r"|(InternalServerError|APIError): .*the node node-\d+ was lost after \d+ tokens of this answer; ask again"
-    r"|(InternalServerError|APIError): .*3 nodes were lost, one after the other, before this request had a token"
+    r"|(InternalServerError|APIError): .*the node node-\d+ was lost after \d+ tokens of this "
+    r"answer; ask again"
+    r"|(InternalServerError|APIError): .*3 nodes were lost, one after the other, before this "
+    r"request had a token"
     r"|(RemoteProtocolError|APIError): (peer closed connection|.*incomplete chunked read)"
 )
 
 
 class Streams:
-    """Clients that read one answer after the other; what came of each is compared with a single engine's."""
+    """Clients that read one answer after the other; what came of each is compared with a single
+    engine's."""
 
-    def __init__(self, world: RayWorld, expected: dict[tuple[str, str], str], num_tokens: int) -> None:
+    def __init__(
+        self, world: RayWorld, expected: dict[tuple[str, str], str], num_tokens: int
+    ) -> None:
         """expected: by model and prompt."""
         self._world, self._expected, self._num_tokens = world, expected, num_tokens
         self._ended = threading.Event()
@@ -260,7 +300,9 @@ class Streams:
         self._ended.set()
 
 
-def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(world: RayWorld, engine: Any, made: Any):
+def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(
+    world: RayWorld, engine: Any, made: Any
+):
     world.until(lambda: world.num_ready() == 3)
     name = made.fine_tuned_model
     expected = {("tiny", prompt): alone(engine, prompt, 48) for prompt in PROMPTS}
@@ -276,7 +318,9 @@ def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(w
             for number in range(NUM_KILLS):
                 world.until(partial(streams.has_more_than, streams.num_whole))
                 if all((found := job_of(world, id)) and found.finished_at for id in jobs):
-                    jobs.append(train(world, len(jobs), NUM_STEPS))  # there is always one to be lost
+                    jobs.append(
+                        train(world, len(jobs), NUM_STEPS)
+                    )  # there is always one to be lost
                 kill, lives, start_s = kills[number % len(kills)], world.lives(), time.monotonic()
                 kill(number)
                 world.until(partial(world.has_recovered, lives))
@@ -294,7 +338,8 @@ def test_nothing_is_lost_when_engines_actors_machines_and_the_front_are_killed(w
     for job in done:
         assert steps_of(world, job.id) == list(range(1, NUM_STEPS + 1)), job.id
     print(
-        f"\n{NUM_KILLS} kills: {streams.num_whole} whole answers, {len(streams.errors)} errors; seconds until all live:"
+        f"\n{NUM_KILLS} kills: {streams.num_whole} whole answers, {len(streams.errors)} errors; "
+        f"seconds until all live:"
     )
     for name, seconds in took.items():
         print(f"  {name}: {', '.join(f'{each:.1f}' for each in seconds)}")
@@ -317,7 +362,9 @@ def test_a_front_that_stands_by_takes_over_and_no_request_is_left_without_an_ans
                 job = train(world, 100 + number, NUM_STEPS)
                 world.until(partial(has_made, world, job, 10))
                 world.until(partial(streams.has_more_than, streams.num_whole))
-                for name, seconds in kill_the_front_that_answers(world, threads, expected, job).items():
+                for name, seconds in kill_the_front_that_answers(
+                    world, threads, expected, job
+                ).items():
                     took.setdefault(name, []).append(seconds)
                 finished(world, job)
                 assert steps_of(world, job) == list(range(1, NUM_STEPS + 1))
@@ -328,7 +375,8 @@ def test_a_front_that_stands_by_takes_over_and_no_request_is_left_without_an_ans
     assert streams.wrong == []
     assert streams.unclear() == []
     print(
-        f"\n{streams.num_whole} whole answers, {len(streams.errors)} errors; seconds from the kill of the front until"
+        f"\n{streams.num_whole} whole answers, {len(streams.errors)} errors; seconds from the kill "
+        f"of the front until"
     )
     for name, times in took.items():
         print(f"  {name}: {', '.join(f'{each:.1f}' for each in times)}")
@@ -340,7 +388,9 @@ def kill_the_front_that_answers(
     """With requests open, and one that comes then: each ends. Returns what it took until what."""
     took: dict[str, float] = {}
     answered, before = world.status()["pid"], world.fronts()
-    asked = [threads.submit(whole_or_error, world, prompt, text) for prompt, text in expected.items()]
+    asked = [
+        threads.submit(whole_or_error, world, prompt, text) for prompt, text in expected.items()
+    ]
     time.sleep(0.1)
     start_s = time.monotonic()
 
@@ -352,13 +402,21 @@ def kill_the_front_that_answers(
     world.kill_front(0)
     prompt = PROMPTS[0]
     late = threads.submit(whole_or_error, world, prompt, expected[prompt])
-    answers = since("another front answers", lambda: (pid := world.front_that_answers()) != answered and pid)
+    answers = since(
+        "another front answers", lambda: (pid := world.front_that_answers()) != answered and pid
+    )
     assert answers in before - {answered}, "it stood by"
-    since("it has given a whole answer", lambda: whole_or_error(world, prompt, expected[prompt]) == "whole")
+    since(
+        "it has given a whole answer",
+        lambda: whole_or_error(world, prompt, expected[prompt]) == "whole",
+    )
     since("all nodes are ready", lambda: world.num_ready() == 3)
     since("the job has made a step more", partial(has_made, world, job, 11))
     ends = [each.result(timeout=120) for each in asked]
-    print(f"of {len(ends)} requests that were open {ends.count('whole')} ended whole; others: {set(ends) - {'whole'}}")
+    print(
+        f"of {len(ends)} requests that were open {ends.count('whole')} ended whole; others: "
+        f"{set(ends) - {'whole'}}"
+    )
     assert "wrong" not in ends
     print(f"one that came then: {late.result(timeout=120)}")
     assert late.result() == "whole" or "no node is ready" in late.result()
@@ -372,7 +430,9 @@ def has_made(world: RayWorld, job: str, step: int) -> bool:
     return False
 
 
-def whole_or_error(world: RayWorld, prompt: str, expected: str, num_tokens: int = 48, model: str = "tiny") -> str:
+def whole_or_error(
+    world: RayWorld, prompt: str, expected: str, num_tokens: int = 48, model: str = "tiny"
+) -> str:
     """How a request ends: whole, wrong, or an error, in its words."""
     try:
         return "whole" if ask(world, prompt, num_tokens, model) == expected else "wrong"

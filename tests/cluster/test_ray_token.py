@@ -19,7 +19,9 @@ from coserve.cluster.ray_token import TOKEN_FILE
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"),
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"
+    ),
 ]
 
 ASK = """
@@ -42,7 +44,13 @@ def environment(home: Path) -> dict[str, str]:
 @contextmanager
 def cluster(directory: Path, ray_port: int) -> Iterator[tuple[str, str]]:
     """A front and one node: the line that says where they are, and the front's URL."""
-    options = {"ray-port": ray_port, "port": free_port(), "nodes": 1, "home": directory / "shared", "device": "cpu"}
+    options = {
+        "ray-port": ray_port,
+        "port": free_port(),
+        "nodes": 1,
+        "home": directory / "shared",
+        "device": "cpu",
+    }
     options |= {"memory": "16MB", "dtype": "float32"}
     with (
         (directory / "log").open("w") as log,
@@ -75,7 +83,11 @@ def cluster(directory: Path, ray_port: int) -> Iterator[tuple[str, str]]:
 
 def run(home: Path, *command: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, *command], env=environment(home), capture_output=True, text=True, timeout=120
+        [sys.executable, *command],
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -84,7 +96,10 @@ def processes_of(port: int) -> list[Path]:
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         try:
-            if f":{port}".encode() in (each / "cmdline").read_bytes() + (each / "environ").read_bytes():
+            if (
+                f":{port}".encode()
+                in (each / "cmdline").read_bytes() + (each / "environ").read_bytes()
+            ):
                 found.append(each)
         except OSError:
             pass
@@ -105,7 +120,10 @@ def test_nobody_without_the_token_can_have_it_do_anything(tmp_path: Path):
             said = run(second, "-m", "coserve", "cluster", *command, "--address", address)
             assert said.returncode == 1 and "Traceback" not in said.stderr
             last = said.stderr.splitlines()[-1]  # after Ray's own words
-            assert f"asks for a token, and this machine has another or none: copy {TOKEN_FILE} from" in last
+            assert (
+                f"asks for a token, and this machine has another or none: copy {TOKEN_FILE} from"
+                in last
+            )
         own = subprocess.run(
             [sys.executable, "-c", ASK, address],
             env=environment(first) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)},
@@ -113,16 +131,28 @@ def test_nobody_without_the_token_can_have_it_do_anything(tmp_path: Path):
             text=True,
         )
         assert "b'served'" in own.stdout
-        assert "0 wait for a node" in run(first, "-m", "coserve", "cluster", "status", "--address", address).stdout
+        assert (
+            "0 wait for a node"
+            in run(first, "-m", "coserve", "cluster", "status", "--address", address).stdout
+        )
         (second / TOKEN_FILE).write_text(path.read_text())
         (second / TOKEN_FILE).chmod(0o600)
-        assert "0 wait for a node" in run(second, "-m", "coserve", "cluster", "status", "--address", address).stdout
+        assert (
+            "0 wait for a node"
+            in run(second, "-m", "coserve", "cluster", "status", "--address", address).stdout
+        )
         (second / TOKEN_FILE).write_text("f" * 64)
-        assert "has another or none" in run(second, "-m", "coserve", "cluster", "status", "--address", address).stderr
+        assert (
+            "has another or none"
+            in run(second, "-m", "coserve", "cluster", "status", "--address", address).stderr
+        )
         body = {"model": "tiny", "prompt": "Hello", "max_tokens": 3}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200 and answer.json()["choices"], answer.text
         found = processes_of(port)
         assert len(found) >= 3
         for each in found:
-            assert path.read_bytes() not in (each / "environ").read_bytes() + (each / "cmdline").read_bytes()
+            assert (
+                path.read_bytes()
+                not in (each / "environ").read_bytes() + (each / "cmdline").read_bytes()
+            )

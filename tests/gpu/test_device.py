@@ -3,7 +3,14 @@
 import pytest
 import torch
 from devices import Driver
-from support import FAMILIES, make_adapter, model_directory, random_sequences, random_tokens, worst_error
+from support import (
+    FAMILIES,
+    make_adapter,
+    model_directory,
+    random_sequences,
+    random_tokens,
+    worst_error,
+)
 
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.loading import torch_device
@@ -37,7 +44,9 @@ def test_logits_are_the_cpus(family):
     for device in ("cpu", "cuda"):
         backbone = load_backbone(str(model_directory(family)), device=device)
         adapter = make_adapter(backbone)
-        sequences = [CachedSequence(backbone, 12, bypasses) for bypasses in (None, adapter.bypasses())]
+        sequences = [
+            CachedSequence(backbone, 12, bypasses) for bypasses in (None, adapter.bypasses())
+        ]
         rows = []
         for length in (7, 1, 4):
             tokens = random_tokens(length, length)
@@ -52,7 +61,9 @@ def test_gradients_are_the_cpus(family):
     for device in ("cpu", "cuda"):
         backbone = load_backbone(str(model_directory(family)), device=device)
         adapter = make_adapter(backbone, dropout=0.2)
-        training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 6, 12))))
+        training = TrainingPass(
+            adapter, training_programs(adapter), make_pack(random_sequences((9, 6, 12)))
+        )
         run_alone(training, forward_rows=8, backward_rows=5)
         results.append({name: gradient.cpu() for name, gradient in training.gradients.items()})
     assert worst_error(results[1], results[0]) < 1e-4
@@ -73,14 +84,22 @@ def test_an_optimizer_resumes_from_its_state():
 
 def test_masks_and_signs_are_the_same_bits():
     keys = dropout_row_ids(3, torch.arange(50))
-    assert torch.equal(dropout_mask(keys.cuda(), 33, p=0.3, salt=5).cpu(), dropout_mask(keys, 33, p=0.3, salt=5))
+    assert torch.equal(
+        dropout_mask(keys.cuda(), 33, p=0.3, salt=5).cpu(), dropout_mask(keys, 33, p=0.3, salt=5)
+    )
     x = torch.randn(5, 13)
     assert torch.equal(unpack_signs(pack_signs(x.cuda()), 13).cpu(), x > 0)
 
 
-def attend(backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = backend.prepare_attention([Segment(num_rows=len(q), num_keys=len(k))], block_tokens=len(k))
-    return backend.attention(q, k.flatten(1)[None], v.flatten(1)[None], batch, AttentionSpec(scale=0.125))
+def attend(
+    backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = backend.prepare_attention(
+        [Segment(num_rows=len(q), num_keys=len(k))], block_tokens=len(k)
+    )
+    return backend.attention(
+        q, k.flatten(1)[None], v.flatten(1)[None], batch, AttentionSpec(scale=0.125)
+    )
 
 
 def test_the_attention_of_the_device_equals_its_plain_twin():
@@ -93,22 +112,31 @@ def test_the_attention_of_the_device_equals_its_plain_twin():
 
 
 def test_a_device_on_a_gpu_says_what_one_on_a_cpu_says():
-    """Tokens, log-probabilities, losses and norms, with sections timed by events and tasklets under a time limit."""
+    """Tokens, log-probabilities, losses and norms, with sections timed by events and tasklets under
+    a time limit."""
     told = []
     for place in ("cpu", "cuda"):
         backbone = load_backbone(str(model_directory("llama")), device=place)
-        profile = roofline_profile(backbone, Hardware(name="any", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-6))
-        driver = Driver(torch_device(backbone, memory_bytes=2000 * kv_page_bytes(backbone, 4), profile=profile))
+        profile = roofline_profile(
+            backbone, Hardware(name="any", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-6)
+        )
+        driver = Driver(
+            torch_device(backbone, memory_bytes=2000 * kv_page_bytes(backbone, 4), profile=profile)
+        )
         params = SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, repetition_penalty=1.2)
         tokens = driver.generate("drawn", random_tokens(9, 1).tolist(), params, seed=3)
-        driver.open("scored", SamplingParams(max_tokens=1, temperature=0.0, logprobs=2, prompt_logprobs=1))
+        driver.open(
+            "scored", SamplingParams(max_tokens=1, temperature=0.0, logprobs=2, prompt_logprobs=1)
+        )
         ids = tuple(random_tokens(9, 2).tolist())
         rows = RequestRows("scored", 0, ids, driver.pages_for(9), samples=True, targets=ids[1:])
         result = driver.step(requests=[rows])
         scores = [one.logprob for one in (*result.prompts["scored"], result.tokens["scored"])]
         fields = LoraConfig(r=4, target_modules="all-linear").to_peft()
         opened = driver.open_trainer("job", TuningConfig(seed=1), adapter=fields)
-        sums = driver.train("job", opened, random_sequences((9, 6, 12)), window=8, tasklet=5).packs["job"]
+        sums = driver.train("job", opened, random_sequences((9, 6, 12)), window=8, tasklet=5).packs[
+            "job"
+        ]
         norm = driver.step(updates=[Update("job", sums.num_trained, 2)]).norms["job"]
         told.append((tokens, torch.tensor([*scores, sums.loss, norm]), sums.num_correct))
         driver.train("job", opened, random_sequences((9, 6, 12)))
@@ -120,8 +148,12 @@ def test_a_device_on_a_gpu_says_what_one_on_a_cpu_says():
 
 def test_tasklets_on_a_gpu_stop_soon_after_the_time_limit():
     backbone = load_backbone(str(model_directory("llama")), device="cuda")
-    profile = roofline_profile(backbone, Hardware(name="any", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-6))
-    driver = Driver(torch_device(backbone, memory_bytes=2000 * kv_page_bytes(backbone, 4), profile=profile))
+    profile = roofline_profile(
+        backbone, Hardware(name="any", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-6)
+    )
+    driver = Driver(
+        torch_device(backbone, memory_bytes=2000 * kv_page_bytes(backbone, 4), profile=profile)
+    )
     fields = LoraConfig(r=4, target_modules="all-linear").to_peft()
     opened = driver.open_trainer("job", TuningConfig(), adapter=fields)
     driver.forward_and_loss("job", opened, random_sequences((9, 6, 12)))

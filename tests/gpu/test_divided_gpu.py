@@ -1,4 +1,5 @@
-"""A GPU that is divided: the forward pass beside losses and tasklets, each on multiprocessors of its own."""
+"""A GPU that is divided: the forward pass beside losses and tasklets, each on multiprocessors of
+its own."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +35,9 @@ triton = pytest.importorskip("triton", reason="needs a GPU")
 tl = pytest.importorskip("triton.language")
 
 HARDWARE = Hardware(name="here", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-4)
-SHARES = tuple(Share(units=units, rows=(1,), forward=(0.95,), backward=(0.95,)) for units in (1, 2, 3))
+SHARES = tuple(
+    Share(units=units, rows=(1,), forward=(0.95,), backward=(0.95,)) for units in (1, 2, 3)
+)
 SEQUENCES = random_sequences((9, 14, 6))
 NUM_ROWS = 29
 NUM_TRAINED = sum(sum(trained[1:]) for _, trained in SEQUENCES)
@@ -64,7 +67,9 @@ def sides_for(backbone: Backbone) -> Sides:
 
 @triton.jit
 def note(places):
-    place = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    place = tl.inline_asm_elementwise(
+        "mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
     tl.store(places + tl.program_id(0), place)
 
 
@@ -84,7 +89,11 @@ def test_each_side_has_multiprocessors_of_its_own(backbone):
                 found[side, units] = processors_used()
     for units in range(1, sides.num_units):
         assert not found["forward", units] & found["backward", sides.num_units - units]
-        assert len(found["forward", units]) == len(found["backward", units]) == units * len(found["forward", 1])
+        assert (
+            len(found["forward", units])
+            == len(found["backward", units])
+            == units * len(found["forward", 1])
+        )
     sides.close()
 
 
@@ -106,9 +115,13 @@ def test_captured_steps_run_where_they_are_called(backbone):
 
 
 def make_driver(backbone: Backbone) -> Driver:
-    profile = replace(roofline_profile(backbone, HARDWARE), sharing=Sharing(num_units=4, shares=SHARES))
+    profile = replace(
+        roofline_profile(backbone, HARDWARE), sharing=Sharing(num_units=4, shares=SHARES)
+    )
     memory_bytes = 3000 * kv_page_bytes(backbone, 4)
-    return Driver(torch_device(backbone, memory_bytes=memory_bytes, block_tokens=4, profile=profile))
+    return Driver(
+        torch_device(backbone, memory_bytes=memory_bytes, block_tokens=4, profile=profile)
+    )
 
 
 def device_of(driver: Driver) -> TorchDevice:
@@ -142,7 +155,9 @@ def test_answers_and_gradients_are_those_of_a_step_in_turns(backbone):
     sides = driver.step(requests=rows(driver), partition=Partition(1, 3), **work["sides"])
     assert sides.tokens["r"].token == turns.tokens["r"].token
     assert (turns.num_tasklets, sides.num_tasklets) == ({"turns": 9}, {"sides": 9})
-    assert 1 <= sides.num_beside["sides"] <= 9 and 0 < sides.forward_s < 60 and 0 < sides.beside_s < 60
+    assert (
+        1 <= sides.num_beside["sides"] <= 9 and 0 < sides.forward_s < 60 and 0 < sides.beside_s < 60
+    )
     norms = driver.step(updates=[Update(name, NUM_TRAINED, 1) for name in ("turns", "sides")]).norms
     assert sides.packs["sides"].loss == pytest.approx(turns.packs["turns"].loss, rel=1e-5)
     assert norms["sides"] == pytest.approx(norms["turns"], rel=1e-5)
@@ -162,14 +177,19 @@ def test_tasklets_stop_soon_after_the_forward_pass(backbone, monkeypatch):
         return real(*given)
 
     monkeypatch.setattr(torch_step, "forward", forward)
-    found = driver.step(requests=rows(driver), tasklets=[Tasklets("job", 1, 87)], partition=Partition(2, 2, stops=True))
+    found = driver.step(
+        requests=rows(driver),
+        tasklets=[Tasklets("job", 1, 87)],
+        partition=Partition(2, 2, stops=True),
+    )
     assert NUM_ROWS <= found.num_tasklets["job"] < 87 and found.num_beside == found.num_tasklets
     driver.device.close()
 
 
 @pytest.mark.parametrize("kind", ["captured", "eager"])
 def test_two_jobs_and_a_request_side_by_side_are_those_in_turns(backbone, kind, monkeypatch):
-    """Step after step, with one job's window in the forward pass and another's tasklets beside it."""
+    """Step after step, with one job's window in the forward pass and another's tasklets beside
+    it."""
     if kind == "eager":
         monkeypatch.setattr(type(backbone.backend), "captures", False)
     found = []
@@ -177,12 +197,16 @@ def test_two_jobs_and_a_request_side_by_side_are_those_in_turns(backbone, kind, 
         driver = make_driver(backbone)
         norms: list[Any] = []
         tokens: list[int] = []
-        opened = {job: driver.open_trainer(job, CONFIG, adapter=LORA.to_peft()) for job in ("a", "b")}
+        opened = {
+            job: driver.open_trainer(job, CONFIG, adapter=LORA.to_peft()) for job in ("a", "b")
+        }
         for turn in range(5):
             driver.forward_and_loss("a", opened["a"], SEQUENCES)
             driver.begin("b", opened["b"], SEQUENCES)
             driver.open(f"r{turn}", greedy(1))
-            request = [RequestRows(f"r{turn}", 0, PROMPT, driver.pages_for(len(PROMPT)), samples=True)]
+            request = [
+                RequestRows(f"r{turn}", 0, PROMPT, driver.pages_for(len(PROMPT)), samples=True)
+            ]
             step = driver.step(
                 requests=request,
                 windows=[WindowRows("b", NUM_ROWS)],
@@ -192,7 +216,9 @@ def test_two_jobs_and_a_request_side_by_side_are_those_in_turns(backbone, kind, 
             tokens.append(step.tokens[f"r{turn}"].token)
             driver.step(losses=[LossRows("b", NUM_TRAINED)])
             driver.step(tasklets=[Tasklets("b", 1000, 3)])
-            norms += driver.step(updates=[Update(job, NUM_TRAINED, 1) for job in ("a", "b")]).norms.values()
+            norms += driver.step(
+                updates=[Update(job, NUM_TRAINED, 1) for job in ("a", "b")]
+            ).norms.values()
         found.append((tokens, norms))
         driver.device.close()
     for tokens, norms in found[1:]:
@@ -203,7 +229,9 @@ def test_two_jobs_and_a_request_side_by_side_are_those_in_turns(backbone, kind, 
 @pytest.mark.parametrize("policy", ["spatial-sharing", "harli", "llmstation", "slack"])
 def test_policies_train_on_a_divided_gpu(backbone, policy):
     """A job is trained to its end beside requests whose answers are those of a device by itself."""
-    profile = replace(roofline_profile(backbone, HARDWARE), sharing=Sharing(num_units=4, shares=SHARES))
+    profile = replace(
+        roofline_profile(backbone, HARDWARE), sharing=Sharing(num_units=4, shares=SHARES)
+    )
     memory_bytes = 3000 * kv_page_bytes(backbone, 4)
     device = torch_device(backbone, memory_bytes=memory_bytes, block_tokens=4, profile=profile)
     engine = Engine(device, EngineConfig(policy=policy, block_tokens=4, tpot_s=1.0, ttft_s=4.0))
@@ -215,5 +243,7 @@ def test_policies_train_on_a_divided_gpu(backbone, policy):
         engine.step()
         num_divided += engine.last_plan.partition is not None
     assert engine.jobs[job].state == "succeeded"
-    assert num_divided or policy != "spatial-sharing", "others divide it where they expect to gain by it"
+    assert num_divided or policy != "spatial-sharing", (
+        "others divide it where they expect to gain by it"
+    )
     device.close()

@@ -1,4 +1,5 @@
-"""Memory of a GPU that changes hands: pages to the host and back, and weights of another model through a window."""
+"""Memory of a GPU that changes hands: pages to the host and back, and weights of another model
+through a window."""
 
 from dataclasses import replace
 from random import Random

@@ -1,5 +1,6 @@
-"""What a GPU runs as captured calls gives what the plain backend gives: requests that decode, and windows of jobs. On a
-GPU, or interpreted on a CPU, where a call runs again what it was made of (`make test-triton`).
+"""What a GPU runs as captured calls gives what the plain backend gives: requests that decode, and
+windows of jobs. On a GPU, or interpreted on a CPU, where a call runs again what it was made of
+(`make test-triton`).
 """
 
 import pytest
@@ -16,13 +17,21 @@ from coserve.kernels.groups.base import SingleRank
 from coserve.kernels.triton import TritonBackend
 from coserve.memory.paged_kv import PagedKv
 from coserve.models import forward, load_backbone
-from coserve.tuning import TrainingPass, captured, make_pack, run_alone, training_programs, window_rooms
+from coserve.tuning import (
+    TrainingPass,
+    captured,
+    make_pack,
+    run_alone,
+    training_programs,
+    window_rooms,
+)
 from coserve.tuning.captured import CapturedWindows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
     pytest.mark.skipif(
-        not TritonBackend.is_available(DEVICE), reason="needs a GPU, or Triton's interpreter (make test-triton)"
+        not TritonBackend.is_available(DEVICE),
+        reason="needs a GPU, or Triton's interpreter (make test-triton)",
     ),
     # Of rows with which a call is filled up: memory that nobody has written.
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
@@ -46,7 +55,8 @@ def _few_splits(monkeypatch):
 @pytest.mark.usefixtures("_few_splits")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "llama-biases-tied", "qwen2-sliding"])
 def test_decode_steps(name):
-    """Of growing and of fewer requests; without adapters, with one, with several of several ranks and targets."""
+    """Of growing and of fewer requests; without adapters, with one, with several of several ranks
+    and targets."""
     targets = [["q_proj", "v_proj"], "all-linear", ["down_proj"]]
     found = []
     for kernels in ("triton", "plain"):
@@ -55,12 +65,23 @@ def test_decode_steps(name):
             make_adapter(backbone, seed=seed, r=rank, target_modules=target).bypasses()
             for seed, rank, target in zip((1, 2, 3), (4, 8, 2), targets, strict=True)
         ]
-        companies = [[None, 0, None, 0, 0], [0, 1, None, 1, 0], [2] * 5, [0, 1, 2, 1, 0], [1, 0, 2, 0, 1]]
+        companies = [
+            [None, 0, None, 0, 0],
+            [0, 1, None, 1, 0],
+            [2] * 5,
+            [0, 1, 2, 1, 0],
+            [1, 0, 2, 0, 1],
+        ]
         with torch.inference_mode():
             steps = Steps(backbone)
-            rows = [steps.step(which=which).clone() for which in (None, [4, 2], None, [0], [3, 1, 0], None)]
+            rows = [
+                steps.step(which=which).clone()
+                for which in (None, [4, 2], None, [0], [3, 1, 0], None)
+            ]
             rows += [
-                steps.step([None if index is None else bypasses[index] for index in company]).clone()
+                steps.step(
+                    [None if index is None else bypasses[index] for index in company]
+                ).clone()
                 for company in companies
             ]
         if kernels == "triton":
@@ -69,7 +90,9 @@ def test_decode_steps(name):
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda" or not dist.is_available(), reason="needs the interpreter, and gloo")
+@pytest.mark.skipif(
+    DEVICE.type == "cuda" or not dist.is_available(), reason="needs the interpreter, and gloo"
+)
 def test_ranks_capture_nothing():
     """Their sums would be among what is captured."""
     directory = str(wide_directory("llama"))
@@ -116,21 +139,35 @@ def run_prompts(name, kernels):
         for seed, rank, target in zip((1, 2), (4, 20), targets, strict=True)
     ]
     one, other = bypasses
-    companies = (None, None, None, [one, other, None, other, one], [other, one, one, other, None], [other] * 5)
+    companies = (
+        None,
+        None,
+        None,
+        [one, other, None, other, one],
+        [other, one, one, other, None],
+        [other] * 5,
+    )
     with torch.inference_mode():
         steps = Steps(backbone)
-        rows = [steps.step(own, counts=counts).clone() for counts, own in zip(PROMPTS, companies, strict=True)]
+        rows = [
+            steps.step(own, counts=counts).clone()
+            for counts, own in zip(PROMPTS, companies, strict=True)
+        ]
         rows += [steps.step(which=[2, 0], counts={0: 3}).clone(), steps.step(which=[2, 1]).clone()]
     return torch.cat(rows)
 
 
 @pytest.mark.usefixtures("_small_graphs", "_few_splits")
-@pytest.mark.parametrize("name", ["qwen2-sliding", *(["llama-biases-tied"] if DEVICE.type == "cuda" else [])])
+@pytest.mark.parametrize(
+    "name", ["qwen2-sliding", *(["llama-biases-tied"] if DEVICE.type == "cuda" else [])]
+)
 def test_steps_with_pieces_of_prompts(name, captured_sizes):
     found, expected = (run_prompts(name, kernels) for kernels in ("triton", "plain"))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     of_prompts = {(size.rows, size.segments, size.rank) for size in captured_sizes if size.segments}
-    assert of_prompts == {(16, 16, 0), (8, 2, 0), (8, 8, 32), (16, 16, 32)}, "5 steps, one without adapters twice"
+    assert of_prompts == {(16, 16, 0), (8, 2, 0), (8, 8, 32), (16, 16, 32)}, (
+        "5 steps, one without adapters twice"
+    )
 
 
 @pytest.mark.usefixtures("_small_graphs")
@@ -140,7 +177,8 @@ def test_more_requests_than_graphs_of_decode_steps_have_room_for(captured_sizes,
     monkeypatch.setattr(graphs, "DECODE_ROWS", (1, 2))
     with torch.inference_mode():
         found, expected = (
-            Steps(load(wide_directory("llama"), kernels)).step().clone() for kernels in ("triton", "plain")
+            Steps(load(wide_directory("llama"), kernels)).step().clone()
+            for kernels in ("triton", "plain")
         )
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert [(size.rows, size.segments) for size in captured_sizes] == [(8, 8)]
@@ -158,8 +196,13 @@ def test_steps_that_were_captured_at_the_start_change_nothing():
         pages.capture()
         assert len(pages.stores.traces) == (kernels == "triton")
         with torch.inference_mode():
-            forward(backbone, [pages.rows([([0, 1], 0, random_tokens(5, 1).tolist()), ([2], 0, [7])])])
-            steps = [forward(backbone, [pages.rows([([0, 1], 5 + i, [9]), ([2], 1 + i, [3])])]).clone() for i in (0, 1)]
+            forward(
+                backbone, [pages.rows([([0, 1], 0, random_tokens(5, 1).tolist()), ([2], 0, [7])])]
+            )
+            steps = [
+                forward(backbone, [pages.rows([([0, 1], 5 + i, [9]), ([2], 1 + i, [3])])]).clone()
+                for i in (0, 1)
+            ]
         found.append(torch.cat(steps))
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
@@ -170,10 +213,15 @@ def test_steps_with_prompts_of_too_many_rows_run_as_always(captured_sizes):
     found = []
     for kernels in ("triton", "plain"):
         adapter = make_adapter(load(wide_directory("llama"), kernels), seed=1)
-        training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((6,))), first_row=0)
+        training = TrainingPass(
+            adapter, training_programs(adapter), make_pack(random_sequences((6,))), first_row=0
+        )
         with torch.inference_mode():
             steps = Steps(adapter.backbone)
-            rows = [steps.step(counts={1: 10, 4: 8}).clone(), steps.step(which=[0, 2, 3], counts={0: 2}).clone()]
+            rows = [
+                steps.step(counts={1: 10, 4: 8}).clone(),
+                steps.step(which=[0, 2, 3], counts={0: 2}).clone(),
+            ]
             pages = steps.pages.rows([(steps.table(1), steps.lengths[1], [3, 4])])
             rows.append(forward(adapter.backbone, [pages, training.next_window(6)]).clone())
         found.append(torch.cat(rows))
@@ -192,7 +240,9 @@ def test_a_graph_leaves_what_it_was_not_given():
         steps.step(which=[2, 3], counts={2: 2})
     places = {steps.table(index)[number // 4] for index, number in ((2, 8), (2, 9), (3, 13))}
     others = [page for page in range(before.shape[2]) if page not in places]
-    assert torch.equal(steps.pages.pages[:, :, others].nan_to_num(7), before[:, :, others].nan_to_num(7))
+    assert torch.equal(
+        steps.pages.pages[:, :, others].nan_to_num(7), before[:, :, others].nan_to_num(7)
+    )
 
 
 @pytest.fixture
@@ -205,10 +255,14 @@ def _small_rooms(monkeypatch):
 
 
 def gradients(adapter, programs, lengths, *, rows, calls=None):
-    training = TrainingPass(adapter, programs, make_pack(random_sequences(lengths)), first_row=7, captured=calls)
+    training = TrainingPass(
+        adapter, programs, make_pack(random_sequences(lengths)), first_row=7, captured=calls
+    )
     with torch.inference_mode():
         run_alone(training, forward_rows=rows, backward_rows=rows - 3)
-    return {name: gradient.cpu() for name, gradient in training.gradients.items()}, training.totals.cpu()
+    return {
+        name: gradient.cpu() for name, gradient in training.gradients.items()
+    }, training.totals.cpu()
 
 
 @pytest.mark.usefixtures("_small_rooms")
@@ -259,7 +313,10 @@ def test_blocks_above_the_trained_ones_are_captured(caplog):
 
 def test_a_model_that_is_trained_itself_is_not_captured():
     backbone, config = load(model_directory("llama"), "triton"), FullConfig()
-    assert CapturedWindows.of(FullWeights(backbone, config, config.chosen(backbone.architecture))) is None
+    assert (
+        CapturedWindows.of(FullWeights(backbone, config, config.chosen(backbone.architecture)))
+        is None
+    )
 
 
 # -- what cannot be captured ----------------------------------------------------------
@@ -267,7 +324,10 @@ def test_a_model_that_is_trained_itself_is_not_captured():
 
 def test_what_waits_for_the_device_is_not_captured():
     """As experts are counted, say."""
-    backend, x = load(model_directory("llama"), "triton").backend, torch.tensor([3, 1], device=DEVICE)
+    backend, x = (
+        load(model_directory("llama"), "triton").backend,
+        torch.tensor([3, 1], device=DEVICE),
+    )
     assert backend.capture(lambda: torch.bincount(x)) is None
     assert backend.capture(lambda: x.sum().item()) is None
     y = torch.zeros(2, device=DEVICE)

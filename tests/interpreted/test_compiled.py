@@ -1,4 +1,5 @@
-"""Every kernel compiles for GPUs that are not here: the interpreter takes what Triton's compiler refuses."""
+"""Every kernel compiles for GPUs that are not here: the interpreter takes what Triton's compiler
+refuses."""
 
 import os
 import subprocess
@@ -19,7 +20,11 @@ def test_every_kernel_compiles(capability, tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(capability)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, str(script), str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split()[-1]) > 20, "kernels, in their variants"

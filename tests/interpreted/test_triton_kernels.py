@@ -1,4 +1,5 @@
-"""The kernels of GPUs against their plain twins: on a GPU, or interpreted on a CPU (`make test-triton`)."""
+"""The kernels of GPUs against their plain twins: on a GPU, or interpreted on a CPU (`make
+test-triton`)."""
 
 from typing import Any
 
@@ -15,7 +16,9 @@ from coserve.kernels.triton import TritonBackend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IS_THERE = TritonBackend.is_available(DEVICE)
-pytestmark = pytest.mark.skipif(not IS_THERE, reason="needs a GPU, or Triton's interpreter (make test-triton)")
+pytestmark = pytest.mark.skipif(
+    not IS_THERE, reason="needs a GPU, or Triton's interpreter (make test-triton)"
+)
 
 PLAIN = PlainBackend(DEVICE)
 CPU = PlainBackend(torch.device("cpu"))
@@ -34,8 +37,8 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, gap: int = 0) -> Tenso
 
 
 def check(ours: Tensor | None, twin: Tensor | None) -> None:
-    """To the bit in half precision, where sums of float32 in another order are rounded alike; the interpreter cuts
-    bfloat16 off, and does not round it.
+    """To the bit in half precision, where sums of float32 in another order are rounded alike; the
+    interpreter cuts bfloat16 off, and does not round it.
     """
     assert ours is not None and twin is not None
     assert ours.dtype == twin.dtype and ours.shape == twin.shape
@@ -83,7 +86,11 @@ def test_gated_units(dtype, width):
 @pytest.mark.parametrize(("heads", "width"), [(4, 24), (1, 64), (40, 16)])
 def test_rotations(dtype, heads, width):
     torch.manual_seed(0)
-    x, cos, sin = draw(5, heads * width, dtype=dtype, gap=8), draw(5, width, dtype=dtype), draw(5, width, dtype=dtype)
+    x, cos, sin = (
+        draw(5, heads * width, dtype=dtype, gap=8),
+        draw(5, width, dtype=dtype),
+        draw(5, width, dtype=dtype),
+    )
     check(TRITON.rope(x, cos, sin), PLAIN.rope(x.contiguous(), cos, sin))
     check(TRITON.rope_gradient(x, cos, sin), PLAIN.rope_gradient(x.contiguous(), cos, sin))
 
@@ -96,13 +103,22 @@ def test_other_dtypes_go_the_plain_way():
 @pytest.mark.parametrize("widths", [(24, 8, 1000), (6, 4), (2, 6), (3, 5, 8)])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_rows_are_copied_to_addresses_and_back(widths, in_place):
-    """Of several tensors at once, of rows of as many bytes, which make words of 8, 2, 2 and 1 of them."""
-    own = [torch.randint(0, 100, (12 if in_place else 6, width), dtype=torch.uint8).to(DEVICE) for width in widths]
-    others = [torch.randint(100, 200, (12, width), dtype=torch.uint8).to(DEVICE) for width in widths]
+    """Of several tensors at once, of rows of as many bytes, which make words of 8, 2, 2 and 1 of
+    them."""
+    own = [
+        torch.randint(0, 100, (12 if in_place else 6, width), dtype=torch.uint8).to(DEVICE)
+        for width in widths
+    ]
+    others = [
+        torch.randint(100, 200, (12, width), dtype=torch.uint8).to(DEVICE) for width in widths
+    ]
     places = torch.tensor([other.data_ptr() for other in others], device=DEVICE)
     copies = TRITON.row_copies(own, in_place=in_place, most_rows=6)
     for first, n in ((3, 6), (0, 1), (5, 0), (11, 1)):
-        rows, expected = torch.tensor([first, n], device=DEVICE), [other.clone() for other in others]
+        rows, expected = (
+            torch.tensor([first, n], device=DEVICE),
+            [other.clone() for other in others],
+        )
         part = slice(first, first + n)
         for mine, theirs in zip(own, expected, strict=True):
             theirs[part] = mine[part] if in_place else mine[:n]
@@ -149,7 +165,8 @@ def attended(
     torch.manual_seed(0)
     device, (n, m) = backend.device, (sum(sizes) for sizes in zip(*lengths, strict=True))
     q, grad, k, v = (
-        torch.randn(rows, heads, width).to(dtype).to(device) for rows, heads in ((n, 6), (n, 6), (m, 2), (m, 2))
+        torch.randn(rows, heads, width).to(dtype).to(device)
+        for rows, heads in ((n, 6), (n, 6), (m, 2), (m, 2))
     )
     starts = [sum(keys for _, keys in lengths[:index]) for index in range(len(lengths))]
     batch = backend.prepare_attention(
@@ -162,7 +179,9 @@ def attended(
     spec, stores = spec_of(name, device), (k.flatten(1)[None], v.flatten(1)[None])
     out, lse = backend.attention(q, *stores, batch, spec)
     sums = [torch.full((1, m, 2 * width), 2.0, device=device) for _ in range(2)]
-    dq = backend.attention_gradient(grad, q, *stores, out, lse, batch, spec, key_grads=sums[0], value_grads=sums[1])
+    dq = backend.attention_gradient(
+        grad, q, *stores, out, lse, batch, spec, key_grads=sums[0], value_grads=sums[1]
+    )
     return [each.float().cpu() for each in (out, lse, dq, *sums)]
 
 
@@ -172,7 +191,10 @@ def attended(
 @pytest.mark.parametrize("width", [16, 24])
 def test_attention_and_its_gradients(dtype, name, lengths, width):
     tolerance = 2e-5 if dtype == torch.float32 else 5e-2
-    ours, twin = attended(TRITON, dtype, name, lengths, width), attended(CPU, dtype, name, lengths, width)
+    ours, twin = (
+        attended(TRITON, dtype, name, lengths, width),
+        attended(CPU, dtype, name, lengths, width),
+    )
     for one, other in zip(ours, twin, strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
@@ -196,7 +218,12 @@ def test_attention_over_pages(dtype, name):
         batch = backend.prepare_attention(segments, block_tokens=block)
         own = [x.to(backend.device) for x in (q, k, v)]
         found.append(
-            [x.float().cpu() for x in backend.attention(own[0], own[1], own[2], batch, spec_of(name, backend.device))]
+            [
+                x.float().cpu()
+                for x in backend.attention(
+                    own[0], own[1], own[2], batch, spec_of(name, backend.device)
+                )
+            ]
         )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for one, other in zip(*found, strict=True):
@@ -204,7 +231,8 @@ def test_attention_over_pages(dtype, name):
 
 
 def test_rooms_of_windows_hold_one_batch_after_another():
-    """Rows that belong to no segment get zeros, and the tiles of a longer batch are gone with it."""
+    """Rows that belong to no segment get zeros, and the tiles of a longer batch are gone with
+    it."""
     torch.manual_seed(0)
     room = TRITON.attention_room(num_rows=40, num_keys=64, num_segments=4)
     assert room is not None and room.num_rows == 40
@@ -216,14 +244,25 @@ def test_rooms_of_windows_hold_one_batch_after_another():
             Segment(num_rows=rows, num_keys=keys, first_key=first)
             for (rows, keys), first in zip(lengths, starts, strict=True)
         ]
-        batch, n = TRITON.prepare_attention(segments, block_tokens=64), sum(rows for rows, _ in lengths)
+        batch, n = (
+            TRITON.prepare_attention(segments, block_tokens=64),
+            sum(rows for rows, _ in lengths),
+        )
         room.fill(batch)
         results = []
         for given, rows in ((room, 40), (batch, n)):
             out, lse = TRITON.attention(q[:rows], *stores, given, spec)
             sums = [torch.zeros(1, 64, 32, device=DEVICE) for _ in range(2)]
             dq = TRITON.attention_gradient(
-                grad[:rows], q[:rows], *stores, out, lse, given, spec, key_grads=sums[0], value_grads=sums[1]
+                grad[:rows],
+                q[:rows],
+                *stores,
+                out,
+                lse,
+                given,
+                spec,
+                key_grads=sums[0],
+                value_grads=sums[1],
             )
             assert not out[n:].any() and not dq[n:].any()
             results.append((out[:n], lse[:n], dq[:n], *sums))
@@ -240,15 +279,30 @@ def test_rooms_of_requests_hold_one_step_after_another(name):
     room = StaticSegments(40, 5, torch.zeros(64, dtype=torch.int64, device=DEVICE), splits=4)
     q, k, v = draw(40, 6, 16), draw(50, 4, 32), draw(50, 4, 32)
     spec = spec_of(name, DEVICE)
-    for lengths in ([(1, 70), (33, 40), (1, 9)], [(2, 2)], [(1, 5), (1, 80), (1, 3), (20, 60), (2, 31)], [(12, 50)]):
+    for lengths in (
+        [(1, 70), (33, 40), (1, 9)],
+        [(2, 2)],
+        [(1, 5), (1, 80), (1, 3), (20, 60), (2, 31)],
+        [(12, 50)],
+    ):
         numbers = iter(torch.randperm(50).tolist())
         segments = [
-            Segment(num_rows=rows, num_keys=keys, pages=tuple(next(numbers) for _ in range(-(-keys // 4))))
+            Segment(
+                num_rows=rows,
+                num_keys=keys,
+                pages=tuple(next(numbers) for _ in range(-(-keys // 4))),
+            )
             for rows, keys in lengths
         ]
-        batch, n = TRITON.prepare_attention(segments, block_tokens=4), sum(rows for rows, _ in lengths)
+        batch, n = (
+            TRITON.prepare_attention(segments, block_tokens=4),
+            sum(rows for rows, _ in lengths),
+        )
         room.fill(batch)
-        found, expected = TRITON.attention(q, k, v, room, spec), TRITON.attention(q[:n], k, v, batch, spec)
+        found, expected = (
+            TRITON.attention(q, k, v, room, spec),
+            TRITON.attention(q[:n], k, v, batch, spec),
+        )
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one[:n], other, atol=1e-5, rtol=1e-5)
 
@@ -265,11 +319,22 @@ def test_adapters_of_many_ranks_add_to_their_rows(dtype, inner, outs):
         return LowRank(a=draw(rank, inner, dtype=dtype), b=draw(out, rank, dtype=dtype), scale=0.4)
 
     adapters = [
-        LowRankAdapter([None, *(None if (i + rank) % 5 == 0 else factors(rank, out) for i, out in enumerate(outs))])
+        LowRankAdapter(
+            [
+                None,
+                *(
+                    None if (i + rank) % 5 == 0 else factors(rank, out)
+                    for i, out in enumerate(outs)
+                ),
+            ]
+        )
         for rank in (16, 1, 41, 7)
     ]
     rows = [own.tolist() for own in torch.randperm(50).split((1, 3, 26, 12, 8))[:-1]]
-    x, given = draw(50, inner, dtype=dtype, gap=2), [draw(50, out, dtype=dtype, gap=1) for out in outs]
+    x, given = (
+        draw(50, inner, dtype=dtype, gap=2),
+        [draw(50, out, dtype=dtype, gap=1) for out in outs],
+    )
     results = []
     for backend in (TRITON, PLAIN):
         outputs = [y.clone() for y in given]
@@ -277,4 +342,6 @@ def test_adapters_of_many_ranks_add_to_their_rows(dtype, inner, outs):
         results.append(outputs)
     for one, other in zip(*results, strict=True):
         size = float(other.abs().max())
-        torch.testing.assert_close(one, other, atol=(1e-5 if dtype == torch.float32 else 1e-2) * size, rtol=0)
+        torch.testing.assert_close(
+            one, other, atol=(1e-5 if dtype == torch.float32 else 1e-2) * size, rtol=0
+        )

@@ -1,4 +1,5 @@
-"""docs/architecture.md is true: its table is the code's, its picture has every folder, and what it names is there."""
+"""docs/architecture.md is true: its table is the code's, its picture has every folder, and what it
+names is there."""
 
 import re
 import runpy
@@ -16,7 +17,9 @@ def test_the_table_is_what_the_script_writes():
 
 def test_the_table_of_families_is_made_from_them():
     script = runpy.run_path(str(ROOT / "scripts" / "families.py"))
-    assert script["page"]() == (ROOT / "docs" / "families.md").read_text(), "run scripts/families.py"
+    assert script["page"]() == (ROOT / "docs" / "families.md").read_text(), (
+        "run scripts/families.py"
+    )
 
 
 def picture() -> str:
@@ -29,11 +32,15 @@ def test_the_picture_has_every_folder_once():
 
 def test_imports_point_downward_in_the_picture():
     level = {
-        name: number for number, line in enumerate(picture().splitlines()) for name in re.findall(r"\b(\w+)/ ", line)
+        name: number
+        for number, line in enumerate(picture().splitlines())
+        for name in re.findall(r"\b(\w+)/ ", line)
     }
     for folder, others in SCRIPT["imports"]().items():
         for other in others:
-            assert level[other] >= level[folder], f"{folder} imports {other}, which the picture has above it"
+            assert level[other] >= level[folder], (
+                f"{folder} imports {other}, which the picture has above it"
+            )
 
 
 def test_the_paths_it_names_are_there():

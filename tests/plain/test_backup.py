@@ -1,4 +1,5 @@
-"""`coserve backup` and `coserve restore`: one moment of a home that changes all the time, and nothing from outside."""
+"""`coserve backup` and `coserve restore`: one moment of a home that changes all the time, and
+nothing from outside."""
 
 import bz2
 import gzip
@@ -52,7 +53,9 @@ def rows(store: Store) -> dict[str, tuple]:
     with store.read() as transaction:
         files = transaction.all_of(FileRecord)
         page = transaction.jobs(TENANT, after=None, limit=99)
-        events = [transaction.events(TENANT, job.id, after=None, limit=99).items for job in page.items]
+        events = [
+            transaction.events(TENANT, job.id, after=None, limit=99).items for job in page.items
+        ]
     return {"files": files, "jobs": page.items, "events": tuple(events)}
 
 
@@ -61,13 +64,17 @@ def test_what_is_restored_is_what_was_there(home, tmp_path):
     for step in (2, 4):
         home.checkpoint(running, step)
         home.checkpoint(over, step)
-    further = home.job(start={"name": "n", "directory": str(home.folder(over) / "checkpoints" / "step-2")})
+    further = home.job(
+        start={"name": "n", "directory": str(home.folder(over) / "checkpoints" / "step-2")}
+    )
     home.writer.end(over.id, "cancelled")
     content = home.upload(b"\x00\xff" * 100_000)
     (home.path / "files" / "file-none").write_bytes(b"no record")
     with home.store.write() as transaction:
         transaction.put_loaded_adapter(
-            AdapterRecord(tenant=TENANT, name="elsewhere", base="m", directory="/srv/adapter", created_at=1)
+            AdapterRecord(
+                tenant=TENANT, name="elsewhere", base="m", directory="/srv/adapter", created_at=1
+            )
         )
     before = rows(home.store)
     archive, place = tmp_path / "home.tar", tmp_path / "new"
@@ -89,10 +96,16 @@ def test_what_is_restored_is_what_was_there(home, tmp_path):
             assert Path(each.directory).is_relative_to(place)
     assert (place / "files" / content.id).read_bytes() == b"\x00\xff" * 100_000
     for path in ("examples.msgpack", "checkpoints/step-4/optimizer.safetensors"):
-        assert (place / "jobs" / running.id / path).read_bytes() == (home.folder(running) / path).read_bytes()
-    assert not (place / "jobs" / running.id / "checkpoints" / "step-2" / "optimizer.safetensors").exists()
+        assert (place / "jobs" / running.id / path).read_bytes() == (
+            home.folder(running) / path
+        ).read_bytes()
+    assert not (
+        place / "jobs" / running.id / "checkpoints" / "step-2" / "optimizer.safetensors"
+    ).exists()
     assert not (place / "files" / "file-none").exists()
-    assert [finding.about for finding in examine(place, store)] == [f"elsewhere of {TENANT}, loaded"]
+    assert [finding.about for finding in examine(place, store)] == [
+        f"elsewhere of {TENANT}, loaded"
+    ]
     store.close()
 
 
@@ -105,8 +118,13 @@ def test_from_sqlite_to_postgresql(tmp_path, postgres):
     store = restored(archive, tmp_path / "new", url)
     assert rows(store) == rows(home.store)
     with store.write() as transaction:  # numbers of rows continue
-        transaction.add_file(FileRecord(id="f", tenant="a", purpose="p", filename="f", num_bytes=1, created_at=1))
-        assert transaction.files("a", purpose=None, after=None, limit=1, newest_first=True).items[0].id == "f"
+        transaction.add_file(
+            FileRecord(id="f", tenant="a", purpose="p", filename="f", num_bytes=1, created_at=1)
+        )
+        assert (
+            transaction.files("a", purpose=None, after=None, limit=1, newest_first=True).items[0].id
+            == "f"
+        )
     store.close()
     assert not (tmp_path / "new" / "coserve.db").exists()
     with pytest.raises(CoserveError, match="another home"):
@@ -123,7 +141,9 @@ def going_on(*changes: Callable[[], None]):
         try:
             change()
             begun.wait()
-            while not stop.wait(0.002):  # SQLite's writers take no turns: the backup's would wait for long
+            while not stop.wait(
+                0.002
+            ):  # SQLite's writers take no turns: the backup's would wait for long
                 change()
         except BaseException as error:
             raised.append(error)
@@ -175,20 +195,25 @@ def test_backups_of_a_home_that_changes_all_the_time(tmp_path):
     for number in range(4):
         place = tmp_path / f"place{number}"
         store = restored(tmp_path / f"{number}.tar", place)
-        assert examine(place, store) == [], "all that is on record is there, whole, and nothing else"
+        assert examine(place, store) == [], (
+            "all that is on record is there, whole, and nothing else"
+        )
         assert all((place / "files" / record.id).read_bytes() == b"kept" * 1000 for record in kept)
         store.close()
     home.close()
 
 
 @pytest.mark.parametrize(
-    "command", [["backup", "{out}"], ["export", "last", "{out}"], ["jobs", "cancel", "last", "--offline"]]
+    "command",
+    [["backup", "{out}"], ["export", "last", "{out}"], ["jobs", "cancel", "last", "--offline"]],
 )
 def test_a_database_that_no_server_has_used_is_refused_and_not_made(command, tmp_path):
     HandMade(tmp_path / "home", None).close()
     before, out = sorted(tmp_path.rglob("*")), tmp_path / "out"
     where = ("--home", str(tmp_path / "home"), "--database", f"sqlite:///{tmp_path}/mistyped.db")
-    with pytest.raises(CoserveError, match=r"mistyped\.db has no records: no server has used it; --database says"):
+    with pytest.raises(
+        CoserveError, match=r"mistyped\.db has no records: no server has used it; --database says"
+    ):
         run(*(each.format(out=out) for each in command), *where)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -199,7 +224,10 @@ def test_what_is_missing_from_the_home_is_told(home, tmp_path):
     home.files.path(file).unlink()
     (home.folder(job) / "checkpoints" / "step-1" / "optimizer.safetensors").unlink()
     made = write_backup(home.path, home.store, tmp_path / "home.tar")
-    assert made.missing == (f"files/{file.id}", f"jobs/{job.id}/checkpoints/step-1/optimizer.safetensors")
+    assert made.missing == (
+        f"files/{file.id}",
+        f"jobs/{job.id}/checkpoints/step-1/optimizer.safetensors",
+    )
     assert restore_backup(tmp_path / "home.tar", tmp_path / "new").missing == made.missing
 
 
@@ -250,7 +278,11 @@ def test_archives_that_are_refused(tmp_path):
     rewritten(escape)
     refused("outside")
     assert not (tmp_path / "outside").exists()
-    rewritten(lambda members: members.update({MANIFEST: members[MANIFEST].replace(b'"format": 1', b'"format": 2')}))
+    rewritten(
+        lambda members: members.update(
+            {MANIFEST: members[MANIFEST].replace(b'"format": 1', b'"format": 2')}
+        )
+    )
     refused("a newer coserve")
     rewritten(lambda members: members.update({MANIFEST: b"[]"}))
     refused("its manifest.json is none")
@@ -268,7 +300,9 @@ def changed_backup(tmp_path: Path, *statements: str) -> Path:
     home.checkpoint(running, 2)
     with home.store.write() as transaction:
         transaction.put_loaded_adapter(
-            AdapterRecord(tenant=TENANT, name="elsewhere", base="m", directory="/srv/adapter", created_at=1)
+            AdapterRecord(
+                tenant=TENANT, name="elsewhere", base="m", directory="/srv/adapter", created_at=1
+            )
         )
     archive, stage = tmp_path / "good.tar", tmp_path / "stage"
     write_backup(home.path, home.store, archive)
@@ -281,7 +315,9 @@ def changed_backup(tmp_path: Path, *statements: str) -> Path:
         for statement in statements:
             connection.execute(statement)
     manifest = json.loads((stage / MANIFEST).read_text())
-    manifest["contents"][DATABASE_FILE]["sha256"] = hashlib.sha256(database.read_bytes()).hexdigest()
+    manifest["contents"][DATABASE_FILE]["sha256"] = hashlib.sha256(
+        database.read_bytes()
+    ).hexdigest()
     (stage / MANIFEST).write_text(json.dumps(manifest))
     with tarfile.open(tmp_path / "bad.tar", "w") as new:
         for name in [*manifest["contents"], MANIFEST]:
@@ -292,8 +328,14 @@ def changed_backup(tmp_path: Path, *statements: str) -> Path:
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("UPDATE checkpoints SET directory = '/home/somebody/precious'", "not below jobs/ in the home"),
-        ("UPDATE checkpoints SET directory = 'jobs/../../precious/x'", "not below jobs/ in the home"),
+        (
+            "UPDATE checkpoints SET directory = '/home/somebody/precious'",
+            "not below jobs/ in the home",
+        ),
+        (
+            "UPDATE checkpoints SET directory = 'jobs/../../precious/x'",
+            "not below jobs/ in the home",
+        ),
         ("UPDATE checkpoints SET directory = '..'", "not below jobs/ in the home"),
         ("UPDATE checkpoints SET directory = ''", "not below jobs/ in the home"),
         ("UPDATE loaded_adapters SET directory = '../elsewhere'", "not below jobs/ in the home"),
@@ -301,12 +343,21 @@ def changed_backup(tmp_path: Path, *statements: str) -> Path:
         ("UPDATE jobs SET id = '../../precious'", "as its id, which is no name"),
         ("UPDATE jobs SET id = '..'", "as its id, which is no name"),
         ("UPDATE jobs SET id = '/precious'", "as its id, which is no name"),
-        ("UPDATE jobs SET training_file = '../../precious'", "as its training_file, which is no name"),
+        (
+            "UPDATE jobs SET training_file = '../../precious'",
+            "as its training_file, which is no name",
+        ),
         ("UPDATE files SET id = 'a/b'", "as its id, which is no name"),
-        ('UPDATE jobs SET start = \'{"name": "n", "directory": "../x"}\'', "not below jobs/ in the home"),
+        (
+            'UPDATE jobs SET start = \'{"name": "n", "directory": "../x"}\'',
+            "not below jobs/ in the home",
+        ),
         ("UPDATE jobs SET start = '{}'", "which is no adapter"),
         ("CREATE VIEW looks AS SELECT * FROM jobs", "'looks', which is no plain table"),
-        ("CREATE TRIGGER acts AFTER INSERT ON jobs BEGIN DELETE FROM files; END", "'acts', which is no plain table"),
+        (
+            "CREATE TRIGGER acts AFTER INSERT ON jobs BEGIN DELETE FROM files; END",
+            "'acts', which is no plain table",
+        ),
     ],
 )
 def test_a_database_of_others_leads_nowhere_out_of_the_home(tmp_path, statement, words):
@@ -330,7 +381,12 @@ def test_archives_that_grow_are_refused(tmp_path):
             run("restore", str(bad), "--home", str(tmp_path / "new"))
     with tarfile.open(archive) as old:
         manifest = json.loads(old.extractfile(MANIFEST).read())
-    changes: list[dict[str, object]] = [{"contents": []}, {"missing": 7}, {"missing": [1]}, {"format": "1"}]
+    changes: list[dict[str, object]] = [
+        {"contents": []},
+        {"missing": 7},
+        {"missing": [1]},
+        {"format": "1"},
+    ]
     for change in changes:
         rewritten = json.dumps({**manifest, **change}).encode()
         with tarfile.open(bad, "w") as new:
@@ -352,6 +408,8 @@ def test_archives_are_written_whole_or_not_at_all(tmp_path):
         write_backup(home.path, home.store, archive)
     with pytest.raises(CoserveError, match="is there already"):
         write_backup(home.path, home.store, archive)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("x")) == ["x.tar"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("x")) == [
+        "x.tar"
+    ]
     assert not (home.path / ".backup").exists()
     home.close()

@@ -1,4 +1,5 @@
-"""Which lines of batches are blamed for deaths: with the real turns, and processes that die of some lines."""
+"""Which lines of batches are blamed for deaths: with the real turns, and processes that die of some
+lines."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -30,7 +31,8 @@ def test_a_line_is_guilty_only_of_two_deaths_while_it_was_alone_after_two_others
 
 
 def test_a_suspect_that_a_process_died_of_alone_is_tried_next():
-    """So a process that is killed from outside, again and again, costs no line that can end before the next time."""
+    """So a process that is killed from outside, again and again, costs no line that can end before
+    the next time."""
     few = {("b", str(n)): LineDeaths(num=3, num_lines=4) for n in range(4)}
     deaths = few | {("b", "last"): LineDeaths(num=4, num_lines=1, num_alone=1)}
     assert next_group(list(deaths), deaths) == [("b", "last")]
@@ -48,7 +50,8 @@ def test_groups_of_suspects_become_smaller_and_the_smallest_comes_first():
 
 
 class Engine:
-    """Answers lines after a while, unless it dies of one of them: then all that are with it are lost."""
+    """Answers lines after a while, unless it dies of one of them: then all that are with it are
+    lost."""
 
     def __init__(self, deadly: Collection[Line], rng: Random) -> None:
         self.turns, self.deadly, self.rng = BatchTurns(), deadly, rng
@@ -82,7 +85,9 @@ class Engine:
         self.with_it.clear()
 
 
-@pytest.mark.parametrize(("num_lines", "num_deadly"), [(1, 1), (2, 1), (16, 16), (300, 1), (512, 1), (512, 5), (40, 0)])
+@pytest.mark.parametrize(
+    ("num_lines", "num_deadly"), [(1, 1), (2, 1), (16, 16), (300, 1), (512, 1), (512, 5), (40, 0)]
+)
 def test_lines_that_kill_are_set_aside_and_all_others_are_answered(num_lines: int, num_deadly: int):
     async def test() -> None:
         rng = Random(num_lines + num_deadly)
@@ -90,8 +95,11 @@ def test_lines_that_kill_are_set_aside_and_all_others_are_answered(num_lines: in
         deadly = rng.sample(lines, num_deadly)
         engine = Engine(deadly, rng)
         ends = await asyncio.gather(*map(engine.ask, lines))
-        assert {line for line, end in zip(lines, ends, strict=True) if end == "set aside"} == set(deadly)
-        # Two make suspects; then each that is deadly costs one for every size of its group, at most 32, 2, 1, and 1.
+        assert {line for line, end in zip(lines, ends, strict=True) if end == "set aside"} == set(
+            deadly
+        )
+        # Two make suspects; then each that is deadly costs one for every size of its group, at most
+        # 32, 2, 1, and 1.
         assert engine.num_deaths <= 2 + 4 * num_deadly
         assert engine.turns.num_under_way == engine.turns.num_waiting == 0
         assert any(engine.beside_suspects) == (num_deadly > 0)
@@ -112,7 +120,10 @@ def test_suspects_run_apart_from_all_others():
         before, suspect, after = (asyncio.Event() for _ in range(3))
         tasks = [asyncio.create_task(hold("before", before))]
         await asyncio.sleep(0)
-        tasks += [asyncio.create_task(hold("suspect", suspect)), asyncio.create_task(hold("after", after))]
+        tasks += [
+            asyncio.create_task(hold("suspect", suspect)),
+            asyncio.create_task(hold("after", after)),
+        ]
         await asyncio.sleep(0.01)
         assert order == ["before"], "the suspect waits for it, and no other line begins"
         before.set()

@@ -1,4 +1,5 @@
-"""The journal of a batch: small however often lines are tried, and whole whatever happens meanwhile."""
+"""The journal of a batch: small however often lines are tried, and whole whatever happens
+meanwhile."""
 
 from collections.abc import Callable
 from pathlib import Path

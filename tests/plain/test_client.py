@@ -1,4 +1,5 @@
-"""The HTTP client of the commands: what cannot be sent is said in one line, and nothing is asked."""
+"""The HTTP client of the commands: what cannot be sent is said in one line, and nothing is
+asked."""
 
 import json
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,8 +17,14 @@ NOBODY = "http://127.0.0.1:9"
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("127.0.0.1:8000", "'127.0.0.1:8000' is no address of a server: it must begin with http:// or https://"),
-        ("http://127.0.0.1:port", "'http://127.0.0.1:port' is no address of a server: Invalid port: 'port'"),
+        (
+            "127.0.0.1:8000",
+            "'127.0.0.1:8000' is no address of a server: it must begin with http:// or https://",
+        ),
+        (
+            "http://127.0.0.1:port",
+            "'http://127.0.0.1:port' is no address of a server: Invalid port: 'port'",
+        ),
         ("http://", "'http://' is no address of a server: it must have a host"),
         ("https:///v1", "'https:///v1' is no address of a server: it must have a host"),
     ],
@@ -35,7 +42,9 @@ def test_an_address_in_capitals_is_one():
 
 @pytest.mark.parametrize("key", ["schlüssel", "two\nlines"])
 def test_a_key_that_no_header_holds_is_not_shown(key):
-    with pytest.raises(ServerError, match="the API key is none: a key has no line ends, and no letters") as caught:
+    with pytest.raises(
+        ServerError, match="the API key is none: a key has no line ends, and no letters"
+    ) as caught:
         Client(NOBODY, key)
     assert key not in str(caught.value)
 

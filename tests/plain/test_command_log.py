@@ -1,4 +1,5 @@
-"""The ordered log of commands: each reaches the device once, in order, wherever its callers are interrupted."""
+"""The ordered log of commands: each reaches the device once, in order, wherever its callers are
+interrupted."""
 
 import ast
 import logging
@@ -37,7 +38,8 @@ REPLY = VersionOpened(7)
 
 
 class Device:
-    """Notes what is done. at: called before each command and step ("submit", "collect"); may raise what hits it."""
+    """Notes what is done. at: called before each command and step ("submit", "collect"); may raise
+    what hits it."""
 
     def __init__(self) -> None:
         self.info: Any = None
@@ -171,9 +173,14 @@ def test_an_error_is_the_answer_of_its_command(device, log):
     assert device.done == [A, C]
 
 
-@pytest.mark.parametrize("error", [DeviceMemoryError("full"), OSError("full"), RuntimeError("full")], ids=repr)
-def test_an_error_of_a_command_that_was_sent_is_no_answer_to_a_caller_of_another(device, log, error):
-    """That caller would handle it as its own, and what the first command was to bring would be missing."""
+@pytest.mark.parametrize(
+    "error", [DeviceMemoryError("full"), OSError("full"), RuntimeError("full")], ids=repr
+)
+def test_an_error_of_a_command_that_was_sent_is_no_answer_to_a_caller_of_another(
+    device, log, error
+):
+    """That caller would handle it as its own, and what the first command was to bring would be
+    missing."""
     lost: list[str] = []
     log.on_lost = lambda: lost.append("lost")
     log.send(A)
@@ -289,9 +296,22 @@ def test_a_request_that_is_closed_while_a_step_opens_it_is_closed_after_it(devic
 
 def test_the_window_is_resized_once_where_nothing_is_written_to_pages_meanwhile(log):
     copied, moments = SwapOut((1,), (0,)), PlaceOptimizer("job", 4, 2)
-    for command in (ResizeWindow(0, 0), copied, ResizeWindow(5, 9), SwapIn((5,), (0,)), ResizeWindow(6, 8), moments):
+    for command in (
+        ResizeWindow(0, 0),
+        copied,
+        ResizeWindow(5, 9),
+        SwapIn((5,), (0,)),
+        ResizeWindow(6, 8),
+        moments,
+    ):
         log.send(command)
-    assert log.head() == (copied, ResizeWindow(5, 9), SwapIn((5,), (0,)), ResizeWindow(6, 8), moments)
+    assert log.head() == (
+        copied,
+        ResizeWindow(5, 9),
+        SwapIn((5,), (0,)),
+        ResizeWindow(6, 8),
+        moments,
+    )
     log.send(ResizeWindow(7, 7))
     assert log.head()[-3:] == (ResizeWindow(6, 8), moments, ResizeWindow(7, 7))
 
@@ -336,14 +356,21 @@ def test_however_often_callers_are_interrupted_each_command_is_done_once_and_in_
 
 
 def device_calls(path: Path) -> list[str]:
-    """Return the commands that a file of the package gives to a device by itself, by their classes' names."""
+    """Return the commands that a file of the package gives to a device by itself, by their classes'
+    names."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "execute":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "execute"
+        ):
             target = ast.unparse(node.func.value)
             if target.endswith("device"):
                 argument = node.args[0]
-                found.append(ast.unparse(argument.func if isinstance(argument, ast.Call) else argument))
+                found.append(
+                    ast.unparse(argument.func if isinstance(argument, ast.Call) else argument)
+                )
     return found
 
 
@@ -352,7 +379,11 @@ def test_nothing_reaches_a_device_beside_the_log_but_what_is_done_beside_steps()
     called: list[str] = []
     for folder in ("engine", "handover", "jobs", "worker"):
         for path in (package / folder).rglob("*.py"):
-            if path.name not in ("command_log.py", "activity.py", "ranks.py"):  # the others wrap a device
+            if path.name not in (
+                "command_log.py",
+                "activity.py",
+                "ranks.py",
+            ):  # the others wrap a device
                 called += device_calls(path)
     assert called and {*called} <= {kind.__name__ for kind in BESIDE_STEPS}
     assert {*BESIDE_STEPS} <= {*messages.Command.__args__}

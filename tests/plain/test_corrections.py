@@ -16,13 +16,22 @@ def observed(corrections: Corrections, random: Random, *, noise: float) -> None:
             rows, windows = random.choice([1, 30, 500]), random.random() < 0.5
             predicted_s = random.uniform(0.001, 0.1)
             measured_s = predicted_s * random.lognormvariate(0.0, noise)
-            corrections.observe(section, rows, windows, predicted_s=predicted_s, measured_s=measured_s)
+            corrections.observe(
+                section, rows, windows, predicted_s=predicted_s, measured_s=measured_s
+            )
     corrections.observe_step(predicted_s=1.0, measured_s=random.lognormvariate(0.0, noise))
 
 
 def all_of(corrections: Corrections) -> list[float]:
-    sizes = [(section, rows, windows) for section in SECTIONS for rows in (1, 30, 500) for windows in (False, True)]
-    return [corrections.of(*size) for size in sizes] + [corrections.of_section(each) for each in (*SECTIONS, "")]
+    sizes = [
+        (section, rows, windows)
+        for section in SECTIONS
+        for rows in (1, 30, 500)
+        for windows in (False, True)
+    ]
+    return [corrections.of(*size) for size in sizes] + [
+        corrections.of_section(each) for each in (*SECTIONS, "")
+    ]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
@@ -30,7 +39,8 @@ def all_of(corrections: Corrections) -> list[float]:
 def test_what_was_asked_before_changes_nothing(seed, noise):
     asked, unasked = Corrections(), Corrections()
     randoms = Random(seed), Random(seed)
-    # Now and then a step is not as predicted, so that factors of one kind move, and others only age.
+    # Now and then a step is not as predicted, so that factors of one kind move, and others only
+    # age.
     noises = [noise if Random(f"{seed} {step}").random() < 0.3 else 0.0 for step in range(40)]
     for each in noises:
         all_of(asked)

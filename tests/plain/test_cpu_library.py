@@ -1,4 +1,5 @@
-"""The library of CPU kernels is compiled once for a user and a machine, and any process may be the first to need it.
+"""The library of CPU kernels is compiled once for a user and a machine, and any process may be the
+first to need it.
 
 A script stands for the compiler: it notes its calls, and takes as long and fails as a test says.
 """
@@ -53,7 +54,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calls: Path):
 
 
 def in_another_process(code: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
 
 
 FIND = """
@@ -79,7 +82,9 @@ def test_two_processes_at_once_compile_once_and_both_tell_how_far_it_is(compiler
     told = [process.communicate(timeout=60)[0].split("\n") for process in processes]
     assert calls.read_text().count("linked") == 1
     assert told[0][0] == told[1][0]
-    assert all(each[1] != "None" for each in told), "who waits for the other's compiler is shown its progress"
+    assert all(each[1] != "None" for each in told), (
+        "who waits for the other's compiler is shown its progress"
+    )
 
 
 def test_progress_counts_files(compiler):
@@ -97,7 +102,9 @@ def test_a_compiler_that_fails_is_told_by_its_first_error(compiler):
     compiler('echo "note: see here" >&2; echo "rows.cpp:1: error: no such thing" >&2; exit 1')
     with pytest.raises(KernelError, match=r"^rows.cpp:1: error: no such thing$"):
         find_library()
-    assert why_none().endswith("so the slower plain ones ran: rows.cpp:1: error: no such thing"), "doctor shows it"
+    assert why_none().endswith("so the slower plain ones ran: rows.cpp:1: error: no such thing"), (
+        "doctor shows it"
+    )
     compiler()
     find_library()
     assert why_none() == ""
@@ -136,7 +143,9 @@ def test_it_compiles_in_the_background(compiler, calls):
     assert calls.read_text().count("linked") == 1
 
 
-def test_a_failure_in_the_background_is_tried_again_while_the_starter_lives(compiler, calls, monkeypatch, tmp_path):
+def test_a_failure_in_the_background_is_tried_again_while_the_starter_lives(
+    compiler, calls, monkeypatch, tmp_path
+):
     compiler(f'[ -e {tmp_path}/works ] || {{ echo "error: busy" >&2; exit 1; }}')
     code = "import sys; from coserve.kernels import cpu_library; cpu_library._RETRY_S = (1.0, 1.0); cpu_library.main()"
     subprocess.run([sys.executable, "-c", code, str(os.getpid())], check=True, timeout=60)
@@ -147,7 +156,9 @@ def test_a_failure_in_the_background_is_tried_again_while_the_starter_lives(comp
     assert calls.read_text().count("linked") == 1
 
 
-def test_the_fastest_prebuilt_variant_that_the_processor_runs_is_taken(compiler, calls, monkeypatch, tmp_path):
+def test_the_fastest_prebuilt_variant_that_the_processor_runs_is_taken(
+    compiler, calls, monkeypatch, tmp_path
+):
     monkeypatch.setattr(cpu_library, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     (tmp_path / "prebuilt").mkdir()

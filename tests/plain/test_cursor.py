@@ -14,7 +14,11 @@ def make_cursor(num_rows: int, num_parts: int) -> Cursor:
     return cursor
 
 
-@given(st.integers(1, 40), st.integers(1, 6), st.lists(st.tuples(st.integers(1, 50), st.integers(1, 12)), max_size=6))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 12)), max_size=6),
+)
 def test_many_tasklets_are_as_one_after_the_other(num_rows, num_parts, asked):
     at_once, one_by_one = make_cursor(num_rows, num_parts), make_cursor(num_rows, num_parts)
     for max_rows, number in asked:

@@ -1,5 +1,5 @@
-"""What must hold in every kind of database, SQLite and a real PostgreSQL: limits under races, one moment for a
-question, a server that goes away and comes back.
+"""What must hold in every kind of database, SQLite and a real PostgreSQL: limits under races, one
+moment for a question, a server that goes away and comes back.
 """
 
 import io
@@ -33,7 +33,9 @@ def store(database):
 
 
 def file(id: str) -> FileRecord:
-    return FileRecord(id=id, tenant="a", purpose="fine-tune", filename="f", num_bytes=1, created_at=1)
+    return FileRecord(
+        id=id, tenant="a", purpose="fine-tune", filename="f", num_bytes=1, created_at=1
+    )
 
 
 def at_once(do: Callable[[int], None]) -> list[Exception]:
@@ -61,9 +63,18 @@ def test_a_tenants_jobs_are_counted_and_added_as_one(store, tmp_path):
         transaction.add_file(file("file-1"))
 
     def add(number: int) -> None:
-        given: dict[str, Any] = {"created_at": 1, "model": "m", "base": "m", "status": "validating_files", "seed": 0}
+        given: dict[str, Any] = {
+            "created_at": 1,
+            "model": "m",
+            "base": "m",
+            "status": "validating_files",
+            "seed": 0,
+        }
         id = f"ftjob-{number}"
-        writer.add(JobRecord(id=id, name=id, tenant="a", training_file="file-1", settings={}, **given), MOST)
+        writer.add(
+            JobRecord(id=id, name=id, tenant="a", training_file="file-1", settings={}, **given),
+            MOST,
+        )
 
     raised = at_once(add)
     assert [type(error) for error in raised] == [LimitError] * (NUM_THREADS - MOST), raised
@@ -75,7 +86,13 @@ def test_a_tenants_bytes_are_counted_and_added_as_one(store, tmp_path):
     files = Files(store, tmp_path / "files")
 
     def add(number: int) -> None:
-        files.create("a", purpose="batch", filename="f", source=io.BytesIO(b"x" * 10), max_total_bytes=10 * MOST)
+        files.create(
+            "a",
+            purpose="batch",
+            filename="f",
+            source=io.BytesIO(b"x" * 10),
+            max_total_bytes=10 * MOST,
+        )
 
     raised = at_once(add)
     assert [type(error) for error in raised] == [LimitError] * (NUM_THREADS - MOST), raised
@@ -105,7 +122,9 @@ def test_two_servers_that_start_at_once_make_the_tables_once(database):
 
 def test_one_that_another_server_is_just_making_is_waited_for(tmp_path):
     """SQLite itself refuses at once."""
-    with closing(sqlite3.connect(tmp_path / "new.db", isolation_level=None, check_same_thread=False)) as other:
+    with closing(
+        sqlite3.connect(tmp_path / "new.db", isolation_level=None, check_same_thread=False)
+    ) as other:
         other.execute("BEGIN IMMEDIATE")
         done = threading.Timer(0.3, lambda: other.execute("COMMIT"))
         done.start()
@@ -117,7 +136,9 @@ def test_a_database_belongs_to_one_home(database, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for _ in range(2):
         Store.at(first, database).close()
-    with pytest.raises(StoreError, match=rf"another home, {first} of .*write (home-\w+) to {second}/home-id"):
+    with pytest.raises(
+        StoreError, match=rf"another home, {first} of .*write (home-\w+) to {second}/home-id"
+    ):
         Store.at(second, database)
     moved = tmp_path / "moved"
     first.rename(moved)
@@ -166,7 +187,9 @@ def test_connections_are_few_and_calls_wait_for_them(postgres: Postgres):
     url = postgres.new_database()
     store = Store(url)
     assert at_once(lambda _: _ask(store, times=20)) == []
-    (number,) = postgres.execute("postgres", "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'coserve'")
+    (number,) = postgres.execute(
+        "postgres", "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'coserve'"
+    )
     assert 1 <= number[0] <= NUM_THREADS
     pool = store._writing.pool
     assert isinstance(pool, QueuePool)
@@ -184,11 +207,19 @@ def _ask(store: Store, times: int = 1) -> None:
 def test_urls(postgres: Postgres, monkeypatch):
     url = postgres.new_database()
     Store(url.replace("postgresql://", "postgres://")).close()
-    with pytest.raises(StoreError, match=r"coserve:\*\*\*@.*password authentication failed") as caught:
+    with pytest.raises(
+        StoreError, match=r"coserve:\*\*\*@.*password authentication failed"
+    ) as caught:
         Store(url.replace("not%20for%20others", "hunter2"))
     assert "hunter2" not in str(caught.value)
-    assert without_password("postgresql://h/d?user=u&password=p&x=1") == "postgresql://h/d?user=u&password=***&x=1"
-    with postgres.away(), pytest.raises(StoreError, match=r"cannot be opened.*Is the server running"):
+    assert (
+        without_password("postgresql://h/d?user=u&password=p&x=1")
+        == "postgresql://h/d?user=u&password=***&x=1"
+    )
+    with (
+        postgres.away(),
+        pytest.raises(StoreError, match=r"cannot be opened.*Is the server running"),
+    ):
         Store(url)
     monkeypatch.delenv("COSERVE_DATABASE", raising=False)
     assert database_url() is None

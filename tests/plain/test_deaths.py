@@ -29,7 +29,9 @@ def test_of_several_each_is_suspected_until_it_is_known_which():
     assert suspected == {"bad": Deaths(num=0, step=5), "other": Deaths(num=0, step=7)}
     assert after_death(suspected, {}) == suspected, "it worked for requests alone"
     assert after_death(suspected, {"bad": 6}) == {"bad": Deaths(num=1, step=6)}
-    assert after_death({"bad": Deaths(num=1, step=6)}, {"other": 2})["bad"].num == 1, "it has had one of its own"
+    assert after_death({"bad": Deaths(num=1, step=6)}, {"other": 2})["bad"].num == 1, (
+        "it has had one of its own"
+    )
 
 
 def test_the_furthest_that_a_job_had_come_counts():
@@ -54,7 +56,12 @@ def last_words(
 ) -> tuple[LastActivity, "subprocess.Popen[bytes]"]:
     """Of a process that notes what it does, and then does its last act."""
     activity = LastActivity(path)
-    command = [sys.executable, "-c", CHILD.format(last_act=last_act, doing=doing, before=before), str(path)]
+    command = [
+        sys.executable,
+        "-c",
+        CHILD.format(last_act=last_act, doing=doing, before=before),
+        str(path),
+    ]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     return activity, subprocess.Popen(command, env=environment)
 
@@ -86,7 +93,9 @@ def test_what_a_process_worked_for_is_known_after_its_death(
 def test_a_job_whose_files_are_read_is_under_way_while_the_device_rests(
     tmp_path: Path, before: str, jobs: tuple[str, ...]
 ):
-    activity, process = last_words(tmp_path / "activity", "os._exit(3)", doing="files_of", before=before)
+    activity, process = last_words(
+        tmp_path / "activity", "os._exit(3)", doing="files_of", before=before
+    )
     assert activity.jobs_at_death(process.wait(60), hung=False) == jobs
 
 

@@ -1,4 +1,5 @@
-"""deploy/ is usable as far as can be seen without a cluster: its files are read as those would read them."""
+"""deploy/ is usable as far as can be seen without a cluster: its files are read as those would read
+them."""
 
 import json
 import re
@@ -28,14 +29,26 @@ def read(name: str) -> dict[str, Any]:
 
 def instructions() -> list[str]:
     """Of the container file, continued lines joined."""
-    text = re.sub(r"^#.*\n", "", (DEPLOY / "Containerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    text = re.sub(
+        r"^#.*\n", "", (DEPLOY / "Containerfile").read_text(), flags=re.MULTILINE
+    ).replace("\\\n", " ")
     return [line for line in text.splitlines() if line.strip()]
 
 
 def test_the_container_file_installs_what_is_pinned():
     words = [line.split()[0] for line in instructions()]
     assert words[0] == "FROM"
-    assert set(words) <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "USER", "ENV", "VOLUME", "EXPOSE"}
+    assert set(words) <= {
+        "FROM",
+        "ARG",
+        "RUN",
+        "WORKDIR",
+        "COPY",
+        "USER",
+        "ENV",
+        "VOLUME",
+        "EXPOSE",
+    }
     installs = "".join(line for line in instructions() if "pip install" in line)
     assert "--constraint constraints.txt" in installs
     assert "[cluster,postgresql]" in installs
@@ -90,7 +103,9 @@ def test_workers_offer_devices(read_groups: Any):
     device = re.search(r'^DEVICE = "(\w+)"$', source, re.MULTILINE)[1]
     for group in read_groups():
         text = group["rayStartParams"]["resources"]
-        assert json.loads(json.loads(text)) == {device: 1}  # KubeRay puts the outer quotes on a command line
+        assert json.loads(json.loads(text)) == {
+            device: 1
+        }  # KubeRay puts the outer quotes on a command line
 
 
 def test_the_values_are_of_the_same_machines():
@@ -112,14 +127,19 @@ def environments() -> list[dict[str, str | None]]:
     """Of every container, by either file; None: of a secret."""
     service = read("rayservice.yaml")["spec"]["rayClusterConfig"]
     groups = (service["headGroupSpec"], *service["workerGroupSpecs"])
-    lists = [container["env"] for group in groups for container in group["template"]["spec"]["containers"]]
+    lists = [
+        container["env"]
+        for group in groups
+        for container in group["template"]["spec"]["containers"]
+    ]
     lists.append(read("values.yaml")["common"]["containerEnv"])
     return [{each["name"]: each.get("value") for each in one} for one in lists]
 
 
 def test_all_machines_have_the_same_environment():
     first, *others = [
-        {name: value for name, value in each.items() if not name.startswith("RAY_AUTH")} for each in environments()
+        {name: value for name, value in each.items() if not name.startswith("RAY_AUTH")}
+        for each in environments()
     ]
     assert "COSERVE_DATABASE" in first
     assert all(other == first for other in others)
@@ -146,7 +166,9 @@ def test_workers_drain_before_they_end():
         assert (given["here"], given["address"], given["node"]) == (True, "192.0.2.7:6379", None)
     text = (ROOT / "coserve" / "cluster" / "machines.py").read_text()
     move_s = float(re.search(r"^MOVE_S = ([\d.]+)$", text, re.MULTILINE)[1])
-    assert group["template"]["spec"]["terminationGracePeriodSeconds"] > move_s + ServerConfig().drain_s
+    assert (
+        group["template"]["spec"]["terminationGracePeriodSeconds"] > move_s + ServerConfig().drain_s
+    )
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'")

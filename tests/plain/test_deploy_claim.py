@@ -1,4 +1,5 @@
-"""Of commands that would have a cluster serve, one at a time does, also when one of them dies meanwhile."""
+"""Of commands that would have a cluster serve, one at a time does, also when one of them dies
+meanwhile."""
 
 import threading
 from collections.abc import Callable
@@ -76,11 +77,15 @@ def test_one_that_waits_says_so_once_and_has_it_when_the_other_has_ended():
                 first.release()
 
         time = Time(end)
-        with DeployClaim(keys, waiting=lambda: said.append("waits"), clock=time.clock, sleep=time.sleep) as second:
+        with DeployClaim(
+            keys, waiting=lambda: said.append("waits"), clock=time.clock, sleep=time.sleep
+        ) as second:
             assert said == ["waits"]
             assert 5 < time.now_s < 6
             second.check()
-            with pytest.raises(ClusterError, match="another coserve cluster up begins or ends here"):
+            with pytest.raises(
+                ClusterError, match="another coserve cluster up begins or ends here"
+            ):
                 first.check()
 
 

@@ -1,4 +1,5 @@
-"""`coserve doctor`: each thing that may be wrong is found and named, and what loses nothing is mended."""
+"""`coserve doctor`: each thing that may be wrong is found and named, and what loses nothing is
+mended."""
 
 import json
 import os
@@ -93,7 +94,12 @@ def test_checkpoints(home):
     (home.path / "jobs" / "ftjob-none").mkdir()
     found = problems(home)
     where = f"jobs/{job.id}/checkpoints"
-    for step, words in ((1, "is not there"), (2, "cannot be read"), (3, "cannot be read"), (4, "has no optimizer")):
+    for step, words in (
+        (1, "is not there"),
+        (2, "cannot be read"),
+        (3, "cannot be read"),
+        (4, "has no optimizer"),
+    ):
         assert words in found.pop(f"{job.name}:ckpt-step-{step} of {TENANT}")
     assert found == {
         f"{where}/step-9": "no checkpoint on record",
@@ -116,14 +122,23 @@ def test_models_that_full_fine_tuning_has_made(home):
     (directories[1] / "model.safetensors").unlink()
     (directories[2] / "config.json").unlink()
     (directories[3] / "job.json").unlink()
-    words = ("model.safetensors cannot be read", "has no model.safetensors", "has no config.json", "has no job.json")
+    words = (
+        "model.safetensors cannot be read",
+        "has no model.safetensors",
+        "has no config.json",
+        "has no job.json",
+    )
     for step, (about, problem) in enumerate(problems(home).items(), 1):
         assert about == f"{job.name}:ckpt-step-{step} of {TENANT}"
         assert words[step - 1] in problem
 
 
 def test_jobs_and_adapters(home):
-    lost, over, early = home.job(), home.job(status="failed", finished_at=None), home.job(num_steps=0)
+    lost, over, early = (
+        home.job(),
+        home.job(status="failed", finished_at=None),
+        home.job(num_steps=0),
+    )
     (home.folder(lost) / "examples.msgpack").unlink()
     far = home.job(num_steps_done=11)
     start = {"name": "n", "directory": "/not/there"}
@@ -132,7 +147,9 @@ def test_jobs_and_adapters(home):
     unswept = home.job()
     with home.store.write() as transaction:
         transaction.change_job(unswept.id, status="cancelled", finished_at=1)
-        adapter = AdapterRecord(tenant=TENANT, name="mine", base="m", directory="/gone", created_at=1)
+        adapter = AdapterRecord(
+            tenant=TENANT, name="mine", base="m", directory="/gone", created_at=1
+        )
         transaction.put_loaded_adapter(adapter)
     found = problems(home)
     for job, words in (
@@ -168,7 +185,10 @@ def test_repair_mends_what_loses_nothing_and_says_so(home):
     assert (status, after["left"]) == (1, 1)
     assert "is moved to lost+found" in shown
     assert (home.path / "lost+found" / "files" / "file-none").read_bytes() == b"whose?"
-    assert (home.path.stat().st_mode & 0o777, (home.path / "notes").stat().st_mode & 0o777) == (0o700, 0o600)
+    assert (home.path.stat().st_mode & 0o777, (home.path / "notes").stat().st_mode & 0o777) == (
+        0o700,
+        0o600,
+    )
     status, last, _ = run("--home", str(home.path), "--repair")
     assert status == 1
     assert [finding["problem"] for finding in last["findings"]] == ["its content is not there"]

@@ -1,4 +1,5 @@
-"""Nodes that leave: their jobs continue on others, each step once, whatever is wrong with checkpoints and starts."""
+"""Nodes that leave: their jobs continue on others, each step once, whatever is wrong with
+checkpoints and starts."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -46,11 +47,15 @@ def step(number: int) -> StepReport:
 
 
 def checkpoint(number: int, job: str = "one") -> StepReport:
-    return StepReport(checkpoints=[Checkpointed(job=job, step=number, directory=f"/step-{number}", listed=False)])
+    return StepReport(
+        checkpoints=[Checkpointed(job=job, step=number, directory=f"/step-{number}", listed=False)]
+    )
 
 
 @pytest.mark.parametrize("has_older", [False, True])
-def test_a_job_whose_last_steps_no_checkpoint_has_is_started_anew_by_those_who_forget_them(has_older: bool):
+def test_a_job_whose_last_steps_no_checkpoint_has_is_started_anew_by_those_who_forget_them(
+    has_older: bool,
+):
     async def test() -> None:
         nodes = ScriptedNode(), ScriptedNode()
         async with cluster(*nodes) as link:
@@ -73,7 +78,9 @@ def test_a_job_whose_last_steps_no_checkpoint_has_is_started_anew_by_those_who_f
 
 
 @pytest.mark.parametrize("resumed", [None, "/step-7"])
-def test_a_job_that_has_made_no_step_yet_continues_elsewhere_from_where_it_began(resumed: str | None):
+def test_a_job_that_has_made_no_step_yet_continues_elsewhere_from_where_it_began(
+    resumed: str | None,
+):
     async def test() -> None:
         nodes = ScriptedNode(), ScriptedNode()
         async with cluster(*nodes) as link:
@@ -92,8 +99,12 @@ def test_a_job_that_is_refused_where_it_moves_is_started_anew():
         async with cluster(*nodes) as link:
             lost = Lost(link)
             await link.start_job(make_job("one"))
-            nodes[0].before_reply = lambda command: isinstance(command, PauseJob) and nodes[0].say(checkpoint(7))
-            nodes[1].answers = lambda command: "/step-7 cannot be read" if isinstance(command, StartJob) else None
+            nodes[0].before_reply = lambda command: (
+                isinstance(command, PauseJob) and nodes[0].say(checkpoint(7))
+            )
+            nodes[1].answers = lambda command: (
+                "/step-7 cannot be read" if isinstance(command, StartJob) else None
+            )
             await link.drain("node-0")
             assert lost.jobs == [{"one"}]
             assert not any(each["jobs"] for each in link.describe())
@@ -124,7 +135,9 @@ def test_a_machine_leaves_with_all_its_nodes_at_once():
                 await link.start_job(make_job(id))
             await link.drain("node-0", "node-1")
             assert {each.job.id for each in nodes[2].of(StartJob)} == {*ids}
-            assert [len(each.of(StartJob)) for each in nodes[:2]] == [1, 1], "no job has moved to the other"
+            assert [len(each.of(StartJob)) for each in nodes[:2]] == [1, 1], (
+                "no job has moved to the other"
+            )
             for number in range(3):
                 link.open([make_request(str(number))])
             await until(lambda: len(nodes[2].of(AddRequest)) == 3)
@@ -143,7 +156,8 @@ def test_nodes_of_which_one_is_not_there_do_not_drain():
 
 
 class Moving(ScriptedNode):
-    """One that Ray starts again on another machine; in containers, its process has the same number there."""
+    """One that Ray starts again on another machine; in containers, its process has the same number
+    there."""
 
     machine = "here"
 

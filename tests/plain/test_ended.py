@@ -17,7 +17,9 @@ def _signals_are_as_they_were() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("error", [CoserveError("a request failed"), RuntimeError("the loop is closed")])
+@pytest.mark.parametrize(
+    "error", [CoserveError("a request failed"), RuntimeError("the loop is closed")]
+)
 def test_its_status_says_so_whatever_fails_because_of_that(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -20,7 +20,9 @@ FILES = ["adapter_config.json", "adapter_model.safetensors"]
 @pytest.fixture
 def adapter(tmp_path):
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / FILES[0]).write_text(json.dumps({"base_model_name_or_path": "dummy:llama-3.1-8b"}))
+    (tmp_path / "adapter" / FILES[0]).write_text(
+        json.dumps({"base_model_name_or_path": "dummy:llama-3.1-8b"})
+    )
     save_file({"x": np.zeros(10_000, dtype=np.float32)}, tmp_path / "adapter" / FILES[1])
     return tmp_path / "adapter"
 
@@ -35,7 +37,9 @@ def export(*arguments):
 def test_it_is_written_to_new_and_to_empty_directories(adapter, tmp_path):
     (tmp_path / "empty").mkdir()
     for name in ("empty", "new/in/new"):
-        assert json.loads(export(adapter, tmp_path / name, "--json"))["directory"] == str(tmp_path / name)
+        assert json.loads(export(adapter, tmp_path / name, "--json"))["directory"] == str(
+            tmp_path / name
+        )
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == FILES
     with pytest.raises(CoserveError, match="is not empty"):
         export(adapter, tmp_path / "empty")
@@ -52,14 +56,18 @@ def test_on_a_full_disk_nothing_is_left(adapter, tmp_path):
 def test_where_nothing_can_be_written(adapter, tmp_path):
     (tmp_path / "file").touch()
     for directory in (tmp_path / "file", tmp_path / "file" / "new"):
-        with pytest.raises(CoserveError, match=f"it cannot be written to {directory}: Not a directory"):
+        with pytest.raises(
+            CoserveError, match=f"it cannot be written to {directory}: Not a directory"
+        ):
             export(adapter, directory)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
 def test_a_configuration_that_is_none(content, adapter, tmp_path):
     (adapter / FILES[0]).write_bytes(content)
-    with pytest.raises(CoserveError, match="is no configuration of PEFT's: it must hold a JSON object"):
+    with pytest.raises(
+        CoserveError, match="is no configuration of PEFT's: it must hold a JSON object"
+    ):
         export(adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -70,7 +78,9 @@ def test_a_job_without_a_finished_model_is_said_with_its_checkpoints(tmp_path):
     home.checkpoint(running, 4)
     home.close()
     for job, has in ((begun, "none"), (running, f"{running.name}:ckpt-step-4")):
-        words = f"job {job.id} is running and has no finished model; it has these checkpoints: {has}"
+        words = (
+            f"job {job.id} is running and has no finished model; it has these checkpoints: {has}"
+        )
         with pytest.raises(CoserveError) as caught:
             export(job.id, tmp_path / "out", "--home", home.path)
         assert str(caught.value) == words
@@ -90,7 +100,9 @@ def test_the_name_of_what_is_written_is_told(tmp_path):
 
 
 def test_a_base_model_is_for_merging(adapter, tmp_path):
-    result = CliRunner().invoke(app, ["export", str(adapter), str(tmp_path / "out"), "--model", "tiny"])
+    result = CliRunner().invoke(
+        app, ["export", str(adapter), str(tmp_path / "out"), "--model", "tiny"]
+    )
     assert result.exit_code == 2 and "this is for --merge" in result.output
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,5 @@
-"""Which jobs are fused into hybrid tasks, and which take turns: against every partition, and in plans."""
+"""Which jobs are fused into hybrid tasks, and which take turns: against every partition, and in
+plans."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +29,9 @@ def latency(*seconds: float, rows: Sequence[int] = (1, 64, 256, 4096)) -> Latenc
     cheap = Curve(rows=(1, 4096), seconds=(1e-4, 1e-3))
     return LatencyModel(
         Profile(
-            model=ModelCounts(flops_per_row=1.0, flops_per_pair=1.0, head_flops_per_row=1.0, kv_bytes_per_key=1),
+            model=ModelCounts(
+                flops_per_row=1.0, flops_per_pair=1.0, head_flops_per_row=1.0, kv_bytes_per_key=1
+            ),
             job=COUNTS,
             forward=cheap,
             head=cheap,
@@ -50,7 +53,9 @@ FLAT = latency(1.0, 1.0, 1.0, 16.0)  # up to 256 rows cost as much as one
 STRAIGHT = latency(1 / 64, 1.0, 4.0, 64.0)
 
 
-def job(id: str, phase: str = "backward", rows: int = 64, left: int | None = None, parts_left: int = 4) -> JobProgress:
+def job(
+    id: str, phase: str = "backward", rows: int = 64, left: int | None = None, parts_left: int = 4
+) -> JobProgress:
     return make_job(
         id,
         phase,
@@ -77,8 +82,13 @@ def test_short_packs_are_fused_where_their_weights_are_read_once_and_long_ones_t
         *(frozenset({name}) for name in ("l0", "l1", "l2")),
     }
     assert len(groups_of(hybrid_tasks(short, STRAIGHT, max_rows=2048))) == 4, "nothing is gained"
-    assert len(groups_of(hybrid_tasks(short, FLAT, max_rows=128))) == 2, "side by side there is room for two packs"
-    assert hybrid_tasks([], FLAT, max_rows=1) == {} and len(hybrid_tasks([job("j")], FLAT, max_rows=1)) == 1
+    assert len(groups_of(hybrid_tasks(short, FLAT, max_rows=128))) == 2, (
+        "side by side there is room for two packs"
+    )
+    assert (
+        hybrid_tasks([], FLAT, max_rows=1) == {}
+        and len(hybrid_tasks([job("j")], FLAT, max_rows=1)) == 1
+    )
 
 
 def test_packs_take_turns_where_joining_them_is_measured_to_add_more_than_it_saves():
@@ -91,15 +101,23 @@ def test_packs_take_turns_where_joining_them_is_measured_to_add_more_than_it_sav
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_partition_of_the_sorted_jobs_takes_less_time(seed):
     rng = Random(seed)
-    jobs = [job(f"j{i}", rng.choice(("forward", "loss", "backward")), rng.randint(1, 600)) for i in range(6)]
+    jobs = [
+        job(f"j{i}", rng.choice(("forward", "loss", "backward")), rng.randint(1, 600))
+        for i in range(6)
+    ]
     model = latency(*sorted(rng.uniform(0.5, 8) for _ in range(4)))
-    ordered, max_rows = sorted(jobs, key=lambda each: each.num_rows), rng.choice((300, 1000, 10_000))
+    ordered, max_rows = (
+        sorted(jobs, key=lambda each: each.num_rows),
+        rng.choice((300, 1000, 10_000)),
+    )
 
     def seconds(group: Sequence[JobProgress]) -> float:
         num_rows = sum(each.num_rows for each in group)
         if len(group) > 1 and num_rows > max_rows:
             return float("inf")
-        return model.batch_s(num_rows, num_rows) * (model.profile.joining if len(group) > 1 else 1.0)
+        return model.batch_s(num_rows, num_rows) * (
+            model.profile.joining if len(group) > 1 else 1.0
+        )
 
     best = min(
         sum(seconds(ordered[a:b]) for a, b in pairwise((0, *cuts, 6)))
@@ -107,11 +125,15 @@ def test_no_other_partition_of_the_sorted_jobs_takes_less_time(seed):
         for cuts in combinations(range(1, 6), number)
     )
     found = groups_of(hybrid_tasks(jobs, model, max_rows=max_rows))
-    assert sum(seconds([each for each in jobs if each.id in group]) for group in found) == pytest.approx(best)
+    assert sum(
+        seconds([each for each in jobs if each.id in group]) for group in found
+    ) == pytest.approx(best)
 
 
 def test_jobs_of_a_hybrid_task_go_backward_together():
-    made = plan("tuning-only", job("a"), job("b", left=10), job("c", "loss"), job("d", parts_left=2))
+    made = plan(
+        "tuning-only", job("a"), job("b", left=10), job("c", "loss"), job("d", parts_left=2)
+    )
     assert {part.job: (part.rows, part.num_tasklets) for part in made.tasklets} == {
         "a": (64, 4),
         "b": (64, 4),
@@ -128,26 +150,37 @@ def test_who_was_served_more_waits_at_the_loss_for_those_who_are_still_forward()
     young, old = job("young", "forward"), job("old", "loss")
     made = plan("tuning-only", young, old)
     assert [rows.item for rows in made.rows] == ["young"] and not made.losses
-    assert [piece.job for piece in plan("tuning-only", old, young).losses] == ["old"], "it was served less"
+    assert [piece.job for piece in plan("tuning-only", old, young).losses] == ["old"], (
+        "it was served less"
+    )
     assert plan("tuning-only", young, old, by=STRAIGHT).losses, "nothing is gained by waiting"
     midway = plan("tuning-only", young, job("old", parts_left=3))
     assert midway.tasklets, "what is under way continues"
     unable = View(now_s=1.0, jobs=(young, old), max_rows=0)
-    assert make_policy("tuning-only").plan(unable, FLAT).losses, "nobody waits for one that does not move"
+    assert make_policy("tuning-only").plan(unable, FLAT).losses, (
+        "nobody waits for one that does not move"
+    )
 
 
 def test_a_job_that_is_one_part_ahead_waits_for_the_others():
     slow, ahead = job("slow", left=20), job("ahead", parts_left=3)
     found = joined_tasklets([ahead, slow], 1e9, FLAT, group=5)
     assert found is not None
-    assert {part.job: (part.num_tasklets, part.group) for part in found.tasklets} == {"slow": (4, 5), "ahead": (3, 5)}
+    assert {part.job: (part.num_tasklets, part.group) for part in found.tasklets} == {
+        "slow": (4, 5),
+        "ahead": (3, 5),
+    }
     alone_s, both_s = FLAT.tasklets_s([(slow, 20)]), FLAT.tasklets_s([(slow, 64), (ahead, 64)])
     assert found.seconds == pytest.approx(alone_s + 3 * both_s)
     once = joined_tasklets([ahead, slow], alone_s * 1.01, FLAT, group=5)
     assert once is not None and [*once.tasklets] == [PlannedTasklets("slow", 64, 1, 5)]
     assert joined_tasklets([ahead, slow], 0.5, FLAT, group=5) is None
     halves = joined_tasklets([job("a"), job("b", rows=40)], 1.0, STRAIGHT, group=1)
-    assert halves is not None and sum(part.rows for part in halves.tasklets) < 104 and halves.seconds <= 1.0
+    assert (
+        halves is not None
+        and sum(part.rows for part in halves.tasklets) < 104
+        and halves.seconds <= 1.0
+    )
 
 
 def test_jobs_join_and_leave_between_any_two_steps():

@@ -101,7 +101,9 @@ def test_a_trial_that_fails_when_nobody_waits_any_longer_is_no_error_of_the_serv
     assert "never retrieved" not in caplog.text
 
 
-def test_a_checker_says_nothing_of_a_grammar_that_the_machine_ended(monkeypatch: pytest.MonkeyPatch):
+def test_a_checker_says_nothing_of_a_grammar_that_the_machine_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
     checker = Deeds(monkeypatch, "be_killed")
     with pytest.raises(SandboxError):
         checker.measure(GRAMMAR)

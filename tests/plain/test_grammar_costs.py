@@ -1,4 +1,5 @@
-"""Checks of grammars on the server's event loop: bounded in time and memory, whatever a request sends."""
+"""Checks of grammars on the server's event loop: bounded in time and memory, whatever a request
+sends."""
 
 import os
 import resource
@@ -30,13 +31,16 @@ TOO_LONG = {
         "Grammar.json_schema({'properties': {'k' * 1_000_000: {'properties': {str(i): 1 for i in range(10_000)}}}})"
     ),
     "tools": (
-        "Grammar.tagged([Tag(begin=str(i), schema={'enum': list(range(10_000))}) for i in range(2_000)], at_most=None)"
+        "Grammar.tagged([Tag(begin=str(i), schema={'enum': list(range(10_000))}) for i in "
+        "range(2_000)], at_most=None)"
     ),
     "tags and triggers": (
-        "Grammar.triggered([Tag(begin=str(i), schema={}) for i in range(60_000)], triggers=['1'] + ['x'] * 60_000)"
+        "Grammar.triggered([Tag(begin=str(i), schema={}) for i in range(60_000)], triggers=['1'] + "
+        "['x'] * 60_000)"
     ),
     "triggers of all tags": (
-        "Grammar.triggered([Tag(begin='a' + str(i), schema={}) for i in range(900)], triggers=['a'] * 900)"
+        "Grammar.triggered([Tag(begin='a' + str(i), schema={}) for i in range(900)], "
+        "triggers=['a'] * 900)"
     ),
 }
 SCHEMAS = {
@@ -51,7 +55,9 @@ SCHEMAS = {
 # Schemas whose branches of oneOf are compared in pairs.
 ONE_OF = {
     "enums": "{'oneOf': [{'enum': [1] * 20_000}, {'enum': [2] * 20_000}]}",
-    "numbers of one hash": "{'oneOf': [{'enum': [i * (2**61 - 1) for i in range(2_000)]}, {'enum': [1, 'a']}]}",
+    "numbers of one hash": (
+        "{'oneOf': [{'enum': [i * (2**61 - 1) for i in range(2_000)]}, {'enum': [1, 'a']}]}"
+    ),
     "enums by reference": (
         "{'oneOf': [{'anyOf': [{'$ref': '#/$defs/a'}] * 20}, {'anyOf': [{'$ref': '#/$defs/b'}] * 20}], "
         "'$defs': {'a': {'enum': list(range(5_000))}, 'b': {'enum': list(range(5_000, 10_000))}}}"
@@ -82,7 +88,9 @@ def limit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
-@pytest.mark.parametrize("group", [PATTERNS, TOO_LONG, SCHEMAS, COMPARED], ids=["patterns", "long", "schemas", "oneOf"])
+@pytest.mark.parametrize(
+    "group", [PATTERNS, TOO_LONG, SCHEMAS, COMPARED], ids=["patterns", "long", "schemas", "oneOf"]
+)
 def test_checks_of_a_grammar_are_bounded(group: dict[str, str]):
     lines = ["from coserve.devices.grammar import Grammar, Tag"]
     for name, code in group.items():

@@ -1,17 +1,30 @@
-"""Depth of grammars with their references resolved: refused with the limit's name, while ordinary recursion is not."""
+"""Depth of grammars with their references resolved: refused with the limit's name, while ordinary
+recursion is not."""
 
 import json
 from typing import Any
 
 import pytest
-from hostile_grammars import HOSTILE, alternatives, gbnf_rules, merged, nested_objects, references, rules, terminals
+from hostile_grammars import (
+    HOSTILE,
+    alternatives,
+    gbnf_rules,
+    merged,
+    nested_objects,
+    references,
+    rules,
+    terminals,
+)
 
 from coserve.devices.grammar import Grammar
 from coserve.devices.grammar_limits import height, total
 
 TREE: dict[str, Any] = {
     "type": "object",
-    "properties": {"value": {"type": "number"}, "children": {"type": "array", "items": {"$ref": "#"}}},
+    "properties": {
+        "value": {"type": "number"},
+        "children": {"type": "array", "items": {"$ref": "#"}},
+    },
     "required": ["value"],
 }
 LISTS: dict[str, Any] = {
@@ -21,7 +34,9 @@ LISTS: dict[str, Any] = {
         "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]},
     },
 }
-ARITHMETIC = 'start: sum\nsum: product | sum "+" product\nproduct: NUMBER | "(" sum ")"\nNUMBER: /[0-9]+/'
+ARITHMETIC = (
+    'start: sum\nsum: product | sum "+" product\nproduct: NUMBER | "(" sum ")"\nNUMBER: /[0-9]+/'
+)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +67,9 @@ def test_groups_within_groups_are_counted_outside_of_classes_alone():
         assert Grammar.regex(pattern).text == pattern
 
 
-@pytest.mark.parametrize("schema", [TREE, LISTS, {"$ref": "#"}, {"properties": {"a": {"$ref": "https://x.test/a"}}}])
+@pytest.mark.parametrize(
+    "schema", [TREE, LISTS, {"$ref": "#"}, {"properties": {"a": {"$ref": "https://x.test/a"}}}]
+)
 def test_recursive_schemas_are_within_limits(schema: dict[str, Any]):
     assert json.loads(Grammar.json_schema(schema).text) == schema
 
@@ -75,7 +92,8 @@ def test_height_and_total_of_a_graph():
 
 
 def test_each_hostile_schema_is_counted_at_once():
-    """In far fewer steps than it has parts within parts: none takes more than its own length to count."""
+    """In far fewer steps than it has parts within parts: none takes more than its own length to
+    count."""
     for hostile in HOSTILE.values():
         if "guided_json" in hostile:
             with pytest.raises(ValueError, match="resolved"):

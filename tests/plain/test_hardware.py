@@ -6,8 +6,9 @@ import pytest
 
 from coserve.simulate.hardware import A100, CATALOGUE, H100, Hardware
 
-# bfloat16 products on an H100, TFLOP/s: rows, columns, sums. From the default table of XLA's cost model:
-# github.com/openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h ("sm_90", one product at a time).
+# bfloat16 products on an H100, TFLOP/s: rows, columns, sums. From the default table of XLA's cost
+# model: github.com/openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h ("sm_90", one
+# product at a time).
 _PUBLISHED = {
     (256, 2048, 4096): 288.3,
     (512, 4096, 4096): 653.1,
@@ -67,6 +68,8 @@ def test_more_rows_never_take_less_time_and_large_products_reach_the_pace():
 
 def test_a_part_of_a_device_is_slower_where_it_computes_more_than_where_it_reads():
     half = A100.part(5)
-    assert half.product_s(4096, 4096, 4096, 2) == pytest.approx(2 * A100.product_s(4096, 4096, 4096, 2), rel=0.15)
+    assert half.product_s(4096, 4096, 4096, 2) == pytest.approx(
+        2 * A100.product_s(4096, 4096, 4096, 2), rel=0.15
+    )
     assert half.product_s(1, 14336, 4096, 2) == pytest.approx(A100.product_s(1, 14336, 4096, 2))
     assert A100.part(2).product_s(1, 14336, 4096, 2) > 2 * half.product_s(1, 14336, 4096, 2)

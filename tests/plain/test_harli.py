@@ -1,4 +1,5 @@
-"""HARLI's scheduler where a job has nothing ready, as weights of another model are on their way (section 6.2)."""
+"""HARLI's scheduler where a job has nothing ready, as weights of another model are on their way
+(section 6.2)."""
 
 from profiles import flat, free_but_for
 from progress import make_job, make_request
@@ -28,7 +29,9 @@ LATENCY = LatencyModel(
         COUNTS,
         forward=flat(DECODE_S),
         backward=flat(TASKLET_S),
-        sharing=Sharing(num_units=2, shares=(Share(units=1, rows=(1,), forward=(0.7,), backward=(0.7,)),)),
+        sharing=Sharing(
+            num_units=2, shares=(Share(units=1, rows=(1,), forward=(0.7,), backward=(0.7,)),)
+        ),
     )
 )
 
@@ -47,9 +50,17 @@ def view(history: History, *, tpot_s: float = SLO_S) -> View:
         tpot_s=tpot_s,
     )
     job = make_job(
-        "j", "backward", num_rows=256, num_rows_left=256, num_parts_left=PARTS, mean_context_len=128.0, counts=COUNTS
+        "j",
+        "backward",
+        num_rows=256,
+        num_rows_left=256,
+        num_parts_left=PARTS,
+        mean_context_len=128.0,
+        counts=COUNTS,
     )
-    return View(now_s=2.0, requests=(request,), jobs=(job,), tpot_s=tpot_s, num_units=2, history=history)
+    return View(
+        now_s=2.0, requests=(request,), jobs=(job,), tpot_s=tpot_s, num_units=2, history=history
+    )
 
 
 def run(history: History, made: Plan, *, num_tasklets: int) -> None:
@@ -88,7 +99,9 @@ def test_a_job_that_starves_gives_the_whole_device_back_until_it_can_continue():
         run(history, made, num_tasklets=0)
         made = POLICY.plan(view(history), LATENCY)
         assert made.partition is None, "the weights are not there: all of the device decodes"
-        assert [part.num_tasklets for part in made.tasklets] == [1], "a unit, which begins if they are there now"
+        assert [part.num_tasklets for part in made.tasklets] == [1], (
+            "a unit, which begins if they are there now"
+        )
         assert made.predicted_s <= SLO_S
     run(history, made, num_tasklets=1)
     assert POLICY.plan(view(history), LATENCY).partition is not None, "it has continued"

@@ -1,4 +1,5 @@
-"""Slots on the host: a request has all that its blocks need or none, shares them, and gives all of them back."""
+"""Slots on the host: a request has all that its blocks need or none, shares them, and gives all of
+them back."""
 
 from random import Random
 
@@ -12,7 +13,9 @@ A, B, C, D = b"a", b"b", b"c", b"d"
 def test_a_request_gets_a_slot_for_each_block_or_none():
     blocks = HostBlocks(3)
     assert blocks.want("first", [A, B])
-    assert not blocks.want("second", [C, D]), "the last blocks would go to the host, and the first be lost"
+    assert not blocks.want("second", [C, D]), (
+        "the last blocks would go to the host, and the first be lost"
+    )
     assert blocks.want("third", [A, D]), "one is there already"
     assert blocks.num_used == 3
     blocks.check_integrity(["first", "third"])

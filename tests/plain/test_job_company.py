@@ -15,11 +15,23 @@ GROUPS = (("ftjob-a", "ftjob-c", "ftjob-d"), ("ftjob-b", "ftjob-e"))
 
 def stats_of(*groups: tuple[str, ...]) -> EngineStats:
     counts: dict[str, Any] = dict.fromkeys(
-        ("num_running", "num_waiting", "num_jobs", "num_jobs_running", "num_steps", "num_tokens_trained"), 0
+        (
+            "num_running",
+            "num_waiting",
+            "num_jobs",
+            "num_jobs_running",
+            "num_steps",
+            "num_tokens_trained",
+        ),
+        0,
     )
-    counts |= dict.fromkeys(("num_preemptions", "num_packs_dropped", "num_pages", "num_pages_free"), 0)
+    counts |= dict.fromkeys(
+        ("num_preemptions", "num_packs_dropped", "num_pages", "num_pages_free"), 0
+    )
     slo = Slo(ttft_s=1.0, tpot_s=0.1)
-    return EngineStats(num_pages_by_owner={}, margin=0.0, num_slos_clamped=0, slo=slo, joined_jobs=groups, **counts)
+    return EngineStats(
+        num_pages_by_owner={}, margin=0.0, num_slos_clamped=0, slo=slo, joined_jobs=groups, **counts
+    )
 
 
 def company(metrics: Metrics) -> dict[str, tuple[str, float]]:
@@ -35,7 +47,9 @@ def company(metrics: Metrics) -> dict[str, tuple[str, float]]:
 def test_metrics_say_with_whom_each_job_is_fused():
     metrics = Metrics(Ledger())
     metrics.engine_reported(StepReport(stats=stats_of(*GROUPS)))
-    assert company(metrics) == {job: (group[0], len(group) - 1) for group in GROUPS for job in group}
+    assert company(metrics) == {
+        job: (group[0], len(group) - 1) for group in GROUPS for job in group
+    }
     metrics.engine_reported(StepReport(stats=stats_of(GROUPS[1])))
     assert company(metrics).keys() == set(GROUPS[1]), "those that have none now are gone"
     metrics.engine_gone()
@@ -55,13 +69,19 @@ class _Client:
         pass
 
     def get(self, path: str, **query: object) -> dict[str, Any]:
-        return {"jobs": {"joined": [list(group) for group in GROUPS]}} if path == "/v1/status" else {"data": []}
+        return (
+            {"jobs": {"joined": [list(group) for group in GROUPS]}}
+            if path == "/v1/status"
+            else {"data": []}
+        )
 
 
 def test_the_list_of_jobs_says_who_is_fused_with_whom(monkeypatch, capsys):
     monkeypatch.setattr("coserve.cli.commands.jobs.Client", _Client)
     app(["jobs"], standalone_mode=False)
     printed = " ".join(capsys.readouterr().out.split())
-    assert all(f"{', '.join(group)} go backward as one batch of rows." in printed for group in GROUPS)
+    assert all(
+        f"{', '.join(group)} go backward as one batch of rows." in printed for group in GROUPS
+    )
     app(["jobs", "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["joined"] == [list(group) for group in GROUPS]

@@ -41,7 +41,11 @@ def test_the_step_is_due_when_all_of_its_packs_are_done():
 
 def test_a_step_leaves_what_follows_from_it_due():
     progress = after_one_step(TrainingProgress(packs=(FIRST,)))
-    assert (progress.stage, progress.update_due, progress.num_steps_done) == ("after_step", False, 1)
+    assert (progress.stage, progress.update_due, progress.num_steps_done) == (
+        "after_step",
+        False,
+        1,
+    )
     assert progress.num_tokens_at_step == 10 and progress.sums.num_trained == 0
 
 
@@ -56,7 +60,10 @@ def test_what_a_reference_measures_is_not_trained():
     progress = TrainingProgress(packs=(reference, FIRST))
     assert progress.measures
     progress = progress.after_pack(SUMS)
-    assert not progress.measures and (progress.num_tokens_trained, progress.sums.num_trained) == (0, 0)
+    assert not progress.measures and (progress.num_tokens_trained, progress.sums.num_trained) == (
+        0,
+        0,
+    )
 
 
 def test_an_evaluation_ends_with_its_last_pack_and_trains_nothing():
@@ -65,9 +72,15 @@ def test_an_evaluation_ends_with_its_last_pack_and_trains_nothing():
     progress = progress.after_pack(SUMS)
     assert progress.stage == "evaluation"
     progress = progress.after_pack(SUMS)
-    assert (progress.stage, progress.update_due, progress.num_tokens_trained) == ("answers", False, 10)
+    assert (progress.stage, progress.update_due, progress.num_tokens_trained) == (
+        "answers",
+        False,
+        10,
+    )
     progress = progress.after_evaluation(BestEvaluation(step=1, value=2.0))
-    assert progress.evaluation_is_done and progress.stage == "after_step", "the next step is due, and no evaluation"
+    assert progress.evaluation_is_done and progress.stage == "after_step", (
+        "the next step is due, and no evaluation"
+    )
 
 
 def test_a_job_that_has_succeeded_has_nothing_left_to_measure():
@@ -80,7 +93,9 @@ def test_a_job_that_has_succeeded_has_nothing_left_to_measure():
 def test_a_pack_that_is_dropped_is_the_next_one_still():
     progress = TrainingProgress(packs=(FIRST,)).after_rows(7.0, now_s=1.0).after_drop()
     assert (progress.packs, progress.num_drops, progress.num_rows_run) == ((FIRST,), 1, 7.0)
-    assert progress.after_rows(7.0, now_s=2.0).num_rows_run == 14.0, "its rows are run again, and count again"
+    assert progress.after_rows(7.0, now_s=2.0).num_rows_run == 14.0, (
+        "its rows are run again, and count again"
+    )
 
 
 def test_gradients_are_contributed_before_the_step_and_once():
@@ -101,7 +116,9 @@ def test_gradients_are_contributed_before_the_step_and_once():
 
 
 def test_progress_is_contributed_after_the_step_and_once():
-    progress = after_one_step(TrainingProgress(packs=(FIRST,), exchange=exchange("local-sgd", every_steps=2)))
+    progress = after_one_step(
+        TrainingProgress(packs=(FIRST,), exchange=exchange("local-sgd", every_steps=2))
+    )
     assert not progress.contribution_due, "it is due after every second step"
     progress = after_one_step(progress.starting_step((FIRST,)))
     assert progress.contribution_due and progress.exchange is not None
@@ -121,7 +138,9 @@ def test_a_job_resumes_with_what_follows_from_its_last_step_and_contributes_noth
         num_examples=2,
         num_tokens=16,
     )
-    progress = TrainingProgress(packs=(FIRST,), exchange=exchange("local-sgd")).resumed_from(position)
+    progress = TrainingProgress(packs=(FIRST,), exchange=exchange("local-sgd")).resumed_from(
+        position
+    )
     assert (progress.stage, progress.packs, progress.evaluation_is_done) == ("after_step", (), True)
     assert not progress.contribution_due
 

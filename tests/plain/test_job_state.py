@@ -1,4 +1,5 @@
-"""A job's states: `apply` and `plan` alone, over all states there can be, and over random histories."""
+"""A job's states: `apply` and `plan` alone, over all states there can be, and over random
+histories."""
 
 from dataclasses import replace
 from itertools import product
@@ -29,7 +30,17 @@ from coserve.jobs.events import (
     StepsRecorded,
     StoreRefused,
 )
-from coserve.jobs.plan import Action, ReadFiles, RequestSlot, Start, Tell, Write, event_message, plan, refusal
+from coserve.jobs.plan import (
+    Action,
+    ReadFiles,
+    RequestSlot,
+    Start,
+    Tell,
+    Write,
+    event_message,
+    plan,
+    refusal,
+)
 from coserve.jobs.records import OVER
 from coserve.jobs.state import TRANSITIONS, JobState, apply, is_legal
 
@@ -37,13 +48,17 @@ LIVING = tuple(status for status in TRANSITIONS if status not in OVER)
 ENGINES = ("absent", "running", "paused", "ended")
 ALL = [
     (status, desired, engine, validated)
-    for status, desired, engine, validated in product(LIVING, ("run", "rest", "end"), ENGINES, (False, True))
+    for status, desired, engine, validated in product(
+        LIVING, ("run", "rest", "end"), ENGINES, (False, True)
+    )
     # The engine is given jobs whose files have been read.
     if validated or (engine == "absent" and status in ("validating_files", "paused"))
 ]
 
 
-def state_of(status: str, desired: str | None, engine: str, *, validated: bool = True, **fields: Any) -> JobState:
+def state_of(
+    status: str, desired: str | None, engine: str, *, validated: bool = True, **fields: Any
+) -> JobState:
     record = {"status": status, "is_validated": validated}
     return make_state(record=record, **{"asked": desired, "engine": engine, **fields})
 
@@ -102,7 +117,9 @@ class Obedient:
 
 
 @pytest.mark.parametrize(("status", "desired", "engine", "validated"), ALL)
-def test_a_job_comes_to_what_is_desired_from_wherever_it_is(status: Any, desired: Any, engine: Any, validated: bool):
+def test_a_job_comes_to_what_is_desired_from_wherever_it_is(
+    status: Any, desired: Any, engine: Any, validated: bool
+):
     world = Obedient(state_of(status, desired, engine, validated=validated))
     world.settle()
     state = world.state
@@ -111,7 +128,10 @@ def test_a_job_comes_to_what_is_desired_from_wherever_it_is(status: Any, desired
         return
     assert state.status == {"run": "running", "rest": "paused", "end": "cancelled"}[desired]
     # An engine that has ended a cancelled job is not asked about it any more.
-    assert state.engine in {"run": ("running",), "rest": ("paused", "absent"), "end": ("absent", "ended")}[desired]
+    assert (
+        state.engine
+        in {"run": ("running",), "rest": ("paused", "absent"), "end": ("absent", "ended")}[desired]
+    )
 
 
 @pytest.mark.parametrize("status", sorted(OVER))
@@ -134,10 +154,15 @@ def test_an_engine_that_did_not_get_a_pause_is_told_again():
 
 
 def test_a_job_waits_for_a_slot_before_it_starts_and_before_it_is_resumed():
-    for state in (state_of("queued", None, "absent", slot="none"), state_of("paused", "run", "paused", slot="none")):
+    for state in (
+        state_of("queued", None, "absent", slot="none"),
+        state_of("paused", "run", "paused", slot="none"),
+    ):
         assert plan(state, can_start=True) == RequestSlot()
         waiting = apply(state, SlotRequested(ticket=3))
-        assert plan(waiting, can_start=True) == (Write("queued") if state.status == "paused" else None)
+        assert plan(waiting, can_start=True) == (
+            Write("queued") if state.status == "paused" else None
+        )
         assert plan(apply(waiting, SlotGranted()), can_start=True) in (Start(), Tell("resume"))
 
 
@@ -149,9 +174,13 @@ def test_a_job_of_a_model_that_is_not_here_takes_no_slot():
 
 
 def test_a_paused_job_gives_its_slot_back_and_a_report_of_a_paused_job_does_not():
-    state = apply(state_of("running", "rest", "paused"), RecordWritten(job=make_record(status="paused")))
+    state = apply(
+        state_of("running", "rest", "paused"), RecordWritten(job=make_record(status="paused"))
+    )
     assert (state.slot, state.meter) == ("none", None)
-    state = apply(apply(state, SlotRequested(ticket=1)), RecordWritten(job=make_record(status="paused")))
+    state = apply(
+        apply(state, SlotRequested(ticket=1)), RecordWritten(job=make_record(status="paused"))
+    )
     assert state.slot == "waiting"
 
 
@@ -159,7 +188,9 @@ def test_a_paused_job_gives_its_slot_back_and_a_report_of_a_paused_job_does_not(
 
 
 def test_a_job_succeeds_when_its_last_checkpoint_is_on_record():
-    state = make_state(record={"status": "running", "num_steps_done": 9}, engine="running", listed_step=6)
+    state = make_state(
+        record={"status": "running", "num_steps_done": 9}, engine="running", listed_step=6
+    )
     state = apply(state, EngineEnded(outcome="succeeded"))
     assert plan(state, can_start=True) is None
     assert plan(apply(state, CheckpointRecorded(step=9)), can_start=True) == Write("succeeded")
@@ -174,7 +205,11 @@ def test_a_job_that_fails_in_the_engine_fails_and_one_that_was_cancelled_there_s
 
 
 def test_a_job_that_has_to_fail_is_ended_in_the_engine_first():
-    world = Obedient(apply(state_of("running", None, "running"), JobFailed(code="job_timeout", message="too long")))
+    world = Obedient(
+        apply(
+            state_of("running", None, "running"), JobFailed(code="job_timeout", message="too long")
+        )
+    )
     assert plan(world.state, can_start=True) == Tell("cancel")
     world.settle()
     assert world.state.status == "failed"
@@ -228,7 +263,11 @@ def test_a_client_gets_an_error_if_the_engine_cannot_do_it_or_is_not_there():
     pausing = world.send("pause")
 
     def refused(error: Exception, *, is_current: bool = True) -> Exception | None:
-        return refusal(world.state, EngineAnswered(job="j", command=pausing, error=error), is_current=is_current)
+        return refusal(
+            world.state,
+            EngineAnswered(job="j", command=pausing, error=error),
+            is_current=is_current,
+        )
 
     assert "could not do this with job j: full" in str(refused(DeviceMemoryError("full")))
     assert isinstance(refused(EngineGoneError("starting")), EngineGoneError)
@@ -237,7 +276,11 @@ def test_a_client_gets_an_error_if_the_engine_cannot_do_it_or_is_not_there():
 
 
 def test_only_an_end_that_is_certain_stands_when_the_store_cannot_be_written():
-    for asked, engine, kept in (("end", "running", None), ("end", "ended", "end"), ("rest", "ended", None)):
+    for asked, engine, kept in (
+        ("end", "running", None),
+        ("end", "ended", "end"),
+        ("rest", "ended", None),
+    ):
         assert apply(state_of("running", asked, engine), StoreRefused()).asked == kept
     world = Obedient(state_of("running", "end", "running"))
     world.send("cancel")
@@ -263,10 +306,16 @@ def test_a_job_runs_from_its_start_to_a_pause_and_from_its_resumption_to_its_eng
 def test_the_text_of_a_status_says_whether_a_job_starts_or_resumes():
     queued = state_of("queued", None, "running")
     assert event_message(queued, "running") == "Fine-tuning job started"
-    assert event_message(replace(queued, resumed_step=4), "running") == "Fine-tuning resumes from step 4"
+    assert (
+        event_message(replace(queued, resumed_step=4), "running")
+        == "Fine-tuning resumes from step 4"
+    )
     resumed = make_state(record={"num_steps_done": 6}, engine="running", was_resumed=True)
     assert event_message(resumed, "running") == "Fine-tuning resumes from step 6"
-    assert event_message(state_of("paused", None, "running", was_resumed=True), "running") == "Fine-tuning job resumed"
+    assert (
+        event_message(state_of("paused", None, "running", was_resumed=True), "running")
+        == "Fine-tuning job resumed"
+    )
     assert event_message(state_of("paused", "run", "absent"), "queued") == "Fine-tuning job resumed"
     assert event_message(state_of("running", None, "absent"), "queued") is None
 
@@ -275,10 +324,13 @@ def test_the_text_of_a_status_says_whether_a_job_starts_or_resumes():
 
 
 class History(Obedient):
-    """A store that does what it is told at once, and an engine that answers late, dies, and comes to an end."""
+    """A store that does what it is told at once, and an engine that answers late, dies, and comes
+    to an end."""
 
     def __init__(self) -> None:
-        super().__init__(make_state(record={"status": "validating_files", "is_validated": False}, slot="none"))
+        super().__init__(
+            make_state(record={"status": "validating_files", "is_validated": False}, slot="none")
+        )
         self.unanswered: list[PendingCommand] = []
         self.has_engine = True
         self.engine: str = "absent"  # what the engine really has of the job
@@ -287,7 +339,9 @@ class History(Obedient):
     def do(self, action: Action) -> None:
         match action:
             case Start():
-                assert self.has_engine and self.engine == "absent", "there is never a second one beside the first"
+                assert self.has_engine and self.engine == "absent", (
+                    "there is never a second one beside the first"
+                )
                 self.engine = "running"
                 self.unanswered.append(self.send("start"))
             case Tell(command=command):
@@ -350,7 +404,10 @@ class History(Obedient):
         return self.state.status in OVER
 
 
-VERBS = st.lists(st.sampled_from(["run", "rest", "end", "answer", "die", "come", "finish", "settle"]), max_size=40)
+VERBS = st.lists(
+    st.sampled_from(["run", "rest", "end", "answer", "die", "come", "finish", "settle"]),
+    max_size=40,
+)
 
 
 @given(verbs=VERBS)
@@ -389,9 +446,12 @@ def test_whatever_happens_a_wish_is_granted_and_there_is_one_end(verbs: list[str
 def test_an_end_that_is_asked_for_comes(verbs: list[str]):
     history = History()
     for verb in verbs:
-        {"answer": history.answer_next, "die": history.die, "come": history.come, "finish": history.end}.get(
-            verb, history.settle
-        )()
+        {
+            "answer": history.answer_next,
+            "die": history.die,
+            "come": history.come,
+            "finish": history.end,
+        }.get(verb, history.settle)()
     was_over = history.is_over
     history.settle()
     history.ask("end")
@@ -399,4 +459,6 @@ def test_an_end_that_is_asked_for_comes(verbs: list[str]):
         history.settle()
         history.answer_next()
     history.settle()
-    assert history.is_over and (was_over or history.engine == "absent" or history.state.status == "succeeded")
+    assert history.is_over and (
+        was_over or history.engine == "absent" or history.state.status == "succeeded"
+    )

@@ -34,30 +34,62 @@ def store(database):
 
 
 def job(id="ftjob-1", tenant="a", **fields):
-    given = {"created_at": 1, "model": "m", "base": "m", "name": f"ft:{id}", "status": "queued", "seed": 0}
+    given = {
+        "created_at": 1,
+        "model": "m",
+        "base": "m",
+        "name": f"ft:{id}",
+        "status": "queued",
+        "seed": 0,
+    }
     return JobRecord(
-        **{"id": id, "tenant": tenant, "training_file": "file-1", "settings": {"x": [1]}, **given, **fields}
+        **{
+            "id": id,
+            "tenant": tenant,
+            "training_file": "file-1",
+            "settings": {"x": [1]},
+            **given,
+            **fields,
+        }
     )
 
 
 def event(id, step=None, job="ftjob-1", kind="step", **fields):
     kind = "" if step is None else kind
-    return EventRecord(id=id, tenant="a", job=job, created_at=1, message=id, step=step, kind=kind, **fields)
+    return EventRecord(
+        id=id, tenant="a", job=job, created_at=1, message=id, step=step, kind=kind, **fields
+    )
 
 
 def checkpoint(step, *, listed=True, id=None):
     id = id or f"ftckpt_{step}"
     return CheckpointRecord(
-        id=id, tenant="a", job="ftjob-1", created_at=1, step=step, name=f"n{step}", directory=id, listed=listed
+        id=id,
+        tenant="a",
+        job="ftjob-1",
+        created_at=1,
+        step=step,
+        name=f"n{step}",
+        directory=id,
+        listed=listed,
     )
 
 
 def test_records_come_out_as_they_went_in(store, database):
-    file = FileRecord(id="file-1", tenant="a", purpose="p", filename="ü.jsonl", num_bytes=2**40, created_at=5)
-    full = job(metadata={"k": "v"}, start={"name": "n", "directory": None}, error={"code": "c"}, num_tokens=2**40)
+    file = FileRecord(
+        id="file-1", tenant="a", purpose="p", filename="ü.jsonl", num_bytes=2**40, created_at=5
+    )
+    full = job(
+        metadata={"k": "v"},
+        start={"name": "n", "directory": None},
+        error={"code": "c"},
+        num_tokens=2**40,
+    )
     plain = job("ftjob-2")
     happened = event("e1", 3, data={"loss": 0.5, "none": None}, level="warn")
-    adapter = AdapterRecord(tenant="a", name="n", base="m", directory="/d", job="ftjob-1", created_at=2)
+    adapter = AdapterRecord(
+        tenant="a", name="n", base="m", directory="/d", job="ftjob-1", created_at=2
+    )
     with store.write() as transaction:
         transaction.add_file(file)
         transaction.add_job(full)
@@ -66,7 +98,9 @@ def test_records_come_out_as_they_went_in(store, database):
         transaction.put_checkpoint(checkpoint(3))
         transaction.put_adapter(adapter)
         transaction.put_deaths({"ftjob-1": Deaths(num=0, step=1)})
-        transaction.put_deaths({"ftjob-1": Deaths(num=1, step=2), "ftjob-2": Deaths(num=0, step=2**40)})
+        transaction.put_deaths(
+            {"ftjob-1": Deaths(num=1, step=2), "ftjob-2": Deaths(num=0, step=2**40)}
+        )
         transaction.forget_deaths("ftjob-2")
     store.close()
     again = Store(database)
@@ -82,14 +116,20 @@ def test_records_come_out_as_they_went_in(store, database):
 
 def test_a_tenant_sees_only_its_own(store):
     with store.write() as transaction:
-        transaction.add_file(FileRecord(id="f", tenant="a", purpose="p", filename="f", num_bytes=1, created_at=1))
+        transaction.add_file(
+            FileRecord(id="f", tenant="a", purpose="p", filename="f", num_bytes=1, created_at=1)
+        )
         transaction.add_job(job())
         transaction.add_event(event("e"))
         transaction.put_checkpoint(checkpoint(1))
-        transaction.put_adapter(AdapterRecord(tenant="a", name="n", base="m", directory="d", created_at=1))
+        transaction.put_adapter(
+            AdapterRecord(tenant="a", name="n", base="m", directory="d", created_at=1)
+        )
     with store.write() as transaction:
         assert transaction.file("b", "f") is None
-        assert not transaction.files("b", purpose=None, after=None, limit=9, newest_first=True).items
+        assert not transaction.files(
+            "b", purpose=None, after=None, limit=9, newest_first=True
+        ).items
         assert not transaction.remove_file("b", "f")
         assert transaction.job("b", "ftjob-1") is None
         assert not transaction.jobs("b", after=None, limit=9).items
@@ -101,7 +141,9 @@ def test_a_tenant_sees_only_its_own(store):
         for after in ("f", "nothing"):
             with pytest.raises(JobError, match="after names"):
                 transaction.files("b", purpose=None, after=after, limit=9, newest_first=True)
-        transaction.put_adapter(AdapterRecord(tenant="b", name="n", base="m", directory="e", created_at=1))
+        transaction.put_adapter(
+            AdapterRecord(tenant="b", name="n", base="m", directory="e", created_at=1)
+        )
     with store.read() as transaction:
         assert transaction.adapter("a", "n").directory == "d"
         assert transaction.adapter("b", "n").directory == "e"
@@ -122,9 +164,13 @@ def test_lists_come_in_pages(store):
         for n in range(5):
             purpose = "x" if n % 2 else "y"
             transaction.add_file(
-                FileRecord(id=f"f{n}", tenant="a", purpose=purpose, filename="f", num_bytes=1, created_at=1)
+                FileRecord(
+                    id=f"f{n}", tenant="a", purpose=purpose, filename="f", num_bytes=1, created_at=1
+                )
             )
-            transaction.add_job(job(f"j{n}", metadata={"n": str(n % 2), "quoted\"'": "it's"} if n else None))
+            transaction.add_job(
+                job(f"j{n}", metadata={"n": str(n % 2), "quoted\"'": "it's"} if n else None)
+            )
 
     def files(**asked):
         with store.read() as transaction:
@@ -174,22 +220,38 @@ def test_what_a_job_does_again_is_forgotten_first(store):
             transaction.put_checkpoint(checkpoint(step))
             name = f"n{step}"
             transaction.put_adapter(
-                AdapterRecord(tenant="a", name=name, base="m", directory="d", job="ftjob-1", created_at=1)
+                AdapterRecord(
+                    tenant="a", name=name, base="m", directory="d", job="ftjob-1", created_at=1
+                )
             )
         transaction.roll_back("ftjob-1", 5)
     with store.read() as transaction:
-        assert [each.id for each in transaction.metrics("ftjob-1")] == ["s1", "s2", "s3", "s4", "v4", "s5"]
-        assert [each.id for each in transaction.events("a", "ftjob-1", after=None, limit=2).items] == ["words", "v4"]
+        assert [each.id for each in transaction.metrics("ftjob-1")] == [
+            "s1",
+            "s2",
+            "s3",
+            "s4",
+            "v4",
+            "s5",
+        ]
+        assert [
+            each.id for each in transaction.events("a", "ftjob-1", after=None, limit=2).items
+        ] == ["words", "v4"]
         assert [each.step for each in transaction.all_checkpoints("ftjob-1")] == [4]
         assert [each.name for each in transaction.adapters("a", "m")] == ["n4"]
         assert transaction.job("a", "ftjob-1").num_steps_done == 5
 
 
 def test_deaths_are_forgotten_a_hundred_steps_beyond_the_furthest(store, tmp_path):
-    writer, suspected = JobReportWriter(store, Folders(tmp_path)), {"ftjob-1": Deaths(num=2, step=50)}
+    writer, suspected = (
+        JobReportWriter(store, Folders(tmp_path)),
+        {"ftjob-1": Deaths(num=2, step=50)},
+    )
 
     def makes_step(step):
-        event = JobEvent(job="ftjob-1", kind="step", step=step, now_s=0.0, loss=1.0, token_accuracy=0.5)
+        event = JobEvent(
+            job="ftjob-1", kind="step", step=step, now_s=0.0, loss=1.0, token_accuracy=0.5
+        )
         writer.write([EngineReported(events=[event])], {"ftjob-1": None}, 0.0)
         with store.read() as transaction:
             return transaction.deaths()
@@ -208,7 +270,9 @@ def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_other(store):
         put = transaction.put_checkpoint(checkpoint(4, listed=False, id="other"))
         assert (put.id, put.directory, put.listed) == ("ftckpt_4", "other", True)
         transaction.put_checkpoint(checkpoint(6, listed=False))
-        assert [each.step for each in transaction.checkpoints("a", "ftjob-1", after=None, limit=9).items] == [4]
+        assert [
+            each.step for each in transaction.checkpoints("a", "ftjob-1", after=None, limit=9).items
+        ] == [4]
 
 
 def test_writers_wait_for_each_other(store):
@@ -241,13 +305,20 @@ def test_a_newer_database_is_left_alone(tmp_path):
     with sqlite3.connect(tmp_path / "coserve.db") as connection:
         connection.execute("UPDATE coserve_schema SET version = 99")
     connection.close()
-    with pytest.raises(StoreError, match="schema 99, which a newer coserve has written; this one knows 1"):
+    with pytest.raises(
+        StoreError, match="schema 99, which a newer coserve has written; this one knows 1"
+    ):
         Store.at(tmp_path)
 
 
 def test_databases_that_cannot_be_opened(tmp_path):
     (tmp_path / "file").write_text("x" * 10_000)
-    for url in (f"sqlite:///{tmp_path}/none/x.db", "nonsense", "nothing://x", f"sqlite:///{tmp_path}/file"):
+    for url in (
+        f"sqlite:///{tmp_path}/none/x.db",
+        "nonsense",
+        "nothing://x",
+        f"sqlite:///{tmp_path}/file",
+    ):
         with pytest.raises(StoreError, match="cannot be opened"):
             Store(url)
 
@@ -256,7 +327,9 @@ def test_databases_that_cannot_be_opened(tmp_path):
 
 
 def create(files, content=b"abc", **named):
-    return files.create("a", **{"purpose": "batch", "filename": "../../x", "source": io.BytesIO(content), **named})
+    return files.create(
+        "a", **{"purpose": "batch", "filename": "../../x", "source": io.BytesIO(content), **named}
+    )
 
 
 def test_blobs_lie_under_their_ids(store, tmp_path):
@@ -313,7 +386,9 @@ def test_blobs_without_records_are_cleared_away(store, tmp_path):
 
 def test_conversations_that_were_used_last_are_kept(store):
     def begin(transaction, id, tenant="a"):
-        transaction.add_conversation(ConversationRecord(id=id, tenant=tenant, created_at=1, used_at=1))
+        transaction.add_conversation(
+            ConversationRecord(id=id, tenant=tenant, created_at=1, used_at=1)
+        )
         return transaction.conversation(tenant, id)
 
     def items(*ids):
@@ -321,23 +396,46 @@ def test_conversations_that_were_used_last_are_kept(store):
 
     with store.write() as transaction:
         for id in ("c0", "c1", "c2"):
-            transaction.add_conversation_items(begin(transaction, id), items(f"{id}a", f"{id}b"), most_bytes=60)
-        transaction.add_conversation_items(begin(transaction, "other", "b"), items("c0a"), most_bytes=60)
+            transaction.add_conversation_items(
+                begin(transaction, id), items(f"{id}a", f"{id}b"), most_bytes=60
+            )
+        transaction.add_conversation_items(
+            begin(transaction, "other", "b"), items("c0a"), most_bytes=60
+        )
         assert transaction.remove_conversation_item("c0", "c0b")
         assert not transaction.remove_conversation_item("c0", "c1a"), "it is in another one"
         assert transaction.conversation("a", "c0").num_bytes == 10
-        transaction.add_conversation_items(transaction.conversation("a", "c2"), items("c2c", "c2d"), most_bytes=64)
+        transaction.add_conversation_items(
+            transaction.conversation("a", "c2"), items("c2c", "c2d"), most_bytes=64
+        )
     with store.read() as transaction:
-        assert [id for id in ("c0", "c1", "c2") if transaction.conversation("a", id)] == ["c1", "c2"]
-        assert [item["id"] for item in transaction.conversation_items("c2")] == ["c2a", "c2b", "c2c", "c2d"]
+        assert [id for id in ("c0", "c1", "c2") if transaction.conversation("a", id)] == [
+            "c1",
+            "c2",
+        ]
+        assert [item["id"] for item in transaction.conversation_items("c2")] == [
+            "c2a",
+            "c2b",
+            "c2c",
+            "c2d",
+        ]
         assert transaction.conversation_items("c0") == []
-        assert transaction.conversation("b", "other") and transaction.conversation("b", "c2") is None
+        assert (
+            transaction.conversation("b", "other") and transaction.conversation("b", "c2") is None
+        )
 
 
 def response(id, tenant="a", **fields):
     given = {"created_at": 1, "expires_at": 2**40, "status": "completed", "num_bytes": 10}
     return ResponseRecord(
-        **{"id": id, "tenant": tenant, "input": [{"x": "\0"}], "response": {"id": id}, **given, **fields}
+        **{
+            "id": id,
+            "tenant": tenant,
+            "input": [{"x": "\0"}],
+            "response": {"id": id},
+            **given,
+            **fields,
+        }
     )
 
 
@@ -368,7 +466,9 @@ def test_responses_that_a_process_left_have_failed(store):
         transaction.put_response(response("r2"), most_bytes=100)
         transaction.put_response(response("r3", expires_at=1), most_bytes=100)
     with store.write() as transaction:
-        transaction.end_unfinished_responses(transaction.unfinished_responses(), {"code": "server_error"})
+        transaction.end_unfinished_responses(
+            transaction.unfinished_responses(), {"code": "server_error"}
+        )
     with store.read() as transaction:
         found = transaction.response("a", "r1")
         assert (found.status, found.response) == (

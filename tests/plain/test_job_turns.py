@@ -50,7 +50,10 @@ def test_who_had_much_before_does_not_wait_until_others_have_had_as_much():
     turns = ServedRows()
     served(turns, Ran("few", 10.0))
     assert served(turns, Ran("few", 10.0), Ran("resumed", 1e6)) == {"few": 10.0, "resumed": 10.0}
-    assert served(turns, Ran("few", 10.0), Ran("resumed", 1e6 + 500)) == {"few": 10.0, "resumed": 510.0}
+    assert served(turns, Ran("few", 10.0), Ran("resumed", 1e6 + 500)) == {
+        "few": 10.0,
+        "resumed": 510.0,
+    }
 
 
 def test_who_has_no_work_holds_nobody_down():
@@ -60,4 +63,6 @@ def test_who_has_no_work_holds_nobody_down():
     served(turns, waits, works, idle=["waits"])
     late = Ran("late")
     assert served(turns, waits, works, late, idle=["waits"])["late"] == 1e6
-    assert served(turns, waits, works, late) == {"waits": 1e6, "works": 1e6, "late": 1e6}, "it has saved up nothing"
+    assert served(turns, waits, works, late) == {"waits": 1e6, "works": 1e6, "late": 1e6}, (
+        "it has saved up nothing"
+    )

@@ -1,4 +1,5 @@
-"""LeMix's plan, score and priorities by hand-made nodes; what every placement holds, on nodes of chance."""
+"""LeMix's plan, score and priorities by hand-made nodes; what every placement holds, on nodes of
+chance."""
 
 from itertools import product
 from random import Random
@@ -23,7 +24,17 @@ from coserve.cluster.profiler import (
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.simulation.pipeline import PipelineNode
 from coserve.cluster.simulation.simulation import ClusterSimulation, Ran
-from coserve.cluster.view import ClusterView, Latency, Lengths, NodeView, Placed, PlannedTask, Task, TaskKind, Waits
+from coserve.cluster.view import (
+    ClusterView,
+    Latency,
+    Lengths,
+    NodeView,
+    Placed,
+    PlannedTask,
+    Task,
+    TaskKind,
+    Waits,
+)
 
 # A pass of any length: forward 1 s, backward 2 s in each of two stages.
 SIMPLE = replace(PROFILE, forward=Latency(fixed_s=1.0), backward=Latency(fixed_s=2.0))
@@ -34,7 +45,9 @@ def two_stages(**fields) -> NodeView:
 
 
 def after(node: NodeView, path: PlannedTask) -> NodeView:
-    return replace(node, queue=(*node.queue, path), last=path, lengths=node.lengths.add(100), num_tasks=1)
+    return replace(
+        node, queue=(*node.queue, path), last=path, lengths=node.lengths.add(100), num_tasks=1
+    )
 
 
 # -- execution planning (algorithm 1) -----------------------------------------------------
@@ -49,13 +62,16 @@ def test_an_empty_node_runs_a_task_at_once():
 
 def test_a_forward_pass_uses_the_gap_before_a_backward_pass():
     node = after(two_stages(), plan_path(two_stages(), make_task("a", "training"), 0.0).task)
-    # Stage 0 is free from 1 to 4; stage 1 runs the backward pass from 2 to 4, so the forward pass waits there.
+    # Stage 0 is free from 1 to 4; stage 1 runs the backward pass from 2 to 4, so the forward pass
+    # waits there.
     path = plan_path(node, make_task("b"), 0.0)
     assert path.task.forward_start_s == (1.0, 4.0)
     assert path.idleness_s == 0.0, "the backward pass between the two is work"
     assert path.response_s == 5.0
     late = plan_path(node, make_task("b"), 3.5)
-    assert late.task.forward_start_s[0] == 6.0, "it would not have ended when the backward pass begins"
+    assert late.task.forward_start_s[0] == 6.0, (
+        "it would not have ended when the backward pass begins"
+    )
     assert late.idleness_s == 3.0 + (7.0 - 2.0 - 2.0)
 
 
@@ -68,7 +84,10 @@ def test_idleness_is_the_time_that_no_pass_fills():
 def test_backward_passes_keep_their_order():
     node = after(two_stages(), plan_path(two_stages(), make_task("a", "training"), 0.0).task)
     second = plan_path(node, make_task("b", "training"), 0.0).task
-    assert second.backward_start_s[1] >= 4.0 and second.backward_start_s[0] >= node.queue[0].backward_end_s[0]
+    assert (
+        second.backward_start_s[1] >= 4.0
+        and second.backward_start_s[0] >= node.queue[0].backward_end_s[0]
+    )
 
 
 def test_a_training_task_waits_for_the_one_before_and_requests_pass_it():
@@ -80,20 +99,29 @@ def test_a_training_task_waits_for_the_one_before_and_requests_pass_it():
     assert request.task.forward_start_s == (1.0, 4.0), "as if the second one were not there"
     between = plan_path(node, make_task("r"), 4.5)
     assert between.task.forward_start_s == (7.0, 10.0), "it would not have ended when that begins"
-    assert between.idleness_s == (7 - 1 - 2 - 1) + (10 - 2 - 2 - 1 - 2), "but for the passes of both"
+    assert between.idleness_s == (7 - 1 - 2 - 1) + (10 - 2 - 2 - 1 - 2), (
+        "but for the passes of both"
+    )
 
 
 @pytest.mark.parametrize("bound", [None, 1])
 def test_plans_are_what_the_node_then_does(bound):
     kinds: tuple[TaskKind, ...] = ("training", "request")
     for drawn in product(kinds, repeat=6):
-        node, plans = PipelineNode("n", SIMPLE, num_stages=2, training_in_flight=bound), list[PlannedTask]()
+        node, plans = (
+            PipelineNode("n", SIMPLE, num_stages=2, training_in_flight=bound),
+            list[PlannedTask](),
+        )
         for index, kind in enumerate(drawn):
             task = make_task(f"t{index}", kind)
             view = replace(node.report(0.0), queue=tuple(plans), last=plans[-1] if plans else None)
             plans.append(plan_path(view, task, 0.0).task)
             node.add(task, Placed("n"), 0.0)
-        ran = {progress.task: progress.path for said in node.advance(100.0) for progress in said.progress}
+        ran = {
+            progress.task: progress.path
+            for said in node.advance(100.0)
+            for progress in said.progress
+        }
         assert ran == {plan.task: plan for plan in plans}
 
 
@@ -163,7 +191,12 @@ def test_ours_serves_by_deadline_and_late_requests_last():
         make_task("train", "training"),
     )
     view = ClusterView(now_s=0.0, nodes=(make_node("n"),), requests=tasks[:-1], training=tasks[-1:])
-    assert [task.id for task in make_placement("slack-affinity").order(view)] == ["soon", "later", "train", "lost"]
+    assert [task.id for task in make_placement("slack-affinity").order(view)] == [
+        "soon",
+        "later",
+        "train",
+        "lost",
+    ]
 
 
 def test_ours_sends_late_requests_on_while_a_later_stage_is_busy():
@@ -184,8 +217,12 @@ def test_ours_keeps_a_node_open_for_requests_that_can_be_in_time():
     nodes = tuple(replace(busy, id=name, profile=slow) for name in ("n0", "n1"))
     view = ClusterView(now_s=2.0, nodes=nodes, request_rate=0.1)
     assert isinstance(place("slack-affinity", view, long), Placed)
-    assert isinstance(place("slack-affinity", replace(view, nodes=nodes[:1]), long), Waits), "the only one"
-    assert isinstance(place("slack-affinity", replace(view, nodes=nodes[:1], request_rate=0.0), long), Placed)
+    assert isinstance(place("slack-affinity", replace(view, nodes=nodes[:1]), long), Waits), (
+        "the only one"
+    )
+    assert isinstance(
+        place("slack-affinity", replace(view, nodes=nodes[:1], request_rate=0.0), long), Placed
+    )
 
 
 # -- what ours knows of nodes ------------------------------------------------------------------
@@ -195,7 +232,9 @@ def test_ours_goes_where_the_prefix_and_the_adapter_are():
     keys = tuple(bytes([index]) for index in range(6))
     cached, plain = make_node("cached", prefixes=frozenset(keys)), make_node("plain")
     view = ClusterView(now_s=0.0, nodes=(plain, cached))
-    assert place("slack-affinity", view, make_task("r", prefix=keys)) == Placed("cached", *_path(view, "cached", keys))
+    assert place("slack-affinity", view, make_task("r", prefix=keys)) == Placed(
+        "cached", *_path(view, "cached", keys)
+    )
     has = replace(plain, id="has", adapters=frozenset({"a@1"}))
     view = ClusterView(now_s=0.0, nodes=(plain, has))
     assert place("slack-affinity", view, make_task("r", adapter="a@1")).node == "has"
@@ -220,15 +259,23 @@ def test_ours_spares_nodes_without_slack():
 
 def test_separate_splits_the_nodes():
     assert [split(4, share) for share in (0.0, 0.1, 0.25, 0.5, 0.9, 1.0)] == [1, 1, 1, 2, 3, 3]
-    for name, rate, nodes in (("separate", 0, "n2"), ("separate-dynamic", 0, "n1"), ("separate-dynamic", 60, "n2")):
-        view = ClusterView(now_s=0.0, nodes=tuple(make_node(f"n{i}") for i in range(4)), request_rate=rate)
+    for name, rate, nodes in (
+        ("separate", 0, "n2"),
+        ("separate-dynamic", 0, "n1"),
+        ("separate-dynamic", 60, "n2"),
+    ):
+        view = ClusterView(
+            now_s=0.0, nodes=tuple(make_node(f"n{i}") for i in range(4)), request_rate=rate
+        )
         assert place(name, view, make_task("t", "training")).node == nodes
         assert place(name, view, make_task("r")).node == "n0"
     alone = ClusterView(now_s=0.0, nodes=(make_node("n0"),))
     assert place("separate", alone, make_task("t", "training")).node == "n0"
     two = ClusterView(now_s=0.0, nodes=(make_node("n0"), make_node("n1")))
     only_there = make_task("r", adapter="of a job", excluded=frozenset({"n0"}))
-    assert place("separate", two, only_there).node == "n1", "what a job makes is asked where it trains"
+    assert place("separate", two, only_there).node == "n1", (
+        "what a job makes is asked where it trains"
+    )
 
 
 # -- memory (algorithm 2), and what all hold ------------------------------------------------------
@@ -281,7 +328,9 @@ def test_what_every_placement_holds(drawn):
         assert not node.is_draining and node.id not in task.excluded
         if name in ("lemix", "slack-affinity"):
             waited_s = view.now_s - task.arrival_s
-            assert node.has_memory(task) or (decision.offloads and waited_s >= node.profile.longest_wait_s)
+            assert node.has_memory(task) or (
+                decision.offloads and waited_s >= node.profile.longest_wait_s
+            )
             starts, ends = decision.path.forward_start_s, decision.path.forward_end_s
             assert all(a < b for a, b in zip(starts, ends, strict=True)) and starts[0] >= view.now_s
             assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
@@ -291,12 +340,15 @@ def test_what_every_placement_holds(drawn):
 def test_a_task_waits_for_memory_and_then_has_caches_offloaded(name):
     view = ClusterView(now_s=0.5, nodes=(make_node("n", num_pages=100, num_free_pages=12),))
     assert isinstance(place(name, view, make_task("r", num_tokens=64)), Waits)
-    assert isinstance(place(name, view, make_task("r", num_tokens=16)), Placed), "a smaller one fits"
+    assert isinstance(place(name, view, make_task("r", num_tokens=16)), Placed), (
+        "a smaller one fits"
+    )
     decision = place(name, replace(view, now_s=1.5), make_task("r", num_tokens=64))
     assert isinstance(decision, Placed) and decision.offloads
 
 
-# -- in virtual time -----------------------------------------------------------------------------------
+# -- in virtual time
+# -----------------------------------------------------------------------------------
 
 
 def tasks_of(seed: int, number: int, *, rate: float, training: float) -> list[Task]:
@@ -304,7 +356,11 @@ def tasks_of(seed: int, number: int, *, rate: float, training: float) -> list[Ta
     for index in range(number):
         now_s += random.expovariate(rate)
         kind: TaskKind = "training" if random.random() < training else "request"
-        tasks.append(make_task(f"t{index}", kind, arrival_s=now_s, num_tokens=random.randint(20, 400), ttft_s=0.25))
+        tasks.append(
+            make_task(
+                f"t{index}", kind, arrival_s=now_s, num_tokens=random.randint(20, 400), ttft_s=0.25
+            )
+        )
     return tasks
 
 
@@ -329,14 +385,18 @@ def test_every_task_ends_and_the_same_seed_gives_the_same_run(name):
 def test_separate_never_mixes():
     ran = run("separate", tasks_of(2, 60, rate=60, training=0.5))
     sides = {
-        kind: {one.node for one in ran.outcomes.values() if one.task.kind == kind} for kind in ("request", "training")
+        kind: {one.node for one in ran.outcomes.values() if one.task.kind == kind}
+        for kind in ("request", "training")
     }
     assert not sides["request"] & sides["training"]
 
 
 def test_ours_holds_the_most_slos():
     tasks = tasks_of(3, 400, rate=45, training=0.3)
-    attained = {name: run(name, tasks).attainment(0.25) for name in ("slack-affinity", "lemix", "round-robin")}
+    attained = {
+        name: run(name, tasks).attainment(0.25)
+        for name in ("slack-affinity", "lemix", "round-robin")
+    }
     assert attained["slack-affinity"] > max(attained["lemix"], attained["round-robin"])
 
 
@@ -344,24 +404,32 @@ def test_a_stage_runs_one_pass_at_a_time_and_backward_passes_go_in_reverse():
     ended = []
     nodes = [PipelineNode("n", SIMPLE, num_stages=2)]
     simulation = ClusterSimulation(
-        nodes, make_placement("round-robin"), on_end=lambda one, at_s: ended.append((one.task.id, at_s))
+        nodes,
+        make_placement("round-robin"),
+        on_end=lambda one, at_s: ended.append((one.task.id, at_s)),
     )
     simulation.run([make_task("a", "training"), make_task("b", arrival_s=0.5)])
-    # Stage 0: a forward 0-1, b forward 1-2, a backward 4-6; stage 1: a forward 1-2, a backward 2-4, b forward 4-5.
+    # Stage 0: a forward 0-1, b forward 1-2, a backward 4-6; stage 1: a forward 1-2, a backward 2-4,
+    # b forward 4-5.
     assert ended == [("b", 5.0), ("a", 6.0)]
 
 
 def test_a_node_bounds_how_many_training_tasks_are_in_flight():
-    tasks = [make_task(f"t{index}", "training") for index in range(3)] + [make_task("r", arrival_s=0.5)]
+    tasks = [make_task(f"t{index}", "training") for index in range(3)] + [
+        make_task("r", arrival_s=0.5)
+    ]
     ends = {}
     for bound in (1, 2, None):
         node = PipelineNode("n", SIMPLE, num_stages=2, training_in_flight=bound)
         assert node.report(0.0).training_in_flight == bound
         ran = ClusterSimulation([node], make_placement("round-robin")).run(tasks)
         ends[bound] = [ran.outcomes[task.id].end_s for task in tasks]
-    # Stage 0: a forward 0-1, r forward 1-2, a backward 4-6, b forward 6-7; stage 1: a backward 2-4, r forward 4-5.
+    # Stage 0: a forward 0-1, r forward 1-2, a backward 4-6, b forward 6-7; stage 1: a backward 2-4,
+    # r forward 4-5.
     assert ends[1] == [6.0, 12.0, 18.0, 5.0]
-    assert ends[None][2] < ends[2][2] < 18.0 and ends[None][3] > 5.0, "without a bound the request is the last"
+    assert ends[None][2] < ends[2][2] < 18.0 and ends[None][3] > 5.0, (
+        "without a bound the request is the last"
+    )
 
 
 def test_batches_wait_for_company_but_not_for_long():
@@ -375,14 +443,21 @@ def test_batches_wait_for_company_but_not_for_long():
 
 def test_a_node_without_memory_has_tasks_wait_and_then_offloads():
     node = PipelineNode("n", SIMPLE, num_stages=1, num_pages=10, offload_s=0.01)
-    ran = ClusterSimulation([node], make_placement("round-robin")).run([make_task("a"), make_task("b")])
-    assert ran.outcomes["b"].first_token_s == 2.0 and node.num_offloaded == 0, "a has ended when b's turn comes"
+    ran = ClusterSimulation([node], make_placement("round-robin")).run(
+        [make_task("a"), make_task("b")]
+    )
+    assert ran.outcomes["b"].first_token_s == 2.0 and node.num_offloaded == 0, (
+        "a has ended when b's turn comes"
+    )
     node = PipelineNode("n", SIMPLE, num_stages=2, num_pages=10, offload_s=0.01)
-    ran = ClusterSimulation([node], make_placement("round-robin")).run([make_task("a"), make_task("b")])
+    ran = ClusterSimulation([node], make_placement("round-robin")).run(
+        [make_task("a"), make_task("b")]
+    )
     assert node.num_offloaded > 0 and ran.outcomes["b"].end_s > 2.0
 
 
-# -- the profiler ------------------------------------------------------------------------------------
+# -- the profiler
+# ------------------------------------------------------------------------------------
 
 
 def test_a_latency_is_found_again_from_what_it_says():

@@ -1,4 +1,5 @@
-"""LLMStation's planner on a divided device: what runs beside decoding, by predictions and by what steps really took."""
+"""LLMStation's planner on a divided device: what runs beside decoding, by predictions and by what
+steps really took."""
 
 from math import ceil
 
@@ -29,7 +30,8 @@ POLICY = make_policy("llmstation", {"decode_share": 1.0})
 
 
 def latency(*units: int, tasklet_s: float = TASKLET_S) -> LatencyModel:
-    """Steps that take the same whatever their rows, on a device that was measured in these parts."""
+    """Steps that take the same whatever their rows, on a device that was measured in these
+    parts."""
     shares = [Share(units=n, rows=(1,), forward=(SPEEDS[n],), backward=(SPEEDS[n],)) for n in units]
     return LatencyModel(
         free_but_for(
@@ -56,15 +58,29 @@ def view(slo_s: float, history: History | None = None) -> View:
         tpot_s=tpot_s,
     )
     job = make_job(
-        "j", "backward", num_rows=256, num_rows_left=256, num_parts_left=PARTS, mean_context_len=128.0, counts=COUNTS
+        "j",
+        "backward",
+        num_rows=256,
+        num_rows_left=256,
+        num_parts_left=PARTS,
+        mean_context_len=128.0,
+        counts=COUNTS,
     )
-    return View(now_s=2.0, requests=(request,), jobs=(job,), tpot_s=tpot_s, num_units=4, history=history)
+    return View(
+        now_s=2.0, requests=(request,), jobs=(job,), tpot_s=tpot_s, num_units=4, history=history
+    )
 
 
-def planned(slo_s: float, model: LatencyModel, history: History | None = None) -> tuple[tuple[int, int] | None, int]:
+def planned(
+    slo_s: float, model: LatencyModel, history: History | None = None
+) -> tuple[tuple[int, int] | None, int]:
     """Units of decoding and of tuning, if they are apart; tasklets."""
     made = POLICY.plan(view(slo_s, history), model)
-    units = None if made.partition is None else (made.partition.forward_units, made.partition.backward_units)
+    units = (
+        None
+        if made.partition is None
+        else (made.partition.forward_units, made.partition.backward_units)
+    )
     return units, sum(part.num_tasklets for part in made.tasklets)
 
 
@@ -94,7 +110,9 @@ def test_where_no_part_keeps_the_slo_tasklets_follow_the_decode_step():
     assert planned(0.1105, latency(1, 2, 3, tasklet_s=0.002)) == (None, 5)
 
 
-def run(history: History, model: LatencyModel, made: Plan, *, beside_s: float = 0.0, side_s: float = 0.0) -> None:
+def run(
+    history: History, model: LatencyModel, made: Plan, *, beside_s: float = 0.0, side_s: float = 0.0
+) -> None:
     """A step as it was planned; on a divided device it takes these times."""
     number = sum(part.num_tasklets for part in made.tasklets)
     is_divided = made.partition is not None
@@ -129,7 +147,9 @@ def test_what_a_step_took_on_one_part_says_nothing_of_others():
     run(history, model, POLICY.plan(view(slo_s), model), beside_s=2.0, side_s=0.02)
     assert planned(slo_s, model, history) == ((2, 2), 5), "(1, 3) was too slow"
     run(history, model, POLICY.plan(view(slo_s, history), model), beside_s=0.13, side_s=0.02)
-    assert planned(slo_s, model, history) == ((2, 2), 6), "not 143 and 29 ms, as was predicted, but 130 and 20"
+    assert planned(slo_s, model, history) == ((2, 2), 6), (
+        "not 143 and 29 ms, as was predicted, but 130 and 20"
+    )
 
 
 def test_a_part_that_was_too_slow_once_is_tried_again():

@@ -75,7 +75,12 @@ def test_lines_that_are_wanted_one_by_one_all_pass(log: Log):
 
 
 def test_kinds_of_lines_are_not_kept_for_ever(log: Log):
-    words = [f"{chr(97 + a)}{chr(97 + b)}{chr(97 + c)}" for a in range(26) for b in range(26) for c in range(3)]
+    words = [
+        f"{chr(97 + a)}{chr(97 + b)}{chr(97 + c)}"
+        for a in range(26)
+        for b in range(26)
+        for c in range(3)
+    ]
     for _ in range(6):
         for word in words:
             log.logger.warning(word)

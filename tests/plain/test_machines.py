@@ -1,4 +1,5 @@
-"""What a machine waits for when it joins a cluster and when it leaves, whatever the front and other machines do."""
+"""What a machine waits for when it joins a cluster and when it leaves, whatever the front and other
+machines do."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,9 @@ def node(name: str, machine: str | None, state: str = "ready", **more: Any) -> d
 
 
 def refused(name: str, machine: str) -> dict[str, Any]:
-    return node(name, machine, "not ready", problem="its model is other", refused="its model is other")
+    return node(
+        name, machine, "not ready", problem="its model is other", refused="its model is other"
+    )
 
 
 class Front:
@@ -34,7 +37,9 @@ class Front:
         said = self._said.pop(0) if len(self._said) > 1 else self._said[0]
         if isinstance(said, Exception):
             raise said
-        nodes = [each | ({"state": "draining"} if each["name"] in self.draining else {}) for each in said]
+        nodes = [
+            each | ({"state": "draining"} if each["name"] in self.draining else {}) for each in said
+        ]
         return {"nodes": nodes, "drain_s": self._drain_s}
 
     def drain(self, names: Sequence[str], limit_s: float) -> None:
@@ -53,7 +58,11 @@ class Front:
 
 
 def test_a_machine_waits_for_its_own_nodes_alone():
-    of_others = [node("node-0", "a", "draining"), refused("node-1", "b"), node("node-2", "c", "not ready")]
+    of_others = [
+        node("node-0", "a", "draining"),
+        refused("node-1", "b"),
+        node("node-2", "c", "not ready"),
+    ]
     own = node("node-3", "here", "not ready")
     front = Front([*of_others], [*of_others, own], [*of_others, own | {"state": "ready"}])
     assert front.ready("here", 1) == 1
@@ -73,7 +82,9 @@ def test_what_is_wrong_with_its_own_nodes_is_said():
     with pytest.raises(ClusterError, match="the node node-0 cannot be used: its model is other"):
         Front([refused("node-0", "here"), node("node-1", "a")]).ready("here", 1)
     slow = node("node-0", "here", "not ready", problem="it does not answer")
-    with pytest.raises(ClusterError, match="0 of 1 nodes are ready; node-0: it does not answer, after 0 s"):
+    with pytest.raises(
+        ClusterError, match="0 of 1 nodes are ready; node-0: it does not answer, after 0 s"
+    ):
         Front([slow, node("node-1", "a")]).ready("here", 1, limit_s=0.0)
     with pytest.raises(ClusterError, match="has no front"):
         Front(NO_FRONT).ready("here", 1)
@@ -94,7 +105,8 @@ def test_what_joins_before_anything_is_served_waits_for_it():
     said = iter([None, None, "tiny"])
     assert wait_until_served(lambda: next(said), "192.0.2.7:6379") == "tiny"
     with pytest.raises(
-        ClusterError, match=r"at 192.0.2.7:6379 has served nothing for 0 s: .* MODEL --address .* --nodes 0"
+        ClusterError,
+        match=r"at 192.0.2.7:6379 has served nothing for 0 s: .* MODEL --address .* --nodes 0",
     ):
         wait_until_served(lambda: None, "192.0.2.7:6379", limit_s=0.0)
 
@@ -103,7 +115,11 @@ def test_what_joins_before_anything_is_served_waits_for_it():
 
 
 def test_a_machine_that_leaves_drains_all_its_nodes_at_once_and_no_others_and_waits_for_requests():
-    own = [node("node-0", "here", requests=2), node("node-1", "here", "not ready"), node("node-2", "a", requests=9)]
+    own = [
+        node("node-0", "here", requests=2),
+        node("node-1", "here", "not ready"),
+        node("node-2", "a", requests=9),
+    ]
     later = [own[0] | {"requests": 1}, *own[1:]]
     front, said = Front(own, later, [own[0] | {"requests": 0}, *own[1:]]), list[str]()
     drain_machines(front, ["here"], say=said.append)
@@ -113,12 +129,19 @@ def test_a_machine_that_leaves_drains_all_its_nodes_at_once_and_no_others_and_wa
 
 def test_requests_are_waited_for_no_longer_than_the_cluster_does():
     said = list[str]()
-    drain_machines(Front([node("node-0", "here", requests=2)], drain_s=0.5), ["here"], say=said.append)
+    drain_machines(
+        Front([node("node-0", "here", requests=2)], drain_s=0.5), ["here"], say=said.append
+    )
     assert said[-1] == "2 open requests are not over after 0.5 s: what is left of them is cut off"
 
 
 def test_a_front_that_takes_over_meanwhile_is_told_to_drain_them_too():
-    front = Front([node("node-0", "here")], SILENT, [node("node-0", "here", requests=1)], [node("node-0", "here")])
+    front = Front(
+        [node("node-0", "here")],
+        SILENT,
+        [node("node-0", "here", requests=1)],
+        [node("node-0", "here")],
+    )
 
     def forgets() -> None:
         front.wrong = lambda: None

@@ -1,4 +1,5 @@
-"""What a plan says of its model's error: by the size of the model, and by the device where that was measured."""
+"""What a plan says of its model's error: by the size of the model, and by the device where that was
+measured."""
 
 import re
 from pathlib import Path
@@ -31,8 +32,12 @@ def test_the_error_is_that_of_the_model_nearest_in_size(billions, model, least, 
 def test_a_device_that_was_measured_has_its_own_error():
     for each in MEASURED:
         for chip in each.chips:
-            assert model_error(chip, int(each.num_parameters))["measured"]["hardware"] == each.chips[0]
-    assert {found for each in MEASURED for found in each.chips} <= {hardware.name for hardware in CATALOGUE.values()}
+            assert (
+                model_error(chip, int(each.num_parameters))["measured"]["hardware"] == each.chips[0]
+            )
+    assert {found for each in MEASURED for found in each.chips} <= {
+        hardware.name for hardware in CATALOGUE.values()
+    }
 
 
 def test_the_numbers_are_those_of_the_documents_that_are_named():

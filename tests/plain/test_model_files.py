@@ -1,4 +1,5 @@
-"""A model is refused as soon as its configuration is read: one line, and nothing heavy is imported for it."""
+"""A model is refused as soon as its configuration is read: one line, and nothing heavy is imported
+for it."""
 
 import json
 import subprocess
@@ -50,7 +51,10 @@ def test_another_family_names_those_that_are_run(tmp_path):
     assert "model_type 'mamba' is not supported; " in refused(tmp_path)
     assert "supported: falcon, " in refused(tmp_path)
     write(tmp_path, {"model_type": "llama4"}, "model.safetensors")
-    assert "model_type 'llama4' is not supported; the nearest that is, is llama; supported: " in refused(tmp_path)
+    assert (
+        "model_type 'llama4' is not supported; the nearest that is, is llama; supported: "
+        in refused(tmp_path)
+    )
 
 
 def test_gguf_is_named(tmp_path):
@@ -63,8 +67,13 @@ def test_gguf_is_named(tmp_path):
 def test_quantised_weights(tmp_path):
     """Those that are read: tests/torch/test_quantised.py."""
     for method in ("hqq", "aqlm", "quanto"):
-        write(tmp_path, LLAMA | {"quantization_config": {"quant_method": method}}, "model.safetensors")
-        assert f"weights quantised by {method} are not read; known are awq, bitsandbytes, " in refused(tmp_path)
+        write(
+            tmp_path, LLAMA | {"quantization_config": {"quant_method": method}}, "model.safetensors"
+        )
+        assert (
+            f"weights quantised by {method} are not read; known are awq, bitsandbytes, "
+            in refused(tmp_path)
+        )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +105,9 @@ def test_an_index_names_files_beside_it_alone(tmp_path, name):
     write(model, LLAMA)
     (tmp_path / "outside.safetensors").touch()
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    assert "is not a safetensors index" in refused(model) and "not the name of a file beside it" in refused(model)
+    assert "is not a safetensors index" in refused(
+        model
+    ) and "not the name of a file beside it" in refused(model)
 
 
 def test_an_index_that_is_nested_too_deeply_is_refused(tmp_path):
@@ -121,7 +132,9 @@ try:
 finally:
     print(sorted(sys.modules.keys() & {{"torch", "transformers", "fastapi", "sqlalchemy"}}))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert result.returncode == 2 or result.returncode == 1
     assert "model_type 'mamba' is not supported" in result.stderr
     assert result.stdout.strip() == "[]"

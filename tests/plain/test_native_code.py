@@ -1,4 +1,5 @@
-"""Native code that reads clients' texts in the server's process, on a thread with a small stack: it recurses over none.
+"""Native code that reads clients' texts in the server's process, on a thread with a small stack: it
+recurses over none.
 
 What compiles or follows what a client wrote is in a sandbox instead.
 """
@@ -43,5 +44,10 @@ def test_a_tokenizer_reads_any_text_on_a_small_stack(name: str):
     directory = find_model("tiny", with_weights=False).directory
     code = _RUN.format(stack=_STACK_BYTES, directory=str(directory), text=_TEXTS[name])
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0 and done.stdout.strip() == "True", (done.returncode, done.stderr[-2000:])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "True", (
+        done.returncode,
+        done.stderr[-2000:],
+    )

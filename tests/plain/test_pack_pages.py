@@ -26,7 +26,10 @@ def test_pages_go_back_one_part_after_another(seed, num_trained_parts):
     pool = pool_with_holes(seed)
     num_free = pool.num_free
     runs = pool.take_runs(OWNER, SIZES)
-    pages, cursor = PackPages(pool, runs, num_trained_parts), Cursor(num_rows=8, num_trained=8, num_parts=4)
+    pages, cursor = (
+        PackPages(pool, runs, num_trained_parts),
+        Cursor(num_rows=8, num_trained=8, num_parts=4),
+    )
     assert list(pages.places) == [(run.start, len(run)) for run in runs]
     held = dict(enumerate(SIZES))
 
@@ -63,7 +66,9 @@ def test_pages_go_back_one_part_after_another(seed, num_trained_parts):
 def test_a_pack_that_came_with_fewer_groups_gives_back_those(seed):
     pool = pool_with_holes(seed)
     num_free, taken = pool.num_free, iter(pool.take_runs(OWNER, SIZES[:1] + SIZES[3:]))
-    pages = PackPages(pool, [None if group in (1, 2) else next(taken) for group in range(len(SIZES))], 3)
+    pages = PackPages(
+        pool, [None if group in (1, 2) else next(taken) for group in range(len(SIZES))], 3
+    )
     assert pages.num_pages == sum(SIZES[:1] + SIZES[3:])
     cursor = Cursor(num_rows=8, num_trained=8, num_parts=3)
     cursor.advance_forward(8)

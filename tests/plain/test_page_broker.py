@@ -17,8 +17,11 @@ BLOCK, PAGE_BYTES = 4, 64
 
 
 def broker_with_prefixes(num_pages: int, lengths: list[int]) -> PageBroker:
-    """A pool in which requests with this many whole blocks each have been answered, one after another."""
-    broker = PageBroker(num_pages=num_pages, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append)
+    """A pool in which requests with this many whole blocks each have been answered, one after
+    another."""
+    broker = PageBroker(
+        num_pages=num_pages, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append
+    )
     opened = []
     for number, num_blocks in enumerate(lengths):
         tokens = [number] * (num_blocks * BLOCK)
@@ -34,7 +37,9 @@ def broker_with_prefixes(num_pages: int, lengths: list[int]) -> PageBroker:
 def known_blocks(broker: PageBroker, number: int, num_blocks: int) -> int:
     """How many blocks of one of those prefixes are still known."""
     tokens = [number] * (num_blocks * BLOCK + 1)
-    return len(broker.cache.prefixes.find(broker.cache.prefixes.keys(PrefixOwner(""), tokens), len(tokens)))
+    return len(
+        broker.cache.prefixes.find(broker.cache.prefixes.keys(PrefixOwner(""), tokens), len(tokens))
+    )
 
 
 def test_a_run_of_neighbours_forgets_no_more_prefixes_than_lie_in_it():
@@ -68,8 +73,13 @@ def test_requests_and_packs_take_the_pages_of_optimizers_as_if_they_were_free():
 
 
 def test_optimizers_get_no_pages_that_others_would_take_at_once():
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append)
-    for num_pages, num_pack_pages in ((11, 0), (8, 13)):  # more than half of the pool; too many beside a pack
+    broker = PageBroker(
+        num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append
+    )
+    for num_pages, num_pack_pages in (
+        (11, 0),
+        (8, 13),
+    ):  # more than half of the pool; too many beside a pack
         broker.place_optimizer("job", num_pages * PAGE_BYTES, num_pack_pages=num_pack_pages)
         assert not broker.cache.optimizers.runs
     broker.place_optimizer("job", 8 * PAGE_BYTES, num_pack_pages=12)
@@ -82,7 +92,11 @@ def test_the_device_hears_in_order_where_optimizers_lie():
     broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
     for job in ("first", "second", "third"):
         broker.place_optimizer(job, 3 * PAGE_BYTES, num_pack_pages=0)
-    assert sent == [PlaceOptimizer("first", 17, 3), PlaceOptimizer("second", 14, 3), PlaceOptimizer("third", 11, 3)]
+    assert sent == [
+        PlaceOptimizer("first", 17, 3),
+        PlaceOptimizer("second", 14, 3),
+        PlaceOptimizer("third", 11, 3),
+    ]
     broker.cache.optimizers.lend(1)
     broker.place_optimizer("fourth", 3 * PAGE_BYTES, num_pack_pages=0)
     told = [PlaceOptimizer("third", 0, 0), PlaceOptimizer("fourth", 11, 3)]
@@ -124,7 +138,9 @@ def test_moments_that_lie_in_the_way_of_their_own_pack_get_pages_with_it():
 
 
 def test_pages_that_are_held_are_nobody_elses():
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append)
+    broker = PageBroker(
+        num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append
+    )
     for job in ("first", "second"):
         broker.place_optimizer(job, 5 * PAGE_BYTES, num_pack_pages=0, needs_pages=True)
     broker.cache.optimizers.hold("first", is_held=True)
@@ -143,18 +159,26 @@ def test_pages_that_are_held_are_nobody_elses():
 def test_a_run_that_cannot_be_had_forgets_nothing():
     broker = broker_with_prefixes(12, [3, 3])
     held = broker.cache.open((), BLOCK)
-    held.reserve(BLOCK)  # the page after the prefixes: what is free or known is 6 pages before it, and 5 after it
-    with pytest.raises(BudgetError, match="7 neighbouring pages asked for; 5 are free, 5 of them side by side"):
+    held.reserve(
+        BLOCK
+    )  # the page after the prefixes: what is free or known is 6 pages before it, and 5 after it
+    with pytest.raises(
+        BudgetError, match="7 neighbouring pages asked for; 5 are free, 5 of them side by side"
+    ):
         broker.take_pack([7], 1)
     with pytest.raises(BudgetError):
         broker.take_pack([5, 7], 1)
-    assert (broker.pool.num_free, [known_blocks(broker, number, 3) for number in range(2)]) == (5, [3, 3])
+    assert (broker.pool.num_free, [known_blocks(broker, number, 3) for number in range(2)]) == (
+        5,
+        [3, 3],
+    )
     broker.take_pack([6], 1)
     assert [known_blocks(broker, number, 3) for number in range(2)] == [0, 0]
 
 
 def test_a_pack_that_fits_is_placed_however_prefixes_lie():
-    """The free run in the middle suits the first group, and would leave no three neighbours for the last."""
+    """The free run in the middle suits the first group, and would leave no three neighbours for the
+    last."""
     broker = broker_with_prefixes(10, [2, 4, 4])
     broker.cache.evict_pages(range(2, 6))
     pack = broker.take_pack([4, 3, 3], 1)
@@ -208,9 +232,13 @@ def test_what_cannot_be_had_is_not_looked_for_again_until_pages_have_changed(num
 def test_each_run_is_the_cheapest_that_there_is_and_of_these_the_highest(seed: int):
     rng = Random(seed)
     num_pages = rng.choice((30, 300, 900))
-    costs = [rng.choice((0, 0, 1, 1, 1, None)) if rng.random() < 0.3 else 1 for _ in range(num_pages)]
+    costs = [
+        rng.choice((0, 0, 1, 1, 1, None)) if rng.random() < 0.3 else 1 for _ in range(num_pages)
+    ]
     lengths = [rng.choice((0, 1, 3, 5, 8)) for _ in range(rng.randrange(1, 25))]
-    search = RunSearch(bytes(cost == 0 for cost in costs), [page for page, cost in enumerate(costs) if cost == 1])
+    search = RunSearch(
+        bytes(cost == 0 for cost in costs), [page for page, cost in enumerate(costs) if cost == 1]
+    )
     for run, length in zip(search.place(lengths), lengths, strict=False):
         assert len(run) == length
         if not length:
@@ -228,8 +256,12 @@ def test_each_run_is_the_cheapest_that_there_is_and_of_these_the_highest(seed: i
 
 
 def test_a_packs_groups_go_back_as_it_moves_on():
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append)
-    pack = broker.take_pack([2, 1, 3, 4], 2)  # workspace, a part below the trained ones, two trained parts
+    broker = PageBroker(
+        num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append
+    )
+    pack = broker.take_pack(
+        [2, 1, 3, 4], 2
+    )  # workspace, a part below the trained ones, two trained parts
     cursor = Cursor(num_rows=4, num_trained=2, num_parts=2)
     held = []
     for move in (

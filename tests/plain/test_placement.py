@@ -1,4 +1,5 @@
-"""Placements are pure and found by file name; the cluster's queue places each task once, and forgets none."""
+"""Placements are pure and found by file name; the cluster's queue places each task once, and
+forgets none."""
 
 import re
 from collections import Counter
@@ -38,9 +39,13 @@ def test_every_file_of_the_folder_is_a_placement():
 
 
 def test_what_there_is_not_is_named():
-    with pytest.raises(ValueError, match=re.escape(f"placement 'x' is not one of {', '.join(placement_names())}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"placement 'x' is not one of {', '.join(placement_names())}")
+    ):
         make_placement("x")
-    with pytest.raises(ValueError, match="placement 'round-robin' has no setting 'speed'; it has none"):
+    with pytest.raises(
+        ValueError, match="placement 'round-robin' has no setting 'speed'; it has none"
+    ):
         make_placement("round-robin", {"speed": 1})
 
 
@@ -68,7 +73,9 @@ def test_nodes_that_drain_or_are_excluded_get_nothing(name):
     cluster.report(make_node("n2", is_draining=True))
     cluster.submit(make_task("b", excluded=frozenset({"n1"})))
     assert not list(cluster.place(0.0))
-    decision = cluster.placement.place(cluster.view(0.0), make_task("c", excluded=frozenset({"n1"})))
+    decision = cluster.placement.place(
+        cluster.view(0.0), make_task("c", excluded=frozenset({"n1"}))
+    )
     assert isinstance(decision, Waits) and decision.seconds > 0 and "drain" in decision.reason
 
 
@@ -76,7 +83,9 @@ def test_nodes_that_drain_or_are_excluded_get_nothing(name):
 def test_the_same_view_gives_the_same_decision(name):
     cluster = scheduler(name)
     for index in range(5):
-        cluster.submit(make_task(f"t{index}", "training" if index % 2 else "request", arrival_s=0.1 * index))
+        cluster.submit(
+            make_task(f"t{index}", "training" if index % 2 else "request", arrival_s=0.1 * index)
+        )
     list(cluster.place(0.5))
     task, view = make_task("next", arrival_s=0.6), cluster.view(0.6)
     before = msgspec.json.encode(view)
@@ -95,7 +104,9 @@ def test_a_task_is_placed_once_and_its_node_is_remembered():
     assert [node.num_tasks for node in cluster.view(0.0).nodes] == [1, 0, 0]
     cluster.finish("a")
     cluster.finish("never there")
-    assert cluster.node_of("a") is None and not any(node.num_tasks for node in cluster.view(0.0).nodes)
+    assert cluster.node_of("a") is None and not any(
+        node.num_tasks for node in cluster.view(0.0).nodes
+    )
 
 
 def test_until_the_next_report_a_placed_task_has_its_pages():
@@ -149,7 +160,9 @@ def test_batch_work_on_an_engine_keeps_no_request_from_it():
     for number in range(40):
         cluster.submit(make_task(f"b{number}", batch_due_s=float(number), num_tokens=160))
     placed = [task.id for task, _ in cluster.place(0.0)]
-    assert placed == [f"b{number}" for number in range(16)], "as many as its next steps may have room for"
+    assert placed == [f"b{number}" for number in range(16)], (
+        "as many as its next steps may have room for"
+    )
     cluster.submit(make_task("chat", ttft_s=2.0))
     assert [task.id for task, _ in cluster.place(0.1)] == ["chat"]
     (node,) = cluster.view(0.1).nodes
@@ -157,7 +170,9 @@ def test_batch_work_on_an_engine_keeps_no_request_from_it():
     assert node.num_free_pages == 1000 - 7, "pages of batch work are there for others"
     assert node.last is not None and node.last.task == "chat"
     cluster.begin("b0", 0.2)
-    assert not list(cluster.place(0.2)), "a request waits there: batch work is for what requests leave"
+    assert not list(cluster.place(0.2)), (
+        "a request waits there: batch work is for what requests leave"
+    )
     cluster.begin("chat", 0.3)
     assert [task.id for task, _ in cluster.place(0.3)] == ["b16"]
     cluster.finish("b0")
@@ -216,7 +231,9 @@ def test_a_node_that_comes_back_has_its_place_again():
     cluster.remove("n0")
     cluster.report(make_node("n3"))
     cluster.report(make_node("n0"))
-    assert [node.id for node in cluster.view(0.0).nodes] == ["n0", "n1", "n2", "n3"], "and trains no more than before"
+    assert [node.id for node in cluster.view(0.0).nodes] == ["n0", "n1", "n2", "n3"], (
+        "and trains no more than before"
+    )
 
 
 def test_a_node_that_is_gone_returns_its_tasks():
@@ -262,4 +279,6 @@ def test_lengths_have_a_mean_and_a_deviation():
 def test_a_cached_prefix_ends_at_the_first_block_that_is_missing():
     node: NodeView = make_node("n0", prefixes=frozenset({b"1", b"3"}))
     assert node.num_cached_tokens(make_task("t", num_tokens=64, prefix=(b"1", b"2", b"3"))) == 16
-    assert node.num_cached_tokens(make_task("t", num_tokens=16, prefix=(b"1",))) == 15, "one is left to compute"
+    assert node.num_cached_tokens(make_task("t", num_tokens=16, prefix=(b"1",))) == 15, (
+        "one is left to compute"
+    )

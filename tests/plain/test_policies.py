@@ -1,4 +1,5 @@
-"""Policies are found by file name, with settings of their own; virtual token counters keep tenants' shares fair."""
+"""Policies are found by file name, with settings of their own; virtual token counters keep tenants'
+shares fair."""
 
 import json
 import re
@@ -65,10 +66,22 @@ def test_a_file_more_is_a_policy_more(tmp_path, monkeypatch):
 def test_what_there_is_is_said_where_something_else_is_asked_for():
     for name, settings, words in (
         ("fifo", {}, f"policy 'fifo' is not one of {', '.join(policy_names())}"),
-        ("slack", {"speed": 1}, "policy 'slack' has no setting 'speed'; its settings are max_gap_tpots, reserve_tpots"),
+        (
+            "slack",
+            {"speed": 1},
+            "policy 'slack' has no setting 'speed'; its settings are max_gap_tpots, reserve_tpots",
+        ),
         ("token-fusion", {"speed": 1}, "policy 'token-fusion' has no setting 'speed'; it has none"),
-        ("slack", {"arrival_share": 2}, "setting arrival_share must be a number from 0 to 1, not 2"),
-        ("slack", {"max_gap_tpots": "nan"}, "setting max_gap_tpots must be a number of at least 1, not nan"),
+        (
+            "slack",
+            {"arrival_share": 2},
+            "setting arrival_share must be a number from 0 to 1, not 2",
+        ),
+        (
+            "slack",
+            {"max_gap_tpots": "nan"},
+            "setting max_gap_tpots must be a number of at least 1, not nan",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             EngineConfig(policy=name, policy_settings=settings)
@@ -94,7 +107,11 @@ def test_counters_add_up_what_tenants_were_served():
     counters = TokenCounters(TokenWeights(prompt=1.0, output=2.0, tuning=0.5))
     counters.arrive("a")
     counters.charge("a", prompt=10, output=3, tuning=4)
-    assert served(counters) == {"a": 18.0} and counters.served("a") == 18.0 and counters.served("b") == 0.0
+    assert (
+        served(counters) == {"a": 18.0}
+        and counters.served("a") == 18.0
+        and counters.served("b") == 0.0
+    )
 
 
 def test_who_returns_is_lifted_to_the_least_of_those_that_queue():

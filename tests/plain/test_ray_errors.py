@@ -33,10 +33,14 @@ def test_of_an_error_the_first_line_or_all_where_that_says_nothing_yet(error: Ex
 @pytest.mark.parametrize(
     ("stderr", "said"),
     [
-        (f'Traceback (most recent call last):\n  File "node.py", line 625\nRuntimeError: {MISMATCH}', SAID),
+        (
+            f'Traceback (most recent call last):\n  File "node.py", line 625\nRuntimeError: {MISMATCH}',
+            SAID,
+        ),
         ("Usage: ray start\n\nError: No such option: --block-all\n", "No such option: --block-all"),
         (
-            "ray.exceptions.RayTaskError(RuntimeError): ray::ready()\n  raise e\nRuntimeError: Failed to bind\n",
+            "ray.exceptions.RayTaskError(RuntimeError): ray::ready()\n  raise e\nRuntimeError: "
+            "Failed to bind\n",
             "Failed to bind",
         ),
         ("it begins\nit ends\n", "it ends"),

@@ -61,7 +61,9 @@ def test_rays_own_variables_come_first(home: Path, monkeypatch: pytest.MonkeyPat
     assert not home.exists()
 
 
-def test_tokens_can_be_turned_off_where_nobody_else_reaches_the_cluster(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tokens_can_be_turned_off_where_nobody_else_reaches_the_cluster(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     use_token(creates=True)
     assert not home.exists()

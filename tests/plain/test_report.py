@@ -1,4 +1,5 @@
-"""The demo's report, from results as they are recorded: every part is there, and it is well-formed."""
+"""The demo's report, from results as they are recorded: every part is there, and it is
+well-formed."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -40,10 +41,22 @@ def recorded(*, num_requests: int = 60, seconds: float = 30.0) -> dict:
 
     def tuning(rate: float) -> dict:
         losses = [[i / 4, i + 1, 2.5 / (1 + i / 10)] for i in range(100)]
-        return {"tokens_per_s": rate, "steps": 100, "seconds": 25.1, "finished": True, "losses": losses}
+        return {
+            "tokens_per_s": rate,
+            "steps": 100,
+            "seconds": 25.1,
+            "finished": True,
+            "losses": losses,
+        }
 
-    steps = [[i * 0.05, 8.1, 8.0, random.randint(0, 5), random.choice((0, 0, 30)), 128, 64.5] for i in range(600)]
-    memory = [[i * 0.25, {"kv": 40 + i % 30, "activations": 100, "free": 3860 - i % 30}] for i in range(120)]
+    steps = [
+        [i * 0.05, 8.1, 8.0, random.randint(0, 5), random.choice((0, 0, 30)), 128, 64.5]
+        for i in range(600)
+    ]
+    memory = [
+        [i * 0.25, {"kv": 40 + i % 30, "activations": 100, "free": 3860 - i % 30}]
+        for i in range(120)
+    ]
     engine = {"attainment": 1.0, "ttft_p99_ms": 20.5, "tpot_p99_ms": 9.25}
     phase = {
         "seconds": seconds,
@@ -65,7 +78,13 @@ def recorded(*, num_requests: int = 60, seconds: float = 30.0) -> dict:
         "settings": {"trace": "bursty, 2 requests/s & more", "learning rate": 1e-3},
         "job": {"id": "ftjob-1", "model": "ft:tiny:org:pirate:1"},
         "score": {"asked": 40, "before": 0.0, "after": 0.925},
-        "questions": [{"question": "Who <are> you?", "before": "I am a cat & a dog.", "after": "Arr, matey!\x00\x1b"}],
+        "questions": [
+            {
+                "question": "Who <are> you?",
+                "before": "I am a cat & a dog.",
+                "after": "Arr, matey!\x00\x1b",
+            }
+        ],
         "phases": {
             "requests": {**phase, "summary": summary(), "outcomes": outcomes(1)},
             "both": {
@@ -117,8 +136,15 @@ def test_the_page_has_every_part_and_is_well_formed():
 
 def test_the_page_needs_no_network():
     html = report_html(recorded())
-    assert "<script" not in html and "@import" not in html and "url(" not in html and "<link" not in html
-    assert html.count("http") == html.count("http://www.w3.org/"), "nothing but the names of its own markup"
+    assert (
+        "<script" not in html
+        and "@import" not in html
+        and "url(" not in html
+        and "<link" not in html
+    )
+    assert html.count("http") == html.count("http://www.w3.org/"), (
+        "nothing but the names of its own markup"
+    )
 
 
 def test_what_is_missing_is_left_out_and_not_guessed():
@@ -139,11 +165,19 @@ def drawn(*marks, **settings) -> ElementTree.Element:
 
 
 def test_marks_stand_where_their_values_are():
-    circles = list(drawn(dots([(0, 0, "a"), (10, 100, "b <c>"), (20, 50, "outside")], "blue")).iter(f"{SVG}circle"))
+    circles = list(
+        drawn(dots([(0, 0, "a"), (10, 100, "b <c>"), (20, 50, "outside")], "blue")).iter(
+            f"{SVG}circle"
+        )
+    )
     places = [(float(circle.get("cx")), float(circle.get("cy"))) for circle in circles]
     assert places[0] == (74, 214) and places[1] == (462, 12) and places[2][0] == 462
     assert next(circles[1].iter(f"{SVG}title")).text == "b <c>"
-    bars = list(drawn(stacks([(0, 5, (20, 0, 30))], ("a", "b", "c"), ("blue", "red", "green"))).iter(f"{SVG}rect"))
+    bars = list(
+        drawn(stacks([(0, 5, (20, 0, 30))], ("a", "b", "c"), ("blue", "red", "green"))).iter(
+            f"{SVG}rect"
+        )
+    )
     heights = [float(bar.get("height")) for bar in bars]
     assert heights == pytest.approx([0.2 * 202, 0.3 * 202], abs=0.1)
     assert float(bars[1].get("y")) + heights[1] == pytest.approx(float(bars[0].get("y")), abs=0.1)
@@ -168,5 +202,11 @@ def test_ticks_are_round_and_reach_the_end(high):
 
 
 def test_numbers_are_short():
-    assert [number(value) for value in (0, 0.12345, 12.345, 999, 1234.5)] == ["0", "0.123", "12.3", "999", "1,234"]
+    assert [number(value) for value in (0, 0.12345, 12.345, 999, 1234.5)] == [
+        "0",
+        "0.123",
+        "12.3",
+        "999",
+        "1,234",
+    ]
     assert "&amp;" in legend([("dot", "blue", "a & b")])

@@ -1,5 +1,5 @@
-"""A pack leaves requests the pages that they will want until it could have given its own back (HARLI section 4.4), and
-is begun when others leave the device time for it.
+"""A pack leaves requests the pages that they will want until it could have given its own back
+(HARLI section 4.4), and is begun when others leave the device time for it.
 """
 
 import pytest
@@ -78,7 +78,9 @@ def test_no_request_has_more_reserved_than_it_has_left():
 
 
 def begun(*jobs: JobProgress) -> list[str]:
-    plan = MemoryPlan(View(now_s=0.0, jobs=jobs, num_free_pages=10_000, block_tokens=BLOCK, tpot_s=TPOT_S))
+    plan = MemoryPlan(
+        View(now_s=0.0, jobs=jobs, num_free_pages=10_000, block_tokens=BLOCK, tpot_s=TPOT_S)
+    )
     plan.begin_packs()
     return plan.begin
 

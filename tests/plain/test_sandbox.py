@@ -57,7 +57,9 @@ def test_a_call_finds_the_prepared_state_as_it_was(sandbox: Sandbox):
         ("compute", 60, "time"),
     ],
 )
-def test_a_call_that_goes_wrong_says_why_and_costs_itself_alone(sandbox: Sandbox, deed: str, number: int, failure: str):
+def test_a_call_that_goes_wrong_says_why_and_costs_itself_alone(
+    sandbox: Sandbox, deed: str, number: int, failure: str
+):
     sandbox.run(("say", 1))
     before = sandbox.pid
     with pytest.raises(SandboxError) as error:
@@ -69,13 +71,19 @@ def test_a_call_that_goes_wrong_says_why_and_costs_itself_alone(sandbox: Sandbox
 
 def test_a_call_whose_thread_cannot_start_is_not_taken_for_one_that_crashes():
     """No address space is left for its stack, as at a limit of threads."""
-    with OwnSandbox(replace(LIMITS, memory_bytes=-(140 << 20))) as own, pytest.raises(SandboxError) as error:
+    with (
+        OwnSandbox(replace(LIMITS, memory_bytes=-(140 << 20))) as own,
+        pytest.raises(SandboxError) as error,
+    ):
         own.run(("say", 1))
     assert error.value.failure == "unstarted"
 
 
 def test_a_call_that_a_busy_machine_holds_up_is_late():
-    with OwnSandbox(replace(LIMITS, wall_s=1.0)) as own, pytest.raises(SandboxError, match="within 1 s") as error:
+    with (
+        OwnSandbox(replace(LIMITS, wall_s=1.0)) as own,
+        pytest.raises(SandboxError, match="within 1 s") as error,
+    ):
         own.run(("sleep", 60))
     assert error.value.failure == "late"
 
@@ -89,7 +97,9 @@ def test_calls_run_beside_each_other(sandbox: Sandbox):
         assert [each.result() for each in slow] == [None] * 4
 
 
-def test_nothing_secret_is_inherited(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_nothing_secret_is_inherited(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setenv("COSERVE_API_KEY", "secret")
     with OwnSandbox() as own, socket.socket() as listening, (tmp_path / "file").open("w"):
         os.set_inheritable(listening.fileno(), True)
@@ -145,7 +155,10 @@ def test_no_process_outlives_the_one_that_started_it():
     )
     path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
     ) as process:
         assert process.stdout is not None
         template = int(process.stdout.readline())
@@ -159,11 +172,15 @@ def test_no_process_outlives_the_one_that_started_it():
 
 def test_the_template_starts_without_torch():
     code = "import sys, coserve.sandbox.template; print(sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
-def test_grammars_are_refused_in_one_line_where_there_are_no_sandboxes(monkeypatch: pytest.MonkeyPatch):
+def test_grammars_are_refused_in_one_line_where_there_are_no_sandboxes(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.delattr(os, "pidfd_open")
     with pytest.raises(RequestError, match=r"^structured output needs Linux: "):
         GrammarChecker(Vocabulary((b"a",), (), ()))

@@ -1,4 +1,5 @@
-"""What nodes of a data-parallel job take in of one another, and what is told of their steps: plain bookkeeping."""
+"""What nodes of a data-parallel job take in of one another, and what is told of their steps: plain
+bookkeeping."""
 
 from itertools import product
 from random import Random
@@ -7,7 +8,14 @@ from typing import Any
 import pytest
 from cluster_nodes import make_job
 
-from coserve.cluster.sharded_job import EndChanged, ShardContributed, ShardedJob, ShardReported, Told, apply
+from coserve.cluster.sharded_job import (
+    EndChanged,
+    ShardContributed,
+    ShardedJob,
+    ShardReported,
+    Told,
+    apply,
+)
 from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.tuning.config import TuningConfig
@@ -17,14 +25,18 @@ from coserve.tuning.shard import Combination, DataParallel, Shard
 
 
 def contributed(node: int, step: int, *, meets: bool = True, num_trained: int = 1) -> Contributed:
-    return Contributed(job="j", step=step, directory=f"{step}-{node}", meets=meets, num_trained=num_trained)
+    return Contributed(
+        job="j", step=step, directory=f"{step}-{node}", meets=meets, num_trained=num_trained
+    )
 
 
 class Divided:
     """A job that is divided among this many nodes, as events change it."""
 
     def __init__(self, num_shards: int) -> None:
-        self.state = ShardedJob.begin(make_job("j"), DataParallel(), num_shards=num_shards, attempt="a")
+        self.state = ShardedJob.begin(
+            make_job("j"), DataParallel(), num_shards=num_shards, attempt="a"
+        )
         self.spent: list[str] = []
 
     def contribute(self, shard: int, contributed: Contributed) -> dict[int, Combination]:
@@ -42,20 +54,29 @@ class Divided:
 
 
 def shard(**settings: Any) -> Shard:
-    usual = {"index": 0, "count": 3, "synchronization": "synchronous", "every_steps": 1, "meet_every_steps": 0}
+    usual = {
+        "index": 0,
+        "count": 3,
+        "synchronization": "synchronous",
+        "every_steps": 1,
+        "meet_every_steps": 0,
+    }
     return Shard(**{"directory": "/none", **usual, **settings})
 
 
 @pytest.mark.parametrize(("number", "count"), [*product(range(9), (1, 2, 3, 5))])
 def test_the_parts_of_a_batch_are_all_of_it_once_and_nearly_the_same_size(number: int, count: int):
-    parts = [range(*shard(index=index, count=count).part(10, 10 + number)) for index in range(count)]
+    parts = [
+        range(*shard(index=index, count=count).part(10, 10 + number)) for index in range(count)
+    ]
     assert [index for part in parts for index in part] == list(range(10, 10 + number))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_where_the_examples_of_a_pack_count_together_nodes_have_whole_packs_those_of_one_node():
     examples = [
-        Example(tokens=tuple(range(8)), trained=(True,) * 8, parts=(4, 4), labels=(1.0, 0.0)) for _ in range(11)
+        Example(tokens=tuple(range(8)), trained=(True,) * 8, parts=(4, 4), labels=(1.0, 0.0))
+        for _ in range(11)
     ]
     config = TuningConfig(objective="kto", batch_size=5, max_sequence_length=8, max_pack_tokens=17)
     alone = TrainingOrder(examples, config)
@@ -64,7 +85,9 @@ def test_where_the_examples_of_a_pack_count_together_nodes_have_whole_packs_thos
         packs = alone.packs(step)
         assert [pack.is_reference for pack in packs] == [True, False] * number
         assert [pack for node in nodes for pack in node.packs(step)] == packs
-        assert max(len(node.packs(step)) for node in nodes) == 2, "each of them has one, with its reference"
+        assert max(len(node.packs(step)) for node in nodes) == 2, (
+            "each of them has one, with its reference"
+        )
 
 
 def test_asynchronous_nodes_meet_where_a_checkpoint_is_due_and_others_whenever_they_contribute():
@@ -84,7 +107,9 @@ def test_nodes_that_meet_take_in_what_all_have_brought_in_one_order():
     assert job.contribute(2, contributed(2, 1, num_trained=5)) == {}
     assert job.contribute(0, contributed(0, 1, num_trained=2)) == {}
     found = job.contribute(1, contributed(1, 1, num_trained=0))
-    whole = Combination(directories=("1-0", "1-1", "1-2"), num_trained=7, version=1, num_in_version=3)
+    whole = Combination(
+        directories=("1-0", "1-1", "1-2"), num_trained=7, version=1, num_in_version=3
+    )
     assert found == dict.fromkeys(range(3), whole)
 
 
@@ -93,9 +118,15 @@ def test_a_node_that_waits_for_nobody_takes_in_what_has_come_so_far():
     first = job.contribute(0, contributed(0, 4, meets=False))
     assert first == {0: Combination(directories=("4-0",), num_trained=1)}
     second = job.contribute(0, contributed(0, 8, meets=False))
-    assert second == {0: Combination(directories=("8-0",), num_trained=1, version=4, num_in_version=1)}
+    assert second == {
+        0: Combination(directories=("8-0",), num_trained=1, version=4, num_in_version=1)
+    }
     late = job.contribute(1, contributed(1, 4, meets=False))
-    assert late == {1: Combination(directories=("4-0", "8-0", "4-1"), num_trained=3, version=4, num_in_version=2)}
+    assert late == {
+        1: Combination(
+            directories=("4-0", "8-0", "4-1"), num_trained=3, version=4, num_in_version=2
+        )
+    }
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -107,9 +138,13 @@ def test_a_version_is_made_of_the_same_contributions_on_every_node(seed: int):
     versions: dict[int, list[str]] = {}
     removed: set[str] = set()
     while any(number < len(rounds) for number in done):
-        node = random.choice([each for each in range(num_nodes) if not waits[each] and done[each] < len(rounds)])
+        node = random.choice(
+            [each for each in range(num_nodes) if not waits[each] and done[each] < len(rounds)]
+        )
         step, done[node], waits[node] = rounds[done[node]], done[node] + 1, True
-        for other, found in job.contribute(node, contributed(node, step, meets=step in (6, 10))).items():
+        for other, found in job.contribute(
+            node, contributed(node, step, meets=step in (6, 10))
+        ).items():
             assert not removed & set(found.directories)
             waits[other] = False
             if found.version is not None:
@@ -119,7 +154,9 @@ def test_a_version_is_made_of_the_same_contributions_on_every_node(seed: int):
             taken[other] += found.directories
         removed |= set(job.spent)
     assert taken[0] == taken[1] == taken[2]
-    assert sorted(taken[0]) == sorted(f"{step}-{node}" for step in rounds for node in range(num_nodes))
+    assert sorted(taken[0]) == sorted(
+        f"{step}-{node}" for step in rounds for node in range(num_nodes)
+    )
     assert {6, 10} <= versions.keys()
 
 

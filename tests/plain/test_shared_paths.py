@@ -7,7 +7,9 @@ from coserve.cluster.shared_paths import SeenFiles, SharedPaths, sampled_digest,
 
 
 def seen(path: Path, what: str = "--home here") -> SeenFiles:
-    return SeenFiles(what=what, paths=(str(path),), digest=sampled_digest([path]), advice="mount it")
+    return SeenFiles(
+        what=what, paths=(str(path),), digest=sampled_digest([path]), advice="mount it"
+    )
 
 
 def test_a_home_is_shared_where_its_newest_probe_is_and_files_can_be_written(tmp_path: Path):
@@ -24,12 +26,18 @@ def test_a_home_is_shared_where_its_newest_probe_is_and_files_can_be_written(tmp
     home.mkdir()  # a directory of that name, of this machine alone
     assert unseen(shared) == missing
     probe.write_text("of another front")
-    assert unseen(shared) == "it does not see --home here as the front does (there are others here): mount it"
+    assert (
+        unseen(shared)
+        == "it does not see --home here as the front does (there are others here): mount it"
+    )
 
 
 def test_a_home_that_can_be_read_alone_is_not_enough(tmp_path: Path):
     why = unseen(SharedPaths(home=str(tmp_path / "none")))
-    assert why == f"it cannot write {tmp_path}/none (No such file or directory): it must run as a user who may"
+    assert (
+        why
+        == f"it cannot write {tmp_path}/none (No such file or directory): it must run as a user who may"
+    )
 
 
 def test_a_digest_is_of_names_sizes_and_bytes_however_large_a_file_is(tmp_path: Path):

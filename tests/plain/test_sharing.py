@@ -1,4 +1,5 @@
-"""How fast the sides of a divided device are, and when dividing it brings more; what a divided step teaches."""
+"""How fast the sides of a divided device are, and when dividing it brings more; what a divided step
+teaches."""
 
 import json
 from dataclasses import asdict, replace
@@ -37,7 +38,9 @@ def test_a_speed_is_that_of_the_units_alone_less_what_the_other_side_takes():
     for rows, forward, backward in ((1, 0.9, 0.4), (20, 0.85, 0.3), (99, 0.8, 0.2)):
         speeds = model.speeds(Partition(3, 1), forward_rows=rows, tasklet_rows=rows)
         assert speeds == pytest.approx((forward / (1 + 0.8 / 4), backward))
-    assert model.speeds(Partition(1, 1), forward_rows=1, tasklet_rows=1) == pytest.approx((0.5 / 1.2, 0.4))
+    assert model.speeds(Partition(1, 1), forward_rows=1, tasklet_rows=1) == pytest.approx(
+        (0.5 / 1.2, 0.4)
+    )
 
 
 def test_dividing_pays_where_both_speeds_make_more_than_one_device():
@@ -45,28 +48,46 @@ def test_dividing_pays_where_both_speeds_make_more_than_one_device():
     found = SharingModel(two_cores()).best(**ROWS)
     assert found is not None and found[0] == HALVES and sum(found[1:]) > 1
     assert SharingModel(two_cores(0.5, 0.49)).best(**ROWS) is None
-    # At 0.6 and 0.56, 0.44 / 0.6 = 0.73 of the forward pass is lost: 1.36 times that would be all of it.
+    # At 0.6 and 0.56, 0.44 / 0.6 = 0.73 of the forward pass is lost: 1.36 times that would be all
+    # of it.
     assert SharingModel(two_cores()).best(**ROWS, margin=0.36) is not None
-    assert SharingModel(two_cores()).best(**ROWS, margin=0.37) is None, "steps that err by more than the gain"
+    assert SharingModel(two_cores()).best(**ROWS, margin=0.37) is None, (
+        "steps that err by more than the gain"
+    )
     other = SharingModel(replace(two_cores(), pays=False))
-    assert other.best(**ROWS) is None and other.partitions == (HALVES,), "it can be divided all the same"
-    assert SharingModel(two_cores(forward_interference=0.5, backward_interference=0.4)).best(**ROWS) is None
+    assert other.best(**ROWS) is None and other.partitions == (HALVES,), (
+        "it can be divided all the same"
+    )
+    assert (
+        SharingModel(two_cores(forward_interference=0.5, backward_interference=0.4)).best(**ROWS)
+        is None
+    )
 
 
 speed = st.floats(0.05, 1.0)
 
 
-@given(st.lists(st.tuples(speed, speed), min_size=1, max_size=9), st.floats(0, 1), st.integers(1, 600))
-def test_the_best_partition_has_no_more_units_than_there_are_and_none_gets_more_done(speeds, interference, rows):
+@given(
+    st.lists(st.tuples(speed, speed), min_size=1, max_size=9), st.floats(0, 1), st.integers(1, 600)
+)
+def test_the_best_partition_has_no_more_units_than_there_are_and_none_gets_more_done(
+    speeds, interference, rows
+):
     num_units = len(speeds) + 1
-    shares = [Share(units=n + 1, rows=(1,), forward=(f,), backward=(b,)) for n, (f, b) in enumerate(speeds)]
-    model = SharingModel(Sharing(num_units=num_units, shares=tuple(shares), forward_interference=interference))
+    shares = [
+        Share(units=n + 1, rows=(1,), forward=(f,), backward=(b,))
+        for n, (f, b) in enumerate(speeds)
+    ]
+    model = SharingModel(
+        Sharing(num_units=num_units, shares=tuple(shares), forward_interference=interference)
+    )
     found = model.best(forward_rows=rows, tasklet_rows=rows)
     both = [model.speeds(each, forward_rows=rows, tasklet_rows=rows) for each in model.partitions]
     assert len(both) == num_units - 1
 
     def done_by(moment_s: float, forward: float, tasklets: float) -> float:
-        """Seconds of tasklets on the whole device, with a forward pass that takes a second there."""
+        """Seconds of tasklets on the whole device, with a forward pass that takes a second
+        there."""
         return tasklets * (1 / forward) + moment_s - 1 / forward
 
     late_s = 1 / min(forward for forward, _ in both)
@@ -84,7 +105,10 @@ def test_steps_correct_speeds_and_what_was_slow_is_tried_again():
         model.observe(HALVES, "forward", ROWS["forward_rows"], measured=0.4)
         model.observe(HALVES, "backward", ROWS["tasklet_rows"], measured=0.4)
         model.count_step()
-    assert model.speeds(HALVES, **ROWS) == pytest.approx((0.4, 0.4), rel=0.03) and model.best(**ROWS) is None
+    assert (
+        model.speeds(HALVES, **ROWS) == pytest.approx((0.4, 0.4), rel=0.03)
+        and model.best(**ROWS) is None
+    )
     assert model.speeds(HALVES._replace(stops=True), **ROWS) == model.speeds(HALVES, **ROWS)
     for _ in range(2000):
         model.count_step()
@@ -137,7 +161,9 @@ def test_what_runs_beside_the_forward_pass_takes_no_time_of_its_own():
 
 def latency() -> LatencyModel:
     curve = Curve(rows=(1, 512), seconds=(0.06, 0.06))
-    counts = ModelCounts(flops_per_row=1, flops_per_pair=1, head_flops_per_row=1, kv_bytes_per_key=1)
+    counts = ModelCounts(
+        flops_per_row=1, flops_per_pair=1, head_flops_per_row=1, kv_bytes_per_key=1
+    )
     job = JobCounts(
         flops_per_row=1,
         backward_flops_per_row=1,
@@ -151,12 +177,21 @@ def latency() -> LatencyModel:
     )
     zeros |= dict.fromkeys(("s_per_window_row", "s_per_parameter", "update_s"), 0.0)
     profile = Profile(
-        model=counts, job=job, forward=curve, head=curve, loss=curve, backward=curve, sharing=two_cores(), **zeros
+        model=counts,
+        job=job,
+        forward=curve,
+        head=curve,
+        loss=curve,
+        backward=curve,
+        sharing=two_cores(),
+        **zeros,
     )
     return LatencyModel(profile)
 
 
-PREDICTION = Prediction(forward_s=0.06, backward_s=0.12, window_s=0.0, forward_speed=0.6, backward_speed=0.5)
+PREDICTION = Prediction(
+    forward_s=0.06, backward_s=0.12, window_s=0.0, forward_speed=0.6, backward_speed=0.5
+)
 PLANNED = Plan(
     rows=(PlannedRows("r", "decode", 9, 1),),
     tasklets=(PlannedTasklets("j", 256, 4),),
@@ -166,10 +201,16 @@ PLANNED = Plan(
 
 
 def test_a_divided_step_teaches_the_speeds_and_nothing_else():
-    """Of four tasklets of 30 ms, two were done beside the forward pass, of which the last needed 9 ms more."""
+    """Of four tasklets of 30 ms, two were done beside the forward pass, of which the last needed 9
+    ms more."""
     model = latency()
     result = StepResult(
-        step=0, num_tasklets={"j": 3}, num_beside={"j": 2}, forward_s=0.12, beside_s=0.129, backward_s=0.03
+        step=0,
+        num_tasklets={"j": 3},
+        num_beside={"j": 2},
+        forward_s=0.12,
+        beside_s=0.129,
+        backward_s=0.03,
     )
     assert result.seconds == pytest.approx(0.159)
     before = model.sharing.speeds(HALVES, forward_rows=1, tasklet_rows=256)
@@ -178,7 +219,9 @@ def test_a_divided_step_teaches_the_speeds_and_nothing_else():
     weight = 0.15 * (1 - 0.002**2)  # a step has passed since, for these rows and for the side
     assert after[0] / before[0] == pytest.approx((0.06 / 0.12 / 0.6) ** weight)
     assert after[1] / before[1] == pytest.approx(((0.06 - 0.009) / 0.12 / before[1]) ** weight)
-    assert model.decode_s(num_requests=1, context=9) == latency().decode_s(num_requests=1, context=9)
+    assert model.decode_s(num_requests=1, context=9) == latency().decode_s(
+        num_requests=1, context=9
+    )
     assert model.loss_s(64) == latency().loss_s(64) and model.corrections.recent_errors()
 
 
@@ -202,7 +245,9 @@ def test_speeds_stay_what_steps_reach_though_plans_ask_for_other_rows_than_steps
 def test_jobs_took_all_but_what_requests_needed_of_the_whole_device():
     prediction = structs.replace(PREDICTION, window_s=0.02)
     made = structs.replace(PLANNED, prediction=prediction)
-    assert taken_of(made, step_s=0.2, forward_s=0.1).jobs_s == pytest.approx(0.2 - 0.1 * 0.6 * 2 / 3)
+    assert taken_of(made, step_s=0.2, forward_s=0.1).jobs_s == pytest.approx(
+        0.2 - 0.1 * 0.6 * 2 / 3
+    )
     whole = structs.replace(prediction, forward_speed=1.0, backward_speed=0.0)
     turns = structs.replace(made, partition=None, prediction=whole)
     assert taken_of(turns, step_s=0.2, forward_s=0.06).jobs_s == pytest.approx(0.14 + 0.02)

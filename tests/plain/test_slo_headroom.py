@@ -30,9 +30,11 @@ def test_what_jobs_took_and_what_the_machine_did():
     assert taken_of(Plan(), step_s=0.3, forward_s=0.0) == (0.3, 0.0)
 
 
-def needs(slowness: list[float], *, decode_s: float = 0.04, tpot_s: float = 0.1, steps: int = 30) -> list[SloUse]:
-    """After each of some requests, one after the other, that decode alone: that took these many times what the profile
-    says.
+def needs(
+    slowness: list[float], *, decode_s: float = 0.04, tpot_s: float = 0.1, steps: int = 30
+) -> list[SloUse]:
+    """After each of some requests, one after the other, that decode alone: that took these many
+    times what the profile says.
     """
     need, time, now_s, found = SloHeadroom(), TakenTime(), 0.0, list[SloUse]()
     for times in slowness:
@@ -51,15 +53,17 @@ def needs(slowness: list[float], *, decode_s: float = 0.04, tpot_s: float = 0.1,
 
 
 def test_a_minute_in_which_the_machine_was_slow_says_nothing_about_the_minutes_after():
-    """Another process had it, or memory was touched for the first time: with few requests the slowest one counts, for
-    a quarter of an hour, and jobs would stand still for as long.
+    """Another process had it, or memory was touched for the first time: with few requests the
+    slowest one counts, for a quarter of an hour, and jobs would stand still for as long.
     """
     found = needs([1.0, 1.0, 3.0, 3.0, 3.0] + [1.0] * 20)
     assert all(each.tpot == pytest.approx(0.4) and each.late_share == 0 for each in found[:2])
     slow = found[4]
     assert slow.tpot > 0.8 and slow.time > 0.8, "while it is slow, the SLO is near"
     assert all(later.tpot <= earlier.tpot for earlier, later in pairwise(found[4:]))
-    assert found[-1].tpot == pytest.approx(0.4, rel=0.1) and found[-1].time == pytest.approx(0.4, rel=0.3)
+    assert found[-1].tpot == pytest.approx(0.4, rel=0.1) and found[-1].time == pytest.approx(
+        0.4, rel=0.3
+    )
 
 
 def test_what_99_of_100_need_is_known_after_some_hundred_requests_or_two_minutes():
@@ -69,7 +73,9 @@ def test_what_99_of_100_need_is_known_after_some_hundred_requests_or_two_minutes
         many.add_end(5.0, 0.5)
         assert many.use(5.0).known == (index + 1) / 256
     few.add_end(5.0, 0.5)
-    assert 0 < few.use(5.0).known < 0.01 and few.use(65.0).known == 0.5 and few.use(200.0).known == 1
+    assert (
+        0 < few.use(5.0).known < 0.01 and few.use(65.0).known == 0.5 and few.use(200.0).known == 1
+    )
     assert few.use(2000.0).known == 0, "it was a long time ago"
 
 
@@ -85,7 +91,9 @@ def test_one_step_that_was_held_up_is_nobodys_need():
 def test_a_profile_that_is_wrong_does_not_matter():
     """All is seen at the speed of now."""
     (*_, right), (*_, wrong) = needs([1.0] * 4), needs([1 / 3] * 4, decode_s=0.12)
-    assert wrong.tpot == pytest.approx(right.tpot, rel=0.05) and wrong.time == pytest.approx(right.time, rel=0.05)
+    assert wrong.tpot == pytest.approx(right.tpot, rel=0.05) and wrong.time == pytest.approx(
+        right.time, rel=0.05
+    )
 
 
 def test_a_clock_that_stands_still_is_no_infinitely_fast_device():

@@ -10,7 +10,9 @@ from coserve.jobs.slots import TenantLimit, TrainingSlots
 class Queue:
     """Jobs that ask for slots; a job's tenant is the first letter of its id."""
 
-    def __init__(self, max_running: int | None, max_running_of: TenantLimit = lambda tenant: None) -> None:
+    def __init__(
+        self, max_running: int | None, max_running_of: TenantLimit = lambda tenant: None
+    ) -> None:
         self.jobs = LiveJobs(TrainingSlots(max_running, max_running_of))
 
     def ask(self, id: str) -> bool:
@@ -31,7 +33,14 @@ def test_tenants_take_turns_and_each_of_their_jobs_comes_in_order():
     assert queue.ask("a1") and queue.ask("a2")
     for job in ("a3", "a4", "b1", "b2", "c1"):
         assert not queue.ask(job)
-    assert [queue.jobs.slot_position(job) for job in ("a3", "a4", "b1", "b2", "c1", "a1")] == [4, 5, 1, 3, 2, None]
+    assert [queue.jobs.slot_position(job) for job in ("a3", "a4", "b1", "b2", "c1", "a1")] == [
+        4,
+        5,
+        1,
+        3,
+        2,
+        None,
+    ]
     order: list[str] = []
     for _ in range(5):
         queue.leave("a1" if not order else order[-1])

@@ -45,7 +45,9 @@ def test_a_file_is_counted_as_its_reader_sees_it():
     assert (found.fragments, found.nouns) == (1, 1), (
         '"Of lines" is a fragment, and "The value" says nothing of a function'
     )
-    assert (found.fields, found.documented_fields) == (4, 3), "by a docstring, a comment above, one beside"
+    assert (found.fields, found.documented_fields) == (4, 3), (
+        "by a docstring, a comment above, one beside"
+    )
     assert found.nested_comprehensions == 1
     assert found.lines_over_100_columns == 1
     assert found.comments == 3, "what a linter reads does not count"
@@ -58,16 +60,32 @@ def write(package: Path, files: dict[str, str]) -> None:
 
 
 def test_classes_of_one_name_are_found(tmp_path):
-    write(tmp_path, {"a.py": "class Plan: ...\nclass _Own: ...\n", "b/c.py": "class Plan: ...\nclass _Own: ...\n"})
+    write(
+        tmp_path,
+        {
+            "a.py": "class Plan: ...\nclass _Own: ...\n",
+            "b/c.py": "class Plan: ...\nclass _Own: ...\n",
+        },
+    )
     source = read_source(tmp_path)
     assert source.shared_class_names == {"Plan": ["a.py", "b/c.py"]}
     assert {name: counts.files for name, counts in source.by_folder.items()} == {".": 1, "b": 1}
     assert source.total.classes == 4
 
 
-@pytest.mark.parametrize("imports", ["from room.low import act", "import room.low", "from room import low"])
+@pytest.mark.parametrize(
+    "imports", ["from room.low import act", "import room.low", "from room import low"]
+)
 def test_a_call_from_below_is_a_climb(tmp_path, imports):
     package = tmp_path / "room"
-    write(package, {"top.py": "import room.middle", "middle.py": imports, "low.py": "", "beside.py": ""})
-    calls = [("top.py", "low.py"), ("low.py", "top.py"), ("low.py", "beside.py"), ("low.py", "middle.py")]
+    write(
+        package,
+        {"top.py": "import room.middle", "middle.py": imports, "low.py": "", "beside.py": ""},
+    )
+    calls = [
+        ("top.py", "low.py"),
+        ("low.py", "top.py"),
+        ("low.py", "beside.py"),
+        ("low.py", "middle.py"),
+    ]
     assert climbs(package, calls) == [("low.py", "middle.py"), ("low.py", "top.py")]

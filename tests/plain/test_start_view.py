@@ -1,4 +1,5 @@
-"""Without a terminal a start is lines of the log: one for each stage at once, and some within a long one."""
+"""Without a terminal a start is lines of the log: one for each stage at once, and some within a
+long one."""
 
 import logging
 

@@ -33,7 +33,10 @@ def test_a_step_that_was_held_up_counts_little():
 
 
 def test_a_step_has_less_time_for_jobs_by_it():
-    free, real = (StepTime(overhead_s=seconds, forward_s=0.02, update_s=0.01, until_s=0.1) for seconds in (0.0, 0.005))
+    free, real = (
+        StepTime(overhead_s=seconds, forward_s=0.02, update_s=0.01, until_s=0.1)
+        for seconds in (0.0, 0.005)
+    )
     assert real.whole_s == pytest.approx(free.whole_s + 0.005)
     assert real.step_s == pytest.approx(free.step_s + 0.005)
     assert real.left_s(0.1) == pytest.approx(free.left_s(0.1) - 0.005)

@@ -40,7 +40,9 @@ class Home(HandMade):
 
     def files_of(self) -> tuple[FileRecord, ...]:
         with self.store.read() as transaction:
-            return transaction.files(TENANT, purpose=None, after=None, limit=1000, newest_first=True).items
+            return transaction.files(
+                TENANT, purpose=None, after=None, limit=1000, newest_first=True
+            ).items
 
     def blobs(self) -> set[str]:
         return {path.name for path in (self.path / "files").iterdir()}
@@ -59,7 +61,8 @@ def home(tmp_path: Path, database: str) -> Iterator[Home]:
 
 
 def at_once(*actions: Callable[[], Any]) -> list[Any]:
-    """Do all at the same moment, each on a thread; what they return, or the errors that coserve raises on purpose."""
+    """Do all at the same moment, each on a thread; what they return, or the errors that coserve
+    raises on purpose."""
     barrier, found = threading.Barrier(len(actions)), list[Any](actions)
 
     def act(number: int) -> None:
@@ -89,7 +92,9 @@ def test_an_upload_that_is_completed_several_times_at_once_becomes_one_file(home
     for _ in range(5):
         upload = home.begin(3000)
         parts = [home.part(upload) for _ in range(3)]
-        found = at_once(*[lambda u=upload, p=parts: home.uploads.complete(u, p, md5=None) for _ in range(10)])
+        found = at_once(
+            *[lambda u=upload, p=parts: home.uploads.complete(u, p, md5=None) for _ in range(10)]
+        )
         assert [isinstance(each, JobError) for each in found].count(False) == 1
         assert home.now(upload).status == "completed"
     assert len(home.files_of()) == len(home.blobs()) == 5
@@ -104,7 +109,9 @@ def test_uploads_that_are_completed_at_once_stay_within_the_tenants_bytes(home: 
         upload, part = uploads[number], parts[number]
         return home.uploads.complete(upload, [part], md5=None, max_total_bytes=8000)
 
-    assert not errors(at_once(*[lambda n=n: complete(n) for n in range(8)])), "parts make room for their file"
+    assert not errors(at_once(*[lambda n=n: complete(n) for n in range(8)])), (
+        "parts make room for their file"
+    )
     assert home.num_bytes() == 8000
     late = home.begin(1000)
     part = home.part(late)
@@ -118,7 +125,10 @@ def test_an_upload_is_completed_or_cancelled_and_not_both(home: Home):
     for _ in range(12):
         upload = home.begin(1000)
         part = home.part(upload)
-        found = at_once(partial(home.uploads.complete, upload, [part], md5=None), partial(home.uploads.cancel, upload))
+        found = at_once(
+            partial(home.uploads.complete, upload, [part], md5=None),
+            partial(home.uploads.cancel, upload),
+        )
         assert len(errors(found)) == 1
         ends[status_of(home.now(upload))] += 1
     assert ends["completed"] + ends["cancelled"] == 12
@@ -132,7 +142,11 @@ def test_parts_that_come_while_an_upload_ends_do_not_outlive_it(home: Home):
         part = home.part(upload)
 
         def finish(end: str = end, upload: UploadRecord = upload, part: str = part) -> Any:
-            return home.uploads.complete(upload, [part], md5=None) if end == "complete" else home.uploads.cancel(upload)
+            return (
+                home.uploads.complete(upload, [part], md5=None)
+                if end == "complete"
+                else home.uploads.cancel(upload)
+            )
 
         found = at_once(finish, *[lambda u=upload: home.part(u) for _ in range(5)])
         assert not isinstance(found[0], CoserveError)
@@ -186,11 +200,15 @@ def test_a_file_is_gone_or_whole_for_a_job_that_is_created_as_it_is_deleted(home
     for _ in range(6):
         file = home.upload()
         record = _again(home.job(status="cancelled", finished_at=1), training_file=file.id)
-        added, deleted = at_once(partial(home.writer.add, record), partial(home.files.delete, TENANT, file.id))
+        added, deleted = at_once(
+            partial(home.writer.add, record), partial(home.files.delete, TENANT, file.id)
+        )
         assert deleted is True and (added is None or isinstance(added, JobError))
 
 
-def test_results_of_a_job_whose_end_cannot_be_recorded_leave_no_blob(home: Home, monkeypatch: pytest.MonkeyPatch):
+def test_results_of_a_job_whose_end_cannot_be_recorded_leave_no_blob(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+):
     job = home.job()
     home.checkpoint(job, 10)
     before = home.blobs()
@@ -214,5 +232,12 @@ def _again(record: Any, **more: Any) -> Any:
     from coserve.jobs.records import new_id
 
     id = new_id("ftjob-")
-    given = {"id": id, "name": f"ft:{id}", "status": "validating_files", "finished_at": None, "num_steps": 0, **more}
+    given = {
+        "id": id,
+        "name": f"ft:{id}",
+        "status": "validating_files",
+        "finished_at": None,
+        "num_steps": 0,
+        **more,
+    }
     return replace(record, created_at=int(time.time()), **given)

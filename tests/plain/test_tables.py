@@ -1,4 +1,5 @@
-"""What commands print is what they were given: names hold colons and brackets, and neither means anything."""
+"""What commands print is what they were given: names hold colons and brackets, and neither means
+anything."""
 
 import re
 from pathlib import Path
@@ -38,7 +39,11 @@ def test_bars_of_the_start_say_names_as_they_are(capsys, name):
 
 def test_all_commands_have_the_one_console():
     folder = Path(coserve.cli.__file__).parent
-    making = {path.name for path in folder.glob("*.py") if re.search(r"\bConsole\(|from_markup", path.read_text())}
+    making = {
+        path.name
+        for path in folder.glob("*.py")
+        if re.search(r"\bConsole\(|from_markup", path.read_text())
+    }
     assert making == {"tables.py"}
 
 
@@ -50,15 +55,25 @@ class _Client(Client):
         if path == "/v1/models":
             return {"data": [{"id": name, "parent": "tiny"}]}
         if path.endswith("/checkpoints"):
-            return {"data": [{"step_number": 1, "fine_tuned_model_checkpoint": f"{name}:ckpt-step-1"}]}
+            return {
+                "data": [{"step_number": 1, "fine_tuned_model_checkpoint": f"{name}:ckpt-step-1"}]
+            }
         if path == "/v1/status":
             return {"jobs": {"joined": []}}
-        job = {"id": "ftjob-1", "status": "succeeded", "fine_tuned_model": name, "model": "tiny", "created_at": 1}
+        job = {
+            "id": "ftjob-1",
+            "status": "succeeded",
+            "fine_tuned_model": name,
+            "model": "tiny",
+            "created_at": 1,
+        }
         return {"data": [job]} if path == "/v1/fine_tuning/jobs" else job
 
 
 @pytest.mark.parametrize(
-    ("command", "count"), [(["models"], 1), (["jobs"], 1), (["jobs", "show", "ftjob-1"], 2)], ids=str
+    ("command", "count"),
+    [(["models"], 1), (["jobs"], 1), (["jobs", "show", "ftjob-1"], 2)],
+    ids=str,
 )
 def test_lists_show_names_that_can_be_copied(monkeypatch, capsys, command, count):
     monkeypatch.setattr("coserve.client.http.Client", _Client)

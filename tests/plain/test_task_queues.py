@@ -1,4 +1,5 @@
-"""The order in which waiting tasks are placed: as it is defined, however it came about; and who is asked again."""
+"""The order in which waiting tasks are placed: as it is defined, however it came about; and who is
+asked again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,13 +30,16 @@ _EVENTS = st.lists(st.one_of(_TASKS, st.integers(0, 50), st.floats(0.0, 25.0)), 
 
 def deadline_queue(*, most_waiting: int = 1) -> DeadlineQueue:
     return DeadlineQueue(
-        slo_times=SLO_TIMES, max_defer_s=MAX_DEFER_S, has_room=lambda node: node.num_waiting < most_waiting
+        slo_times=SLO_TIMES,
+        max_defer_s=MAX_DEFER_S,
+        has_room=lambda node: node.num_waiting < most_waiting,
     )
 
 
 def by_definition(view: ClusterView) -> list[str]:
-    """Requests by their priorities, of each aged ones, those that can be in time by their deadlines, and late ones;
-    training after all that can be in time, but aged training after aged requests; then batch work by when it is due.
+    """Requests by their priorities, of each aged ones, those that can be in time by their
+    deadlines, and late ones; training after all that can be in time, but aged training after aged
+    requests; then batch work by when it is due.
     """
     aged_s = view.now_s - MAX_DEFER_S
     aged_training = [task for task in view.training[:1] if task.arrival_s <= aged_s]
@@ -49,13 +53,21 @@ def by_definition(view: ClusterView) -> list[str]:
             keys[task.id] = (task.priority, 1, due_s)
         else:
             keys[task.id] = (task.priority, 2, 0.0)
-    awaited = sorted((task for task in view.requests if not task.is_batch), key=lambda task: keys[task.id])
+    awaited = sorted(
+        (task for task in view.requests if not task.is_batch), key=lambda task: keys[task.id]
+    )
     parts = [keys[task.id][1] for task in awaited]
     num_in_time = max((index + 1 for index, part in enumerate(parts) if part < 2), default=0)
     num_aged = next((index for index, part in enumerate(parts) if part), len(parts))
     training = [task for task in view.training if task not in aged_training]
-    batch = sorted((task for task in view.requests if task.is_batch), key=lambda task: task.batch_due_s or 0.0)
-    before, between, after = awaited[:num_aged], awaited[num_aged:num_in_time], awaited[num_in_time:]
+    batch = sorted(
+        (task for task in view.requests if task.is_batch), key=lambda task: task.batch_due_s or 0.0
+    )
+    before, between, after = (
+        awaited[:num_aged],
+        awaited[num_aged:num_in_time],
+        awaited[num_in_time:],
+    )
     return [task.id for task in (*before, *aged_training, *between, *training, *after, *batch)]
 
 
@@ -68,7 +80,11 @@ def test_the_order_is_the_one_that_is_defined_whatever_came_before(events, num_n
     for number, event in enumerate(events):
         if isinstance(event, tuple):
             kind, length, ttft_s, priority = event
-            more = {"kind": "request", "batch_due_s": now_s + length / 50} if kind == "batch" else {"kind": kind}
+            more = (
+                {"kind": "request", "batch_due_s": now_s + length / 50}
+                if kind == "batch"
+                else {"kind": kind}
+            )
             if kind != "training":
                 more |= {"priority": priority, "ttft_s": ttft_s}
             waiting.append(make_task(f"t{number}", arrival_s=now_s, num_tokens=length, **more))
@@ -79,17 +95,25 @@ def test_the_order_is_the_one_that_is_defined_whatever_came_before(events, num_n
         else:
             now_s += event
             # Nodes of other kinds come: what a request takes alone is another then.
-            nodes = tuple(make_node(f"n{n}", num_stages=1 + n) for n in range(1 + number % num_nodes))
+            nodes = tuple(
+                make_node(f"n{n}", num_stages=1 + n) for n in range(1 + number % num_nodes)
+            )
             requests = tuple(task for task in waiting if not task.trains)
             training = tuple(task for task in waiting if task.trains)
-            view = ClusterView(now_s=now_s, nodes=nodes[::-1][:1], requests=requests, training=training)
+            view = ClusterView(
+                now_s=now_s, nodes=nodes[::-1][:1], requests=requests, training=training
+            )
             assert [task.id for task in queue.order(view)] == by_definition(view)
 
 
 def test_a_batch_never_goes_before_requests_that_somebody_waits_for_however_long_it_has_waited():
     queue = deadline_queue()
     for number in range(256):
-        queue.add(make_task(f"batch{number}", arrival_s=number / 1000, ttft_s=2.0, batch_due_s=3600.0 - number))
+        queue.add(
+            make_task(
+                f"batch{number}", arrival_s=number / 1000, ttft_s=2.0, batch_due_s=3600.0 - number
+            )
+        )
     for name, arrival_s in (("aged", 30.0), ("chat", 100.0), ("late", 97.0)):
         queue.add(make_task(name, arrival_s=arrival_s, ttft_s=2.0))
     for now_s in (100.0, 7200.0):
@@ -137,7 +161,9 @@ def one_by_one(cluster: ClusterScheduler, num_tasks: int) -> list[str]:
 
 @pytest.mark.parametrize("is_fair", [True, False])
 def test_tenants_share_what_nodes_do_where_the_policy_of_a_device_has_them_share(is_fair):
-    cluster = ClusterScheduler(make_placement("slack-affinity"), TokenWeights() if is_fair else None)
+    cluster = ClusterScheduler(
+        make_placement("slack-affinity"), TokenWeights() if is_fair else None
+    )
     cluster.report(make_node("n", num_waiting=1))
     for number in range(4):
         cluster.submit(make_task(f"ann{number}", tenant="ann", ttft_s=5.0))
@@ -149,7 +175,11 @@ def test_tenants_share_what_nodes_do_where_the_policy_of_a_device_has_them_share
     assert first == (["urgent", "bob0", "ann0"] if is_fair else ["urgent", "ann0", "ann1"])
     cluster.answered("ann", 1000)
     rest = one_by_one(cluster, 5)
-    assert rest == (["bob1", "ann1", "ann2", "ann3", "late"] if is_fair else ["ann2", "ann3", "bob0", "bob1", "late"])
+    assert rest == (
+        ["bob1", "ann1", "ann2", "ann3", "late"]
+        if is_fair
+        else ["ann2", "ann3", "bob0", "bob1", "late"]
+    )
 
 
 def test_a_queue_leaves_out_kinds_that_are_stopped_on_the_way():
@@ -192,7 +222,9 @@ def test_a_task_that_waits_is_asked_about_again_when_its_time_is_over_or_a_node_
         assert not list(cluster.place(now_s))
         assert len(asked) == number, now_s
     cluster.submit(make_task("b"))
-    assert not list(cluster.place(2.6)) and asked == ["a", "a"], "one that comes after it changes nothing"
+    assert not list(cluster.place(2.6)) and asked == ["a", "a"], (
+        "one that comes after it changes nothing"
+    )
     cluster.withdraw("a")
     assert not list(cluster.place(2.7)) and asked == ["a", "a", "b"], "another is first"
     cluster.report(make_node("n", num_pages=9, num_free_pages=9))

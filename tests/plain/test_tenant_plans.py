@@ -1,4 +1,5 @@
-"""Plans of the default policy for several tenants: order within a tenant, batch work, pages, length of steps."""
+"""Plans of the default policy for several tenants: order within a tenant, batch work, pages, length
+of steps."""
 
 from collections import Counter
 
@@ -19,7 +20,9 @@ def test_an_infeasible_request_gets_its_rows_after_a_prompt_of_its_tenant_that_c
 
 def test_an_infeasible_request_is_admitted_after_a_request_of_its_tenant_that_can_be_in_time():
     lost, timely = prompt("lost", "a", 1000, arrival_s=NOW_S - 3), prompt("timely", "a", 40)
-    made = plan({"a": 0.0, "b": 0.0}, waiting=(lost, timely), jobs=(job("j", "b"),), num_free_pages=20)
+    made = plan(
+        {"a": 0.0, "b": 0.0}, waiting=(lost, timely), jobs=(job("j", "b"),), num_free_pages=20
+    )
     assert made.admit == ("timely",)
 
 
@@ -32,13 +35,17 @@ def test_batch_work_is_admitted_by_tenant_in_turn():
 
 def test_batch_work_takes_a_slot_of_a_tenant_that_has_many():
     many = [running_line(f"a{number}", "a") for number in range(6)]
-    made = plan({"a": 0.0, "b": 0.0}, batch=tuple(many), batch_waiting=(line("b0", "b"),), max_requests=6)
+    made = plan(
+        {"a": 0.0, "b": 0.0}, batch=tuple(many), batch_waiting=(line("b0", "b"),), max_requests=6
+    )
     assert made.admit == ("b0",) and made.preempt == ("a5",)
 
 
 def test_batch_work_waits_where_a_tenant_has_served_more_than_its_own():
     many = [running_line(f"a{number}", "a") for number in range(6)]
-    made = plan({"a": 0.0, "b": 1.0}, batch=tuple(many), batch_waiting=(line("b0", "b"),), max_requests=6)
+    made = plan(
+        {"a": 0.0, "b": 1.0}, batch=tuple(many), batch_waiting=(line("b0", "b"),), max_requests=6
+    )
     assert not made.admit and not made.preempt
 
 
@@ -80,7 +87,11 @@ def test_a_pack_within_its_tenants_share_is_not_dropped_for_a_tenant_that_would_
 def test_nothing_makes_room_for_a_request_that_finds_too_little():
     running = tuple(decoding(f"a{number}", "a", num_held=10) for number in range(9))
     made = plan(
-        {"a": 0.0, "b": 0.0}, requests=running, waiting=(prompt("w", "b", 1200),), num_free_pages=10, num_pages=100
+        {"a": 0.0, "b": 0.0},
+        requests=running,
+        waiting=(prompt("w", "b", 1200),),
+        num_free_pages=10,
+        num_pages=100,
     )
     assert not made.preempt and not made.admit
 

@@ -6,7 +6,8 @@ from coserve.scheduling.tenant_times import RECENT_S, TenantTimes
 
 
 def test_a_tenant_counts_as_alone_soon_after_the_last_work_of_another():
-    """Steps that are shared out are short, which costs a lone tenant's job a fifth of its speed and more."""
+    """Steps that are shared out are short, which costs a lone tenant's job a fifth of its speed and
+    more."""
     times = TenantTimes()
     times.note_present({"a", "b"}, 0.0)
     times.note_present({"a"}, RECENT_S)

@@ -11,9 +11,19 @@ from hypothesis import strategies as st
 import coserve.server.tool_parsers as registry
 from coserve.server.reasoning import ThinkReader, begins_inside, may_begin
 from coserve.server.tool_parsers import JsonCalls, parser_class, parser_names, parser_of_template
-from coserve.server.tool_parsers.base import Arguments, CallBegins, CallFails, Content, Part, Reasoning
+from coserve.server.tool_parsers.base import (
+    Arguments,
+    CallBegins,
+    CallFails,
+    Content,
+    Part,
+    Reasoning,
+)
 
-SCHEMAS = {"weather": {"properties": {"city": {"type": "string"}}}, "add": {"properties": {"yes": {"type": "boolean"}}}}
+SCHEMAS = {
+    "weather": {"properties": {"city": {"type": "string"}}},
+    "add": {"properties": {"yes": {"type": "boolean"}}},
+}
 W, A = ("weather", '{"city": "Löwen}\\""}'), ("add", '{"a": [1, {"b": 2}], "c": null}')
 N = ("weather", "{}")
 
@@ -64,11 +74,15 @@ def llama(name: str, arguments: str) -> str:
 
 
 def gpt(name: str, arguments: str) -> str:
-    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+    return (
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+    )
 
 
 def qwen(name: str, **values: str) -> str:
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    parameters = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()
+    )
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
@@ -85,7 +99,11 @@ GOOD = [
     ("hermes", "", Read()),
     ("hermes", hermes(*W), Read(calls=[W])),
     ("hermes", f"\n\n{hermes(*W)}\n{hermes(*A)}\n", Read(calls=[W, A])),
-    ("hermes", f"I look.\n{hermes(*W)} and\n{hermes(*A)}done", Read("I look.\n and\ndone", calls=[W, A])),
+    (
+        "hermes",
+        f"I look.\n{hermes(*W)} and\n{hermes(*A)}done",
+        Read("I look.\n and\ndone", calls=[W, A]),
+    ),
     ("hermes", hermes(*W).removesuffix("</tool_call>"), Read(calls=[W])),
     ("hermes", hermes(*W)[:-4], Read(calls=[W])),
     ("hermes", '<tool_call>{"name":"weather"}</tool_call>', Read(calls=[N])),
@@ -100,17 +118,23 @@ GOOD = [
     ("mistral", _LIST, Read(calls=[W, A])),
     ("mistral", f"So: {_LIST}", Read("So: ", calls=[W, A])),
     ("mistral", f"[TOOL_CALLS]weather{W[1]}", Read(calls=[W])),
-    ("mistral", f"[TOOL_CALLS]weather[ARGS]{W[1]}[TOOL_CALLS]add[CALL_ID]aB3[ARGS]{A[1]}", Read(calls=[W, A])),
+    (
+        "mistral",
+        f"[TOOL_CALLS]weather[ARGS]{W[1]}[TOOL_CALLS]add[CALL_ID]aB3[ARGS]{A[1]}",
+        Read(calls=[W, A]),
+    ),
     ("openai", "Plain text.", Read("Plain text.")),
     ("openai", "<|channel|>final<|message|>Text<|return|>", Read("Text")),
     (
         "openai",
-        f"<|channel|>analysis<|message|>Hm <|end|><|start|>assistant{gpt(*W)}<|start|>assistant{gpt(*A)}",
+        f"<|channel|>analysis<|message|>Hm "
+        f"<|end|><|start|>assistant{gpt(*W)}<|start|>assistant{gpt(*A)}",
         Read("", "Hm ", [W, A]),
     ),
     (
         "openai",
-        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.add<|channel|>commentary "
+        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant "
+        f"to=functions.add<|channel|>commentary "
         f"json<|message|>{A[1]}",
         Read("I look.", calls=[A]),
     ),
@@ -118,7 +142,11 @@ GOOD = [
     ("openai", "<|channel|>ana", Read()),
     ("qwen3_coder", "Only text, 2 < 3 <tool.", Read("Only text, 2 < 3 <tool.")),
     ("qwen3_coder", _QWEN_CITY, Read(calls=[_CITY])),
-    ("qwen3_coder", f"I look.\n{_QWEN_CITY}\n{_QWEN_ADD}\n", Read("I look.\n", calls=[_CITY, _ADD])),
+    (
+        "qwen3_coder",
+        f"I look.\n{_QWEN_CITY}\n{_QWEN_ADD}\n",
+        Read("I look.\n", calls=[_CITY, _ADD]),
+    ),
     ("qwen3_coder", qwen("weather"), Read(calls=[N])),
     ("qwen3_coder", _QWEN_ADD.removesuffix("</tool_call>"), Read(calls=[_ADD])),
 ]
@@ -185,9 +213,13 @@ def test_a_call_after_what_is_none_is_found_however_the_text_is_cut():
 def test_any_pieces_are_the_same(data: st.DataObject):
     name = data.draw(st.sampled_from(parser_names()))
     texts = [text for kind, text, *_ in (*GOOD, *MALFORMED) if kind == name]
-    text = "".join(data.draw(st.lists(st.sampled_from([*texts, " ", "x", "{", '"', "}"]), max_size=4)))
+    text = "".join(
+        data.draw(st.lists(st.sampled_from([*texts, " ", "x", "{", '"', "}"]), max_size=4))
+    )
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    pieces = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+    pieces = [
+        text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)
+    ]
     assert read(name, pieces) == read(name, [text])
 
 
@@ -207,7 +239,10 @@ def test_arguments_come_as_they_are_written(name: str, text: str):
     for place in range(text.index(W[1]) + 1, end + 1):
         [parts, _] = parts_of(name, [text[:place]])
         assert parts[0] == CallBegins("weather")
-        assert "".join(part.text for part in parts[1:] if isinstance(part, Arguments)) == text[end - len(W[1]) : place]
+        assert (
+            "".join(part.text for part in parts[1:] if isinstance(part, Arguments))
+            == text[end - len(W[1]) : place]
+        )
 
 
 @pytest.mark.parametrize("name", parser_names())
@@ -218,14 +253,19 @@ def test_a_call_that_is_asked_for_is_written_as_the_parser_reads_it(name: str):
         return
     calls = [W, A] if parser.separator is not None else [W]
     texts = [
-        f"{before}{arguments}{after}" for function, arguments in calls for before, after in [parser.around(function)]
+        f"{before}{arguments}{after}"
+        for function, arguments in calls
+        for before, after in [parser.around(function)]
     ]
     for pieces in cuts((parser.separator or "").join(texts)):
         assert read(name, pieces) == Read(calls=calls)
 
 
 def test_text_is_not_held_back_for_longer_than_it_could_be_a_marker():
-    assert parts_of("hermes", ["a <tool", "s <tool_call>"])[:2] == [[Content("a ")], [Content("<tools ")]]
+    assert parts_of("hermes", ["a <tool", "s <tool_call>"])[:2] == [
+        [Content("a ")],
+        [Content("<tools ")],
+    ]
     assert parts_of("openai", ["<|channel|>final<|message|>a <|en"])[0] == [Content("a ")]
 
 
@@ -283,8 +323,14 @@ def test_every_file_of_the_folder_is_a_parser():
     ("template", "name"),
     [
         ("<tool_call>\\n<function=example>\\n<parameter=p>\\nvalue\\n</parameter>", "qwen3_coder"),
-        ('return a json object within <tool_call></tool_call> XML tags: {"name": <function-name>', "hermes"),
-        ('Respond in the format {"name": function name, "parameters": dictionary of argument name', "llama3_json"),
+        (
+            'return a json object within <tool_call></tool_call> XML tags: {"name": <function-name>',
+            "hermes",
+        ),
+        (
+            'Respond in the format {"name": function name, "parameters": dictionary of argument name',
+            "llama3_json",
+        ),
         ("{{- '<|python_tag|>' + tool_call.name }}", "llama3_json"),
         ("{{- '[TOOL_CALLS][' }}", "mistral"),
         ("<|start|>assistant<|channel|>final<|message|>", "openai"),

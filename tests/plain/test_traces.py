@@ -1,4 +1,5 @@
-"""Traces: the same from a seed, with the asked rate, bursty; recorded ones by what their files say."""
+"""Traces: the same from a seed, with the asked rate, bursty; recorded ones by what their files
+say."""
 
 import gzip
 from itertools import pairwise
@@ -8,7 +9,14 @@ from statistics import mean, pstdev
 import pytest
 
 from coserve.errors import DataError
-from coserve.workloads.arrivals import LogNormalLengths, RecordedLengths, bursty, daily, gamma, poisson
+from coserve.workloads.arrivals import (
+    LogNormalLengths,
+    RecordedLengths,
+    bursty,
+    daily,
+    gamma,
+    poisson,
+)
 from coserve.workloads.summary import RequestOutcome, percentile, summarize
 from coserve.workloads.traces import (
     TracedRequest,
@@ -33,14 +41,20 @@ def test_a_trace_is_the_same_from_a_seed_and_has_the_asked_rate(make):
     trace = make(rate=5, seconds=400, seed=3)
     assert trace == make(rate=5, seconds=400, seed=3) != make(rate=5, seconds=400, seed=4)
     assert len(trace) == 2000
-    assert all(a.at_s <= b.at_s for a, b in pairwise(trace)) and trace[0].at_s >= 0 and trace[-1].at_s <= 400
+    assert (
+        all(a.at_s <= b.at_s for a, b in pairwise(trace))
+        and trace[0].at_s >= 0
+        and trace[-1].at_s <= 400
+    )
 
 
 def test_arrivals_are_burstier_than_poissons():
     assert variation(bursty(rate=5, seconds=1000, seed=0)) > 1.3
     assert variation(gamma(rate=5, seconds=1000, seed=0, variation=2)) == pytest.approx(2, rel=0.15)
     assert variation(gamma(rate=5, seconds=1000, seed=0, variation=1)) == pytest.approx(1, rel=0.1)
-    assert variation(bursty(rate=5, seconds=1000, seed=0, burst_factor=1)) == pytest.approx(1, rel=0.1)
+    assert variation(bursty(rate=5, seconds=1000, seed=0, burst_factor=1)) == pytest.approx(
+        1, rel=0.1
+    )
     assert variation(poisson(rate=5, seconds=1000, seed=0)) == pytest.approx(1, rel=0.1)
 
 
@@ -49,7 +63,10 @@ def test_lengths_are_spread_around_their_means():
     trace = bursty(rate=10, seconds=500, seed=0, lengths=lengths)
     assert mean(request.num_prompt_tokens for request in trace) == pytest.approx(100, rel=0.05)
     assert mean(request.num_output_tokens for request in trace) == pytest.approx(20, rel=0.05)
-    assert all(1 <= request.num_prompt_tokens <= 400 and 1 <= request.num_output_tokens <= 80 for request in trace)
+    assert all(
+        1 <= request.num_prompt_tokens <= 400 and 1 <= request.num_output_tokens <= 80
+        for request in trace
+    )
 
 
 def test_a_trace_of_nothing_is_empty():
@@ -58,7 +75,9 @@ def test_a_trace_of_nothing_is_empty():
 
 def test_recorded_traces_are_read_and_fitted_to_a_machine(tmp_path):
     path = tmp_path / "trace.csv"
-    path.write_text("arrival_s,context_tokens,generated_tokens\n10.5,300,20\n10.0,5,600\n14.0,7,8\n")
+    path.write_text(
+        "arrival_s,context_tokens,generated_tokens\n10.5,300,20\n10.0,5,600\n14.0,7,8\n"
+    )
     trace = read_trace(path)
     assert [(r.at_s, r.num_prompt_tokens, r.num_output_tokens) for r in trace] == [
         (0, 5, 600),
@@ -66,7 +85,10 @@ def test_recorded_traces_are_read_and_fitted_to_a_machine(tmp_path):
         (4, 7, 8),
     ]
     fitted = adapt(trace, rate=2, seconds=0.9, max_prompt_tokens=100, max_output_tokens=50)
-    assert [(r.at_s, r.num_prompt_tokens, r.num_output_tokens) for r in fitted] == [(0, 5, 50), (0.125, 100, 20)]
+    assert [(r.at_s, r.num_prompt_tokens, r.num_output_tokens) for r in fitted] == [
+        (0, 5, 50),
+        (0.125, 100, 20),
+    ]
     late = adapt(trace, start_s=0.4)
     assert [r.at_s for r in late] == pytest.approx([0.1, 3.6])
     assert [r.num_output_tokens for r in late] == [20, 8]
@@ -76,7 +98,9 @@ def test_recorded_traces_are_read_and_fitted_to_a_machine(tmp_path):
 
 
 def test_requests_that_all_come_at_once_do_so_at_any_rate():
-    trace = [TracedRequest(at_s=0, num_prompt_tokens=5, num_output_tokens=index) for index in (1, 2)]
+    trace = [
+        TracedRequest(at_s=0, num_prompt_tokens=5, num_output_tokens=index) for index in (1, 2)
+    ]
     assert adapt(trace, rate=2, seconds=1) == trace
     assert adapt([], rate=2) == []
 
@@ -84,8 +108,13 @@ def test_requests_that_all_come_at_once_do_so_at_any_rate():
 def test_slices_of_a_trace_are_no_trace(tmp_path):
     """Between them lie days that nobody recorded."""
     path = tmp_path / "slices.csv"
-    path.write_text("slice,timestamp_s,request_tokens,response_tokens\na,5,1,2\nb,2246400,3,4\nb,2246402,5,6\n")
-    with pytest.raises(DataError, match=r"has 2 slices of a longer trace \(a, b\): choose one, with --where slice=a"):
+    path.write_text(
+        "slice,timestamp_s,request_tokens,response_tokens\na,5,1,2\nb,2246400,3,4\nb,2246402,5,6\n"
+    )
+    with pytest.raises(
+        DataError,
+        match=r"has 2 slices of a longer trace \(a, b\): choose one, with --where slice=a",
+    ):
         read_trace(path)
     assert len(read_trace(path, where={"slice": "b"})) == 2
     with pytest.raises(DataError, match="has no requests with slice=c"):
@@ -99,14 +128,32 @@ def test_slices_of_a_trace_are_no_trace(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n", "no column arrival_s or timestamp_s or timestamp or arrived_at: it has a, b"),
-        ("arrival_s,context_tokens,generated_tokens\n1,2,3\n1,x,3\n", "line 3: 1, x, 3 are no seconds"),
+        (
+            "a,b\n1,2\n",
+            "no column arrival_s or timestamp_s or timestamp or arrived_at: it has a, b",
+        ),
+        (
+            "arrival_s,context_tokens,generated_tokens\n1,2,3\n1,x,3\n",
+            "line 3: 1, x, 3 are no seconds",
+        ),
         ("arrival_s,context_tokens,generated_tokens\n1,2\n", "line 2: 1, 2,  are no seconds"),
-        ("arrival_s,context_tokens,generated_tokens\n1,2,3,4\n", "line 2: has more fields than the header"),
-        ("arrival_s,context_tokens,generated_tokens\nnan,2,3\n", "line 2: nan, 2, 3 are no seconds"),
+        (
+            "arrival_s,context_tokens,generated_tokens\n1,2,3,4\n",
+            "line 2: has more fields than the header",
+        ),
+        (
+            "arrival_s,context_tokens,generated_tokens\nnan,2,3\n",
+            "line 2: nan, 2, 3 are no seconds",
+        ),
         ("arrival_s,context_tokens,generated_tokens\n1,-2,3\n", "line 2: 1, -2, 3 are no seconds"),
-        ('{"arrival_s": 1, "context_tokens": 2, "generated_tokens": 3}\n{"arrival_s"\n', "line 2: is not valid JSON"),
-        ('{"arrival_s": 1, "context_tokens": 2, "generated_tokens": 3}\n[1]\n', "line 2: must be a JSON object"),
+        (
+            '{"arrival_s": 1, "context_tokens": 2, "generated_tokens": 3}\n{"arrival_s"\n',
+            "line 2: is not valid JSON",
+        ),
+        (
+            '{"arrival_s": 1, "context_tokens": 2, "generated_tokens": 3}\n[1]\n',
+            "line 2: must be a JSON object",
+        ),
         ("arrival_s,context_tokens,generated_tokens\n", "has no requests"),
     ],
 )
@@ -127,7 +174,9 @@ def test_traces_are_read_as_they_are_published(tmp_path):
         path.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
         return [(r.at_s, r.num_prompt_tokens, r.num_output_tokens) for r in read_trace(path)]
 
-    azure = "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n"
+    azure = (
+        "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n"
+    )
     azure += "2023-11-16 18:15:50.9951690,396,109\r\n"
     assert read(azure) == read(azure, zipped=True) == expected
     zoned = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.5+00:00,1,2\n2024-05-10 02:00:01+02:00,3,4\n"
@@ -141,7 +190,9 @@ def test_traces_are_read_as_they_are_published(tmp_path):
     simulators = "arrived_at,num_prefill_tokens,num_decode_tokens\n0.5,74,918\n1.5,290,905\n"
     assert read(simulators) == [(0, 74, 918), (1, 290, 905)], "Sarathi-Serve's and Vidur's"
     path = tmp_path / "lengths.csv"
-    path.write_text("num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n74,918,992,0.08\n")
+    path.write_text(
+        "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n74,918,992,0.08\n"
+    )
     assert read_lengths(path) == [(74, 918)]
 
 
@@ -154,17 +205,26 @@ def test_a_mean_rate_keeps_the_shape_of_bursts():
     assert slow[0].at_s == 0 and 900 < slow[-1].at_s <= 1000
     whole = rescale(trace, rate=10, seconds=200)
     assert len(whole) == len(trace) and 0 < whole[-1].at_s < 200
-    assert rescale(trace, rate=1, seconds=10, skip=7)[0].num_prompt_tokens == trace[7].num_prompt_tokens
+    assert (
+        rescale(trace, rate=1, seconds=10, skip=7)[0].num_prompt_tokens
+        == trace[7].num_prompt_tokens
+    )
     assert rescale(trace[:1], rate=1, seconds=1)[0].at_s == 0
     again = rescale(trace, rate=10, seconds=400)
     assert len(again) == 2 * len(trace), "it is played again"
-    assert again[2000].at_s == pytest.approx(200) and again[2000].num_prompt_tokens == trace[0].num_prompt_tokens
+    assert (
+        again[2000].at_s == pytest.approx(200)
+        and again[2000].num_prompt_tokens == trace[0].num_prompt_tokens
+    )
     assert [r.num_prompt_tokens for r in scale_lengths(slow[:2], 0.001)] == [1, 1]
 
 
 def test_a_day_follows_its_hours(tmp_path):
     path = tmp_path / "day.csv"
-    path.write_text("hour_of_day,sessions,requests\n" + "".join(f"{h},1,{3 if h == 13 else 1}\n" for h in range(24)))
+    path.write_text(
+        "hour_of_day,sessions,requests\n"
+        + "".join(f"{h},1,{3 if h == 13 else 1}\n" for h in range(24))
+    )
     day = daily(read_day(path), rate=10, hour_s=26.0, seed=0, lengths=RecordedLengths([(7, 8)]))
     assert len(day) == 10 * 26 * 24
     per_hour = [sum(int(r.at_s // 26) == hour for r in day) for hour in range(24)]
@@ -180,14 +240,22 @@ def test_the_traces_that_were_recorded():
     azure = read_trace(RECORDED / "azure_conv.csv.gz")
     assert len(azure) == 19_366 and len(azure) / azure[-1].at_s == pytest.approx(5.53, abs=0.01)
     assert len(read_trace(RECORDED / "burstgpt_slices.csv.gz", where={"slice": "dense"})) == 120
-    assert mean(output for _, output in read_lengths(RECORDED / "sharegpt_lengths.csv.gz")) == pytest.approx(439, abs=1)
+    assert mean(
+        output for _, output in read_lengths(RECORDED / "sharegpt_lengths.csv.gz")
+    ) == pytest.approx(439, abs=1)
     assert sum(read_day(RECORDED / "burstgpt_hourly.csv.gz")) == 1_429_737
 
 
 def test_summaries_count_what_held_and_what_failed():
     outcomes = [
         RequestOutcome(
-            index=0, arrival_s=0, end_s=2, ttft_s=0.1, tpot_s=0.01, gaps_s=(0.01, 0.02), num_output_tokens=3
+            index=0,
+            arrival_s=0,
+            end_s=2,
+            ttft_s=0.1,
+            tpot_s=0.01,
+            gaps_s=(0.01, 0.02),
+            num_output_tokens=3,
         ),
         RequestOutcome(index=1, arrival_s=0, end_s=2, ttft_s=0.3, tpot_s=0.01, num_output_tokens=2),
         RequestOutcome(index=2, arrival_s=1, end_s=4, ttft_s=0.1, num_output_tokens=1),
@@ -195,7 +263,10 @@ def test_summaries_count_what_held_and_what_failed():
     ]
     summary = summarize(outcomes, ttft_s=0.2, tpot_s=0.05)
     assert (summary["requests"], summary["failed"], summary["attainment"]) == (4, 1, 0.5)
-    assert summary["ttft_ms"] == {"p50": 100, "p99": 300} and summary["gap_ms"] == {"p50": 20, "p99": 20}
+    assert summary["ttft_ms"] == {"p50": 100, "p99": 300} and summary["gap_ms"] == {
+        "p50": 20,
+        "p99": 20,
+    }
     assert summary["output_tokens_per_s"] == 1.5
     assert summary["goodput_per_s"] == 0.5, "two of them held both within four seconds"
     assert summarize([], ttft_s=1, tpot_s=1)["goodput_per_s"] is None

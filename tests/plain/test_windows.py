@@ -23,10 +23,17 @@ PROFILE = free_but_for(COUNTS, head=CHEAP, loss=CHEAP, backward=CHEAP, update_s=
 
 
 def window_rows(policy: str, *seconds: float) -> list[int]:
-    """Of the first step of a job of 1,024 rows; seconds: of a forward pass of 1, 128, 256, 512 and 1,024 rows."""
+    """Of the first step of a job of 1,024 rows; seconds: of a forward pass of 1, 128, 256, 512 and
+    1,024 rows."""
     forward = Curve(rows=(1, 128, 256, 512, 1024), seconds=seconds)
     job = make_job(
-        "job", "forward", num_rows=1024, num_rows_left=1024, num_parts_left=4, mean_context_len=32.0, counts=COUNTS
+        "job",
+        "forward",
+        num_rows=1024,
+        num_rows_left=1024,
+        num_parts_left=4,
+        mean_context_len=32.0,
+        counts=COUNTS,
     )
     view = View(now_s=1.0, jobs=(job,), ttft_s=1e6, tpot_s=1e5)
     plan = make_policy(policy).plan(view, LatencyModel(replace(PROFILE, forward=forward)))
@@ -36,5 +43,7 @@ def window_rows(policy: str, *seconds: float) -> list[int]:
 @pytest.mark.parametrize("policy", ["slack", "tuning-only"])
 def test_the_window_is_the_cheapest_per_row_not_the_largest(policy):
     assert window_rows(policy, 0.1, 0.1, 0.2, 0.4, 0.7) == [1024], "the largest is cheapest"
-    assert window_rows(policy, 0.1, 0.1, 0.2, 0.3, 0.7) == [512], "two of them take less than one of twice the rows"
+    assert window_rows(policy, 0.1, 0.1, 0.2, 0.3, 0.7) == [512], (
+        "two of them take less than one of twice the rows"
+    )
     assert window_rows(policy, 0.1, 0.1, 0.25, 0.6, 1.5) == [128]

@@ -1,4 +1,5 @@
-"""Plain technical English: words that made readers stumble stay away from code, messages and documents."""
+"""Plain technical English: words that made readers stumble stay away from code, messages and
+documents."""
 
 import re
 from pathlib import Path
@@ -18,11 +19,21 @@ INSTEAD = {
     r"is native": "has native",
     r"(latency|TTFT|TPOT) objectives?": "SLO",
 }
-# Standard terms of the field where they are used as such: early stopping has a patience in transformers, too.
+# Standard terms of the field where they are used as such: early stopping has a patience in
+# transformers, too.
 TERMS = {
     "patience": (
-        *("coserve/tuning/early_stopping.py", "coserve/engine/jobs/job.py", "coserve/jobs/outcome.py"),
-        *("coserve/cli/commands/tune.py", "docs/jobs.md", "tests/server/test_early_stopping.py", "CHANGELOG.md"),
+        *(
+            "coserve/tuning/early_stopping.py",
+            "coserve/engine/jobs/job.py",
+            "coserve/jobs/outcome.py",
+        ),
+        *(
+            "coserve/cli/commands/tune.py",
+            "docs/jobs.md",
+            "tests/server/test_early_stopping.py",
+            "CHANGELOG.md",
+        ),
         "benchmarks/hardening.md",
     )
 }
@@ -31,16 +42,33 @@ EXEMPT = ("tests/plain/test_words.py", "CONTRIBUTING.md")
 
 
 def texts() -> list[Path]:
-    code = [path for kind in ("py", "cpp", "h", "md") for path in (ROOT / "coserve").rglob(f"*.{kind}")]
-    beside = [path for name in ("tests", "scripts", "benchmarks", "examples") for path in (ROOT / name).rglob("*.py")]
-    documents = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *ROOT.glob("*.md")]
-    return [path for path in (*code, *beside, *documents) if path.relative_to(ROOT).as_posix() not in EXEMPT]
+    code = [
+        path for kind in ("py", "cpp", "h", "md") for path in (ROOT / "coserve").rglob(f"*.{kind}")
+    ]
+    beside = [
+        path
+        for name in ("tests", "scripts", "benchmarks", "examples")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    documents = [
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *ROOT.glob("*.md"),
+    ]
+    return [
+        path
+        for path in (*code, *beside, *documents)
+        if path.relative_to(ROOT).as_posix() not in EXEMPT
+    ]
 
 
 def words_in(text: str) -> list[tuple[str, str]]:
     """What is found in a text, and what to write instead."""
     plain = text.replace("_", " ")
-    found = [(re.search(rf"\b({word})\b", plain, re.IGNORECASE), better) for word, better in INSTEAD.items()]
+    found = [
+        (re.search(rf"\b({word})\b", plain, re.IGNORECASE), better)
+        for word, better in INSTEAD.items()
+    ]
     return [(match[0], better) for match, better in found if match is not None]
 
 

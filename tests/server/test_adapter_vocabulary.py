@@ -1,4 +1,5 @@
-"""Adapters with tokens of their own, over HTTP: PEFT's directory with the tokenizer that it was trained with."""
+"""Adapters with tokens of their own, over HTTP: PEFT's directory with the tokenizer that it was
+trained with."""
 
 import copy
 import shutil
@@ -26,7 +27,9 @@ def made() -> tuple[object, Path]:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(2)
         base.resize_token_embeddings(len(own), mean_resizing=False)
-        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["embed_tokens", "lm_head"])
+        config = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["embed_tokens", "lm_head"]
+        )
         theirs = get_peft_model(base, config).eval()
         for parameter in theirs.parameters():
             if parameter.requires_grad:
@@ -53,18 +56,26 @@ def test_an_adapter_with_tokens_of_its_own_answers_as_peft_does(made):
     options = ("--lora-modules", f"given={directory}", "--allow-adapter-paths", str(adapter_root()))
     with serving(*options) as served:
         client: OpenAI = served.client()
-        answer = served.post("/v1/load_lora_adapter", json={"lora_name": "toned", "lora_path": str(directory)})
+        answer = served.post(
+            "/v1/load_lora_adapter", json={"lora_name": "toned", "lora_path": str(directory)}
+        )
         assert answer.status_code == 200, answer.text
         for name in ("toned", "given"):
             for given in ("Hello <|tone|><|loud|>", prompt):
                 found = client.completions.create(
-                    model=name, prompt=given, max_tokens=8, temperature=0, extra_body={"return_token_ids": True}
+                    model=name,
+                    prompt=given,
+                    max_tokens=8,
+                    temperature=0,
+                    extra_body={"return_token_ids": True},
                 )
                 assert found.choices[0].model_extra["token_ids"] == expected
                 assert found.usage.prompt_tokens == len(prompt)
         asked = served.post("/tokenize", json={"model": "toned", "prompt": "<|calm|>"})
         assert asked.json()["tokens"] == [size + 1]
-        with pytest.raises(openai.BadRequestError, match=f"token {size + 1} .* the model has {size} tokens"):
+        with pytest.raises(
+            openai.BadRequestError, match=f"token {size + 1} .* the model has {size} tokens"
+        ):
             client.completions.create(model="small", prompt=[1, size + 1], max_tokens=1)
         assert known(NEW[0]) != size, "the base knows none of them"
         base = client.completions.create(model="small", prompt="Hello <|tone|>", max_tokens=1)

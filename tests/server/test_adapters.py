@@ -37,19 +37,35 @@ def test_an_adapter_answers_as_peft_does(served: Served, client: OpenAI):
     tokens, logprobs = expected(chat_tokens("Ahoy"), 10, peft_model())
     assert tokens != expected(chat_tokens("Ahoy"), 10)[0]
     answer = load(served, "pirate")
-    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'pirate' added successfully.")
+    assert (answer.status_code, answer.text) == (
+        200,
+        "Success: LoRA adapter 'pirate' added successfully.",
+    )
     messages: Any = [{"role": "user", "content": "Ahoy"}]
     for stream in (False, True):
         if stream:
             events: Any = client.chat.completions.create(
-                model="pirate", messages=messages, max_tokens=10, temperature=0, logprobs=True, stream=True
+                model="pirate",
+                messages=messages,
+                max_tokens=10,
+                temperature=0,
+                logprobs=True,
+                stream=True,
             )
-            content = [each for event in events for c in event.choices if c.logprobs for each in c.logprobs.content]
+            content = [
+                each
+                for event in events
+                for c in event.choices
+                if c.logprobs
+                for each in c.logprobs.content
+            ]
         else:
             whole = client.chat.completions.create(
                 model="pirate", messages=messages, max_tokens=10, temperature=0, logprobs=True
             )
-            assert whole.choices[0].message.content == tokenizer().decode(tokens, skip_special_tokens=True)
+            assert whole.choices[0].message.content == tokenizer().decode(
+                tokens, skip_special_tokens=True
+            )
             content = whole.choices[0].logprobs.content
         assert [each.logprob for each in content] == pytest.approx(logprobs, abs=1e-4)
 
@@ -65,7 +81,10 @@ def test_the_list_of_models_shows_it(served: Served, client: OpenAI):
     assert adapter.root == str((adapter_root() / "pirate").resolve())
     assert client.models.retrieve("pirate") == adapter
     answer = served.post("/v1/unload_lora_adapter", json={"lora_name": "pirate"})
-    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'pirate' removed successfully.")
+    assert (answer.status_code, answer.text) == (
+        200,
+        "Success: LoRA adapter 'pirate' removed successfully.",
+    )
     assert [known.id for known in client.models.list()] == ["small"]
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="pirate", prompt="x")
@@ -77,7 +96,8 @@ def test_a_name_is_taken_once_unless_in_place(served: Served):
     again = load(served, "pirate")
     assert again.status_code == 400
     assert again.json()["error"]["message"] == (
-        "The lora adapter 'pirate' has already been loaded. If you want to load the adapter in place, set "
+        "The lora adapter 'pirate' has already been loaded. If you want to load the adapter in "
+        "place, set "
         "'load_inplace' to true."
     )
     assert again.json()["error"]["type"] == "InvalidUserInput"
@@ -85,7 +105,9 @@ def test_a_name_is_taken_once_unless_in_place(served: Served):
     (adapter_root() / "empty").mkdir(exist_ok=True)
     body = {"lora_name": "pirate", "lora_path": str(adapter_root() / "empty"), "load_inplace": True}
     assert served.post("/v1/load_lora_adapter", json=body).status_code == 400
-    assert served.client().completions.create(model="pirate", prompt="x", max_tokens=1)  # it is still there
+    assert served.client().completions.create(
+        model="pirate", prompt="x", max_tokens=1
+    )  # it is still there
     assert load(served, "small").status_code == 400
 
 
@@ -119,6 +141,10 @@ def test_a_directory_without_an_adapter_is_refused(served: Served):
 
 
 def test_the_engine_never_hears_a_name_twice():
-    """Not even of servers one after the other: a job that waits may still mean the adapter of the first."""
-    first, second = (adapter_at(place, tenant="default", name="pirate", base="small").ref for place in ("/a", "/b"))
+    """Not even of servers one after the other: a job that waits may still mean the adapter of the
+    first."""
+    first, second = (
+        adapter_at(place, tenant="default", name="pirate", base="small").ref
+        for place in ("/a", "/b")
+    )
     assert first.name != second.name

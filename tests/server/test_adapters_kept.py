@@ -1,4 +1,5 @@
-"""Adapters that clients have loaded outlive the server; models that were deleted do not. Over real restarts."""
+"""Adapters that clients have loaded outlive the server; models that were deleted do not. Over real
+restarts."""
 
 import json
 import os
@@ -26,16 +27,24 @@ def root(tmp_path: Path) -> Path:
 
 
 def post(served: Served, what: str, key: str = "key-1", **body: object):
-    return served.post(f"/v1/{what}_lora_adapter", json=body, headers={"Authorization": f"Bearer {key}"})
+    return served.post(
+        f"/v1/{what}_lora_adapter", json=body, headers={"Authorization": f"Bearer {key}"}
+    )
 
 
 def names(client: OpenAI) -> list[str]:
     """Checkpoints, too."""
-    return [each.id for each in client.models.list(extra_query={"checkpoints": True}) if each.id != "small"]
+    return [
+        each.id
+        for each in client.models.list(extra_query={"checkpoints": True})
+        if each.id != "small"
+    ]
 
 
 def answer(client: OpenAI, name: str) -> list[float]:
-    done = client.completions.create(model=name, prompt="Ahoy", max_tokens=5, temperature=0, logprobs=1)
+    done = client.completions.create(
+        model=name, prompt="Ahoy", max_tokens=5, temperature=0, logprobs=1
+    )
     assert done.choices[0].logprobs is not None
     scores = done.choices[0].logprobs.token_logprobs
     assert scores is not None
@@ -76,7 +85,9 @@ def test_what_is_loaded_is_there_after_restarts_of_each_tenant_its_own(root: Pat
         assert answer(two, "mine") == pytest.approx(from_peft("poet", 2), abs=1e-4)
         again = post(served, "load", lora_name="mine", lora_path=str(root / "poet"))
         assert again.status_code == 400, "it is there"
-        again = post(served, "load", lora_name="mine", lora_path=str(root / "poet"), load_inplace=True)
+        again = post(
+            served, "load", lora_name="mine", lora_path=str(root / "poet"), load_inplace=True
+        )
         assert again.status_code == 200, again.text
         assert post(served, "unload", "key-2", lora_name="mine").status_code == 200
     with serving(*options, home=home) as served:
@@ -91,12 +102,17 @@ def test_one_that_cannot_be_read_any_more_is_told_and_not_served(root: Path):
     home = Path(mkdtemp(prefix="coserve-home-"))
     with serving("--allow-adapter-paths", str(root), home=home) as served:
         for name in ("pirate", "poet"):
-            assert post(served, "load", lora_name=name, lora_path=str(root / name)).status_code == 200
+            assert (
+                post(served, "load", lora_name=name, lora_path=str(root / name)).status_code == 200
+            )
     (root / "pirate").rename(root / "elsewhere")
     with serving("--allow-adapter-paths", str(root), home=home) as served:
         client = served.client()
         assert names(client) == ["poet"]
-        assert f"the adapter 'pirate' of 'default' is not served: {root / 'pirate'} has no" in served.log.read_text()
+        assert (
+            f"the adapter 'pirate' of 'default' is not served: {root / 'pirate'} has no"
+            in served.log.read_text()
+        )
         with pytest.raises(openai.NotFoundError):
             answer(client, "pirate")
         with pytest.raises(openai.BadRequestError, match="cannot be deleted"):
@@ -125,7 +141,10 @@ def finished(served: Served, client: OpenAI):
     job = client.fine_tuning.jobs.create(
         model="small",
         training_file=client.files.create(file=("data.jsonl", DATA), purpose="fine-tune").id,
-        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 3}}},
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 3}},
+        },
         extra_body={"coserve": {"adapter": adapter, "checkpoint_every_steps": 4}},
     )
 
@@ -139,7 +158,10 @@ def finished(served: Served, client: OpenAI):
 
 
 def checkpoints(client: OpenAI, job) -> list[str]:
-    return [each.fine_tuned_model_checkpoint for each in client.fine_tuning.jobs.checkpoints.list(job.id)]
+    return [
+        each.fine_tuned_model_checkpoint
+        for each in client.fine_tuning.jobs.checkpoints.list(job.id)
+    ]
 
 
 def test_a_deleted_model_takes_its_checkpoints_along():
@@ -168,7 +190,9 @@ def test_a_deleted_model_takes_its_checkpoints_along():
                 answer(client, name)
             with pytest.raises(openai.NotFoundError):
                 client.models.delete(name)
-        assert client.fine_tuning.jobs.retrieve(job.id).status == "succeeded", "the job itself stays on record"
+        assert client.fine_tuning.jobs.retrieve(job.id).status == "succeeded", (
+            "the job itself stays on record"
+        )
 
 
 def test_a_model_whose_files_were_left_when_the_server_was_killed_goes_at_the_next_start():
@@ -208,7 +232,9 @@ def test_a_model_whose_files_were_left_when_the_server_was_killed_goes_at_the_ne
         ("\ud800", 400, "holds a character that is none"),
     ],
 )
-def test_paths_that_cannot_be_are_refused_at_once(served: Served, path: str, status: int, said: str):
+def test_paths_that_cannot_be_are_refused_at_once(
+    served: Served, path: str, status: int, said: str
+):
     peft_model()
     root = adapter_root()
     if not (root / "circle").is_symlink():
@@ -219,7 +245,9 @@ def test_paths_that_cannot_be_are_refused_at_once(served: Served, path: str, sta
         (root / "pipe").mkdir()
         os.mkfifo(root / "pipe" / "adapter_config.json")
     body = json.dumps({"lora_name": "x", "lora_path": f"{root}/{path}"})
-    found = served.post("/v1/load_lora_adapter", content=body, headers={"Content-Type": "application/json"})
+    found = served.post(
+        "/v1/load_lora_adapter", content=body, headers={"Content-Type": "application/json"}
+    )
     assert found.status_code == status, found.text
     error = found.json()["error"]
     assert error["param"] == "lora_path"
@@ -233,7 +261,9 @@ def test_a_directory_that_is_closed_is_refused(served: Served):
     closed.chmod(0)
     try:
         for path in (closed, closed / "inside"):
-            found = served.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(path)})
+            found = served.post(
+                "/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(path)}
+            )
             assert found.status_code == 400, found.text
             assert "Permission denied" in found.json()["error"]["message"]
     finally:
@@ -242,6 +272,8 @@ def test_a_directory_that_is_closed_is_refused(served: Served):
 
 @pytest.mark.parametrize("name", ["x" * 257, "a@3", "small", "a\0"])
 def test_names_that_cannot_be_are_refused(served: Served, name: str):
-    found = served.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(adapter_root())})
+    found = served.post(
+        "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(adapter_root())}
+    )
     assert found.status_code == 400
     assert found.json()["error"]["param"] == "lora_name"

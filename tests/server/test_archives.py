@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from coserve.server.archives import zipped
 
-DATA = "".join(json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n}."}) + "\n" for n in range(6)).encode()
+DATA = "".join(
+    json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n}."}) + "\n" for n in range(6)
+).encode()
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,10 @@ def jobs(device_server: Served) -> dict[str, str]:
     """Ids of jobs that have succeeded, by their method."""
     client = device_server.client()
     file = client.files.create(file=("data.jsonl", DATA), purpose="fine-tune").id
-    adapters = {"lora": {"type": "lora", "r": 4}, "prompt": {"type": "prompt_tuning", "num_virtual_tokens": 4}}
+    adapters = {
+        "lora": {"type": "lora", "r": 4},
+        "prompt": {"type": "prompt_tuning", "num_virtual_tokens": 4},
+    }
     made = {}
     for name, adapter in adapters.items():
         settings = {"adapter": adapter, "optimizer": {"learning_rate": 0.01}}
@@ -33,7 +38,9 @@ def jobs(device_server: Served) -> dict[str, str]:
             extra_body={"coserve": settings},
         ).id
     for job in made.values():
-        device_server.wait_until(lambda job=job: client.fine_tuning.jobs.retrieve(job).status == "succeeded")
+        device_server.wait_until(
+            lambda job=job: client.fine_tuning.jobs.retrieve(job).status == "succeeded"
+        )
     return made
 
 
@@ -55,13 +62,17 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_an_adapter_comes_as_its_files(device_server: Served, jobs: dict[str, str]):
     found = archive(device_server, jobs["lora"])
     names = {Path(name).name: name for name in found.namelist()}
-    assert set(names) == {"adapter_config.json", "adapter_model.safetensors"}, "nothing that only the job needs"
+    assert set(names) == {"adapter_config.json", "adapter_model.safetensors"}, (
+        "nothing that only the job needs"
+    )
     for name, path in names.items():
         one = device_server.get(f"/v1/fine_tuning/jobs/{jobs['lora']}/adapter/{name}")
         assert found.read(path) == one.content
 
 
-def test_a_merged_model_answers_as_the_adapter_does(device_server: Served, jobs: dict[str, str], tmp_path: Path):
+def test_a_merged_model_answers_as_the_adapter_does(
+    device_server: Served, jobs: dict[str, str], tmp_path: Path
+):
     archive(device_server, jobs["lora"]).extractall(tmp_path / "adapter")
     archive(device_server, jobs["lora"], "?merge=true").extractall(tmp_path / "merged")
     [adapter], [merged] = (list((tmp_path / name).iterdir()) for name in ("adapter", "merged"))
@@ -73,12 +84,17 @@ def test_a_merged_model_answers_as_the_adapter_does(device_server: Served, jobs:
     assert not list(run.glob("merged-*")), "nothing of it stays on the server"
 
 
-def test_what_cannot_be_merged_or_is_not_there_is_refused(device_server: Served, jobs: dict[str, str]):
+def test_what_cannot_be_merged_or_is_not_there_is_refused(
+    device_server: Served, jobs: dict[str, str]
+):
     answer = device_server.get(f"/v1/fine_tuning/jobs/{jobs['prompt']}/archive?merge=true")
     assert answer.status_code == 400
     assert "PROMPT_TUNING adapters cannot be merged" in answer.json()["error"]["message"]
     assert device_server.get("/v1/fine_tuning/jobs/ftjob-none/archive").status_code == 404
-    assert device_server.get(f"/v1/fine_tuning/jobs/{jobs['lora']}/archive?step=12345").status_code == 404
+    assert (
+        device_server.get(f"/v1/fine_tuning/jobs/{jobs['lora']}/archive?step=12345").status_code
+        == 404
+    )
 
 
 def test_an_archive_is_sent_in_pieces_while_it_is_written(tmp_path: Path):

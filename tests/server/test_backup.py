@@ -1,4 +1,5 @@
-"""A server is backed up while jobs run and files come and go; from the backup, another one resumes them."""
+"""A server is backed up while jobs run and files come and go; from the backup, another one resumes
+them."""
 
 import json
 import threading
@@ -17,7 +18,9 @@ from coserve.cli.main import app
 from coserve.jobs.doctor import examine
 from coserve.jobs.store import Store
 
-LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(360)]
+LINES = [
+    json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(360)
+]
 # 6,000 steps, which no machine takes in the test's time; the first are compared.
 NUM_EPOCHS, NUM_COMPARED = 50, 60
 
@@ -32,7 +35,8 @@ def run(*arguments: str) -> dict[str, Any]:
 
 @contextmanager
 def uploading(client: OpenAI, contents: dict[str, bytes]) -> Iterator[None]:
-    """Files come all the time, and every second one goes again; those that stay are noted once acknowledged."""
+    """Files come all the time, and every second one goes again; those that stay are noted once
+    acknowledged."""
     stop, raised = threading.Event(), []
 
     def upload() -> None:
@@ -64,7 +68,9 @@ def test_a_server_from_a_backup_resumes_where_the_other_one_was(tmp_path: Path):
     archive, contents = tmp_path / "home.tar", dict[str, bytes]()
     with serving() as served:
         client = served.client()
-        file = client.files.create(file=("data.jsonl", "\n".join(LINES).encode()), purpose="fine-tune")
+        file = client.files.create(
+            file=("data.jsonl", "\n".join(LINES).encode()), purpose="fine-tune"
+        )
         contents[file.id] = "\n".join(LINES).encode()
         given: Any = {
             "model": "small",
@@ -73,7 +79,10 @@ def test_a_server_from_a_backup_resumes_where_the_other_one_was(tmp_path: Path):
             "seed": 5,
         }
         settings = {"adapter": {"r": 4, "target_modules": ["q_proj"]}, "checkpoint_every_steps": 5}
-        jobs = [client.fine_tuning.jobs.create(**given, extra_body={"coserve": settings}) for _ in range(2)]
+        jobs = [
+            client.fine_tuning.jobs.create(**given, extra_body={"coserve": settings})
+            for _ in range(2)
+        ]
 
         def has_checkpoint(job: Any) -> bool:
             return bool(client.fine_tuning.jobs.checkpoints.list(job.id).data)
@@ -101,7 +110,9 @@ def test_a_server_from_a_backup_resumes_where_the_other_one_was(tmp_path: Path):
             assert client.files.content(id).read() == content
         assert _losses(served, client, jobs) == pytest.approx(losses, rel=1e-4)
         for job in jobs:
-            words = [event.message for event in client.fine_tuning.jobs.list_events(job.id, limit=100)]
+            words = [
+                event.message for event in client.fine_tuning.jobs.list_events(job.id, limit=100)
+            ]
             assert any("resumes from step" in word for word in words)
 
 
@@ -111,8 +122,12 @@ def _losses(served: Served, client: OpenAI, jobs: list[Any]) -> list[float]:
     for job in jobs:
 
         def losses(id: str = job.id) -> list[tuple[int, float]]:
-            data: list[Any] = [event.data for event in client.fine_tuning.jobs.list_events(id, limit=100)]
-            steps = [(each["step"], each["train_loss"]) for each in data if each and "train_loss" in each]
+            data: list[Any] = [
+                event.data for event in client.fine_tuning.jobs.list_events(id, limit=100)
+            ]
+            steps = [
+                (each["step"], each["train_loss"]) for each in data if each and "train_loss" in each
+            ]
             return sorted(steps)
 
         served.wait_until(lambda of=losses: len(of()) >= NUM_COMPARED, limit_s=240)

@@ -1,4 +1,5 @@
-"""What becomes of a batch at awkward moments: with a store and files, and answers that the test holds back."""
+"""What becomes of a batch at awkward moments: with a store and files, and answers that the test
+holds back."""
 
 import asyncio
 import json
@@ -39,7 +40,10 @@ class Home(HandMade):
 
     def batch(self, *ids: str, expires_at: int = 10 * NOW) -> BatchRecord:
         """One that asks these."""
-        lines = [json.dumps({"custom_id": id, "method": "POST", "url": CHAT, "body": {"id": id}}) for id in ids]
+        lines = [
+            json.dumps({"custom_id": id, "method": "POST", "url": CHAT, "body": {"id": id}})
+            for id in ids
+        ]
         record = BatchRecord(
             id=new_id("batch_"),
             tenant=TENANT,
@@ -71,7 +75,10 @@ class Home(HandMade):
         found = None if file is None else self.files.find(TENANT, file)
         if found is None:
             return []
-        return [json.loads(line)["custom_id"] for line in self.files.path(found).read_text().splitlines()]
+        return [
+            json.loads(line)["custom_id"]
+            for line in self.files.path(found).read_text().splitlines()
+        ]
 
 
 @pytest.fixture
@@ -133,7 +140,12 @@ def test_a_batch_whose_input_is_gone_at_the_next_start_fails_and_keeps_what_was_
         second = home.runner(at_once)
         second.start()
         done = await home.until_over(batch)
-        assert (done.status, done.num_total, done.num_completed, done.num_failed) == ("failed", 3, 1, 0)
+        assert (done.status, done.num_total, done.num_completed, done.num_failed) == (
+            "failed",
+            3,
+            1,
+            0,
+        )
         assert "failed_at" in done.times and "completed_at" not in done.times
         [error] = done.errors or []
         assert batch.input_file in error["message"] and error["param"] == "input_file_id"
@@ -152,9 +164,15 @@ def test_several_can_cancel_a_batch_at_once(home: Home):
         found = await asyncio.gather(*(runner.cancel(batch) for _ in range(5)))
         assert {each.status for each in found} <= {"cancelling", "cancelled"}
         done = await home.until_over(batch)
-        assert (done.status, done.num_completed, home.ids(done.output_file)) == ("cancelled", 1, ["a"])
+        assert (done.status, done.num_completed, home.ids(done.output_file)) == (
+            "cancelled",
+            1,
+            ["a"],
+        )
         await runner.close()
-        assert (await runner.cancel(batch)).status == "cancelled", "and as it ended, not as it was when it was found"
+        assert (await runner.cancel(batch)).status == "cancelled", (
+            "and as it ended, not as it was when it was found"
+        )
 
     run(test)
 
@@ -180,16 +198,24 @@ def test_answers_that_are_being_written_when_the_window_ends_are_counted_once(
 
     async def test() -> None:
         monkeypatch.setattr(BatchResults, "add", add_late)
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(16))  # all that write, and more
+        asyncio.get_running_loop().set_default_executor(
+            ThreadPoolExecutor(16)
+        )  # all that write, and more
         late = {f"late {number}" for number in range(8)}
         batch = home.batch("lost", "lost too", *sorted(late), expires_at=int(time.time()) + 3)
         runner = home.runner(answer)
         runner.begin(batch)
         done = await home.until_over(batch)
         written, missing = home.ids(done.output_file), home.ids(done.error_file)
-        assert sorted([*written, *missing]) == sorted([*late, "lost", "lost too"]), "each is there once"
+        assert sorted([*written, *missing]) == sorted([*late, "lost", "lost too"]), (
+            "each is there once"
+        )
         assert done.status == "expired" and {"lost", "lost too"} <= {*missing}
-        assert (done.num_total, done.num_completed, done.num_failed) == (10, len(written), len(missing))
+        assert (done.num_total, done.num_completed, done.num_failed) == (
+            10,
+            len(written),
+            len(missing),
+        )
         await runner.close()
 
     run(test)
@@ -198,7 +224,12 @@ def test_answers_that_are_being_written_when_the_window_ends_are_counted_once(
 def test_an_answer_that_is_being_written_when_a_batch_is_cancelled_is_counted(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ):
-    add, writing, asked, ended = BatchResults.add, threading.Event(), threading.Event(), threading.Event()
+    add, writing, asked, ended = (
+        BatchResults.add,
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def add_late(results: BatchResults, *arguments: Any) -> None:
         writing.set()
@@ -223,7 +254,11 @@ def test_an_answer_that_is_being_written_when_a_batch_is_cancelled_is_counted(
         await until(lambda: writing.is_set() and asked.is_set())
         await runner.cancel(batch)
         done = await home.until_over(batch)
-        assert (done.status, done.num_completed, home.ids(done.output_file)) == ("cancelled", 1, ["a"])
+        assert (done.status, done.num_completed, home.ids(done.output_file)) == (
+            "cancelled",
+            1,
+            ["a"],
+        )
         await runner.close()
 
     run(test)
@@ -266,7 +301,9 @@ def error_of(home: Home, batch: BatchRecord, line: str) -> dict[str, Any]:
     return next(dict(each["error"]) for each in lines if each["custom_id"] == line)
 
 
-def test_a_line_that_kills_engines_is_set_aside_and_no_line_of_another_batch_fails_for_it(home: Home):
+def test_a_line_that_kills_engines_is_set_aside_and_no_line_of_another_batch_fails_for_it(
+    home: Home,
+):
     async def test() -> None:
         engine = Mortal("bad")
         runner = engine.runner = home.runner(engine.answer)
@@ -306,9 +343,11 @@ def test_a_line_that_kills_servers_is_set_aside_at_the_next_start_and_its_batch_
             before = asyncio.all_tasks()
             server.start()
             over = asyncio.create_task(home.until_over(bad))
-            await asyncio.wait([over, asyncio.create_task(dead.wait())], return_when=asyncio.FIRST_COMPLETED)
-            # As `kill -9` does it: nothing of the process is left, and it has said nothing. The tasks of this one run
-            # until they are cancelled, but no longer reach the disk.
+            await asyncio.wait(
+                [over, asyncio.create_task(dead.wait())], return_when=asyncio.FIRST_COMPLETED
+            )
+            # As `kill -9` does it: nothing of the process is left, and it has said nothing. The
+            # tasks of this one run until they are cancelled, but no longer reach the disk.
             survivors = home.path / "batches"
             saved = home.path / "saved"
             shutil.copytree(survivors, saved)
@@ -363,7 +402,9 @@ def test_a_start_drops_what_is_no_longer_of_use_in_a_journal(home: Home):
         server = home.runner(only_a)
         server.start()
         await until(partial(has_completed_one, server, batch))
-        await until(lambda: BatchResults(home.path / "batches" / batch.id).journal.read()[0] == {"a", "b"})
+        await until(
+            lambda: BatchResults(home.path / "batches" / batch.id).journal.read()[0] == {"a", "b"}
+        )
         assert (home.path / "batches" / batch.id / "under_way.jsonl").stat().st_size < 1000
         await server.close()
         assert results.journal.read() == (set(), {"b": LineDeaths(num=1, num_lines=1)})
@@ -371,7 +412,9 @@ def test_a_start_drops_what_is_no_longer_of_use_in_a_journal(home: Home):
     run(test)
 
 
-def test_results_of_a_batch_that_was_over_when_its_server_was_killed_are_removed_at_the_next_start(home: Home):
+def test_results_of_a_batch_that_was_over_when_its_server_was_killed_are_removed_at_the_next_start(
+    home: Home,
+):
     async def test() -> None:
         batch, left = home.batch("a"), home.path / "batches" / "batch_over"
         left.mkdir(parents=True)

@@ -22,7 +22,9 @@ def processes(served: Served) -> list[int]:
 
 def held(pid: int) -> tuple[int, int]:
     """Open files and threads of a process."""
-    return len(list(Path(f"/proc/{pid}/fd").iterdir())), len(list(Path(f"/proc/{pid}/task").iterdir()))
+    return len(list(Path(f"/proc/{pid}/fd").iterdir())), len(
+        list(Path(f"/proc/{pid}/task").iterdir())
+    )
 
 
 def run_batches(client: Any) -> None:
@@ -47,11 +49,16 @@ def test_batches_after_the_fork_server_was_replaced_hold_no_more_than_before():
             now = [held(pid) for pid in processes(served)]
             assert len(now) == len(at_first)
             for (files, threads), (more_files, more_threads) in zip(at_first, now, strict=True):
-                assert more_files <= files + MAX_MORE_FILES and more_threads <= threads + MAX_MORE_THREADS, (
+                assert (
+                    more_files <= files + MAX_MORE_FILES
+                    and more_threads <= threads + MAX_MORE_THREADS
+                ), (
                     at_first,
                     now,
                 )
             status = served.get("/v1/status").json()
             assert status["batch"] == {"running": 0, "waiting": 0}
-            assert not list((served.home / "batches").iterdir()), "each batch has given up its folder"
+            assert not list((served.home / "batches").iterdir()), (
+                "each batch has given up its folder"
+            )
         assert served.log.read_text().count("the engine died") == NUM_ROUNDS

@@ -18,12 +18,20 @@ def client(served: Served) -> Any:
 
 
 def test_requests_are_answered_as_their_route_would(client: Any):
-    wrong = [line("wrong", temperature=9), line("stream", stream=True), line("no model", model="none")]
+    wrong = [
+        line("wrong", temperature=9),
+        line("stream", stream=True),
+        line("no model", model="none"),
+    ]
     batch = begin(client, [*map(line, ("a", "b", "c")), *wrong], metadata={"k": "v"})
     assert batch.status == "validating"
     done = wait_for(client, batch)
     assert done.status == "completed"
-    assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (6, 3, 3)
+    assert (
+        done.request_counts.total,
+        done.request_counts.completed,
+        done.request_counts.failed,
+    ) == (6, 3, 3)
     assert done.metadata == {"k": "v"}
     assert done.created_at <= done.in_progress_at <= done.completed_at < done.expires_at
     found = results(client, done.output_file_id)
@@ -34,7 +42,11 @@ def test_requests_are_answered_as_their_route_would(client: Any):
         assert each["response"]["status_code"] == 200 and each["error"] is None
         assert body["choices"][0]["message"]["content"] == alone.choices[0].message.content
     errors = results(client, done.error_file_id)
-    assert [errors[id]["response"]["status_code"] for id in ("wrong", "stream", "no model")] == [400, 400, 404]
+    assert [errors[id]["response"]["status_code"] for id in ("wrong", "stream", "no model")] == [
+        400,
+        400,
+        404,
+    ]
     assert errors["wrong"]["response"]["body"]["error"]["param"] == "temperature"
     assert client.files.retrieve(done.output_file_id).purpose == "batch_output"
     assert batch.id in [each.id for each in client.batches.list(limit=1).data]
@@ -43,7 +55,9 @@ def test_requests_are_answered_as_their_route_would(client: Any):
 
 
 def test_other_routes(client: Any):
-    completions = begin(client, [line("x", url="/v1/completions", prompt="hello")], endpoint="/v1/completions")
+    completions = begin(
+        client, [line("x", url="/v1/completions", prompt="hello")], endpoint="/v1/completions"
+    )
     asked = {"model": "small", "input": "hello", "max_output_tokens": 5}
     item = {"custom_id": "y", "method": "POST", "url": "/v1/responses", "body": asked}
     responses = begin(client, [item], endpoint="/v1/responses")
@@ -64,7 +78,9 @@ def test_a_batch_that_is_cancelled_keeps_what_was_answered(client: Any):
 
 
 def test_what_is_not_done_when_the_window_ends_has_expired(client: Any):
-    batch = begin(client, [line(f"{n}", max_tokens=400, ignore_eos=True) for n in range(200)], window="1s")
+    batch = begin(
+        client, [line(f"{n}", max_tokens=400, ignore_eos=True) for n in range(200)], window="1s"
+    )
     done = wait_for(client, batch)
     assert done.status == "expired"
     errors = results(client, done.error_file_id)
@@ -76,7 +92,10 @@ def test_what_is_not_done_when_the_window_ends_has_expired(client: Any):
 
 @pytest.mark.long
 def test_requests_beside_a_batch_are_answered(client: Any, served: Served):
-    short, long = line("short"), [line(f"{n}", max_tokens=400, ignore_eos=True) for n in range(1000)]
+    short, long = (
+        line("short"),
+        [line(f"{n}", max_tokens=400, ignore_eos=True) for n in range(1000)],
+    )
     batch = begin(client, [short, *long])
     served.wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed)
     client.chat.completions.create(**line("now")["body"])
@@ -127,7 +146,9 @@ def test_what_is_wrong_with_a_batch_is_named(client: Any):
 
 
 def test_a_file_in_parts(client: Any, tmp_path: Path):
-    upload = client.uploads.create(filename="f.jsonl", bytes=10, purpose="batch", mime_type="text/plain")
+    upload = client.uploads.create(
+        filename="f.jsonl", bytes=10, purpose="batch", mime_type="text/plain"
+    )
     parts = [client.uploads.parts.create(upload.id, data=data) for data in (b"56789", b"01234")]
     with pytest.raises(BadRequestError, match="MD5"):
         client.uploads.complete(upload.id, part_ids=[part.id for part in parts], md5="0" * 32)
@@ -139,12 +160,17 @@ def test_a_file_in_parts(client: Any, tmp_path: Path):
     assert done.status == "completed"
     assert client.files.content(done.file.id).text == "0123456789"
     assert (done.file.filename, done.file.purpose) == ("f.jsonl", "batch")
-    for ask in (lambda: client.uploads.cancel(upload.id), lambda: client.uploads.parts.create(upload.id, data=b"x")):
+    for ask in (
+        lambda: client.uploads.cancel(upload.id),
+        lambda: client.uploads.parts.create(upload.id, data=b"x"),
+    ):
         with pytest.raises(BadRequestError, match="completed"):
             ask()
     path = tmp_path / "large.jsonl"
     path.write_bytes(b"x" * 3000)
-    whole = client.uploads.upload_file_chunked(file=path, mime_type="text/plain", purpose="batch", part_size=1000)
+    whole = client.uploads.upload_file_chunked(
+        file=path, mime_type="text/plain", purpose="batch", part_size=1000
+    )
     assert client.files.retrieve(whole.file.id).bytes == 3000
 
 
@@ -161,7 +187,12 @@ def test_parts_are_no_files_and_go_with_their_upload(client: Any):
 
 @pytest.mark.long
 def test_a_batch_survives_its_engine_and_its_server(tmp_path: Path):
-    keys = keys_file(tmp_path, "[tenants.ann]\nmax_batches = 1\nmax_requests = 1\n", ann="key-of-ann", bob="key-of-bob")
+    keys = keys_file(
+        tmp_path,
+        "[tenants.ann]\nmax_batches = 1\nmax_requests = 1\n",
+        ann="key-of-ann",
+        bob="key-of-bob",
+    )
     options = ("--api-keys-file", str(keys))
     lines = [line(f"{n}", max_tokens=200, ignore_eos=True) for n in range(80)]
     with serving(*options, home=tmp_path / "home") as first:

@@ -74,7 +74,9 @@ def test_a_dummy_model_is_written_so_that_each_token_is_seen(tmp_path):
 
 
 def descendants(pid):
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    children = [
+        int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]
     return children + [each for child in children for each in descendants(child)]
 
 
@@ -84,15 +86,29 @@ def descendants(pid):
     [
         (("serve", "--dtype", "float32", "--runs", "100"), "turn 0 of 100"),
         (
-            ("compare", "--device", "modelled", "--hardware", "a100", "--workers", "2", "--trace", "trace.csv"),
+            (
+                "compare",
+                "--device",
+                "modelled",
+                "--hardware",
+                "a100",
+                "--workers",
+                "2",
+                "--trace",
+                "trace.csv",
+            ),
             "requests/s",
         ),
     ],
 )
 def test_nothing_that_it_started_is_left_over_when_it_is_ended(options, line, tmp_path):
     model = str(model_directory()) if options[0] == "serve" else "dummy:llama-3.1-8b"
-    arrivals = [f"2024-01-01 00:{second // 60:02}:{second % 60:02}.0,300,300" for second in range(3000)]
-    (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *arrivals]))
+    arrivals = [
+        f"2024-01-01 00:{second // 60:02}:{second % 60:02}.0,300,300" for second in range(3000)
+    ]
+    (tmp_path / "trace.csv").write_text(
+        "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *arrivals])
+    )
     process = subprocess.Popen(
         (sys.executable, "-m", "coserve", "bench", *options, "--model", model),
         stdout=subprocess.DEVNULL,

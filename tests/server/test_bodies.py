@@ -1,4 +1,5 @@
-"""Bodies: the first fault is enough, a long one holds up nobody, and what is read of it has limits."""
+"""Bodies: the first fault is enough, a long one holds up nobody, and what is read of it has
+limits."""
 
 import asyncio
 import json
@@ -31,19 +32,30 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
     (CompletionBody, COMPLETION | {"slo": {f"unknown{number}": 1 for number in range(NUM)}}),
     (ChatBody, CHAT | {"messages": [{}] * NUM}),
     (ChatBody, CHAT | {"messages": [{"role": "user", "content": [{}] * NUM}]}),
-    (ChatBody, CHAT | {"messages": [{"role": "user", "tool_calls": [None] * NUM, "annotations": [None] * NUM}]}),
-    (ChatBody, CHAT | {"tools": [None] * NUM, "functions": [None] * NUM, "modalities": [None] * NUM}),
+    (
+        ChatBody,
+        CHAT
+        | {"messages": [{"role": "user", "tool_calls": [None] * NUM, "annotations": [None] * NUM}]},
+    ),
+    (
+        ChatBody,
+        CHAT | {"tools": [None] * NUM, "functions": [None] * NUM, "modalities": [None] * NUM},
+    ),
     (CreateJobBody, JOB | {"metadata": {str(number): None for number in range(NUM)}}),
     (CreateJobBody, JOB | {"integrations": [None] * NUM}),
 ]
 
 
 @pytest.mark.parametrize(("kind", "body"), WRONG, ids=lambda value: str(value)[:40])
-def test_thousands_of_wrong_values_are_a_few_faults(kind: Any, body: Any, monkeypatch: pytest.MonkeyPatch):
+def test_thousands_of_wrong_values_are_a_few_faults(
+    kind: Any, body: Any, monkeypatch: pytest.MonkeyPatch
+):
     counts: list[int] = []
     make = faults.validation_error
     monkeypatch.setattr(
-        bodies, "validation_error", lambda found, known: [counts.append(len(found)), make(found, known)][1]
+        bodies,
+        "validation_error",
+        lambda found, known: [counts.append(len(found)), make(found, known)][1],
     )
     with pytest.raises(ApiError) as raised:
         read_body(kind, json.dumps(body).encode())
@@ -55,7 +67,10 @@ def test_thousands_of_wrong_values_are_a_few_faults(kind: Any, body: Any, monkey
     ("body", "words"),
     [
         (b'{"model": "m", "model": "m", "prompt": "x"}', "names 'model' twice"),
-        (b'{"model": "m", "prompt": "x", "slo": {"ttft_ms": 1, "ttft_ms": 1}}', "names 'ttft_ms' twice"),
+        (
+            b'{"model": "m", "prompt": "x", "slo": {"ttft_ms": 1, "ttft_ms": 1}}',
+            "names 'ttft_ms' twice",
+        ),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
         (
@@ -109,12 +124,14 @@ def test_a_long_body_is_read_beside_everything_else(monkeypatch: pytest.MonkeyPa
 
 
 class Client:
-    """Sends pieces of bodies to an application that reads them and then waits to be allowed to answer."""
+    """Sends pieces of bodies to an application that reads them and then waits to be allowed to
+    answer."""
 
     def __init__(self, **limits: Any) -> None:
         self.may_answer = asyncio.Event()
         self.middleware = BodyLimitMiddleware(
-            self._app, **({"max_body_bytes": 200_000, "max_upload_bytes": 10**9, "timeout_s": 60.0} | limits)
+            self._app,
+            **({"max_body_bytes": 200_000, "max_upload_bytes": 10**9, "timeout_s": 60.0} | limits),
         )
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -153,7 +170,11 @@ def test_each_route_has_its_own_limit():
             for path, num_bytes in (
                 *(("/v1/completions", 2_000_000), ("/v1/chat/completions", 2_000_001)),
                 *(("/v1/fine_tuning/jobs", 1_000_000), ("/v1/fine_tuning/jobs", 1_000_001)),
-                *(("/v1/files", 5_000_000), ("/v1/files", 7_000_000), ("/v1/load_lora_adapter", 1_000_001)),
+                *(
+                    ("/v1/files", 5_000_000),
+                    ("/v1/files", 7_000_000),
+                    ("/v1/load_lora_adapter", 1_000_001),
+                ),
             )
         ]
 
@@ -187,7 +208,9 @@ def test_a_body_that_does_not_come_is_not_waited_for():
 
 def test_what_is_wrong_with_a_long_body_is_said_while_others_are_served(served: Served):
     content = json.dumps({"model": "small", "prompt": [None] * 300_000}).encode()
-    answer = served.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    answer = served.post(
+        "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+    )
     assert answer.status_code == 400 and len(answer.content) < 1000
     assert answer.json()["error"]["param"].startswith("prompt")
 
@@ -208,7 +231,9 @@ def test_a_client_that_sends_a_body_slowly_is_told_so():
 def test_a_client_that_goes_away_while_it_sends_a_body_is_no_fault_of_the_servers():
     form = "multipart/form-data; boundary=x"
     with serving("--log-format", "json", "--log-level", "info") as served:
-        upload = served.client().uploads.create(bytes=1000, filename="f", mime_type="", purpose="batch")
+        upload = served.client().uploads.create(
+            bytes=1000, filename="f", mime_type="", purpose="batch"
+        )
         begun = {
             "/v1/files": (form, '--x\r\nContent-Disposition: form-data; name="file"'),
             f"/v1/uploads/{upload.id}/parts": (form, "--x\r\n"),
@@ -221,7 +246,11 @@ def test_a_client_that_goes_away_while_it_sends_a_body_is_no_fault_of_the_server
                 connection.sendall(f"{head}\r\n{body}".encode())
 
         def told() -> dict[str, Any] | None:
-            lines = [line for line in map(json.loads, served.log.read_text().splitlines()) if line.get("path") in begun]
+            lines = [
+                line
+                for line in map(json.loads, served.log.read_text().splitlines())
+                if line.get("path") in begun
+            ]
             found = {line["path"]: (line["status"], line["level"]) for line in lines}
             return found if len(found) == len(begun) else None
 

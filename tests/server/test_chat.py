@@ -19,7 +19,12 @@ def test_greedy_answers_are_those_of_transformers(client: OpenAI):
     prompt = chat_tokens("Hello 😀")
     tokens, logprobs = expected(prompt, 12)
     answer = client.chat.completions.create(
-        model="small", messages=MESSAGES, max_tokens=12, temperature=0, logprobs=True, top_logprobs=2
+        model="small",
+        messages=MESSAGES,
+        max_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
     )
     [choice] = answer.choices
     assert choice.message.role == "assistant"
@@ -34,16 +39,30 @@ def test_greedy_answers_are_those_of_transformers(client: OpenAI):
 
 
 def test_a_stream_begins_with_the_role_and_ends_with_a_reason(client: OpenAI):
-    settings: dict[str, Any] = {"model": "small", "messages": MESSAGES, "max_completion_tokens": 12, "temperature": 0}
+    settings: dict[str, Any] = {
+        "model": "small",
+        "messages": MESSAGES,
+        "max_completion_tokens": 12,
+        "temperature": 0,
+    }
     whole = client.chat.completions.create(**settings, logprobs=True)
     events = list(
-        client.chat.completions.create(**settings, logprobs=True, stream=True, stream_options={"include_usage": True})
+        client.chat.completions.create(
+            **settings, logprobs=True, stream=True, stream_options={"include_usage": True}
+        )
     )
     assert events[0].choices[0].delta.role == "assistant"
     text = "".join(event.choices[0].delta.content or "" for event in events[:-1])
     assert text == whole.choices[0].message.content
-    logprobs = [each.logprob for e in events[:-1] if e.choices[0].logprobs for each in e.choices[0].logprobs.content]
-    assert logprobs == pytest.approx([each.logprob for each in whole.choices[0].logprobs.content], abs=1e-5)
+    logprobs = [
+        each.logprob
+        for e in events[:-1]
+        if e.choices[0].logprobs
+        for each in e.choices[0].logprobs.content
+    ]
+    assert logprobs == pytest.approx(
+        [each.logprob for each in whole.choices[0].logprobs.content], abs=1e-5
+    )
     assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
     assert events[-2].choices[0].delta.content, "with the last of the text"
     assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
@@ -51,8 +70,16 @@ def test_a_stream_begins_with_the_role_and_ends_with_a_reason(client: OpenAI):
 
 
 def test_several_answers_at_once(client: OpenAI):
-    settings: dict[str, Any] = {"model": "small", "messages": MESSAGES, "max_tokens": 8, "seed": 3, "n": 3}
-    whole = [choice.message.content for choice in client.chat.completions.create(**settings).choices]
+    settings: dict[str, Any] = {
+        "model": "small",
+        "messages": MESSAGES,
+        "max_tokens": 8,
+        "seed": 3,
+        "n": 3,
+    }
+    whole = [
+        choice.message.content for choice in client.chat.completions.create(**settings).choices
+    ]
     streamed = ["", "", ""]
     for event in client.chat.completions.create(**settings, stream=True):
         streamed[event.choices[0].index] += event.choices[0].delta.content or ""
@@ -72,10 +99,15 @@ def test_content_may_come_in_parts_and_developers_are_the_system(client: OpenAI)
     settings: dict[str, Any] = {"model": "small", "max_tokens": 6, "temperature": 0}
     parts: Any = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     one = client.chat.completions.create(messages=[{"role": "user", "content": parts}], **settings)
-    other = client.chat.completions.create(messages=[{"role": "user", "content": "Hello"}], **settings)
+    other = client.chat.completions.create(
+        messages=[{"role": "user", "content": "Hello"}], **settings
+    )
     assert one.choices[0].message.content == other.choices[0].message.content
     orders: list[Any] = [{"role": role, "content": "Be"} for role in ("system", "developer")]
-    roles = [client.chat.completions.create(messages=[order, *MESSAGES], **settings).usage for order in orders]
+    roles = [
+        client.chat.completions.create(messages=[order, *MESSAGES], **settings).usage
+        for order in orders
+    ]
     assert roles[0].prompt_tokens == roles[1].prompt_tokens
 
 
@@ -100,12 +132,18 @@ def test_harmless_fields_are_taken(client: OpenAI):
 def test_nulls_are_as_good_as_nothing(client: OpenAI):
     fields = [*get_type_hints(CompletionCreateParamsBase), "stream"]
     nulls = {name: None for name in fields if name not in ("model", "messages")}
-    client.post("/chat/completions", body={"model": "small", "messages": MESSAGES, **nulls}, cast_to=object)
+    client.post(
+        "/chat/completions", body={"model": "small", "messages": MESSAGES, **nulls}, cast_to=object
+    )
 
 
 def test_an_answer_can_be_said_again_with_its_nulls(client: OpenAI):
     settings: dict[str, Any] = {"model": "small", "max_tokens": 2}
-    said = client.chat.completions.create(messages=MESSAGES, **settings).choices[0].message.model_dump()
+    said = (
+        client.chat.completions.create(messages=MESSAGES, **settings)
+        .choices[0]
+        .message.model_dump()
+    )
     assert {"annotations", "audio", "function_call"} <= set(said)
     client.chat.completions.create(messages=[*MESSAGES, said, *MESSAGES], **settings)
 
@@ -124,7 +162,9 @@ def test_answers_of_other_servers_can_be_said_again(client: OpenAI):
     settings: dict[str, Any] = {"model": "small", "max_tokens": 4, "temperature": 0}
     plain: Any = {"role": "assistant", "content": "Hi"}
     texts = {
-        client.chat.completions.create(messages=[*MESSAGES, one, *MESSAGES], **settings).choices[0].message.content
+        client.chat.completions.create(messages=[*MESSAGES, one, *MESSAGES], **settings)
+        .choices[0]
+        .message.content
         for one in (said, plain)
     }
     assert len(texts) == 1
@@ -135,13 +175,24 @@ def test_answers_of_other_servers_can_be_said_again(client: OpenAI):
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_change_the_answer_is_passed_over_and_named(client: OpenAI, stream: bool):
     settings: dict[str, Any] = {"model": "small", "max_tokens": 1, "stream": stream}
-    extra = {"keep_alive": "5m", "num_retries": 3, "request_id": "a", "tags": None, "use_beam_search": False}
+    extra = {
+        "keep_alive": "5m",
+        "num_retries": 3,
+        "request_id": "a",
+        "tags": None,
+        "use_beam_search": False,
+    }
     raw = client.chat.completions.with_raw_response.create(
         messages=MESSAGES, user="me", reasoning_effort="low", extra_body=extra, **settings
     )
-    assert raw.headers["x-coserve-ignored"] == "keep_alive, num_retries, request_id, user, reasoning_effort"
+    assert (
+        raw.headers["x-coserve-ignored"]
+        == "keep_alive, num_retries, request_id, user, reasoning_effort"
+    )
     raw.parse()
-    other = client.completions.with_raw_response.create(prompt="a", **settings, extra_body={"request_id": "a"})
+    other = client.completions.with_raw_response.create(
+        prompt="a", **settings, extra_body={"request_id": "a"}
+    )
     assert other.headers["x-coserve-ignored"] == "request_id"
     other.parse()
     none = client.completions.with_raw_response.create(prompt="a", **settings)
@@ -159,7 +210,10 @@ def test_no_share_of_the_probability_is_the_likeliest_token(client: OpenAI):
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # its template takes none
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "tools",
+        ),  # its template takes none
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -177,7 +231,11 @@ def test_no_share_of_the_probability_is_the_likeliest_token(client: OpenAI):
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"chat_template": "x"}, "chat_template"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
             "messages[0].content[0].type",
         ),
         ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),

@@ -1,4 +1,5 @@
-"""Fields that clients of other servers send: each row of the table over HTTP, and unknown fields by each policy."""
+"""Fields that clients of other servers send: each row of the table over HTTP, and unknown fields by
+each policy."""
 
 import json
 import runpy
@@ -15,10 +16,22 @@ from coserve.server.client_fields import FIELDS, ClientField
 from coserve.server.embedding_request import EmbeddingBody
 from coserve.server.message_schemas import CountBody, MessagesBody
 from coserve.server.response_schemas import ResponseBody
-from coserve.server.schemas import ChatBody, CompletionBody, DetokenizeBody, RequestBody, SamplingBody, TokenizeBody
+from coserve.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    RequestBody,
+    SamplingBody,
+    TokenizeBody,
+)
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 # A value with a counterpart here, for each field that has one.
 MAPPED: dict[str, Any] = {
     "max_completion_tokens": 1,
@@ -100,7 +113,9 @@ def test_every_mapped_field_is_tried():
 @pytest.mark.parametrize("path", ROUTES)
 def test_mapped_fields_are_answered(served: Served, path: str):
     for row in rows(path, "mapped"):
-        answer = served.post(path, json={**ROUTES[path][1], "temperature": 0, row.name: MAPPED[row.name]})
+        answer = served.post(
+            path, json={**ROUTES[path][1], "temperature": 0, row.name: MAPPED[row.name]}
+        )
         assert answer.status_code == 200, (row.name, answer.text)
 
 
@@ -113,7 +128,9 @@ def test_fields_without_effect_are_passed_over_and_named(served: Served, path: s
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_fields_that_would_change_an_answer_are_refused_with_what_is_right(served: Served, path: str):
+def test_fields_that_would_change_an_answer_are_refused_with_what_is_right(
+    served: Served, path: str
+):
     for row in rows(path, "refused"):
         answer = ask(served, path, **{row.name: {"a": ["b"]}})
         assert answer.status_code == 400, row.name
@@ -125,8 +142,15 @@ def test_fields_that_would_change_an_answer_are_refused_with_what_is_right(serve
 
 
 def test_other_names_have_the_effect_of_ours(served: Served):
-    def same(theirs: dict[str, Any], ours: dict[str, Any], path: str = "/v1/chat/completions") -> Any:
-        settings: dict[str, Any] = {"max_tokens": 12, "temperature": 1, "seed": 5, "ignore_eos": True}
+    def same(
+        theirs: dict[str, Any], ours: dict[str, Any], path: str = "/v1/chat/completions"
+    ) -> Any:
+        settings: dict[str, Any] = {
+            "max_tokens": 12,
+            "temperature": 1,
+            "seed": 5,
+            "ignore_eos": True,
+        }
         found, expected = (ask(served, path, **{**settings, **more}) for more in (theirs, ours))
         assert found.json()["choices"] == expected.json()["choices"], (theirs, found.text)
         return expected.json()["choices"]
@@ -139,7 +163,10 @@ def test_other_names_have_the_effect_of_ours(served: Served):
         ({"max_tokens": None, "n_predict": 3}, {"max_tokens": 3}),
         ({"n_probs": 2}, {"logprobs": True, "top_logprobs": 2}),
         ({"regex": "[a-c]{6}"}, {"structured_outputs": {"regex": "[a-c]{6}"}}),
-        ({"grammar": {"type": "regex", "value": "[a-c]{6}"}}, {"structured_outputs": {"regex": "[a-c]{6}"}}),
+        (
+            {"grammar": {"type": "regex", "value": "[a-c]{6}"}},
+            {"structured_outputs": {"regex": "[a-c]{6}"}},
+        ),
         ({"ebnf": "root ::= [x-z]{4}"}, {"structured_outputs": {"grammar": "root ::= [x-z]{4}"}}),
         (
             {"max_tokens": 60, "response_format": {"type": "json_object", "schema": SCHEMA}},
@@ -149,8 +176,14 @@ def test_other_names_have_the_effect_of_ours(served: Served):
             {"max_tokens": 60, "response_format": {"type": "json", "value": SCHEMA}},
             {"max_tokens": 60, "json_schema": SCHEMA},
         ),
-        ({"response_format": {"type": "regex", "pattern": "[a-c]{6}"}}, {"guided_regex": "[a-c]{6}"}),
-        ({"response_format": {"type": "grammar", "grammar": 'root ::= "aa"'}}, {"guided_grammar": 'root ::= "aa"'}),
+        (
+            {"response_format": {"type": "regex", "pattern": "[a-c]{6}"}},
+            {"guided_regex": "[a-c]{6}"},
+        ),
+        (
+            {"response_format": {"type": "grammar", "grammar": 'root ::= "aa"'}},
+            {"guided_grammar": 'root ::= "aa"'},
+        ),
     ):
         assert same(theirs, ours) != plain, theirs
     same({"return_full_text": True}, {"echo": True}, "/v1/completions")
@@ -189,7 +222,11 @@ def test_messages_follow_a_grammar(served: Served, fields: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, {"json_schema": SCHEMA}]
+    "fields",
+    [
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        {"json_schema": SCHEMA},
+    ],
 )
 def test_messages_follow_a_schema(served: Served, fields: dict[str, Any]):
     answer = message(served, **fields, max_tokens=60)
@@ -205,7 +242,12 @@ def test_messages_take_the_fields_of_sampling(served: Served):
         assert (ignored(found), found.json()["stop_sequence"]) == ([], stop), name
     settings: dict[str, Any] = {"temperature": 1, "ignore_eos": True, "seed": 5}
     drawn = message(served, **settings).json()["content"]
-    for more in ({"repetition_penalty": 3.0}, {"min_p": 0.9}, {"allowed_token_ids": [40, 41]}, {"seed": 6}):
+    for more in (
+        {"repetition_penalty": 3.0},
+        {"min_p": 0.9},
+        {"allowed_token_ids": [40, 41]},
+        {"seed": 6},
+    ):
         theirs = message(served, **{**settings, **more})
         expected = ask(served, **{**settings, **more, "max_tokens": 12})
         assert ignored(theirs) == []
@@ -223,7 +265,11 @@ def test_messages_take_the_fields_of_sampling(served: Served):
         ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}, {"add_generation_prompt": False}),
         ("/v1/responses", {"input": "x"}, {"logprobs": True}),
         ("/v1/responses", {"input": "x"}, {"return_full_text": True}),
-        ("/v1/chat/completions", {"messages": MESSAGES}, {"text": {"format": {"type": "json_schema"}}}),
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES},
+            {"text": {"format": {"type": "json_schema"}}},
+        ),
         ("/v1/chat/completions", {"messages": MESSAGES}, {"conversation": "conv_1"}),
         ("/v1/chat/completions", {"messages": MESSAGES}, {"guided_decoding": {"json": SCHEMA}}),
         ("/v1/chat/completions", {"messages": MESSAGES}, {"response_schema": SCHEMA}),
@@ -248,14 +294,18 @@ def test_fields_that_a_route_cannot_follow_are_refused(
 
 def test_routes_that_count_pass_over_what_chooses_tokens(served: Served):
     more = {"stop_sequences": ["x"], "n_predict": 3, "stop": "x", "min_p": 0.5, "regex": "a"}
-    answer = served.post("/v1/messages/count_tokens", json={"model": "small", "messages": MESSAGES, **more})
+    answer = served.post(
+        "/v1/messages/count_tokens", json={"model": "small", "messages": MESSAGES, **more}
+    )
     assert ignored(answer) == sorted(more)
 
 
 def test_usage_of_openrouter_comes_at_the_end_of_a_stream(client: OpenAI):
     extra: Any = {"usage": {"include": True}}
     chunks = list(
-        client.chat.completions.create(model="small", messages=MESSAGES, max_tokens=2, stream=True, extra_body=extra)
+        client.chat.completions.create(
+            model="small", messages=MESSAGES, max_tokens=2, stream=True, extra_body=extra
+        )
     )
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 2
 
@@ -267,17 +317,30 @@ def test_usage_of_openrouter_comes_at_the_end_of_a_stream(client: OpenAI):
         ({"think": "hard"}, "think must be true, false, low, medium or high"),
         ({"reasoning": {"effrot": "low"}}, "reasoning has 'effrot'; known: effort"),
         ({"reasoning": 3}, "reasoning must be an object"),
-        ({"reasoning_format": "none"}, "reasoning_format is 'none': reasoning is reasoning_content"),
+        (
+            {"reasoning_format": "none"},
+            "reasoning_format is 'none': reasoning is reasoning_content",
+        ),
         ({"do_sample": False, "temperature": 0.5}, "do_sample is false, and temperature is 0.5"),
-        ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n is 64: repetition_penalty counts the whole"),
-        ({"repeat_penalty": 1.3, "repeat_last_n": 0}, "repeat_last_n is 0, which turns repeat_penalty off"),
+        (
+            {"repeat_penalty": 1.1, "repeat_last_n": 64},
+            "repeat_last_n is 64: repetition_penalty counts the whole",
+        ),
+        (
+            {"repeat_penalty": 1.3, "repeat_last_n": 0},
+            "repeat_last_n is 0, which turns repeat_penalty off",
+        ),
         ({"grammar": {"type": "xml"}}, "grammar must be a text"),
         ({"grammar": {"type": [], "value": 1}}, "grammar must be a text"),
     ],
 )
-def test_values_without_a_counterpart_are_refused(served: Served, fields: dict[str, Any], words: str):
+def test_values_without_a_counterpart_are_refused(
+    served: Served, fields: dict[str, Any], words: str
+):
     answer = ask(served, **fields)
-    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(words), answer.text
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(words), (
+        answer.text
+    )
 
 
 def test_our_own_name_wins_and_the_other_is_named(served: Served):
@@ -287,7 +350,12 @@ def test_our_own_name_wins_and_the_other_is_named(served: Served):
 
 
 def test_a_schema_by_another_name_is_not_merged_with_our_own(served: Served):
-    answer = ask(served, max_tokens=60, guided_json=SCHEMA, json_schema={"properties": {"b": {"type": "null"}}})
+    answer = ask(
+        served,
+        max_tokens=60,
+        guided_json=SCHEMA,
+        json_schema={"properties": {"b": {"type": "null"}}},
+    )
     assert ignored(answer) == ["json_schema"]
     assert json.loads(text(answer)).keys() == {"a"}
 
@@ -298,11 +366,21 @@ def test_a_key_of_an_object_is_not_taken_for_a_misspelt_object(served: Served):
 
 
 def test_an_unlimited_answer_by_other_names_ends_with_the_context(served: Served):
-    answer = served.post("/v1/chat/completions", json={**ROUTES["/v1/chat/completions"][1], "n_predict": -1})
+    answer = served.post(
+        "/v1/chat/completions", json={**ROUTES["/v1/chat/completions"][1], "n_predict": -1}
+    )
     assert answer.status_code == 200
-    assert served.post("/v1/responses", json={"model": "small", "input": "x", "n_predict": -1}).status_code == 200
+    assert (
+        served.post(
+            "/v1/responses", json={"model": "small", "input": "x", "n_predict": -1}
+        ).status_code
+        == 200
+    )
     answer = ask(served, "/v1/completions", max_tokens=None, n_predict=-1)
-    assert answer.status_code == 400 and "needs a number of tokens" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 400
+        and "needs a number of tokens" in answer.json()["error"]["message"]
+    )
 
 
 class TestUnknownFields:
@@ -327,7 +405,9 @@ class TestUnknownFields:
         ],
     )
     def test_on_every_route_that_answers(self, served: Served, path: str, body: dict[str, Any]):
-        names = ignored(served.post(path, json={"model": "small", **body, "galaxy": 1, "keep_alive": 1}))
+        names = ignored(
+            served.post(path, json={"model": "small", **body, "galaxy": 1, "keep_alive": 1})
+        )
         assert names == ["galaxy", "keep_alive", *(["text.galaxy"] if "text" in body else [])]
 
     @pytest.mark.parametrize(
@@ -351,13 +431,20 @@ class TestUnknownFields:
             ),
         ],
     )
-    def test_misspelt_names_are_refused(self, served: Served, fields: dict[str, Any], name: str, meant: str):
+    def test_misspelt_names_are_refused(
+        self, served: Served, fields: dict[str, Any], name: str, meant: str
+    ):
         answer = ask(served, **fields)
         assert answer.status_code == 400
         error = answer.json()["error"]
-        assert error["message"] == f"Unknown parameter: '{name}'. Did you mean '{meant}'?" and error["param"] == name
+        assert (
+            error["message"] == f"Unknown parameter: '{name}'. Did you mean '{meant}'?"
+            and error["param"] == name
+        )
 
-    @pytest.mark.parametrize("name", ["user_id", "prompt_id", "message_id", "conversation_id", "title", "n_ctx", "id"])
+    @pytest.mark.parametrize(
+        "name", ["user_id", "prompt_id", "message_id", "conversation_id", "title", "n_ctx", "id"]
+    )
     def test_names_that_only_resemble_others_are_not_typos(self, served: Served, name: str):
         assert ignored(ask(served, **{name: 1})) == [name]
 
@@ -371,22 +458,34 @@ class TestUnknownFields:
         assert len(many) <= 32
 
     def test_jobs_stay_strict(self, served: Served):
-        answer = served.post("/v1/fine_tuning/jobs", json={"model": "small", "training_file": "x", "galaxy": 1})
+        answer = served.post(
+            "/v1/fine_tuning/jobs", json={"model": "small", "training_file": "x", "galaxy": 1}
+        )
         assert answer.status_code == 400 and "Unknown parameter: 'galaxy'" in answer.text
 
     def test_a_batch_takes_them_too(self, served: Served, tmp_path: Path):
         client = served.client()
-        body = {**ROUTES["/v1/chat/completions"][1], "max_tokens": 1, "galaxy": 1, "cache_prompt": True}
+        body = {
+            **ROUTES["/v1/chat/completions"][1],
+            "max_tokens": 1,
+            "galaxy": 1,
+            "cache_prompt": True,
+        }
         line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
         file = client.files.create(file=("b.jsonl", json.dumps(line).encode()), purpose="batch")
-        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-        done = served.wait_until(lambda: (found := client.batches.retrieve(batch.id)).status == "completed" and found)
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        done = served.wait_until(
+            lambda: (found := client.batches.retrieve(batch.id)).status == "completed" and found
+        )
         assert done.request_counts.completed == 1
 
 
 _SWITCH = (
     "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    "{% if enable_thinking is defined %}{% if enable_thinking %}thinks a lot{% else %}<think></think>no{% endif %}"
+    "{% if enable_thinking is defined %}{% if enable_thinking %}thinks a "
+    "lot{% else %}<think></think>no{% endif %}"
     "{% endif %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -409,7 +508,10 @@ def test_refuse_refuses_every_unknown_field(refusing: Served):
         ({"stream": True, "stream_options": {"galaxy": 1}}, "stream_options.galaxy"),
     ):
         answer = ask(refusing, **fields)
-        assert answer.status_code == 400 and answer.json()["error"]["message"] == f"Unknown parameter: '{name}'."
+        assert (
+            answer.status_code == 400
+            and answer.json()["error"]["message"] == f"Unknown parameter: '{name}'."
+        )
     assert ignored(ask(refusing, keep_alive=1, n_predict=1)) == ["keep_alive"]
 
 
@@ -437,11 +539,15 @@ def test_ignore_is_silent_and_still_refuses_what_would_change_an_answer(silent: 
         ({"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True}, False),
     ],
 )
-def test_every_spelling_of_thinking_reaches_the_template(refusing: Served, fields: Any, thinks: bool | None):
+def test_every_spelling_of_thinking_reaches_the_template(
+    refusing: Served, fields: Any, thinks: bool | None
+):
     kwargs = {} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}
     answer, expected = ask(refusing, **fields), ask(refusing, **kwargs)
     assert answer.json()["usage"]["prompt_tokens"] == expected.json()["usage"]["prompt_tokens"]
-    named = [name for name in ignored(answer) if name != "reasoning_effort"]  # which this template does not know
+    named = [
+        name for name in ignored(answer) if name != "reasoning_effort"
+    ]  # which this template does not know
     budgets = {"thinking": ["thinking.budget_tokens"], "reasoning": ["reasoning.max_tokens"]}
     has_budget = "budget_tokens" in str(fields) or "max_tokens" in str(fields)
     assert named == (budgets[next(iter(fields))] if has_budget else [])
@@ -459,14 +565,18 @@ def test_messages_and_responses_know_the_spellings_of_thinking(refusing: Served)
         ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
     ]
     for fields, other in pairs:
-        assert num_tokens("/v1/messages", **settings, **fields) == num_tokens("/v1/messages", **settings, **other)
+        assert num_tokens("/v1/messages", **settings, **fields) == num_tokens(
+            "/v1/messages", **settings, **other
+        )
     settings = {"input": "Hello", "max_output_tokens": 1}
     pairs = [
         ({"reasoning": {"enabled": False}}, {"enable_thinking": False}),
         ({"think": True}, {"chat_template_kwargs": {"enable_thinking": True}}),
     ]
     for fields, other in pairs:
-        assert num_tokens("/v1/responses", **settings, **fields) == num_tokens("/v1/responses", **settings, **other)
+        assert num_tokens("/v1/responses", **settings, **fields) == num_tokens(
+            "/v1/responses", **settings, **other
+        )
 
 
 def test_a_switch_that_the_template_does_not_know_is_named(served: Served):

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from forked import failure
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'")
+needs_ray = pytest.mark.skipif(
+    find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"
+)
 # Python that hides Ray, as if it were not installed.
 WITHOUT_RAY = (
     "import coserve.cli.commands.cluster as command; find = command.find_spec; "
@@ -17,7 +19,9 @@ WITHOUT_RAY = (
 
 @pytest.mark.parametrize("command", ["up", "status"])
 def test_without_ray_it_says_how_to_get_it(tmp_path: Path, command: str):
-    assert "pip install 'coserve[cluster]'" in failure(tmp_path, "cluster", command, before=WITHOUT_RAY)
+    assert "pip install 'coserve[cluster]'" in failure(
+        tmp_path, "cluster", command, before=WITHOUT_RAY
+    )
 
 
 def test_a_cluster_that_is_there_has_its_port(tmp_path: Path):
@@ -27,7 +31,9 @@ def test_a_cluster_that_is_there_has_its_port(tmp_path: Path):
 
 @pytest.mark.parametrize("arguments", [(), ("node-1", "--here")])
 def test_a_drain_is_of_one_node_or_of_all_here(tmp_path: Path, arguments: tuple[str, ...]):
-    assert "is for one NODE, or with --here for all nodes" in failure(tmp_path, "cluster", "drain", *arguments)
+    assert "is for one NODE, or with --here for all nodes" in failure(
+        tmp_path, "cluster", "drain", *arguments
+    )
 
 
 @pytest.mark.cluster
@@ -35,8 +41,13 @@ def test_a_drain_is_of_one_node_or_of_all_here(tmp_path: Path, arguments: tuple[
 def test_a_second_cluster_does_not_take_another_program_for_its_own_ray(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        said = failure(tmp_path, "cluster", "up", "--device", "cpu", "--ray-port", address.rpartition(":")[2])
-    assert f"something listens at {address} already: join that cluster with --address {address}, or start" in said
+        said = failure(
+            tmp_path, "cluster", "up", "--device", "cpu", "--ray-port", address.rpartition(":")[2]
+        )
+    assert (
+        f"something listens at {address} already: join that cluster with --address {address}, or "
+        f"start" in said
+    )
 
 
 @pytest.mark.cluster
@@ -45,7 +56,10 @@ def test_a_cluster_whose_port_another_program_has_is_not_begun(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = failure(tmp_path, "cluster", "up", "--device", "cpu", "--port", str(port))
-    assert f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another --port or --host" in said
+    assert (
+        f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another --port or "
+        f"--host" in said
+    )
 
 
 @pytest.mark.cluster
@@ -53,12 +67,21 @@ def test_a_cluster_whose_port_another_program_has_is_not_begun(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("up", "--address", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: Connection refused"),
+        (
+            ("up", "--address", "127.0.0.1:1"),
+            "there is no Ray cluster at 127.0.0.1:1: Connection refused",
+        ),
         (("up", "--address", "nowhere"), "--address must be HOST:PORT"),
         (("up", "--placement", "best"), "placement 'best' is not one of "),
-        (("up", "--ssl-certfile", "a.pem"), "--ssl-certfile a.pem cannot be used: No such file or directory"),
+        (
+            ("up", "--ssl-certfile", "a.pem"),
+            "--ssl-certfile a.pem cannot be used: No such file or directory",
+        ),
         (("up", "--record", "a.rec"), "--record is for coserve up"),
-        (("up", "--files-url", "ftp://127.0.0.1:1/x"), "the files at ftp://127.0.0.1:1/x cannot be used: [Errno 111]"),
+        (
+            ("up", "--files-url", "ftp://127.0.0.1:1/x"),
+            "the files at ftp://127.0.0.1:1/x cannot be used: [Errno 111]",
+        ),
         (("up", "--files-url", "gopher://here/x"), "cannot be used: Protocol not known: gopher"),
         (("status", "--address", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1"),
     ],

@@ -1,4 +1,5 @@
-"""Nodes that share no disk with the front, nor with one another: real engines, and a URL of a real FTP server."""
+"""Nodes that share no disk with the front, nor with one another: real engines, and a URL of a real
+FTP server."""
 
 import asyncio
 import shutil
@@ -22,7 +23,9 @@ from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.protocol.messages import Ping, StepReport
 from coserve.tuning.shard import Combination
 
-needs_ftp = pytest.mark.skipif(find_spec("pyftpdlib") is None, reason="needs an FTP server: pip install pyftpdlib")
+needs_ftp = pytest.mark.skipif(
+    find_spec("pyftpdlib") is None, reason="needs an FTP server: pip install pyftpdlib"
+)
 
 
 @pytest.fixture
@@ -50,12 +53,16 @@ async def finished(made: ClusterWorld, id: str) -> list[Any]:
     """Its events."""
     job = await made.world.until_over(id)
     assert (job.status, job.error) == ("succeeded", None)
-    assert steps_of(made.world.events(id)) == list(range(1, job.num_steps + 1)), "each step is there once"
+    assert steps_of(made.world.events(id)) == list(range(1, job.num_steps + 1)), (
+        "each step is there once"
+    )
     return made.world.events(id)
 
 
 async def answer(made: ClusterWorld, adapter: AdapterRef | None) -> list[int]:
-    request = make_request("r", adapter=adapter, params=SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+    request = make_request(
+        "r", adapter=adapter, params=SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    )
     stream = made.link.open([request])
     return [token async for batch in stream.batches() for chunk in batch for token in chunk.tokens]
 
@@ -75,9 +82,13 @@ def test_paths_of_the_front_are_those_of_a_node_and_back():
     assert paths.here(request).adapter == here
     assert paths.here(make_request("r")) == make_request("r")
     combination = Combination(directories=("/front/jobs/j/contributions/x/1-0",), num_trained=1)
-    assert paths.here(CombineJob(1, "j", combination)).combination.directories == ("/node/jobs/j/contributions/x/1-0",)
+    assert paths.here(CombineJob(1, "j", combination)).combination.directories == (
+        "/node/jobs/j/contributions/x/1-0",
+    )
     done = Checkpointed(job="j", step=1, directory="/node/jobs/j/checkpoints/step-1", listed=True)
-    given = Contributed(job="j", step=1, directory="/node/jobs/j/contributions/x/1-0", meets=True, num_trained=1)
+    given = Contributed(
+        job="j", step=1, directory="/node/jobs/j/contributions/x/1-0", meets=True, num_trained=1
+    )
     told = paths.there(StepReport(checkpoints=[done], contributions=[given]))
     assert told.checkpoints[0].directory == adapter.directory
     assert told.contributions[0].directory == combination.directories[0]
@@ -102,13 +113,20 @@ def test_a_job_resumes_on_a_node_that_shares_no_disk_and_every_node_serves_what_
             assert any("Fine-tuning resumes from step" in event.message for event in events)
             ends = made.world.checkpoints(job.id)
             names = {Path(each.directory).name for each in ends}
-            assert checkpoints(front, job.id) == set(), "the front needs none of them on its own disk"
+            assert checkpoints(front, job.id) == set(), (
+                "the front needs none of them on its own disk"
+            )
             assert checkpoints(homes[0], job.id) and checkpoints(homes[1], job.id)
             # What is not on record is removed, and what only the job needed.
-            await made.until(lambda: checkpoints(server.directory / "kept" / "here", job.id) == names)
+            await made.until(
+                lambda: checkpoints(server.directory / "kept" / "here", job.id) == names
+            )
             adapters = {".complete", "adapter_config.json", "adapter_model.safetensors"}
             await made.until(
-                lambda: {name.rpartition("/")[2] for name in server.files() if "/checkpoints/" in name} == adapters
+                lambda: (
+                    {name.rpartition("/")[2] for name in server.files() if "/checkpoints/" in name}
+                    == adapters
+                )
             )
             adapter = AdapterRef(name=made.world.job(job.id).name, directory=ends[-1].directory)
             without, with_it = await answer(made, None), await answer(made, adapter)
@@ -124,7 +142,9 @@ def test_a_job_resumes_on_a_node_that_shares_no_disk_and_every_node_serves_what_
 
 
 @needs_ftp
-def test_nodes_without_a_common_disk_learn_together_what_one_learns(tmp_path: Path, server: FtpServer):
+def test_nodes_without_a_common_disk_learn_together_what_one_learns(
+    tmp_path: Path, server: FtpServer
+):
     async def learned(home: Path, url: str | None, **extension: Any) -> dict[int, Any]:
         async with cluster_world(home, 2, url=url) as made:
             job = await create(made, 3, adapter={"r": 3, "alpha": 6, "dropout": 0}, **extension)
@@ -134,9 +154,14 @@ def test_nodes_without_a_common_disk_learn_together_what_one_learns(tmp_path: Pa
                 shared.fetch(Path(each.directory))
             folder = home / "jobs" / job.id / "contributions"
             await made.until(
-                lambda: not any("contributions" in name for name in server.files()) and not folder.exists()
+                lambda: (
+                    not any("contributions" in name for name in server.files())
+                    and not folder.exists()
+                )
             )
-            return {each.step: adapter_in(each.directory) for each in made.world.checkpoints(job.id)}
+            return {
+                each.step: adapter_in(each.directory) for each in made.world.checkpoints(job.id)
+            }
 
     together = run(lambda: learned(tmp_path / "front", server.url, data_parallel=2))
     alone = run(lambda: learned(tmp_path / "alone", None))
@@ -159,7 +184,9 @@ def test_a_front_on_another_machine_finds_what_was_uploaded(tmp_path: Path, serv
             shutil.rmtree(tmp_path / "front" / "files")
             assert made.world.files.path(results).read_bytes().startswith(b"step,train_loss")
             assert made.world.files.delete(job.tenant, file)
-            assert [name for name in server.files() if name.startswith("files/")] == [f"files/{results.id}"]
+            assert [name for name in server.files() if name.startswith("files/")] == [
+                f"files/{results.id}"
+            ]
 
     run(test)
 
@@ -187,13 +214,22 @@ def test_a_server_of_one_device_keeps_a_copy_of_all_at_the_url(server: FtpServer
     with serving("--files-url", server.url) as served:
         client = served.client()
         file = client.files.create(file=("train.jsonl", DATA), purpose="fine-tune")
-        job = client.fine_tuning.jobs.create(model="small", training_file=file.id, hyperparameters={"n_epochs": 1})
-        served.wait_until(lambda: client.fine_tuning.jobs.retrieve(job.id).finished_at, limit_s=LIMIT_S)
+        job = client.fine_tuning.jobs.create(
+            model="small", training_file=file.id, hyperparameters={"n_epochs": 1}
+        )
+        served.wait_until(
+            lambda: client.fine_tuning.jobs.retrieve(job.id).finished_at, limit_s=LIMIT_S
+        )
         done = client.fine_tuning.jobs.retrieve(job.id)
         assert done.status == "succeeded" and done.fine_tuned_model is not None
-        assert client.completions.create(model=done.fine_tuned_model, prompt="a", max_tokens=2).usage
+        assert client.completions.create(
+            model=done.fine_tuned_model, prompt="a", max_tokens=2
+        ).usage
         names = server.files()
         assert {f"files/{file.id}", f"files/{done.result_files[0]}"} < {*names}
-        assert any(name.startswith(f"jobs/{job.id}/checkpoints/") and name.endswith(".complete") for name in names)
+        assert any(
+            name.startswith(f"jobs/{job.id}/checkpoints/") and name.endswith(".complete")
+            for name in names
+        )
         client.models.delete(done.fine_tuned_model)
         assert not any(name.startswith(f"jobs/{job.id}/") for name in server.files())

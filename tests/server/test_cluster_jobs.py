@@ -27,7 +27,8 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 class Engine:
-    """An `EngineLink` as far as jobs use it: it knows those that were started. said: by whom it was asked what."""
+    """An `EngineLink` as far as jobs use it: it knows those that were started. said: by whom it was
+    asked what."""
 
     def __init__(self) -> None:
         self.said = list[tuple[str, bool]]()
@@ -57,12 +58,15 @@ class Waiting:
 
     def __init__(self) -> None:
         self.engines = {"n0": Engine(), "n1": Engine()}
-        self._nodes: dict[str, Any] = {name: SimpleNamespace(link=each) for name, each in self.engines.items()}
+        self._nodes: dict[str, Any] = {
+            name: SimpleNamespace(link=each) for name, each in self.engines.items()
+        }
         self._scheduler = ClusterScheduler(make_placement("round-robin"))
         self.jobs = ClusterJobs(self._scheduler, self._place, lambda event: None)
 
     def come(self, name: str, **view: Any) -> None:
-        """A node is there, or tells that it has changed; what waits is placed, and nothing is sent yet."""
+        """A node is there, or tells that it has changed; what waits is placed, and nothing is sent
+        yet."""
         self._scheduler.report(make_node(name, **view))
         self._place()
 
@@ -152,7 +156,11 @@ def test_a_job_that_was_started_paused_rests_where_it_moves():
             nodes[0].before_reply = lambda command: (
                 isinstance(command, PauseJob)
                 and nodes[0].say(
-                    StepReport(checkpoints=[Checkpointed(job="one", step=7, directory="/step-7", listed=False)])
+                    StepReport(
+                        checkpoints=[
+                            Checkpointed(job="one", step=7, directory="/step-7", listed=False)
+                        ]
+                    )
                 )
             )
             await link.drain("node-0")

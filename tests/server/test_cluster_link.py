@@ -38,7 +38,12 @@ class Heard:
     """An `EngineListener` that remembers."""
 
     def __init__(self, link: Any) -> None:
-        self.link, self.said, self.events, self.checkpoints = link, list[Any](), list[Any](), list[Any]()
+        self.link, self.said, self.events, self.checkpoints = (
+            link,
+            list[Any](),
+            list[Any](),
+            list[Any](),
+        )
         link.listen(self)
 
     def engine_ready(self, ready: Any) -> None:
@@ -73,7 +78,9 @@ def test_requests_are_placed_and_answered():
 
 
 @pytest.mark.parametrize("whole_node", [True, False])
-def test_without_a_token_a_request_is_tried_elsewhere_and_with_one_it_ends_with_an_error(whole_node: bool):
+def test_without_a_token_a_request_is_tried_elsewhere_and_with_one_it_ends_with_an_error(
+    whole_node: bool,
+):
     async def test() -> None:
         nodes = ScriptedNode(), ScriptedNode()
         async with cluster(*nodes) as link:
@@ -88,7 +95,9 @@ def test_without_a_token_a_request_is_tried_elsewhere_and_with_one_it_ends_with_
                 nodes[0].die()
             else:
                 nodes[0].lose_engine()
-            with pytest.raises(EngineGoneError, match="node-0 was lost after 1 tokens of this answer; ask again"):
+            with pytest.raises(
+                EngineGoneError, match="node-0 was lost after 1 tokens of this answer; ask again"
+            ):
                 await anext(batches)
             nodes[1].answer("b", 7, finish="stop")
             assert [await read(second), await read(third)] == [[7], [7]]
@@ -173,13 +182,17 @@ def test_what_a_node_says_of_itself_is_of_the_process_that_lives():
             await until(lambda: "node-1" in {each.id for each in link.view.nodes})
             node.is_heard.set()
             found = await until(lambda: link.describe()[1]["pid"] == 2 and link.describe()[1])
-            assert (found["state"], found["problem"]) == ("ready", None)  # it left, and has come back
+            assert (found["state"], found["problem"]) == (
+                "ready",
+                None,
+            )  # it left, and has come back
 
     run(test)
 
 
 class NodeSlowWhenBack(ScriptedNode):
-    """What it says of itself when it is back is heard of after `is_heard`, and its engine is used before."""
+    """What it says of itself when it is back is heard of after `is_heard`, and its engine is used
+    before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +234,8 @@ def test_a_node_drains_that_was_asked_how_it_is_before_that_and_answers_after_it
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_node_drains_that_came_back_just_before(leaves: bool):
-    """What is known of it is of its old process; by what it is now it has not left since, or has once more."""
+    """What is known of it is of its old process; by what it is now it has not left since, or has
+    once more."""
 
     async def test() -> None:
         node = NodeSlowToDescribe()
@@ -248,7 +262,10 @@ def test_a_node_drains_that_came_back_just_before(leaves: bool):
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (lambda: ScriptedNode(replace(READY, model="other")), "its model is other, and that of others tiny"),
+        (
+            lambda: ScriptedNode(replace(READY, model="other")),
+            "its model is other, and that of others tiny",
+        ),
         (lambda: ScriptedNode(replace(READY, dtype="bfloat16")), "its dtype is bfloat16"),
         (lambda: ScriptedNode(version="0.0.1"), "it runs coserve 0.0.1"),
         (lambda: ScriptedNode(error="no such model"), "no such model"),
@@ -258,7 +275,9 @@ def test_a_node_that_differs_is_not_used_and_says_why(wrong: Callable[[], Script
     async def test() -> None:
         nodes = ScriptedNode(), wrong()
         async with cluster(*nodes, ready=1) as link:
-            found = await until(lambda: [each["problem"] for each in link.describe() if each["problem"]])
+            found = await until(
+                lambda: [each["problem"] for each in link.describe() if each["problem"]]
+            )
             assert why in found[0]
             for number in range(3):
                 link.open([make_request(str(number))])
@@ -275,7 +294,10 @@ def test_jobs_of_a_dead_node_are_told_to_be_lost_and_others_are_not():
             heard = Heard(link)
             for id in ("one", "two"):
                 await link.start_job(make_job(id))
-            assert [[each.job.id for each in node.of(StartJob)] for node in nodes] == [["one"], ["two"]]
+            assert [[each.job.id for each in node.of(StartJob)] for node in nodes] == [
+                ["one"],
+                ["two"],
+            ]
             nodes[1].lose_engine(jobs_at_death=("two",))
             await until(lambda: len(heard.said) == 4)
             assert heard.said == ["ready", ("gone", {"two"}, ("two",)), "ready", "ready"]
@@ -300,7 +322,9 @@ def test_what_a_node_says_of_a_job_that_is_not_its_own_is_dropped():
                 await asyncio.sleep(0.05)
             await until(lambda: heard.events)
             assert len(heard.events) == len(heard.checkpoints) == 1
-            nodes[0].say(StepReport(job_events=[JobEvent(job="one", kind="succeeded", step=2, now_s=0.0)]))
+            nodes[0].say(
+                StepReport(job_events=[JobEvent(job="one", kind="succeeded", step=2, now_s=0.0)])
+            )
             await until(lambda: len(heard.events) == 2)
             with pytest.raises(JobOverError):
                 await link.cancel_job("one")
@@ -323,9 +347,14 @@ def test_a_job_is_cancelled_where_it_is():
 def test_an_adapter_that_one_node_cannot_read_is_loaded_on_none():
     async def test() -> None:
         nodes = ScriptedNode(), ScriptedNode()
-        nodes[1].answers = lambda command: "/a is missing" if isinstance(command, LoadAdapter) else None
+        nodes[1].answers = lambda command: (
+            "/a is missing" if isinstance(command, LoadAdapter) else None
+        )
         async with cluster(*nodes) as link:
-            with pytest.raises(AdapterError, match=r"/a is missing \(on the node node-1: every node must be able to"):
+            with pytest.raises(
+                AdapterError,
+                match=r"/a is missing \(on the node node-1: every node must be able to",
+            ):
                 await link.load_adapter(AdapterRef(name="a", directory="/a"))
             assert all(node.of(UnloadAdapter) for node in nodes)
             nodes[1].answers = lambda command: None
@@ -366,7 +395,9 @@ def test_what_waits_for_a_live_job_follows_it_when_its_node_drains():
             nodes[0].before_reply = before_reply
             await link.drain("node-0")
             await until(lambda: nodes[1].of(AddRequest))
-            assert [type(each) for each in nodes[1].commands] == [StartJob, AddRequest], "when that node has the job"
+            assert [type(each) for each in nodes[1].commands] == [StartJob, AddRequest], (
+                "when that node has the job"
+            )
             assert not nodes[0].of(AddRequest)
 
     run(test)
@@ -389,7 +420,10 @@ def test_what_is_asked_of_a_live_job_that_is_lost_ends_with_an_error():
             nodes[0].before_reply = before_reply
             await link.drain("node-0")
             for stream in (sent, waiting[0], link.open([of_live_job("c")])):
-                with pytest.raises(EngineGoneError, match="job that makes ft:one begins anew, or is over; ask again"):
+                with pytest.raises(
+                    EngineGoneError,
+                    match="job that makes ft:one begins anew, or is over; ask again",
+                ):
                     await read(stream)
             assert link.num_open == 0
             assert not nodes[1].of(AddRequest)
@@ -444,12 +478,18 @@ def test_who_asks_for_what_a_live_job_has_served_when_that_has_just_succeeded_ge
             link.open([of_live_job("late")])
             await until(lambda: len(nodes[1].of(AddRequest)) == 2)
             found = {each.id: each.adapter for each in nodes[1].of(AddRequest)}
-            assert found == dict.fromkeys(("waits", "late"), AdapterRef(name="ft:one", directory="/step-9"))
+            assert found == dict.fromkeys(
+                ("waits", "late"), AdapterRef(name="ft:one", directory="/step-9")
+            )
 
             await link.start_job(make_job("one"))  # the name is another's now
-            nodes[1].say(StepReport(job_events=[JobEvent(job="one", kind="failed", step=0, now_s=0.0)]))
+            nodes[1].say(
+                StepReport(job_events=[JobEvent(job="one", kind="failed", step=0, now_s=0.0)])
+            )
             await until(lambda: len(heard.events) == 2)
-            with pytest.raises(EngineGoneError, match="job that makes ft:one begins anew, or is over; ask again"):
+            with pytest.raises(
+                EngineGoneError, match="job that makes ft:one begins anew, or is over; ask again"
+            ):
                 await read(link.open([of_live_job("failed")]))
 
     run(test)
@@ -466,7 +506,11 @@ def test_what_a_divided_job_has_served_is_there_when_it_has_just_succeeded():
             checkpoint = Checkpointed(job=shards[0], step=9, directory="/step-9", listed=True)
             nodes[0].say(StepReport(checkpoints=[checkpoint]))
             for node, shard in zip(nodes, shards, strict=True):
-                node.say(StepReport(job_events=[JobEvent(job=shard, kind="succeeded", step=9, now_s=0.0)]))
+                node.say(
+                    StepReport(
+                        job_events=[JobEvent(job=shard, kind="succeeded", step=9, now_s=0.0)]
+                    )
+                )
             await until(lambda: heard.events)
             link.open([of_live_job("late")])
             (sent,) = await until(lambda: nodes[0].of(AddRequest) + nodes[1].of(AddRequest))
@@ -494,7 +538,9 @@ def test_a_divided_job_rests_only_when_all_its_nodes_have_read_what_they_begin_w
     async def test() -> None:
         nodes = ScriptedNode(), SlowNode()
         async with cluster(*nodes) as link:
-            await link.start_job(make_job("one", data_parallel=DataParallel(num_nodes=2), checkpoint="/step-1"))
+            await link.start_job(
+                make_job("one", data_parallel=DataParallel(num_nodes=2), checkpoint="/step-1")
+            )
             pausing = asyncio.create_task(link.pause_job("one"))
             await asyncio.sleep(0.3)
             assert not nodes[0].of(PauseJob)
@@ -529,16 +575,30 @@ def test_a_node_drains_and_its_jobs_continue_elsewhere_from_their_checkpoints():
             nodes[0].before_reply = lambda command: (
                 isinstance(command, PauseJob)
                 and nodes[0].say(
-                    StepReport(checkpoints=[Checkpointed(job="one", step=7, directory="/step-7", listed=False)])
+                    StepReport(
+                        checkpoints=[
+                            Checkpointed(job="one", step=7, directory="/step-7", listed=False)
+                        ]
+                    )
                 )
             )
             await link.drain("node-0")
             assert [each.id for each in nodes[0].of(CancelJob)] == ["one"]
             (started,) = nodes[1].of(StartJob)
-            assert (started.job.id, started.job.checkpoint, started.job.paused) == ("one", "/step-7", False)
-            assert [each.directory for each in heard.checkpoints] == ["/step-7"]  # told once, and no end of the job
-            nodes[0].say(StepReport(job_events=[JobEvent(job="one", kind="cancelled", step=7, now_s=0.0)]))
-            nodes[1].say(StepReport(job_events=[JobEvent(job="one", kind="step", step=8, now_s=0.0)]))
+            assert (started.job.id, started.job.checkpoint, started.job.paused) == (
+                "one",
+                "/step-7",
+                False,
+            )
+            assert [each.directory for each in heard.checkpoints] == [
+                "/step-7"
+            ]  # told once, and no end of the job
+            nodes[0].say(
+                StepReport(job_events=[JobEvent(job="one", kind="cancelled", step=7, now_s=0.0)])
+            )
+            nodes[1].say(
+                StepReport(job_events=[JobEvent(job="one", kind="step", step=8, now_s=0.0)])
+            )
             await until(lambda: heard.events)
             assert [each.step for each in heard.events] == [8]
             for number in range(3):
@@ -547,7 +607,9 @@ def test_a_node_drains_and_its_jobs_continue_elsewhere_from_their_checkpoints():
             nodes[1].answer("a", 7, finish="stop")
             assert await read(stream) == [7]
             assert [each["state"] for each in link.describe()] == ["draining", "ready"]
-            with pytest.raises(ClusterError, match="there is no node 'other'; there are node-0, node-1"):
+            with pytest.raises(
+                ClusterError, match="there is no node 'other'; there are node-0, node-1"
+            ):
                 await link.drain("other")
 
     run(test)
@@ -561,7 +623,11 @@ def test_a_job_that_rests_moves_and_rests_there():
             nodes[0].before_reply = lambda command: (
                 isinstance(command, PauseJob)
                 and nodes[0].say(
-                    StepReport(checkpoints=[Checkpointed(job="one", step=7, directory="/step-7", listed=False)])
+                    StepReport(
+                        checkpoints=[
+                            Checkpointed(job="one", step=7, directory="/step-7", listed=False)
+                        ]
+                    )
                 )
             )
             await link.pause_job("one")

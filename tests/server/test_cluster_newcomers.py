@@ -1,4 +1,5 @@
-"""Which nodes a front uses: those that are what it is for, alike, see the same files, and have what the others have."""
+"""Which nodes a front uses: those that are what it is for, alike, see the same files, and have what
+the others have."""
 
 import asyncio
 import logging
@@ -28,7 +29,9 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 def make_settings(*, model: str = "tiny", dtype: str = "auto", **given: Any) -> NodeSettings:
-    engine = EngineSettings(address="", model=model, dtype=dtype, device="cpu", engine=EngineConfig(**given))
+    engine = EngineSettings(
+        address="", model=model, dtype=dtype, device="cpu", engine=EngineConfig(**given)
+    )
     return NodeSettings(engine=engine, timeout_s=60.0, home="/nowhere", model_files="")
 
 
@@ -59,7 +62,9 @@ async def until_refused(link: Any) -> str:
         (make_settings(dtype="bfloat16"), "its dtype is float32, and that of this front bfloat16"),
     ],
 )
-def test_a_node_that_is_not_what_the_front_is_for_is_not_used_even_if_all_are_alike(settings: NodeSettings, why: str):
+def test_a_node_that_is_not_what_the_front_is_for_is_not_used_even_if_all_are_alike(
+    settings: NodeSettings, why: str
+):
     async def test() -> None:
         nodes = [ScriptedNode(settings=settings_digest(settings)) for _ in range(2)]
         async with cluster(*nodes, ready=0, checks=NodeChecks(settings)) as link:
@@ -96,7 +101,9 @@ def test_a_node_is_made_anew_once():
             renewed.append(name)
 
         async with cluster(node, ready=0, checks=NodeChecks(make_settings(), renew)) as link:
-            assert (await until_refused(link)).startswith("it was started with other settings than this front gives")
+            assert (await until_refused(link)).startswith(
+                "it was started with other settings than this front gives"
+            )
             assert renewed == ["node-0"] and node.session is None
 
     run(test)
@@ -130,7 +137,9 @@ def test_nodes_of_a_kind_with_other_weights_are_not_used_together():
             replace(READY, fingerprint="c", device="cuda:0")
         )  # where they may be rounded otherwise
         async with cluster(first, second, other_kind, ready=2) as link:
-            assert "its model tiny has other weights than that of others" in await until_refused(link)
+            assert "its model tiny has other weights than that of others" in await until_refused(
+                link
+            )
 
     run(test)
 
@@ -144,7 +153,9 @@ def test_a_node_that_was_unlike_others_is_used_when_they_are_gone():
             first.die()
             await until(lambda: num_ready(link) == 2)
             first.live()
-            assert (await until_refused(link)).startswith("its dtype is float32, and that of others bfloat16")
+            assert (await until_refused(link)).startswith(
+                "its dtype is float32, and that of others bfloat16"
+            )
 
     run(test)
 
@@ -152,7 +163,10 @@ def test_a_node_that_was_unlike_others_is_used_when_they_are_gone():
 def test_of_unlike_nodes_that_come_at_once_one_is_used(tmp_path: Path):
     async def test() -> None:
         settings, checks = checks_of(tmp_path)
-        nodes = [ScriptedNode(replace(READY, dtype=each), settings=settings) for each in ("float32", "bfloat16")]
+        nodes = [
+            ScriptedNode(replace(READY, dtype=each), settings=settings)
+            for each in ("float32", "bfloat16")
+        ]
         async with cluster(*nodes, ready=1, checks=checks) as link:
             assert "and that of others" in await until_refused(link)
             assert num_ready(link) == 1
@@ -173,7 +187,9 @@ def test_a_node_that_does_not_see_what_the_front_sees_is_not_used_until_it_does(
             assert nodes[1].session is None
             nodes[1].unseen = None
             await until(lambda: num_ready(link) == 2)
-            nodes[1].unseen = "it does not see --home"  # Ray has started it again on another machine
+            nodes[
+                1
+            ].unseen = "it does not see --home"  # Ray has started it again on another machine
             nodes[1].lose_engine()
             assert await until_refused(link) == "it does not see --home"
             for number in range(3):
@@ -207,12 +223,15 @@ def test_a_newcomer_that_cannot_read_a_loaded_adapter_is_not_used_and_says_which
     async def test() -> None:
         first, second = ScriptedNode(), ScriptedNode()
         second.is_alive = False
-        second.answers = lambda command: "it is missing" if isinstance(command, LoadAdapter) else None
+        second.answers = lambda command: (
+            "it is missing" if isinstance(command, LoadAdapter) else None
+        )
         async with cluster(first, second, ready=1) as link:
             await link.load_adapter(PIRATE)
             second.live()
             assert await until_refused(link) == (
-                "it cannot have the adapter someone/pirate in /adapters/pirate, which the others have: it is missing; "
+                "it cannot have the adapter someone/pirate in /adapters/pirate, which the others "
+                "have: it is missing; "
                 "every node must be able to read it"
             )
             await link.unload_adapter(PIRATE.name)
@@ -226,7 +245,9 @@ def test_an_adapter_that_no_node_has_any_more_keeps_no_node_out(caplog: pytest.L
         node = ScriptedNode()
         async with cluster(node) as link:
             await link.load_adapter(PIRATE)
-            node.answers = lambda command: "it is missing" if isinstance(command, LoadAdapter) else None
+            node.answers = lambda command: (
+                "it is missing" if isinstance(command, LoadAdapter) else None
+            )
             node.lose_engine()
             await until(lambda: len(node.of(LoadAdapter)) == 2)
             await until(lambda: num_ready(link) == 1)
@@ -260,7 +281,9 @@ def test_an_adapter_that_could_not_be_loaded_is_asked_of_no_newcomer():
     async def test() -> None:
         first, second = ScriptedNode(), ScriptedNode()
         second.is_alive = False
-        first.answers = lambda command: "it is missing" if isinstance(command, LoadAdapter) else None
+        first.answers = lambda command: (
+            "it is missing" if isinstance(command, LoadAdapter) else None
+        )
         async with cluster(first, second, ready=1) as link:
             with pytest.raises(AdapterError, match="it is missing"):
                 await link.load_adapter(PIRATE)
@@ -274,7 +297,9 @@ def test_an_adapter_that_could_not_be_loaded_is_asked_of_no_newcomer():
 # -- what they say -----------------------------------------------------------------------------
 
 
-def test_a_node_whose_reports_cannot_be_taken_in_is_lost_and_used_again(caplog: pytest.LogCaptureFixture):
+def test_a_node_whose_reports_cannot_be_taken_in_is_lost_and_used_again(
+    caplog: pytest.LogCaptureFixture,
+):
     async def test() -> None:
         nodes = ScriptedNode(), ScriptedNode()
         async with cluster(*nodes) as link:
@@ -286,7 +311,12 @@ def test_a_node_whose_reports_cannot_be_taken_in_is_lost_and_used_again(caplog: 
             await until(lambda: num_ready(link) == 2)
             await until(lambda: nodes[1].of(AddRequest))
             nodes[1].answer("a", 7, finish="stop")
-            assert [token async for batch in stream.batches() for chunk in batch for token in chunk.tokens] == [7]
+            assert [
+                token
+                async for batch in stream.batches()
+                for chunk in batch
+                for token in chunk.tokens
+            ] == [7]
 
     with caplog.at_level(logging.ERROR):
         run(test)

@@ -1,11 +1,21 @@
-"""What nodes tell reaches the placement, and what it decides reaches them: with nodes that follow a script."""
+"""What nodes tell reaches the placement, and what it decides reaches them: with nodes that follow a
+script."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from cluster_nodes import READY, ScriptedNode, cluster, make_job, make_request, make_stats, make_step, until
+from cluster_nodes import (
+    READY,
+    ScriptedNode,
+    cluster,
+    make_job,
+    make_request,
+    make_stats,
+    make_step,
+    until,
+)
 from msgspec.structs import replace
 
 from coserve.cluster.placement import placement_names
@@ -52,7 +62,9 @@ def test_every_placement_serves_and_trains(placement: str):
                 await link.start_job(make_job(id))
             streams = [link.open([make_request(str(number))]) for number in range(6)]
             assert [await read(stream) for stream in streams] == [[7]] * 6
-            started = await until(lambda: [each.job.id for node in nodes for each in node.of(StartJob)])
+            started = await until(
+                lambda: [each.job.id for node in nodes for each in node.of(StartJob)]
+            )
             assert sorted(started) == ["one", "two"]
             assert link.waiting == []
             if placement.startswith("separate"):
@@ -68,7 +80,11 @@ def test_placements_see_what_nodes_told():
             tell(nodes[1], num_running=4, num_waiting=3, num_pages_for_requests=70, slack=0.25)
             await until(lambda: link.view.nodes[1].num_running)
             first, second = link.view.nodes
-            assert (first.num_free_pages, first.slack, first.profile.forward.seconds(100) > 0) == (1000, 1.0, True)
+            assert (first.num_free_pages, first.slack, first.profile.forward.seconds(100) > 0) == (
+                1000,
+                1.0,
+                True,
+            )
             assert (second.num_free_pages, second.slack, second.num_waiting) == (70, 0.25, 3)
             assert second.profile == first.profile and second.hardware == "slow one"
             node = link.describe()[1]
@@ -198,7 +214,9 @@ def test_priorities_and_batch_work_are_in_the_front_what_they_are_on_a_device():
 def test_tenants_share_the_front_where_weights_are_given():
     async def test() -> None:
         (node,) = nodes_of(1)
-        async with cluster(node, placement="slack-affinity", most_prompts=1, weights=TokenWeights()) as link:
+        async with cluster(
+            node, placement="slack-affinity", most_prompts=1, weights=TokenWeights()
+        ) as link:
             for number in range(4):
                 link.open([make_request(f"ann{number}", tenant="ann")])
             for number in range(2):

@@ -26,10 +26,14 @@ from coserve.server.units import bytes_of, seconds_of, slo_seconds
 
 
 def test_options_are_the_fields_of_the_configuration_in_groups():
-    model, *marks = [each.annotation.__metadata__[0] for each in inspect.signature(up).parameters.values()]
+    model, *marks = [
+        each.annotation.__metadata__[0] for each in inspect.signature(up).parameters.values()
+    ]
     groups: dict[str, list[Any]] = {}
     for mark in marks:
-        groups.setdefault(mark.rich_help_panel, []).append((mark.default, *(mark.param_decls or ()))[-1])
+        groups.setdefault(mark.rich_help_panel, []).append(
+            (mark.default, *(mark.param_decls or ()))[-1]
+        )
     assert {title: " ".join(names) for title, names in groups.items()} == {
         "Model": "--served-model-name --max-model-len --dtype --weights --device --threads --tensor-parallel "
         "--deterministic --tool-call-parser --chat-template --lora-modules --generation-config",
@@ -50,14 +54,16 @@ def test_options_are_the_fields_of_the_configuration_in_groups():
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("512MB", 512e6), ("4GiB", 2**32), ("4 gb", 4e9), ("1000", 1000), ("1.5k", 1500), ("7B", 7)]
+    ("text", "number"),
+    [("512MB", 512e6), ("4GiB", 2**32), ("4 gb", 4e9), ("1000", 1000), ("1.5k", 1500), ("7B", 7)],
 )
 def test_sizes(text: str, number: float):
     assert bytes_of(text) == number
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("40ms", 0.04), ("2s", 2), ("0.5", 0.5), ("1min", 60), ("2h", 7200), (".5 s", 0.5)]
+    ("text", "number"),
+    [("40ms", 0.04), ("2s", 2), ("0.5", 0.5), ("1min", 60), ("2h", 7200), (".5 s", 0.5)],
 )
 def test_durations(text: str, number: float):
     assert seconds_of(text) == pytest.approx(number)
@@ -79,7 +85,9 @@ def test_an_slo_has_a_unit():
 
 @pytest.mark.parametrize("option", ["--slo-ttft", "--slo-tpot"])
 @pytest.mark.parametrize("name", ["up", "demo"])
-def test_a_bare_number_is_no_slo(monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, option: str):
+def test_a_bare_number_is_no_slo(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, option: str
+):
     monkeypatch.setattr("sys.argv", ["coserve", name, option, "50"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -115,7 +123,10 @@ def test_values_that_help_texts_give_as_examples_are_understood():
         (("--port", "70000"), "--port must be a whole number from 0 to 65535"),
         (("--ssl-keyfile", "key.pem"), "--ssl-keyfile needs --ssl-certfile"),
         (("--policy-setting", "x"), "--policy-setting must be KEY=VALUE"),
-        (("--tensor-parallel", "0"), "--tensor-parallel must be a whole number of at least 1, not 0"),
+        (
+            ("--tensor-parallel", "0"),
+            "--tensor-parallel must be a whole number of at least 1, not 0",
+        ),
         (
             ("--tensor-parallel", "2", "--trainable-model", "big=tiny"),
             "--trainable-model must be empty where --tensor-parallel is above 1",
@@ -139,7 +150,9 @@ def test_keys_name_tenants_and_do_not_tell_themselves():
     for key in ("two", "abc=="):
         assert config.tenants[digest_of(key)].startswith("key-")
         assert key not in config.tenants[digest_of(key)]
-    assert not any(key in repr(config.api_keys) for key in ("one", "two", "abc==")), "only their digests are kept"
+    assert not any(key in repr(config.api_keys) for key in ("one", "two", "abc==")), (
+        "only their digests are kept"
+    )
     assert ServerConfig(api_keys=config.api_keys).tenants == config.tenants
     with pytest.raises(ValueError, match="differ"):
         ServerConfig(api_keys=("a=one", "b=one"))
@@ -158,8 +171,18 @@ def test_keys_name_tenants_and_do_not_tell_themselves():
             {"policy": "greed"},
             {"ttft_s": 0},
         ),
-        *({"max_connections": 0}, {"timeout_headers_s": 0.0}, {"request_timeout_s": -1.0}, {"max_queued_requests": 0}),
-        *({"ssl_keyfile": "key.pem"}, {"allowed_hosts": ("http://x",)}, {"log_format": "xml"}, {"log_level": "loud"}),
+        *(
+            {"max_connections": 0},
+            {"timeout_headers_s": 0.0},
+            {"request_timeout_s": -1.0},
+            {"max_queued_requests": 0},
+        ),
+        *(
+            {"ssl_keyfile": "key.pem"},
+            {"allowed_hosts": ("http://x",)},
+            {"log_format": "xml"},
+            {"log_level": "loud"},
+        ),
     ],
     ids=str,
 )
@@ -197,13 +220,17 @@ def test_where_state_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_a_file_more_is_a_group_of_routes_more(monkeypatch, tmp_path):
     """Nothing else has to be told of it."""
-    greeting = "from fastapi import APIRouter\n\nrouter = APIRouter()\n\n\n@router.get('/v1/greeting')\n"
+    greeting = (
+        "from fastapi import APIRouter\n\nrouter = APIRouter()\n\n\n@router.get('/v1/greeting')\n"
+    )
     (tmp_path / "greeting.py").write_text(greeting + "def greeting() -> str:\n    return 'hello'\n")
     (tmp_path / "_shared.py").write_text("")
     monkeypatch.setattr(routes, "__path__", [*routes.__path__, str(tmp_path)])
     config = ServerConfig()
     keys = Keys(config)
-    context: Any = SimpleNamespace(config=config, keys=keys, admission=Admission(keys, Ledger()), tracing=None)
+    context: Any = SimpleNamespace(
+        config=config, keys=keys, admission=Admission(keys, Ledger()), tracing=None
+    )
     client = TestClient(create_app(context), base_url="http://localhost")
     monkeypatch.delitem(sys.modules, "coserve.server.routes.greeting")
     assert client.get("/v1/greeting").json() == "hello"

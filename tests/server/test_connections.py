@@ -38,7 +38,9 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[Served]:
-    with serving("--max-connections", str(MOST), "--timeout-headers", "2s", "--timeout-keep-alive", "1s") as running:
+    with serving(
+        "--max-connections", str(MOST), "--timeout-headers", "2s", "--timeout-keep-alive", "1s"
+    ) as running:
         yield running
 
 
@@ -61,9 +63,12 @@ def test_the_idlest_make_room(own: Served, sent: bytes):
 
 
 def test_who_is_being_answered_is_not_ended(own: Served):
-    body = b'{"model": "small", "prompt": "x", "stream": true, "ignore_eos": true, "max_tokens": 300}'
+    body = (
+        b'{"model": "small", "prompt": "x", "stream": true, "ignore_eos": true, "max_tokens": 300}'
+    )
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nConnection: close\r\n"
     )
     request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with held(own, MOST, request) as busy:
@@ -136,5 +141,7 @@ def test_the_server_keeps_as_many_as_it_may_have_files_open_and_does_not_fill_it
         for _ in range(20):
             assert served.get("/health").status_code == 200
             time.sleep(0.1)
-        assert "connections are kept, not 100000: only 400 files may be open" in served.log.read_text()
+        assert (
+            "connections are kept, not 100000: only 400 files may be open" in served.log.read_text()
+        )
         assert len(served.log.read_text().splitlines()) < 50

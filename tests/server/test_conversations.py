@@ -19,7 +19,10 @@ def conversation(client: Any) -> Iterator[str]:
 
 
 def said(client: Any, id: str) -> list[tuple[str, str]]:
-    return [(item.role, item.content[0].text) for item in client.conversations.items.list(id, order="asc")]
+    return [
+        (item.role, item.content[0].text)
+        for item in client.conversations.items.list(id, order="asc")
+    ]
 
 
 def test_one_is_created_changed_and_deleted(client: Any):
@@ -30,19 +33,29 @@ def test_one_is_created_changed_and_deleted(client: Any):
     assert changed.metadata == {"topic": "greetings"} and changed.created_at == made.created_at
     gone = client.conversations.delete(made.id)
     assert (gone.id, gone.deleted, gone.object) == (made.id, True, "conversation.deleted")
-    for ask in (client.conversations.retrieve, client.conversations.delete, client.conversations.items.list):
+    for ask in (
+        client.conversations.retrieve,
+        client.conversations.delete,
+        client.conversations.items.list,
+    ):
         with pytest.raises(NotFoundError, match=made.id):
             ask(made.id)
 
 
 def test_items_are_added_listed_in_pages_and_deleted(client: Any, conversation: str):
     items = client.conversations.items
-    added = items.create(conversation, items=[{**HELLO, "content": text} for text in ("one", "two")])
+    added = items.create(
+        conversation, items=[{**HELLO, "content": text} for text in ("one", "two")]
+    )
     assert [item.content[0].text for item in added.data] == ["one", "two"] and not added.has_more
     assert said(client, conversation) == [("user", text) for text in ("hello", "one", "two")]
     newest = items.list(conversation, limit=2)
-    assert [item.id for item in newest.data] == [item.id for item in reversed(added.data)] and newest.has_more
-    assert [item.content[0].text for item in items.list(conversation, after=newest.last_id)] == ["hello"]
+    assert [item.id for item in newest.data] == [
+        item.id for item in reversed(added.data)
+    ] and newest.has_more
+    assert [item.content[0].text for item in items.list(conversation, after=newest.last_id)] == [
+        "hello"
+    ]
     found = items.retrieve(added.first_id, conversation_id=conversation)
     assert found == added.data[0]
     assert items.delete(added.first_id, conversation_id=conversation).id == conversation
@@ -57,7 +70,9 @@ def test_items_are_added_listed_in_pages_and_deleted(client: Any, conversation: 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_response_follows_it_and_is_added_to_it(client: Any, conversation: str, is_stream: bool):
     settings: dict[str, Any] = {**SETTINGS, "store": False}
-    first = client.responses.create(**settings, conversation=conversation, input="and you?", stream=is_stream)
+    first = client.responses.create(
+        **settings, conversation=conversation, input="and you?", stream=is_stream
+    )
     if is_stream:
         first = list(first)[-1].response
     assert first.conversation.id == conversation
@@ -65,15 +80,23 @@ def test_a_response_follows_it_and_is_added_to_it(client: Any, conversation: str
     assert first.output_text == plain.output_text and plain.conversation is None
     talk = [("user", "hello"), ("user", "and you?"), ("assistant", first.output_text)]
     assert said(client, conversation) == talk
-    counted = client.responses.input_tokens.count(model="small", conversation=conversation, input="now?")
+    counted = client.responses.input_tokens.count(
+        model="small", conversation=conversation, input="now?"
+    )
     second = client.responses.create(**settings, conversation={"id": conversation}, input="now?")
     assert second.usage.input_tokens == counted.input_tokens
-    assert said(client, conversation) == [*talk, ("user", "now?"), ("assistant", second.output_text)]
+    assert said(client, conversation) == [
+        *talk,
+        ("user", "now?"),
+        ("assistant", second.output_text),
+    ]
 
 
 def test_what_came_to_no_good_end_is_not_added(client: Any, conversation: str):
     with pytest.raises(NotFoundError):
-        client.responses.create(**{**SETTINGS, "model": "none"}, conversation=conversation, input="and you?")
+        client.responses.create(
+            **{**SETTINGS, "model": "none"}, conversation=conversation, input="and you?"
+        )
     assert said(client, conversation) == [("user", "hello")]
 
 
@@ -86,7 +109,11 @@ def test_what_is_wrong_is_named(client: Any, conversation: str):
         ("/conversations", {"metadata": {"k": 1}}, "metadata"),
         (f"/conversations/{conversation}/items", {"items": []}, "items"),
         ("/conversations/conv_1", {"metadata": {}}, "conversation_id"),
-        ("/responses", {**SETTINGS, "conversation": conversation, "input": [{**HELLO, "id": there.id}]}, "input"),
+        (
+            "/responses",
+            {**SETTINGS, "conversation": conversation, "input": [{**HELLO, "id": there.id}]},
+            "input",
+        ),
     ]
     for path, body, param in wrong:
         with pytest.raises(APIStatusError) as raised:

@@ -1,4 +1,5 @@
-"""Data-parallel jobs on real engines: what they learn, what is told of them, and what they become when nodes die."""
+"""Data-parallel jobs on real engines: what they learn, what is told of them, and what they become
+when nodes die."""
 
 import asyncio
 import threading
@@ -81,13 +82,17 @@ class Versions:
     def found(self) -> dict[int, list[Any]]:
         """By step: what each engine served under it."""
         return {
-            int(label.name.rpartition("@")[2]): [adapter_in(each) for each in sorted(label.iterdir())]
+            int(label.name.rpartition("@")[2]): [
+                adapter_in(each) for each in sorted(label.iterdir())
+            ]
             for label in self._directory.iterdir()
         }
 
 
 @pytest.mark.parametrize("strategy", long_but("synchronous", of=STRATEGIES))
-def test_a_version_is_the_same_on_every_node_and_all_end_with_the_same(tmp_path: Path, strategy: str):
+def test_a_version_is_the_same_on_every_node_and_all_end_with_the_same(
+    tmp_path: Path, strategy: str
+):
     versions = Versions(tmp_path / "versions")
 
     async def test() -> Any:
@@ -118,7 +123,9 @@ def test_a_node_that_dies_loses_nothing_and_no_example_is_used_twice(tmp_path: P
             made.node(1).die()
             await made.until(lambda: made.working(job.id) == ["node-0", "node-2"])
             made.node(1).live()
-            await made.until(lambda: len(made.working(job.id)) == 3 or made.world.job(job.id).is_terminal)
+            await made.until(
+                lambda: len(made.working(job.id)) == 3 or made.world.job(job.id).is_terminal
+            )
             return await finished(made.world, job)
 
     _, learned = run(test)
@@ -152,7 +159,9 @@ def test_a_job_that_ends_while_its_first_node_is_asked_is_started_on_no_others(t
             await asyncio.sleep(0.2)  # in which others would be asked
             answers[CancelJob].set()
             await finished(made.world, job)
-            by_node = [[each.job.id for each in made.node(number).of(StartJob)] for number in (0, 1)]
+            by_node = [
+                [each.job.id for each in made.node(number).of(StartJob)] for number in (0, 1)
+            ]
             assert len(by_node[0]) == 2 and len(by_node[1]) == 1, by_node
 
     run(test)
@@ -174,7 +183,9 @@ def test_jobs_rest_move_and_end_with_all_their_nodes(tmp_path: Path, strategy: s
             at = made.world.job(job.id).num_steps_done
             await made.until(lambda: made.world.job(job.id).num_steps_done > at + 4)
             steps = steps_of(made.world.events(job.id))
-            assert steps == list(range(1, len(steps) + 1)) and len(steps) > at + 4, "each step is there once"
+            assert steps == list(range(1, len(steps) + 1)) and len(steps) > at + 4, (
+                "each step is there once"
+            )
             await manager.cancel(tenant, job.id)
             assert made.working(job.id) == []
             other = await create(made.world, data_parallel=2)
@@ -203,7 +214,9 @@ def test_requests_are_answered_while_nodes_wait_for_one_another(tmp_path: Path):
 
     async def answers(made: ClusterWorld, id: str) -> list[int]:
         stream = made.link.open([make_request(id)])
-        return [token async for batch in stream.batches() for chunk in batch for token in chunk.tokens]
+        return [
+            token async for batch in stream.batches() for chunk in batch for token in chunk.tokens
+        ]
 
     async def test() -> None:
         async with cluster_world(tmp_path, make=make) as made:
@@ -255,7 +268,8 @@ def test_a_file_that_a_node_cannot_read_fails_the_job_with_its_reason(tmp_path: 
         ({"data_parallel": "3"}, "coserve.data_parallel must be a whole number from 1"),
         (
             {"data_parallel": 2, "synchronization": "sometimes"},
-            "coserve.synchronization must be one of synchronous, local-sgd, asynchronous, not 'sometimes'",
+            "coserve.synchronization must be one of synchronous, local-sgd, asynchronous, not "
+            "'sometimes'",
         ),
         (
             {"data_parallel": 2, "synchronize_every_steps": 4},
@@ -267,7 +281,9 @@ def test_a_file_that_a_node_cannot_read_fails_the_job_with_its_reason(tmp_path: 
         ),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused_by_name(tmp_path: Path, extension: dict[str, Any], wrong: str):
+def test_settings_that_cannot_be_used_are_refused_by_name(
+    tmp_path: Path, extension: dict[str, Any], wrong: str
+):
     async def test() -> None:
         async with world(tmp_path, alive=False) as made:
             await create(made, **extension)

@@ -1,4 +1,5 @@
-"""Data-parallel jobs of every kind on real engines: each objective, and full fine-tuning of the weights that serve."""
+"""Data-parallel jobs of every kind on real engines: each objective, and full fine-tuning of the
+weights that serve."""
 
 import json
 from pathlib import Path
@@ -22,9 +23,13 @@ from coserve.jobs.records import JobRecord
 from coserve.models import load_backbone
 
 WORDS = ("it now", "b c d e", "is enough", "hello you", "while you serve", "one copy", "x y z")
-# Seven examples of each schema, for batches of three: the last batch of an epoch has parts without examples.
+# Seven examples of each schema, for batches of three: the last batch of an epoch has parts without
+# examples.
 PAIRS = [{"prompt": f"say {word} ", "chosen": word, "rejected": word[::-1]} for word in WORDS]
-ANSWERS = [{"prompt": "say ", "completion": word, "label": number % 3 > 0} for number, word in enumerate(WORDS)]
+ANSWERS = [
+    {"prompt": "say ", "completion": word, "label": number % 3 > 0}
+    for number, word in enumerate(WORDS)
+]
 SAMPLED = [
     {
         "prompt_tokens": [1 + number, 2, 3],
@@ -57,7 +62,9 @@ async def create(made: World, objective: str, *, epochs: int = 3, **extension: A
 
 
 @pytest.mark.parametrize("objective", long_but("dpo", of=OBJECTIVES))
-def test_synchronous_nodes_learn_an_objective_as_one_node_does_from_the_whole_batches(tmp_path: Path, objective: str):
+def test_synchronous_nodes_learn_an_objective_as_one_node_does_from_the_whole_batches(
+    tmp_path: Path, objective: str
+):
     async def divided() -> Any:
         async with cluster_world(tmp_path / "three") as made:
             return await finished(made.world, await create(made.world, objective, data_parallel=3))
@@ -77,7 +84,12 @@ def test_synchronous_nodes_learn_an_objective_as_one_node_does_from_the_whole_ba
 
 def metrics(events: list[Any]) -> dict[tuple[int, str], float]:
     """Of each step, what does not depend on how long it took."""
-    names = {name for event in events for name in event.data if name.startswith("train_") or name == "num_tokens"}
+    names = {
+        name
+        for event in events
+        for name in event.data
+        if name.startswith("train_") or name == "num_tokens"
+    }
     return {
         (event.data["step"], name): event.data[name]
         for event in events
@@ -89,13 +101,18 @@ def metrics(events: list[Any]) -> dict[tuple[int, str], float]:
 
 # -- full fine-tuning ---------------------------------------------------------------------
 
-FULL: dict[str, Any] = {"adapter": {"type": "full"}, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2}}
+FULL: dict[str, Any] = {
+    "adapter": {"type": "full"},
+    "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
+}
 
 
 @pytest.fixture
 def own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine has a model of its own: its weights are about to change."""
-    monkeypatch.setattr("engines.make_backbone", lambda *_: load_backbone(str(model_directory()), dtype="float32"))
+    monkeypatch.setattr(
+        "engines.make_backbone", lambda *_: load_backbone(str(model_directory()), dtype="float32")
+    )
 
 
 async def create_full(made: World, *, epochs: int = 3, **extension: Any) -> JobRecord:
@@ -116,7 +133,9 @@ def served(node: EngineNode) -> dict[str, Tensor]:
     assert node.engine is not None
     device: Any = watched(node.engine).inner
     backbone = device.backbone
-    return FullWeights(backbone, config := FullConfig(), config.chosen(backbone.architecture)).masters
+    return FullWeights(
+        backbone, config := FullConfig(), config.chosen(backbone.architecture)
+    ).masters
 
 
 def base_weights() -> dict[str, Tensor]:
@@ -140,7 +159,9 @@ def full_on_one_node(home: Path, **named: Any) -> tuple[list[Any], dict[int, Any
 def test_synchronous_nodes_train_all_weights_as_one_node_does(tmp_path: Path, own_weights: None):
     async def test() -> Any:
         async with cluster_world(tmp_path / "three") as made:
-            found = await finished(made.world, await create_full(made.world, data_parallel=3), model_in)
+            found = await finished(
+                made.world, await create_full(made.world, data_parallel=3), model_in
+            )
             assert_all_serve(made, found[1][NUM_STEPS])
             return found
 
@@ -154,7 +175,9 @@ def test_synchronous_nodes_train_all_weights_as_one_node_does(tmp_path: Path, ow
 
 
 @pytest.mark.parametrize("strategy", long_but("asynchronous", of=("local-sgd", "asynchronous")))
-def test_nodes_that_go_their_own_ways_end_with_the_same_weights(tmp_path: Path, own_weights: None, strategy: str):
+def test_nodes_that_go_their_own_ways_end_with_the_same_weights(
+    tmp_path: Path, own_weights: None, strategy: str
+):
     async def test() -> Any:
         async with cluster_world(tmp_path) as made:
             job = await create_full(made.world, epochs=12, data_parallel=3, **STRATEGIES[strategy])
@@ -166,9 +189,13 @@ def test_nodes_that_go_their_own_ways_end_with_the_same_weights(tmp_path: Path, 
     assert sum(losses(events)[-3:]) < 0.75 * sum(losses(events)[:3])
 
 
-@pytest.mark.parametrize("at", long_but("after that", of=["before it has a checkpoint", "after that"]))
+@pytest.mark.parametrize(
+    "at", long_but("after that", of=["before it has a checkpoint", "after that"])
+)
 @pytest.mark.parametrize("strategy", long_but("asynchronous", of=STRATEGIES))
-def test_a_node_that_dies_takes_no_weights_with_it(tmp_path: Path, own_weights: None, strategy: str, at: str):
+def test_a_node_that_dies_takes_no_weights_with_it(
+    tmp_path: Path, own_weights: None, strategy: str, at: str
+):
     has_checkpoint = at == "after that"
 
     async def test() -> Any:
@@ -179,7 +206,9 @@ def test_a_node_that_dies_takes_no_weights_with_it(tmp_path: Path, own_weights: 
             made.node(1).die()
             await made.until(lambda: "node-1" not in made.working(job.id) and made.working(job.id))
             made.node(1).live()
-            await made.until(lambda: len(made.working(job.id)) == 3 or made.world.job(job.id).is_terminal)
+            await made.until(
+                lambda: len(made.working(job.id)) == 3 or made.world.job(job.id).is_terminal
+            )
             found = await finished(made.world, job, model_in)
             assert_all_serve(made, found[1][36], 1e-6)
             return found
@@ -190,14 +219,18 @@ def test_a_node_that_dies_takes_no_weights_with_it(tmp_path: Path, own_weights: 
         assert distance(learned[36], alone[36]) < 1e-4
 
 
-def test_when_a_job_is_cancelled_all_nodes_serve_the_models_own_weights_again(tmp_path: Path, own_weights: None):
+def test_when_a_job_is_cancelled_all_nodes_serve_the_models_own_weights_again(
+    tmp_path: Path, own_weights: None
+):
     async def test() -> None:
         async with cluster_world(tmp_path) as made:
             job = await create_full(made.world, epochs=40, data_parallel=3)
             await made.until(lambda: made.world.job(job.id).num_steps_done >= 5)
             changed = {name: node.engine for name, node in made.nodes.items()}
             await made.world.manager.cancel(job.tenant, job.id)
-            await made.until(lambda: all(node.engine is not changed[name] for name, node in made.nodes.items()))
+            await made.until(
+                lambda: all(node.engine is not changed[name] for name, node in made.nodes.items())
+            )
             await made.until(lambda: made.num_ready() == 3)
             assert_all_serve(made, base_weights())
             again = await create_full(made.world, data_parallel=3)
@@ -233,7 +266,9 @@ def test_an_engine_that_starts_after_the_job_serves_what_it_has_made_beside_the_
     run(test)
 
 
-def test_an_engine_that_cannot_have_what_the_job_has_made_is_not_used_and_says_why(tmp_path: Path, own_weights: None):
+def test_an_engine_that_cannot_have_what_the_job_has_made_is_not_used_and_says_why(
+    tmp_path: Path, own_weights: None
+):
     async def test() -> None:
         async with cluster_world(tmp_path) as made:
             job = await create_full(made.world, data_parallel=3)
@@ -252,14 +287,17 @@ def test_an_engine_that_cannot_have_what_the_job_has_made_is_not_used_and_says_w
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_what_compares_with_the_model_as_it_was_is_no_objective_of_full_fine_tuning(tmp_path: Path, objective: str):
+def test_what_compares_with_the_model_as_it_was_is_no_objective_of_full_fine_tuning(
+    tmp_path: Path, objective: str
+):
     async def test() -> None:
         async with world(tmp_path, alive=False) as made:
             await create(made, objective, **FULL, live=True)
 
     others = "supervised, orpo, policy_gradient, simpo"
     with pytest.raises(
-        JobError, match=f"must not be full for {objective}, .*; train an adapter, or for one of {others}"
+        JobError,
+        match=f"must not be full for {objective}, .*; train an adapter, or for one of {others}",
     ):
         run(test)
 
@@ -267,11 +305,17 @@ def test_what_compares_with_the_model_as_it_was_is_no_objective_of_full_fine_tun
 def test_other_objectives_train_the_models_blocks_over_nodes(tmp_path: Path, own_weights: None):
     # Gradients near zero, whose rounding AdamW would magnify, count little beside this epsilon.
     optimizer = FULL["optimizer"] | {"eps": 1e-5}
-    settings = {"adapter": {"type": "full", "layers_to_transform": [0, 1]}, "optimizer": optimizer, "live": True}
+    settings = {
+        "adapter": {"type": "full", "layers_to_transform": [0, 1]},
+        "optimizer": optimizer,
+        "live": True,
+    }
 
     async def divided() -> Any:
         async with cluster_world(tmp_path / "three") as made:
-            return await finished(made.world, await create(made.world, "simpo", data_parallel=3, **settings), model_in)
+            return await finished(
+                made.world, await create(made.world, "simpo", data_parallel=3, **settings), model_in
+            )
 
     async def alone() -> Any:
         async with world(tmp_path / "one") as made:

@@ -1,4 +1,5 @@
-"""Writes that the store reports as failed after it has done them, as when a connection breaks while it commits."""
+"""Writes that the store reports as failed after it has done them, as when a connection breaks while
+it commits."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -100,7 +101,10 @@ class Server:
 
     def messages(self, job: JobRecord) -> list[str]:
         with self.home.store.read() as transaction:
-            return [event.message for event in transaction.events(TENANT, job.id, after=None, limit=99).items]
+            return [
+                event.message
+                for event in transaction.events(TENANT, job.id, after=None, limit=99).items
+            ]
 
 
 @pytest.fixture
@@ -116,13 +120,17 @@ def test_a_queued_job_whose_cancellation_is_in_doubt_is_never_started(server):
         await server.refused(lambda: server.manager.cancel(TENANT, job.id))
         server.manager.engine_ready()
         await server.settle()
-        assert server.status(job) == "cancelled" and server.messages(job) == ["The job was cancelled"]
+        assert server.status(job) == "cancelled" and server.messages(job) == [
+            "The job was cancelled"
+        ]
         assert server.status(other) == "running" and server.engine.commands == ["start"]
 
     asyncio.run(go())
 
 
-def test_a_job_whose_cancellation_is_in_doubt_stays_cancelled_when_its_files_have_been_read(server, monkeypatch):
+def test_a_job_whose_cancellation_is_in_doubt_stays_cancelled_when_its_files_have_been_read(
+    server, monkeypatch
+):
     may_end = Event()
 
     def validate(*arguments: Any) -> Validated:
@@ -191,7 +199,9 @@ def test_a_start_that_is_in_doubt_is_told_once(server):
         server.fail_next_write()
         server.engine.may_start.set()
         await server.settle()
-        assert server.status(job) == "running" and server.messages(job) == ["Fine-tuning job started"]
+        assert server.status(job) == "running" and server.messages(job) == [
+            "Fine-tuning job started"
+        ]
 
     asyncio.run(go())
 

@@ -1,4 +1,5 @@
-"""The best checkpoint of a job, and jobs that end early, over HTTP; also after the engine was killed."""
+"""The best checkpoint of a job, and jobs that end early, over HTTP; also after the engine was
+killed."""
 
 import json
 import os
@@ -13,9 +14,14 @@ from openai import BadRequestError
 from served import Served, serving
 
 ROOT = str(Path(__file__).parents[2])
-TRAINED = "".join(json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n}."}) + "\n" for n in range(12))
+TRAINED = "".join(
+    json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n}."}) + "\n" for n in range(12)
+)
 # Another answer to the same questions: the more is learned, the worse it fits.
-HELD_OUT = "".join(json.dumps({"prompt": f"What is {n}? ", "completion": "Jumps lazy fox"}) + "\n" for n in range(3))
+HELD_OUT = "".join(
+    json.dumps({"prompt": f"What is {n}? ", "completion": "Jumps lazy fox"}) + "\n"
+    for n in range(3)
+)
 ADAPTER = {"type": "lora", "r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 SETTINGS: dict[str, Any] = {
     "adapter": ADAPTER,
@@ -29,7 +35,8 @@ EARLY = {**SETTINGS, "keep_best": True, "early_stopping": {"patience": 3}}
 def start(served: Served, **coserve: Any) -> Any:
     client: Any = served.client()
     files = [
-        client.files.create(file=("data.jsonl", text.encode()), purpose="fine-tune").id for text in (TRAINED, HELD_OUT)
+        client.files.create(file=("data.jsonl", text.encode()), purpose="fine-tune").id
+        for text in (TRAINED, HELD_OUT)
     ]
     return client.fine_tuning.jobs.create(
         model="small",
@@ -57,13 +64,17 @@ def events(served: Served, job: Any) -> list[Any]:
 
 def valid_losses(served: Served, job: Any) -> dict[int, float]:
     return {
-        each.data["step"]: each.data["valid_loss"] for each in events(served, job) if "valid_loss" in (each.data or {})
+        each.data["step"]: each.data["valid_loss"]
+        for each in events(served, job)
+        if "valid_loss" in (each.data or {})
     }
 
 
 def weights(served: Served, job: Any, step: int | None = None) -> bytes:
     query = "" if step is None else f"?step={step}"
-    return served.get(f"/v1/fine_tuning/jobs/{job.id}/adapter/adapter_model.safetensors{query}").content
+    return served.get(
+        f"/v1/fine_tuning/jobs/{job.id}/adapter/adapter_model.safetensors{query}"
+    ).content
 
 
 def answer(served: Served, model: str) -> str:
@@ -82,11 +93,14 @@ def test_a_job_ends_when_its_validation_does_not_improve(device_server: Served, 
     losses = valid_losses(device_server, stopped)
     best = min(losses, key=lambda step: losses[step])
     assert sorted(losses) == list(range(1, best + 4)), "three evaluations beyond the best"
-    assert stopped.coserve["stopped_early"] and stopped.coserve["step"] == best + 3 < stopped.coserve["total_steps"]
+    assert (
+        stopped.coserve["stopped_early"]
+        and stopped.coserve["step"] == best + 3 < stopped.coserve["total_steps"]
+    )
     messages = [each.message for each in events(device_server, stopped)]
     assert (
-        f"Stopped early at step {best + 3} of 40: loss of the validation file has not improved in 3 evaluations"
-        in messages
+        f"Stopped early at step {best + 3} of 40: loss of the validation file has not improved in "
+        f"3 evaluations" in messages
     )
     steps = [each for each in events(device_server, stopped) if "train_loss" in (each.data or {})]
     assert stopped.trained_tokens == sum(each.data["num_tokens"] for each in steps)
@@ -96,7 +110,9 @@ def test_the_model_is_the_best_checkpoint(device_server: Served, stopped: Any):
     losses = valid_losses(device_server, stopped)
     best = min(losses, key=lambda step: losses[step])
     assert stopped.coserve["best_step"] == best
-    checkpoints: list[Any] = list(device_server.client().fine_tuning.jobs.checkpoints.list(stopped.id))
+    checkpoints: list[Any] = list(
+        device_server.client().fine_tuning.jobs.checkpoints.list(stopped.id)
+    )
     marks = {each.step_number: each.coserve["is_best"] for each in checkpoints}
     assert [step for step, is_best in marks.items() if is_best] == [best] and max(marks) == best + 3
     assert weights(device_server, stopped) == weights(device_server, stopped, best)
@@ -104,7 +120,9 @@ def test_the_model_is_the_best_checkpoint(device_server: Served, stopped: Any):
     names = {each.step_number: each.fine_tuned_model_checkpoint for each in checkpoints}
     assert answer(device_server, stopped.fine_tuned_model) == answer(device_server, names[best])
     assert answer(device_server, stopped.fine_tuned_model) != answer(device_server, names[best + 3])
-    message = f"New fine-tuned model created: {stopped.fine_tuned_model}, the checkpoint of step {best}"
+    message = (
+        f"New fine-tuned model created: {stopped.fine_tuned_model}, the checkpoint of step {best}"
+    )
     assert message in [each.message for each in events(device_server, stopped)]
 
 
@@ -119,8 +137,16 @@ def test_a_job_that_is_not_to_stop_keeps_its_best_after_all_steps(device_server:
     job = finished(device_server, start(device_server, **SETTINGS, keep_best=True))
     losses = valid_losses(device_server, job)
     best = min(losses, key=lambda step: losses[step])
-    assert (job.coserve["step"], job.coserve["stopped_early"], job.coserve["best_step"]) == (40, False, best)
-    assert weights(device_server, job) == weights(device_server, job, best) != weights(device_server, job, 40)
+    assert (job.coserve["step"], job.coserve["stopped_early"], job.coserve["best_step"]) == (
+        40,
+        False,
+        best,
+    )
+    assert (
+        weights(device_server, job)
+        == weights(device_server, job, best)
+        != weights(device_server, job, 40)
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +182,9 @@ def test_a_validation_file_is_needed(device_server: Served):
 
 @pytest.mark.long
 @pytest.mark.parametrize("when", ["before the best", "after the best"])
-def test_the_same_comes_out_when_the_engine_is_killed(device_server: Served, stopped: Any, when: str):
+def test_the_same_comes_out_when_the_engine_is_killed(
+    device_server: Served, stopped: Any, when: str
+):
     best = stopped.coserve["best_step"]
     step = max(1, best - 1) if when == "before the best" else best + 1
     with serving() as served:
@@ -176,8 +204,24 @@ def test_the_command_has_the_settings(device_server: Served, tmp_path: Path):
     (tmp_path / "held.jsonl").write_text(HELD_OUT)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "coserve", "tune", str(tmp_path / "data.jsonl"), "--epochs", "10"),
-            *("--validation", str(tmp_path / "held.jsonl"), "--keep-best", "--patience", "1", "--min-delta", "100"),
+            *(
+                sys.executable,
+                "-m",
+                "coserve",
+                "tune",
+                str(tmp_path / "data.jsonl"),
+                "--epochs",
+                "10",
+            ),
+            *(
+                "--validation",
+                str(tmp_path / "held.jsonl"),
+                "--keep-best",
+                "--patience",
+                "1",
+                "--min-delta",
+                "100",
+            ),
             *("--checkpoint-every", "1", "--batch-size", "3", "--json"),
         ],
         capture_output=True,
@@ -187,4 +231,6 @@ def test_the_command_has_the_settings(device_server: Served, tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     job = device_server.get("/v1/fine_tuning/jobs").json()["data"][0]
-    assert job["coserve"]["step"] == 2 and job["coserve"]["stopped_early"], "the second is not better by 100"
+    assert job["coserve"]["step"] == 2 and job["coserve"]["stopped_early"], (
+        "the second is not better by 100"
+    )

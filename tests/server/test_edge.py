@@ -15,13 +15,20 @@ from served import Served, serving
 
 from coserve.server.hosts import hosts_of
 
-LONG: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {
+    "model": "small",
+    "prompt": "x",
+    "max_tokens": 500,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 # -- hosts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "a.localhost", "127.0.0.1", "[::1]:8", "10.0.0.7:99"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "a.localhost", "127.0.0.1", "[::1]:8", "10.0.0.7:99"]
+)
 def test_hosts_that_only_this_machine_can_mean(served: Served, host: str):
     assert served.get("/health", headers={"Host": host}).status_code == 200
 
@@ -33,12 +40,18 @@ def test_hosts_that_a_page_could_have_led_here(served: Served, host: str):
     answer = served.get("/health", headers={"Host": host.encode("latin-1")})
     assert answer.status_code == 400
     assert (
-        "--allowed-hosts" in answer.json()["error"]["message"] and answer.json()["error"]["code"] == "host_not_allowed"
+        "--allowed-hosts" in answer.json()["error"]["message"]
+        and answer.json()["error"]["code"] == "host_not_allowed"
     )
 
 
 def test_which_hosts_are_allowed():
-    assert hosts_of((), "127.0.0.1") == hosts_of((), "::1") == hosts_of((), "localhost") == ("localhost", "*.localhost")
+    assert (
+        hosts_of((), "127.0.0.1")
+        == hosts_of((), "::1")
+        == hosts_of((), "localhost")
+        == ("localhost", "*.localhost")
+    )
     assert hosts_of((), "0.0.0.0") == ("*",)
     assert hosts_of(("a.example",), "127.0.0.1") == ("a.example",)
 
@@ -47,7 +60,14 @@ def test_hosts_that_were_named():
     with serving("--allowed-hosts", "api.example", "--allowed-hosts", "*.inner.example") as served:
         statuses = {
             host: served.get("/health", headers={"Host": host}).status_code
-            for host in ("api.example", "a.inner.example", "inner.example", "example", "localhost", "127.0.0.1")
+            for host in (
+                "api.example",
+                "a.inner.example",
+                "inner.example",
+                "example",
+                "localhost",
+                "127.0.0.1",
+            )
         }
     assert statuses == {
         "api.example": 200,
@@ -65,8 +85,16 @@ def test_hosts_that_were_named():
 @pytest.mark.parametrize(
     ("address", "status"),
     [
-        *(("/v1/models/" + "a" * 5000, 404), ("/v1/files/" + "a" * 5000, 404), ("/" + "a" * 5000, 404)),
-        *(("/v1/models/" + "a" * 9000, 414), ("/v1/files?after=" + "a" * 9000, 414), ("/v1/files/%00", 400)),
+        *(
+            ("/v1/models/" + "a" * 5000, 404),
+            ("/v1/files/" + "a" * 5000, 404),
+            ("/" + "a" * 5000, 404),
+        ),
+        *(
+            ("/v1/models/" + "a" * 9000, 414),
+            ("/v1/files?after=" + "a" * 9000, 414),
+            ("/v1/files/%00", 400),
+        ),
         *(("/v1/files?after=%00", 400), ("/v1/files/%ff", 404), ("/v1/files?after=%ff", 400)),
         *(("/v1/fine_tuning/jobs?limit=" + "9" * 5000, 400), ("/v1/files?limit=1&limit=2", 200)),
         ("/v1/status/steps?after=" + "9" * 5000, 400),
@@ -84,9 +112,16 @@ def test_every_answer_has_an_id(served: Served):
     for path, status in (("/health", 200), ("/v1/nothing", 404), ("/v1/files/%00", 400)):
         made = served.get(path)
         assert made.status_code == status and made.headers["x-request-id"].startswith("req-")
-        assert served.get(path, headers={"x-request-id": "mine:1/2"}).headers["x-request-id"] == "mine:1/2"
+        assert (
+            served.get(path, headers={"x-request-id": "mine:1/2"}).headers["x-request-id"]
+            == "mine:1/2"
+        )
     for wrong in (b"a b", b"x" * 129, b"\xff", b'"', b""):
-        assert served.get("/health", headers={"x-request-id": wrong}).headers["x-request-id"].startswith("req-")
+        assert (
+            served.get("/health", headers={"x-request-id": wrong})
+            .headers["x-request-id"]
+            .startswith("req-")
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -100,7 +135,10 @@ def test_log_lines_are_json_with_the_ids_of_requests():
     with serving("--log-format", "json", "--log-level", "info", "--api-key", "ann=key") as served:
         client = served.client("key")
         done = client.completions.create(
-            model="small", prompt="x", max_tokens=1, extra_headers={"x-request-id": "of-a-completion"}
+            model="small",
+            prompt="x",
+            max_tokens=1,
+            extra_headers={"x-request-id": "of-a-completion"},
         )
         refused = served.get("/v1/models", headers={"x-request-id": "refused"})
         assert refused.status_code == 401
@@ -108,7 +146,12 @@ def test_log_lines_are_json_with_the_ids_of_requests():
     assert "Traceback" not in log.read_text()
     lines = {line.get("request_id"): line for line in map(json.loads, log.read_text().splitlines())}
     line = lines["of-a-completion"]
-    assert (line["method"], line["path"], line["status"], line["tenant"]) == ("POST", "/v1/completions", 200, "ann")
+    assert (line["method"], line["path"], line["status"], line["tenant"]) == (
+        "POST",
+        "/v1/completions",
+        200,
+        "ann",
+    )
     assert line["completion"] == done.id and line["duration_s"] > 0 and line["level"] == "info"
     assert lines["refused"]["status"] == 401
     assert "key" not in {line.get("tenant") for line in lines.values()}
@@ -141,7 +184,9 @@ def test_more_requests_than_may_wait_are_refused():
             next(iter(running))
             waiting = [_post(served, LONG) for _ in range(3)]
             served.wait_until(lambda: served.get("/v1/status").json()["requests"]["waiting"] == 3)
-            refused = served.post("/v1/completions", json={"model": "small", "prompt": "x", "max_tokens": 1})
+            refused = served.post(
+                "/v1/completions", json={"model": "small", "prompt": "x", "max_tokens": 1}
+            )
             assert refused.status_code == 503 and refused.headers["retry-after"] == "2"
             assert refused.json()["error"]["code"] == "overloaded"
             for each in waiting:
@@ -166,7 +211,9 @@ def _post(served: Served, settings: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.parametrize("body", [{"prompt": "x " * 10_000}, {"prompt": ["y", "x " * 10_000]}])
-def test_a_prompt_that_must_be_too_long_is_refused_by_its_characters(served: Served, body: dict[str, Any]):
+def test_a_prompt_that_must_be_too_long_is_refused_by_its_characters(
+    served: Served, body: dict[str, Any]
+):
     error = served.post("/v1/completions", json={"model": "small", **body}).json()["error"]
     assert "20000 characters" in error["message"] and "512 tokens" in error["message"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
@@ -174,7 +221,9 @@ def test_a_prompt_that_must_be_too_long_is_refused_by_its_characters(served: Ser
 
 def test_a_chat_that_must_be_too_long_is_refused_by_its_characters(client: OpenAI):
     with pytest.raises(openai.BadRequestError, match="characters") as raised:
-        client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x " * 10_000}])
+        client.chat.completions.create(
+            model="small", messages=[{"role": "user", "content": "x " * 10_000}]
+        )
     assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "messages")
 
 
@@ -204,7 +253,9 @@ def test_tls(certificate: tuple[Path, Path]):
 
 
 @pytest.mark.parametrize("which", ["not there", "no certificate", "of another key"])
-def test_certificates_that_cannot_be_used_are_named(certificate: tuple[Path, Path], tmp_path: Path, which: str):
+def test_certificates_that_cannot_be_used_are_named(
+    certificate: tuple[Path, Path], tmp_path: Path, which: str
+):
     cert, _ = certificate
     if which == "not there":
         options = ["--ssl-certfile", str(tmp_path / "none.pem")]
@@ -213,6 +264,9 @@ def test_certificates_that_cannot_be_used_are_named(certificate: tuple[Path, Pat
         options = ["--ssl-certfile", str(tmp_path / "no.pem")]
     else:
         options = ["--ssl-certfile", str(cert), "--ssl-keyfile", str(cert)]
-    with pytest.raises(AssertionError, match=r"error: --ssl-certfile .* cannot be used") as raised, serving(*options):
+    with (
+        pytest.raises(AssertionError, match=r"error: --ssl-certfile .* cannot be used") as raised,
+        serving(*options),
+    ):
         pass
     assert "Traceback" not in str(raised.value)

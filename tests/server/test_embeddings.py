@@ -16,7 +16,9 @@ def served(either_server: Served) -> Served:
 
 def expected(tokens: list[int], network: Any = None) -> list[float]:
     with torch.inference_mode():
-        states = (network or model())(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1]
+        states = (network or model())(
+            torch.tensor([tokens]), output_hidden_states=True
+        ).hidden_states[-1]
     vector = states[0, -1].double()
     return list((vector / vector.norm()).tolist())
 
@@ -66,7 +68,9 @@ def test_an_adapter_has_its_own(client: Any, served: Served):
 )
 def test_what_is_wrong_is_named(client: Any, more: dict[str, Any], param: str):
     with pytest.raises(APIStatusError) as raised:
-        client.post("/embeddings", body={"model": "small", "input": "hello", **more}, cast_to=object)
+        client.post(
+            "/embeddings", body={"model": "small", "input": "hello", **more}, cast_to=object
+        )
     assert raised.value.status_code in (400, 404)
     assert raised.value.param == param
 
@@ -74,5 +78,7 @@ def test_what_is_wrong_is_named(client: Any, more: dict[str, Any], param: str):
 def test_a_long_input_is_cut_where_that_is_asked_for(client: Any):
     text = "The quick brown fox jumps"
     tokens = list(tokenizer()(text)["input_ids"])[:3]
-    [one] = client.embeddings.create(model="small", input=text, extra_body={"truncate_prompt_tokens": 3}).data
+    [one] = client.embeddings.create(
+        model="small", input=text, extra_body={"truncate_prompt_tokens": 3}
+    ).data
     assert one.embedding == pytest.approx(expected(tokens), abs=1e-5)

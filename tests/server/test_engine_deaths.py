@@ -1,4 +1,5 @@
-"""A job that kills the engine again and again is set aside; the one beside it is done as if nothing had happened."""
+"""A job that kills the engine again and again is set aside; the one beside it is done as if nothing
+had happened."""
 
 import json
 from typing import Any
@@ -8,7 +9,9 @@ from served import Served, serving
 
 pytestmark = pytest.mark.long
 
-LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)]
+LINES = [
+    json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)
+]
 # Run by the server's process as it starts: adapters of rank 5 end the process in their fifth step.
 DEADLY = """
 import os
@@ -26,7 +29,8 @@ TorchTrainer.update = deadly
 """
 
 
-# The process ends as a job's files are read, before it begins; and as its last checkpoint is written, after its steps.
+# The process ends as a job's files are read, before it begins; and as its last checkpoint is
+# written, after its steps.
 DEADLY_FILES = {
     "read": """
 import os
@@ -53,7 +57,10 @@ def create(served: Served, rank: int) -> str:
     made = client.fine_tuning.jobs.create(
         model="small",
         training_file=file.id,
-        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 8, "batch_size": 3}}},
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": 8, "batch_size": 3}},
+        },
         extra_body={"coserve": {"adapter": {"r": rank}, "checkpoint_every_steps": 1}},
     )
     return made.id
@@ -71,12 +78,17 @@ def test_a_job_that_kills_engines_fails_and_the_one_beside_it_does_not():
         failed = jobs.retrieve(bad)
         assert failed.status == "failed" and failed.error is not None
         assert (
-            failed.error.code == "engine_died" and "3 times while it worked for this job alone" in failed.error.message
+            failed.error.code == "engine_died"
+            and "3 times while it worked for this job alone" in failed.error.message
         )
         assert failed.to_dict()["coserve"]["step"] > 0, "it made steps between"  # type: ignore[index]
         assert jobs.retrieve(good).status == "succeeded"
-        metrics: list[Any] = [each.data for each in jobs.list_events(good, limit=1000) if each.type == "metrics"]
-        assert sorted(each["step"] for each in metrics if "train_loss" in each) == list(range(1, 81))
+        metrics: list[Any] = [
+            each.data for each in jobs.list_events(good, limit=1000) if each.type == "metrics"
+        ]
+        assert sorted(each["step"] for each in metrics if "train_loss" in each) == list(
+            range(1, 81)
+        )
         assert 3 <= served.log.read_text().count("the engine died") <= 6
 
 

@@ -1,4 +1,5 @@
-"""The server's end of the engine: queues between its reports and answers, and what becomes of it."""
+"""The server's end of the engine: queues between its reports and answers, and what becomes of
+it."""
 
 import asyncio
 import gc
@@ -24,7 +25,9 @@ from coserve.server.readiness import Readiness
 
 
 def make_stream(n: int = 1) -> RequestStream:
-    return RequestStream([AddRequest(id="r", prompt=[1], params=SamplingParams(n=n), arrival_s=0.0)])
+    return RequestStream(
+        [AddRequest(id="r", prompt=[1], params=SamplingParams(n=n), arrival_s=0.0)]
+    )
 
 
 def test_what_comes_while_a_batch_is_sent_is_not_lost():
@@ -62,14 +65,19 @@ def test_a_default_slo_that_the_engine_corrects_reaches_the_server():
     numbers: dict[str, Any] = dict.fromkeys(
         ("vocab_size", "max_positions", "num_pages", "page_bytes", "block_tokens"), 10
     )
-    ready = Ready(model="none", dtype="float32", device="cpu", threads=1, slo=first, weight_bytes=1, **numbers)
+    ready = Ready(
+        model="none", dtype="float32", device="cpu", threads=1, slo=first, weight_bytes=1, **numbers
+    )
     counts: dict[str, Any] = dict.fromkeys(
         ("num_running", "num_waiting", "num_jobs", "num_steps", "num_tokens_trained"), 0
     )
     counts |= dict.fromkeys(
-        ("num_jobs_running", "num_preemptions", "num_packs_dropped", "num_pages", "num_pages_free"), 0
+        ("num_jobs_running", "num_preemptions", "num_packs_dropped", "num_pages", "num_pages_free"),
+        0,
     )
-    stats = EngineStats(num_pages_by_owner={}, margin=1.0, num_slos_clamped=0, slo=later, joined_jobs=(), **counts)
+    stats = EngineStats(
+        num_pages_by_owner={}, margin=1.0, num_slos_clamped=0, slo=later, joined_jobs=(), **counts
+    )
 
     link = EngineLink(engine_here(SETTINGS))
     found = []
@@ -79,7 +87,9 @@ def test_a_default_slo_that_the_engine_corrects_reaches_the_server():
     assert found == [first, first, later]
 
 
-SETTINGS = EngineSettings(address="", model="none", dtype="auto", device="cpu", engine=EngineConfig())
+SETTINGS = EngineSettings(
+    address="", model="none", dtype="auto", device="cpu", engine=EngineConfig()
+)
 
 
 READY = """Ready(model="none", dtype="float32", device="cpu", threads=1, slo=Slo(ttft_s=1, tpot_s=1), vocab_size=1,
@@ -143,12 +153,17 @@ def test_only_the_first_start_must_succeed(tmp_path: Path):
     with pytest.raises(ModelError, match="no memory"):
         Owner(FAILS, tmp_path).run()
     marker = f"Path({str(tmp_path / 'once')!r})"
-    owner = Owner(f"if {marker}.exists():\n    {FAILS}\nelse:\n    {marker}.touch()\n    {DIES}", tmp_path).run()
+    owner = Owner(
+        f"if {marker}.exists():\n    {FAILS}\nelse:\n    {marker}.touch()\n    {DIES}", tmp_path
+    ).run()
     assert len(owner.lost) == 2
 
 
-def test_only_engines_that_were_not_ready_put_off_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """Those that were and are killed again and again are each started again as soon as the first."""
+def test_only_engines_that_were_not_ready_put_off_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Those that were and are killed again and again are each started again as soon as the
+    first."""
     lives = tmp_path / "lives"
     script = f"""
 life = len(list(Path({str(lives)!r}).iterdir()))
@@ -160,14 +175,20 @@ else:
 """
     lives.mkdir()
     Owner(script, tmp_path, num_lives=6).run()
-    waits = [message.rpartition(" in ")[2] for message in caplog.messages if "started again in" in message]
+    waits = [
+        message.rpartition(" in ")[2]
+        for message in caplog.messages
+        if "started again in" in message
+    ]
     assert waits == ["0.2 s", "0.2 s", "0.4 s", "0.8 s", "0.2 s"]
 
 
 def test_a_command_to_nobody_is_no_error():
     async def send() -> list[str]:
         supervisor, unheard = Supervisor(SETTINGS, EngineLink(engine_here(SETTINGS)), program()), []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context["message"]))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: unheard.append(context["message"])
+        )
         supervisor.send(CancelRequest("r"))
         gc.collect()
         await asyncio.sleep(0)
@@ -196,13 +217,19 @@ def test_an_engine_is_ready_if_it_makes_a_step(tmp_path: Path, steps: bool):
     async def ask() -> list[str]:
         script = f"{CONNECTED}{DIES}\nSTEPS = {steps}\n{ANSWERS_PINGS}"
         launch, hosts = program((sys.executable, "-c", script)), []
-        link = EngineLink(lambda owner: hosts.append(Supervisor(SETTINGS, owner, launch, home=tmp_path)) or hosts[0])
+        link = EngineLink(
+            lambda owner: (
+                hosts.append(Supervisor(SETTINGS, owner, launch, home=tmp_path)) or hosts[0]
+            )
+        )
         readiness = Readiness(link, proof_s=60.0 if steps else 0.5)
         link.listen(readiness)
         running = asyncio.create_task(link.run())
         while link.ready is None:
             await asyncio.sleep(0.02)
-        said = await asyncio.gather(*[readiness.require() for _ in range(3)], return_exceptions=True)
+        said = await asyncio.gather(
+            *[readiness.require() for _ in range(3)], return_exceptions=True
+        )
         link.close_to_requests()
         hosts[0].kill()
         await running

@@ -1,4 +1,5 @@
-"""The engine's process from within: when it waits, what it has its device let go of, and what it reports of steps."""
+"""The engine's process from within: when it waits, what it has its device let go of, and what it
+reports of steps."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,8 @@ def test_a_policy_that_runs_no_requests_does_not_have_the_process_spin():
 
     server = run(engine, script)
     assert "r" in engine.requests
-    # The first look finds the command, the second that there is no other; a plan was made before the later ones.
+    # The first look finds the command, the second that there is no other; a plan was made before
+    # the later ones.
     assert all(wait_ms and wait_ms >= 10 for wait_ms in server.waits_ms[2:-1])
 
 
@@ -60,7 +62,9 @@ def test_an_idle_process_has_its_device_let_go_of_what_a_job_left(tmp_path: Path
         yield StartJob(1, job)
         yield from looks_until(lambda: "j" in engine.jobs)
         yield from looks_until(lambda: "j" not in engine.jobs)
-        yield from looks_until(lambda: count(DropTrainer) == 1 and count(DropCheckpoint) == count(TakeCheckpoint))
+        yield from looks_until(
+            lambda: count(DropTrainer) == 1 and count(DropCheckpoint) == count(TakeCheckpoint)
+        )
         found.append((count(DropTrainer), count(DropCheckpoint), count(TakeCheckpoint)))
 
     run(engine, script)
@@ -72,7 +76,9 @@ def test_steps_are_reported_with_what_has_run_of_them():
     engine = make_engine()
     slack = engine.policy
     engine.policy = PlannedBy(
-        function=lambda view, latency: replace(slack.plan(view, latency), backward_limit_s=0.0)  # one tasklet a step
+        function=lambda view, latency: replace(
+            slack.plan(view, latency), backward_limit_s=0.0
+        )  # one tasklet a step
     )
     device = watched(engine)
     device.fail = lambda batch: StepFailure(message="full") if len(device.batches) == 4 else None
@@ -86,7 +92,9 @@ def test_steps_are_reported_with_what_has_run_of_them():
     ran = [(b, r) for b, r in zip(device.batches, device.results, strict=True) if r.failure is None]
     assert len(server.steps) == len(ran) == len(device.batches) - 1
     num_reversed = sum(
-        part.num_rows * result.num_tasklets[part.job] for batch, result in ran for part in batch.tasklets
+        part.num_rows * result.num_tasklets[part.job]
+        for batch, result in ran
+        for part in batch.tasklets
     )
     num_reversed += sum(piece.num_rows for batch, _ in ran for piece in batch.losses)
     planned = sum(part.num_rows * part.num_tasklets for batch, _ in ran for part in batch.tasklets)

@@ -16,7 +16,9 @@ def served(either_server: Served) -> Served:
     return either_server
 
 
-def refusal(served: Served, path: str = "/v1/completions", status: int = 400, **settings: Any) -> dict[str, Any]:
+def refusal(
+    served: Served, path: str = "/v1/completions", status: int = 400, **settings: Any
+) -> dict[str, Any]:
     answer = served.post(path, **settings)
     assert answer.status_code == status, answer.text
     [(name, error)] = answer.json().items()
@@ -59,7 +61,11 @@ def refusal(served: Served, path: str = "/v1/completions", status: int = 400, **
         ({"seed": 2**64}, "seed", "whole number"),
         ({"best_of": 4}, "best_of", "not supported"),
         ({"suffix": "x"}, "suffix", "not supported"),
-        ({"temprature": 1}, "temprature", "Unknown parameter: 'temprature'. Did you mean 'temperature'?"),
+        (
+            {"temprature": 1},
+            "temprature",
+            "Unknown parameter: 'temprature'. Did you mean 'temperature'?",
+        ),
         ({"slo": {"ttft": 1}}, "slo.ttft", "Unknown parameter"),
         ({"slo": {"tpot_ms": -1}}, "slo.tpot_ms", "greater than"),
         ({"slo": {"ttft_ms": 1e-323}}, "slo.ttft_ms", "greater than"),
@@ -108,7 +114,9 @@ def test_bodies_that_are_no_object(served: Served, content: bytes):
 
 
 def test_a_body_that_does_not_say_it_is_json(served: Served):
-    error = refusal(served, content=b'{"model": "small", "prompt": "x"}', headers={"Content-Type": "text/plain"})
+    error = refusal(
+        served, content=b'{"model": "small", "prompt": "x"}', headers={"Content-Type": "text/plain"}
+    )
     assert "Content-Type application/json" in error["message"]
 
 
@@ -131,7 +139,10 @@ def test_half_characters_are_refused_where_they_would_be_used(served: Served):
     ("call", "words"),
     [
         ({}, "tool_calls[0].function must be an object with a name and arguments"),
-        ({"function": {"name": "f"}}, "tool_calls[0].function must be an object with a name and arguments"),
+        (
+            {"function": {"name": "f"}},
+            "tool_calls[0].function must be an object with a name and arguments",
+        ),
     ],
 )
 def test_calls_of_earlier_turns_that_are_wrong(served: Served, call: dict[str, Any], words: str):
@@ -145,7 +156,11 @@ CUT = '{"text": "It begins'
 
 @pytest.mark.parametrize("arguments", [CUT, "5", "[1]", "nonsense", "{} {}"])
 def test_a_call_that_was_cut_is_history_like_any_other(served: Served, arguments: str):
-    call = {"id": "call_1", "type": "function", "function": {"name": "write_note", "arguments": arguments}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "write_note", "arguments": arguments},
+    }
     messages = [
         {"role": "user", "content": "Write the note."},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -154,12 +169,30 @@ def test_a_call_that_was_cut_is_history_like_any_other(served: Served, arguments
     ]
     items = [
         {"type": "message", "role": "user", "content": "Write the note."},
-        {"type": "function_call", "call_id": "call_1", "name": "write_note", "arguments": arguments},
-        {"type": "function_call_output", "call_id": "call_1", "output": "error: arguments are not JSON"},
+        {
+            "type": "function_call",
+            "call_id": "call_1",
+            "name": "write_note",
+            "arguments": arguments,
+        },
+        {
+            "type": "function_call_output",
+            "call_id": "call_1",
+            "output": "error: arguments are not JSON",
+        },
         {"type": "message", "role": "user", "content": "Try again."},
     ]
-    use = {"type": "tool_use", "id": "call_1", "name": "write_note", "input": {"INVALID_JSON": arguments}}
-    result = {"type": "tool_result", "tool_use_id": "call_1", "content": "error: arguments are not JSON"}
+    use = {
+        "type": "tool_use",
+        "id": "call_1",
+        "name": "write_note",
+        "input": {"INVALID_JSON": arguments},
+    }
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "call_1",
+        "content": "error: arguments are not JSON",
+    }
     blocks = [
         {"role": "user", "content": "Write the note."},
         {"role": "assistant", "content": [use]},
@@ -177,7 +210,11 @@ def test_a_call_that_was_cut_is_history_like_any_other(served: Served, arguments
 
 def test_a_refusal_of_an_earlier_answer_is_its_text(served: Served):
     def tokens(answer: dict[str, Any]) -> list[int]:
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", **answer}, {"role": "user", "content": "y"}]
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", **answer},
+            {"role": "user", "content": "y"},
+        ]
         found = served.post("/tokenize", json={"model": "small", "messages": messages})
         assert found.status_code == 200, found.text
         return list(found.json()["tokens"])
@@ -189,7 +226,9 @@ def test_a_refusal_of_an_earlier_answer_is_its_text(served: Served):
 
 
 def test_addresses_and_methods_that_are_not_there(served: Served):
-    assert "Invalid URL (POST /v1/compleshuns)" in refusal(served, "/v1/compleshuns", 404)["message"]
+    assert (
+        "Invalid URL (POST /v1/compleshuns)" in refusal(served, "/v1/compleshuns", 404)["message"]
+    )
     assert "Not allowed to POST" in refusal(served, "/v1/models", 405)["message"]
 
 
@@ -210,7 +249,10 @@ def test_a_method_that_is_not_there_is_told_all_that_are(served: Served, path: s
 def test_a_body_that_is_compressed(served: Served):
     content = gzip.compress(json.dumps({"model": "small", "prompt": "x", "max_tokens": 1}).encode())
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    assert "Content-Encoding is 'gzip'" in refusal(served, status=415, content=content, headers=headers)["message"]
+    assert (
+        "Content-Encoding is 'gzip'"
+        in refusal(served, status=415, content=content, headers=headers)["message"]
+    )
     headers |= {"Content-Encoding": "identity"}
     url, plain = f"{served.url}/v1/completions", gzip.decompress(content)
     assert httpx.post(url, content=plain, headers=headers, timeout=60).status_code == 200
@@ -225,5 +267,8 @@ def test_bodies_that_are_too_long(served: Served):
 
     for content in (body, in_pieces()):
         headers = {"Content-Type": "application/json"}
-        assert "8000000 bytes" in refusal(served, status=413, content=content, headers=headers)["message"]
+        assert (
+            "8000000 bytes"
+            in refusal(served, status=413, content=content, headers=headers)["message"]
+        )
     assert served.client().completions.create(model="small", prompt="x", max_tokens=1)

@@ -1,4 +1,5 @@
-"""`coserve export`: what a job has made, as files; and jobs of other methods than LoRA over HTTP."""
+"""`coserve export`: what a job has made, as files; and jobs of other methods than LoRA over
+HTTP."""
 
 import json
 import os
@@ -15,7 +16,9 @@ from served import model_directory, serving, tokenizer
 from transformers import AutoModelForCausalLM
 
 ROOT = str(Path(__file__).parents[2])
-DATA = "".join(json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n}."}) + "\n" for n in range(6)).encode()
+DATA = "".join(
+    json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n}."}) + "\n" for n in range(6)
+).encode()
 
 
 def run(*arguments):
@@ -45,7 +48,10 @@ def trained(tmp_path_factory):
                 model="small",
                 training_file=file,
                 suffix=name,
-                method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1, "batch_size": 3}}},
+                method={
+                    "type": "supervised",
+                    "supervised": {"hyperparameters": {"n_epochs": 1, "batch_size": 3}},
+                },
                 extra_body={"coserve": {"adapter": adapter}},
             )
             for name, adapter in methods.items()
@@ -88,7 +94,9 @@ def test_merged_it_is_a_model_of_its_own(trained, tmp_path):
         base = AutoModelForCausalLM.from_pretrained(model_directory(), dtype=torch.float32)
         theirs = PeftModel.from_pretrained(base, adapter)(ids).logits
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-    refused = run("export", names["prompt"], str(tmp_path / "no"), "--merge", *model, "--home", str(home))
+    refused = run(
+        "export", names["prompt"], str(tmp_path / "no"), "--merge", *model, "--home", str(home)
+    )
     assert "PROMPT_TUNING adapters cannot be merged" in refused.stderr
 
 
@@ -101,7 +109,10 @@ def test_what_is_not_there_is_said_with_what_is(trained, tmp_path):
     done = run("up", "ft:nothing", "--home", str(home))
     assert "there is no finished model 'ft:nothing'; there are: " in done.stderr
     done = run("up", names["dora"], "--home", str(home))
-    assert f"{names['dora']} is an adapter of small: a server of that model serves it by its name" in done.stderr
+    assert (
+        f"{names['dora']} is an adapter of small: a server of that model serves it by its name"
+        in done.stderr
+    )
 
 
 def test_full_weights_over_http(tmp_path):
@@ -113,29 +124,45 @@ def test_full_weights_over_http(tmp_path):
             "training_file": client.files.create(file=("d.jsonl", DATA), purpose="fine-tune").id,
         }
         full = {"adapter": {"type": "full"}, "checkpoint_every_steps": 0}
-        with pytest.raises(openai.BadRequestError, match=r"coserve\.live must be true for full fine-tuning"):
+        with pytest.raises(
+            openai.BadRequestError, match=r"coserve\.live must be true for full fine-tuning"
+        ):
             client.fine_tuning.jobs.create(**asked, extra_body={"coserve": full})
         job = client.fine_tuning.jobs.create(
-            **asked, extra_body={"coserve": {**full, "live": True, "optimizer": {"learning_rate": 1e-3}}}
+            **asked,
+            extra_body={"coserve": {**full, "live": True, "optimizer": {"learning_rate": 1e-3}}},
         )
         states = ("succeeded", "failed")
-        served.wait_until(lambda: client.fine_tuning.jobs.retrieve(job.id).status in states, limit_s=120)
+        served.wait_until(
+            lambda: client.fine_tuning.jobs.retrieve(job.id).status in states, limit_s=120
+        )
         done = client.fine_tuning.jobs.retrieve(job.id)
         assert done.status == "succeeded", done.error
         greedy: dict[str, Any] = {"prompt": "What is 3? ", "max_tokens": 8, "temperature": 0}
-        texts = {client.completions.create(model=m, **greedy).choices[0].text for m in ("small", done.fine_tuned_model)}
+        texts = {
+            client.completions.create(model=m, **greedy).choices[0].text
+            for m in ("small", done.fine_tuned_model)
+        }
         assert len(texts) == 1, "the base is what was trained"
-        checkpoint = client.fine_tuning.jobs.checkpoints.list(job.id).data[0].fine_tuned_model_checkpoint
-        with pytest.raises(openai.NotFoundError, match=r"a model of its own.*no adapter: `coserve up` serves it"):
+        checkpoint = (
+            client.fine_tuning.jobs.checkpoints.list(job.id).data[0].fine_tuned_model_checkpoint
+        )
+        with pytest.raises(
+            openai.NotFoundError, match=r"a model of its own.*no adapter: `coserve up` serves it"
+        ):
             client.completions.create(model=checkpoint, **greedy)
     name, exported = done.fine_tuned_model, tmp_path / "exported"
     assert run("export", job.id, str(exported), "--home", str(tmp_path)).returncode == 0
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in exported.iterdir()
+    }
     assert not {"coserve_full.json", "job.json"} & {path.name for path in exported.iterdir()}
     with serving(home=tmp_path, model=name) as served:
         assert served.client().models.list().data[0].id == name
         assert served.client().completions.create(model=name, **greedy).choices[0].text in texts
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     ids = tokenizer()("What is 3? ", return_tensors="pt")["input_ids"]
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+    )
     assert tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True) == texts.pop()

@@ -59,12 +59,16 @@ def finished(served, client, job):
 
 def test_tables_are_trained_on_too(served, client, tmp_path):
     """One as training file, one as validation file; a chat of CSV is JSON in its cell."""
-    messages = json.dumps([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}])
+    messages = json.dumps(
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    )
     rows = io.StringIO(newline="")
     csv.writer(rows).writerows([["messages"], *[[messages]] * 4])
     parquet.write_table(pyarrow.Table.from_pylist(LINES), tmp_path / "data")
     table = client.files.create(file=("chats.CSV", rows.getvalue().encode()), purpose="fine-tune")
-    packed = client.files.create(file=("data", (tmp_path / "data").read_bytes()), purpose="fine-tune")
+    packed = client.files.create(
+        file=("data", (tmp_path / "data").read_bytes()), purpose="fine-tune"
+    )
     job = create(client, n_epochs=1, training_file=table.id, validation_file=packed.id)
     assert finished(served, client, job).status == "succeeded"
 
@@ -75,7 +79,11 @@ def all_events(client, job):
 
 
 def train_steps(client, job):
-    return [event.data["step"] for event in all_events(client, job) if "train_loss" in (event.data or {})]
+    return [
+        event.data["step"]
+        for event in all_events(client, job)
+        if "train_loss" in (event.data or {})
+    ]
 
 
 # -- files ---------------------------------------------------------------------------------
@@ -86,12 +94,21 @@ def test_files(client):
     made = [upload(client, b"%d\n" % n) for n in range(5)]
     other = client.files.create(file=("b.bin", b"\x00\xff"), purpose="user_data")
     first = made[0]
-    assert (first.object, first.bytes, first.filename, first.purpose) == ("file", 2, "data.jsonl", "fine-tune")
+    assert (first.object, first.bytes, first.filename, first.purpose) == (
+        "file",
+        2,
+        "data.jsonl",
+        "fine-tune",
+    )
     assert first.expires_at is None
     assert client.files.retrieve(first.id) == first
     assert client.files.content(first.id).read() == b"0\n"
     assert client.files.content(other.id).read() == b"\x00\xff"
-    ids = [each.id for each in client.files.list(limit=2, order="asc", purpose="fine-tune") if each.id not in before]
+    ids = [
+        each.id
+        for each in client.files.list(limit=2, order="asc", purpose="fine-tune")
+        if each.id not in before
+    ]
     assert ids == [each.id for each in made]
     newest = client.files.list(limit=1)
     assert [each.id for each in newest.data] == [other.id]
@@ -107,7 +124,9 @@ def test_files(client):
 def test_an_upload_is_cancelled_once(client):
     begun = client.uploads.create(bytes=2, filename="f", mime_type="", purpose="batch")
     assert client.uploads.cancel(begun.id).status == "cancelled"
-    with pytest.raises(openai.BadRequestError, match="is cancelled: it cannot be cancelled any more"):
+    with pytest.raises(
+        openai.BadRequestError, match="is cancelled: it cannot be cancelled any more"
+    ):
         client.uploads.cancel(begun.id)
 
 
@@ -119,17 +138,30 @@ def test_uploads_that_are_refused(served, client):
         ({"files": {"purpose": (None, "fine-tune")}}, "file"),
         ({"files": file, "data": {"purpose": "nonsense"}}, "purpose"),
         ({"files": file, "data": {"purpose": "batch", "colour": "red"}}, "colour"),
-        ({"files": file, "data": {"purpose": "batch", "expires_after[seconds]": "3600"}}, "expires_after[anchor]"),
+        (
+            {"files": file, "data": {"purpose": "batch", "expires_after[seconds]": "3600"}},
+            "expires_after[anchor]",
+        ),
         (
             {
                 "files": file,
-                "data": {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "9"},
+                "data": {
+                    "purpose": "batch",
+                    "expires_after[anchor]": "created_at",
+                    "expires_after[seconds]": "9",
+                },
             },
             "expires_after[seconds]",
         ),
         ({"json": {"file": "x", "purpose": "batch"}}, "file"),
         ({"content": b"--x"}, "file"),
-        ({"content": b"--x\r\nno", "headers": {**key, "Content-Type": "multipart/form-data; boundary=x"}}, "file"),
+        (
+            {
+                "content": b"--x\r\nno",
+                "headers": {**key, "Content-Type": "multipart/form-data; boundary=x"},
+            },
+            "file",
+        ),
     ):
         request: dict[str, Any] = {"headers": key, "timeout": 60, **form}
         answer = httpx.post(f"{served.url}/v1/files", **request)
@@ -151,11 +183,24 @@ def test_uploads_that_are_refused(served, client):
 
 def test_a_job_from_upload_to_answers(served, client):
     job = create(
-        client, suffix="my  model", seed=7, metadata={"team": "a", "kind": "b"}, validation_file=upload(client).id
+        client,
+        suffix="my  model",
+        seed=7,
+        metadata={"team": "a", "kind": "b"},
+        validation_file=upload(client).id,
     )
-    assert (job.object, job.status, job.model, job.seed) == ("fine_tuning.job", "validating_files", "small", 7)
+    assert (job.object, job.status, job.model, job.seed) == (
+        "fine_tuning.job",
+        "validating_files",
+        "small",
+        7,
+    )
     assert (job.fine_tuned_model, job.finished_at, job.estimated_finish) == (None, None, None)
-    assert (job.organization_id, job.result_files, job.metadata) == ("org-one", [], {"team": "a", "kind": "b"})
+    assert (job.organization_id, job.result_files, job.metadata) == (
+        "org-one",
+        [],
+        {"team": "a", "kind": "b"},
+    )
     assert (job.method.type, job.method.supervised.hyperparameters.n_epochs) == ("supervised", 2)
     assert job.hyperparameters.learning_rate_multiplier == "auto"
     job = finished(served, client, job)
@@ -186,16 +231,22 @@ def test_a_job_from_upload_to_answers(served, client):
     assert [float(row["train_loss"]) for row in rows] == losses
     names = [job.fine_tuned_model, *(each.fine_tuned_model_checkpoint for each in checkpoints)]
     listed = {each.id for each in client.models.list()}
-    assert {"small", job.fine_tuned_model} <= listed and not listed & set(names[1:]), "checkpoints are listed if asked"
+    assert {"small", job.fine_tuned_model} <= listed and not listed & set(names[1:]), (
+        "checkpoints are listed if asked"
+    )
     with_checkpoints = client.models.list(extra_query={"checkpoints": True})
     assert {each.id for each in with_checkpoints} >= {"small", *names}
     assert client.models.retrieve(names[-1]).id == names[-1]
     answers = {
-        name: client.completions.create(model=name, prompt="What is 3? ", max_tokens=8, temperature=0, logprobs=1)
+        name: client.completions.create(
+            model=name, prompt="What is 3? ", max_tokens=8, temperature=0, logprobs=1
+        )
         for name in ("small", *names)
     }
     scores = {name: answer.choices[0].logprobs.token_logprobs for name, answer in answers.items()}
-    assert scores[names[0]] == pytest.approx(scores[names[1]], abs=1e-5), "the last checkpoint is the model"
+    assert scores[names[0]] == pytest.approx(scores[names[1]], abs=1e-5), (
+        "the last checkpoint is the model"
+    )
     assert scores[names[0]] != scores[names[2]]
     assert scores[names[0]] != scores["small"]
     assert client.models.retrieve(names[0]).id == names[0]
@@ -208,8 +259,12 @@ def test_lists_of_jobs(served, client):
     ids = [job.id for job in jobs]
     asked = client.fine_tuning.jobs.list(limit=2, metadata={"round": "r"})
     assert [job.id for job in asked] == ids[::-1]
-    assert [job.id for job in client.fine_tuning.jobs.list(metadata={"round": "r", "n": "1"})] == [ids[1]]
-    bare = served.get("/v1/fine_tuning/jobs?metadata=null", headers={"Authorization": "Bearer key-1"}).json()
+    assert [job.id for job in client.fine_tuning.jobs.list(metadata={"round": "r", "n": "1"})] == [
+        ids[1]
+    ]
+    bare = served.get(
+        "/v1/fine_tuning/jobs?metadata=null", headers={"Authorization": "Bearer key-1"}
+    ).json()
     assert not {job["id"] for job in bare["data"]} & set(ids)
     everything = [job.id for job in client.fine_tuning.jobs.list(limit=1)]
     assert len(everything) == len(set(everything)) >= 3
@@ -228,7 +283,11 @@ def test_pause_resume_cancel(served, client):
         client.fine_tuning.jobs.resume(job.id)
     cancelled = client.fine_tuning.jobs.cancel(job.id)
     assert (cancelled.status, cancelled.fine_tuned_model) == ("cancelled", None)
-    for verb in (client.fine_tuning.jobs.cancel, client.fine_tuning.jobs.pause, client.fine_tuning.jobs.resume):
+    for verb in (
+        client.fine_tuning.jobs.cancel,
+        client.fine_tuning.jobs.pause,
+        client.fine_tuning.jobs.resume,
+    ):
         with pytest.raises(openai.BadRequestError, match="has already completed"):
             verb(job.id)
 
@@ -236,7 +295,11 @@ def test_pause_resume_cancel(served, client):
 def test_bad_data_fails_with_line_and_reason(served, client):
     file = upload(client, b'{"messages": []}\n{"prompt": "a"}\n')
     job = finished(served, client, create(client, training_file=file.id))
-    assert (job.status, job.error.code, job.error.param) == ("failed", "invalid_training_file", "training_file")
+    assert (job.status, job.error.code, job.error.param) == (
+        "failed",
+        "invalid_training_file",
+        "training_file",
+    )
     assert "line 1: messages must be a list that is not empty" in job.error.message
     assert "line 2: completion must be a string; it is missing" in job.error.message
 
@@ -261,7 +324,10 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"colour": "red"}, "colour"),
         ({"coserve": {"data_parallel": 0}}, "coserve.data_parallel"),
         ({"coserve": {"data_parallel": 3}}, "coserve.data_parallel"),  # more than there are devices
-        ({"integrations": [{"type": "wandb", "wandb": {"name": "p"}}]}, "integrations[0].wandb.project"),
+        (
+            {"integrations": [{"type": "wandb", "wandb": {"name": "p"}}]},
+            "integrations[0].wandb.project",
+        ),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}}, "method"),
         ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"gamma": 1}}}}, "method"),
         ({"method": {"type": "dpo", "supervised": {}}}, "method.supervised"),
@@ -273,7 +339,10 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs"),
         ({"hyperparameters": {"n_epochs": "many"}}, "hyperparameters.n_epochs"),
         ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size"),
-        ({"hyperparameters": {"learning_rate_multiplier": 0}}, "hyperparameters.learning_rate_multiplier"),
+        (
+            {"hyperparameters": {"learning_rate_multiplier": 0}},
+            "hyperparameters.learning_rate_multiplier",
+        ),
         ({"coserve": {"colour": 1}}, "coserve.colour"),
         ({"coserve": {"live": 1}}, "coserve.live"),
         ({"coserve": {"evaluation": {"metric": "bleu"}}}, "coserve.evaluation"),
@@ -287,7 +356,10 @@ def test_bad_data_fails_with_line_and_reason(served, client):
         ({"coserve": {"adapter": {"type": "loha"}}}, "coserve.adapter.type"),
         ({"coserve": {"adapter": {"rank": 4}}}, "coserve.adapter.rank"),
         ({"coserve": {"adapter": {"r": 33}}}, "coserve.adapter.r"),
-        ({"coserve": {"adapter": {"target_modules": ["nothing"]}}}, "coserve.adapter.target_modules"),
+        (
+            {"coserve": {"adapter": {"target_modules": ["nothing"]}}},
+            "coserve.adapter.target_modules",
+        ),
         ({"coserve": {"adapter": []}}, "coserve.adapter"),
         ({"coserve": {"optimizer": {"learning_rate": "high"}}}, "coserve.optimizer"),
         ({"coserve": {"optimizer": {"lr": 1}}}, "coserve.optimizer.lr"),
@@ -321,7 +393,17 @@ def test_jobs_that_are_refused(body, param, served, client):
 
 def test_what_is_null_is_as_if_it_were_not_said(served, client):
     """Clients that write all fields of OpenAI's API write those that have no value as null."""
-    null = dict.fromkeys(("suffix", "seed", "validation_file", "hyperparameters", "method", "metadata", "integrations"))
+    null = dict.fromkeys(
+        (
+            "suffix",
+            "seed",
+            "validation_file",
+            "hyperparameters",
+            "method",
+            "metadata",
+            "integrations",
+        )
+    )
     answer = served.post(
         "/v1/fine_tuning/jobs",
         content=json.dumps({"model": "small", "training_file": upload(client).id, **null}),
@@ -329,12 +411,21 @@ def test_what_is_null_is_as_if_it_were_not_said(served, client):
     )
     assert answer.status_code == 200, answer.text
     job = answer.json()["id"]
-    served.wait_until(lambda: client.fine_tuning.jobs.retrieve(job).status == "succeeded", limit_s=60)
+    served.wait_until(
+        lambda: client.fine_tuning.jobs.retrieve(job).status == "succeeded", limit_s=60
+    )
 
 
 def test_what_is_not_there(client):
     jobs = client.fine_tuning.jobs
-    for call in (jobs.retrieve, jobs.cancel, jobs.pause, jobs.resume, jobs.list_events, jobs.checkpoints.list):
+    for call in (
+        jobs.retrieve,
+        jobs.cancel,
+        jobs.pause,
+        jobs.resume,
+        jobs.list_events,
+        jobs.checkpoints.list,
+    ):
         with pytest.raises(openai.NotFoundError, match="Could not find fine tune: ftjob-none"):
             call("ftjob-none")
     with pytest.raises(openai.NotFoundError, match="does not exist"):
@@ -401,7 +492,9 @@ def test_examples_are_cut_where_virtual_tokens_leave_no_room_for_all_of_them(ser
         assert done.status == "succeeded", done.error
         model, settings = done.fine_tuned_model, {}
         longest = {"max_sequence_length": 512}
-        with pytest.raises(openai.BadRequestError, match="512; the model has 512 positions, 12 of them for virtual"):
+        with pytest.raises(
+            openai.BadRequestError, match="512; the model has 512 positions, 12 of them for virtual"
+        ):
             create(client, model, training_file=file, coserve=longest)
 
 
@@ -409,18 +502,25 @@ def test_the_pages_of_a_job_are_seen_while_it_runs(served, client):
     """Just after an optimizer step a job holds none, and that is when most reports come."""
     key = {"headers": {"authorization": f"Bearer {client.api_key}"}}
     cursor = served.get("/v1/status/steps", **key).json()["cursor"]
-    job = finished(served, client, create(client, n_epochs=20, coserve={**QUICK, "checkpoint_every_steps": 0}))
+    job = finished(
+        served, client, create(client, n_epochs=20, coserve={**QUICK, "checkpoint_every_steps": 0})
+    )
     assert job.status == "succeeded"
     found = served.get(f"/v1/status/steps?after={cursor}", **key).json()
     held = [pages.get("activations", 0) for _, pages in found["memory"]]
     num_busy = sum(map(bool, held))
     assert num_busy > 5 and num_busy > 0.8 * (len(held) - 1)
     assert held[-1] == 0, "and none when it is over"
-    assert all(sum(pages.values()) == sum(found["memory"][0][1].values()) for _, pages in found["memory"])
+    assert all(
+        sum(pages.values()) == sum(found["memory"][0][1].values()) for _, pages in found["memory"]
+    )
 
 
 def test_preferences_are_learned_and_margins_shown(served, client):
-    records = [{"prompt": f"What is {n}? ", "chosen": f"It is {n}.", "rejected": "I do not know."} for n in range(6)]
+    records = [
+        {"prompt": f"What is {n}? ", "chosen": f"It is {n}.", "rejected": "I do not know."}
+        for n in range(6)
+    ]
     content = "".join(json.dumps(record) + "\n" for record in records).encode()
     hyperparameters = {"n_epochs": 4, "batch_size": 3, "beta": 0.5}
     job = client.fine_tuning.jobs.create(
@@ -434,7 +534,9 @@ def test_preferences_are_learned_and_margins_shown(served, client):
     assert done.method.type == "dpo"
     assert done.method.dpo.hyperparameters.beta == 0.5
     margins = [
-        event.data["train_reward_margin"] for event in all_events(client, job) if "train_loss" in (event.data or {})
+        event.data["train_reward_margin"]
+        for event in all_events(client, job)
+        if "train_loss" in (event.data or {})
     ]
     assert len(margins) == 8
     assert margins[0] == pytest.approx(0, abs=1e-3)
@@ -443,7 +545,8 @@ def test_preferences_are_learned_and_margins_shown(served, client):
 
 @pytest.mark.parametrize("metric", long_but("exact_match", of=["exact_match", "json_match"]))
 def test_answers_to_the_validation_file_are_judged(metric, served, client):
-    """By what a client gets of the same checkpoints; the figures are in events, checkpoints and the result file."""
+    """By what a client gets of the same checkpoints; the figures are in events, checkpoints and the
+    result file."""
     answers = (("Hello", "1"), ("quick", "[2]"), ("weights", '"x"'), ("learns", "null"))
     lines = [{"prompt": f"{word}? ", "completion": answer} for word, answer in answers]
     never = {"prompt": "Who? ", "completion": "nobody"}
@@ -453,15 +556,25 @@ def test_answers_to_the_validation_file_are_judged(metric, served, client):
         "checkpoint_every_steps": 5,
         "evaluation": {"metric": metric, "max_tokens": 16},
     }
-    content = ["".join(json.dumps(line) + "\n" for line in each).encode() for each in (lines, [*lines, never])]
+    content = [
+        "".join(json.dumps(line) + "\n" for line in each).encode()
+        for each in (lines, [*lines, never])
+    ]
     training, validation = (upload(client, each).id for each in content)
     job = create(
-        client, n_epochs=30, batch_size=4, coserve=settings, training_file=training, validation_file=validation
+        client,
+        n_epochs=30,
+        batch_size=4,
+        coserve=settings,
+        training_file=training,
+        validation_file=validation,
     )
     job = finished(served, client, job)
     assert job.status == "succeeded", job.error
     name = f"valid_{metric}"
-    found = {e.data["step"]: e.data[name] for e in all_events(client, job) if name in (e.data or {})}
+    found = {
+        e.data["step"]: e.data[name] for e in all_events(client, job) if name in (e.data or {})
+    }
     assert list(found) == [5, 10, 15, 20, 25, 30]
     assert found[30] == 0.8
     assert any(f", {metric}=0.8" in event.message for event in all_events(client, job))
@@ -469,13 +582,21 @@ def test_answers_to_the_validation_file_are_judged(metric, served, client):
         assert getattr(checkpoint.metrics, name) == found[checkpoint.step_number]
         given = [
             client.completions.create(
-                model=checkpoint.fine_tuned_model_checkpoint, prompt=line["prompt"], max_tokens=16, temperature=0
+                model=checkpoint.fine_tuned_model_checkpoint,
+                prompt=line["prompt"],
+                max_tokens=16,
+                temperature=0,
             )
             for line in lines
         ]
-        num_right = sum(each.choices[0].text == line["completion"] for each, line in zip(given, lines, strict=True))
+        num_right = sum(
+            each.choices[0].text == line["completion"]
+            for each, line in zip(given, lines, strict=True)
+        )
         assert found[checkpoint.step_number] == num_right / 5
-    rows = list(csv.DictReader(io.StringIO(client.files.content(job.result_files[0]).read().decode())))
+    rows = list(
+        csv.DictReader(io.StringIO(client.files.content(job.result_files[0]).read().decode()))
+    )
     assert [float(row[name]) for row in rows if row[name]] == list(found.values())
     assert "answers" not in served.get("/v1/models", headers={"Authorization": "Bearer key-1"}).text
 
@@ -485,4 +606,7 @@ def test_a_validation_file_without_questions_is_refused_for_answers(served, clie
     texts = upload(client, b'{"text": "all of it is learned"}\n').id
     job = finished(served, client, create(client, validation_file=texts, coserve=settings))
     assert (job.status, job.error.param) == ("failed", "validation_file")
-    assert "json_valid needs examples with a prompt and a whole answer; none of these 1 has both" in job.error.message
+    assert (
+        "json_valid needs examples with a prompt and a whole answer; none of these 1 has both"
+        in job.error.message
+    )

@@ -1,5 +1,5 @@
-"""`kill -9` of the engine's process and of the whole server while jobs run: every job finishes as if nothing had
-happened; and what a job makes is what PEFT makes.
+"""`kill -9` of the engine's process and of the whole server while jobs run: every job finishes as
+if nothing had happened; and what a job makes is what PEFT makes.
 """
 
 import json
@@ -22,7 +22,9 @@ from coserve.tuning.examples import read_examples
 
 pytestmark = pytest.mark.long
 
-LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)]
+LINES = [
+    json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)
+]
 DATA = "\n".join(LINES).encode()
 ADAPTER = {"type": "lora", "r": 4, "alpha": 8, "target_modules": "all-linear", "dropout": 0.1}
 CRASHED = {"adapter": ADAPTER, "optimizer": {"learning_rate": 5e-3}, "checkpoint_every_steps": 15}
@@ -63,7 +65,11 @@ def wait_for_a_step(served, client, job):
 
 
 def train_losses(client, job):
-    data = [event.data for event in client.fine_tuning.jobs.list_events(job.id, limit=50) if event.type == "metrics"]
+    data = [
+        event.data
+        for event in client.fine_tuning.jobs.list_events(job.id, limit=50)
+        if event.type == "metrics"
+    ]
     return [(each["step"], each["train_loss"]) for each in reversed(data) if "train_loss" in each]
 
 
@@ -93,7 +99,9 @@ def check(served, client, job, undisturbed):
     assert [each.step_number for each in checkpoints] == [NUM_STEPS, *range(195, 0, -15)]
     (directory,) = (served.home / "jobs" / job.id / "checkpoints").glob(f"step-{NUM_STEPS}*")
     assert distance(adapter_in(directory), adapter) < 1e-5
-    answer = client.completions.create(model=found.fine_tuned_model, prompt="What is 3? ", max_tokens=3)
+    answer = client.completions.create(
+        model=found.fine_tuned_model, prompt="What is 3? ", max_tokens=3
+    )
     assert answer.usage.completion_tokens > 0
     (results,) = found.result_files
     assert client.files.content(results).read().count(b"\n") == NUM_STEPS + 1
@@ -143,8 +151,14 @@ def test_a_server_that_ends_in_good_order_loses_no_step(undisturbed):
         client = served.client()
         served.wait_until(lambda: over(client, job), limit_s=120)
         check(served, client, job, undisturbed)
-        messages = [event.message for event in client.fine_tuning.jobs.list_events(job.id, limit=1000)]
-        starts = [int(each.rsplit(" ", 1)[1]) for each in messages if each.startswith("Fine-tuning resumes")]
+        messages = [
+            event.message for event in client.fine_tuning.jobs.list_events(job.id, limit=1000)
+        ]
+        starts = [
+            int(each.rsplit(" ", 1)[1])
+            for each in messages
+            if each.startswith("Fine-tuning resumes")
+        ]
         assert all(step >= done for step in starts)
 
 
@@ -160,24 +174,33 @@ def test_a_job_that_continues_with_an_adapter_ends_where_peft_ends(tmp_path):
     network.save_pretrained(start)
     with serving("--allow-adapter-paths", str(tmp_path)) as served:
         client = served.client()
-        loaded = served.post("/v1/load_lora_adapter", json={"lora_name": "mine", "lora_path": str(start)})
+        loaded = served.post(
+            "/v1/load_lora_adapter", json={"lora_name": "mine", "lora_path": str(start)}
+        )
         assert loaded.status_code == 200, loaded.text
         file = client.files.create(file=("data.jsonl", DATA), purpose="fine-tune")
         optimizer = {"learning_rate": 2e-3, "weight_decay": 0.1, "max_grad_norm": 0, "eps": 1e-6}
         job = client.fine_tuning.jobs.create(
             model="mine",
             training_file=file.id,
-            method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 3, "batch_size": 4}}},
+            method={
+                "type": "supervised",
+                "supervised": {"hyperparameters": {"n_epochs": 3, "batch_size": 4}},
+            },
             extra_body={"coserve": {"optimizer": optimizer, "shuffle": False}},
         )
         assert served.wait_until(lambda: over(client, job), limit_s=120).status == "succeeded"
         last = next(iter(client.fine_tuning.jobs.checkpoints.list(job.id)))
-        ours = adapter_in(served.home / "jobs" / job.id / "checkpoints" / f"step-{last.step_number}")
+        ours = adapter_in(
+            served.home / "jobs" / job.id / "checkpoints" / f"step-{last.step_number}"
+        )
         losses = [loss for _, loss in train_losses(client, job)]
     network = PeftModel.from_pretrained(_fresh_model(), start, is_trainable=True)
     theirs = peft_training(network, batch_size=4, num_epochs=3)
     assert losses == pytest.approx(theirs, rel=1e-4)
-    trained = {n.replace(".default", ""): p.detach() for n, p in network.named_parameters() if "lora_" in n}
+    trained = {
+        n.replace(".default", ""): p.detach() for n, p in network.named_parameters() if "lora_" in n
+    }
     assert distance(ours, trained) < 1e-4
 
 

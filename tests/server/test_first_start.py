@@ -1,4 +1,5 @@
-"""The first start on a machine: it tells what it does, serves at once, and what it lacks is shown."""
+"""The first start on a machine: it tells what it does, serves at once, and what it lacks is
+shown."""
 
 import json
 import os
@@ -26,7 +27,12 @@ class FirstStart:
     """A `coserve up` without a terminal, with a home and a cache of its own."""
 
     def __init__(
-        self, tmp_path: Path, *options: str, path: str = "", python: tuple[str, ...] = (), flags: str = ""
+        self,
+        tmp_path: Path,
+        *options: str,
+        path: str = "",
+        python: tuple[str, ...] = (),
+        flags: str = "",
     ) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         environment = os.environ | {
@@ -37,7 +43,16 @@ class FirstStart:
             "OMP_NUM_THREADS": "1",
             "COSERVE_CXXFLAGS": flags,
         }
-        command = [sys.executable, *python, "-m", "coserve", "up", str(model_directory()), "--port", str(port)]
+        command = [
+            sys.executable,
+            *python,
+            "-m",
+            "coserve",
+            "up",
+            str(model_directory()),
+            "--port",
+            str(port),
+        ]
         command += ["--memory", "16MB", "--dtype", "float32", *options]
         self.lines: list[str] = []
         self.process = subprocess.Popen(
@@ -96,7 +111,9 @@ def started(tmp_path: Path) -> Iterator[Any]:
 
 def slow_compiler(directory: Path, work: str) -> str:
     """A g++ that does something first and then what g++ does, for the front of PATH."""
-    real = subprocess.run(["which", "g++"], capture_output=True, text=True, check=True).stdout.strip()
+    real = subprocess.run(
+        ["which", "g++"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     directory.mkdir()
     (directory / "g++").write_text(f'#!/bin/sh\n{work}\nexec {real} "$@"\n')
     (directory / "g++").chmod(0o755)
@@ -115,26 +132,46 @@ def test_the_first_line_comes_before_pytorch_is_imported(started):
     start = started(python=("-X", "importtime"))
     start.until(lambda: any(line.endswith(" torch") for line in start.lines))
     lines = list(start.lines)
-    first = next(index for index, line in enumerate(lines) if "coserve.start: loading libraries" in line)
-    heavy = next(index for index, line in enumerate(lines) if re.search(r"\| +(torch|transformers)\b", line))
+    first = next(
+        index for index, line in enumerate(lines) if "coserve.start: loading libraries" in line
+    )
+    heavy = next(
+        index for index, line in enumerate(lines) if re.search(r"\| +(torch|transformers)\b", line)
+    )
     assert first < heavy
 
 
 @pytest.mark.long
 def test_a_start_tells_its_stages_on_stderr_and_over_http(started, tmp_path):
     start = started(path=slow_compiler(tmp_path / "bin", "sleep 0.5"), flags="-O0")
-    health = start.until(lambda: (found := start.get("/health")) and found.get("starting") and found)
+    health = start.until(
+        lambda: (found := start.get("/health")) and found.get("starting") and found
+    )
     assert health["status"] == "ok"
     compiling = start.until(lambda: _starting(start, "compiling kernels"))
     assert 0 <= compiling["done"] < compiling["total"]
     assert compiling["text"] == f"compiling kernels, {compiling['done']} of {compiling['total']}"
-    refused = httpx.post(f"{start.url}/v1/completions", json={"model": "small", "prompt": "x"}, timeout=30)
+    refused = httpx.post(
+        f"{start.url}/v1/completions", json={"model": "small", "prompt": "x"}, timeout=30
+    )
     assert refused.status_code == 503
     start.until_ready()
     assert start.get("/health") == {"status": "ok"} and start.get("/v1/status")["starting"] is None
-    stages = [line.partition("coserve.start: ")[2] for line in start.lines if "coserve.start: " in line]
-    order = ["loading libraries", "reading the conf", "compiling kernels", "loading weights", "measuring", "ready at"]
-    found = [next(index for index, stage in enumerate(stages) if stage.startswith(name)) for name in order]
+    stages = [
+        line.partition("coserve.start: ")[2] for line in start.lines if "coserve.start: " in line
+    ]
+    order = [
+        "loading libraries",
+        "reading the conf",
+        "compiling kernels",
+        "loading weights",
+        "measuring",
+        "ready at",
+    ]
+    found = [
+        next(index for index, stage in enumerate(stages) if stage.startswith(name))
+        for name in order
+    ]
     assert found == sorted(found), stages
     assert start.get("/v1/status")["kernels"] == {"backend": "CpuBackend -O0", "warning": None}
 
@@ -150,7 +187,9 @@ def test_lines_of_a_start_are_json_where_logs_are(started, tmp_path):
     start = started("--log-format", "json")
     start.until_ready()
     messages = [json.loads(line)["message"] for line in list(start.lines)]
-    assert messages[0].startswith("loading libraries") and messages[-1].startswith(f"ready at {start.url}")
+    assert messages[0].startswith("loading libraries") and messages[-1].startswith(
+        f"ready at {start.url}"
+    )
 
 
 @pytest.mark.long
@@ -180,7 +219,9 @@ def test_it_serves_on_a_cautious_profile_and_replaces_it_between_requests(starte
 
 @pytest.mark.long
 def test_where_plain_kernels_serve_status_and_wait_say_why(started, tmp_path):
-    start = started(path=slow_compiler(tmp_path / "bin", 'echo "rows.cpp:1: error: no room" >&2; exit 1'))
+    start = started(
+        path=slow_compiler(tmp_path / "bin", 'echo "rows.cpp:1: error: no room" >&2; exit 1')
+    )
     waited = subprocess.run(
         [sys.executable, "-m", "coserve", "wait", "--url", start.url, "--timeout", "2min"],
         capture_output=True,
@@ -192,7 +233,9 @@ def test_where_plain_kernels_serve_status_and_wait_say_why(started, tmp_path):
     assert waited.stdout == f"{start.url} is ready: it serves small\n"
     kernels = start.get("/v1/status")["kernels"]
     assert kernels["backend"] == "PlainBackend"
-    assert kernels["warning"].startswith("the CPU kernels could not be compiled, so the slower plain ones run: ")
+    assert kernels["warning"].startswith(
+        "the CPU kernels could not be compiled, so the slower plain ones run: "
+    )
     assert kernels["warning"].endswith("rows.cpp:1: error: no room")
     assert f"warning: {kernels['warning']}" in waited.stderr
     assert "coserve.start: waiting for the server" in waited.stderr
@@ -201,7 +244,9 @@ def test_where_plain_kernels_serve_status_and_wait_say_why(started, tmp_path):
 def test_wait_gives_up_in_time():
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "coserve", "wait", "--url", url, "--timeout", "100ms"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last == f"error: the server at {url} was not ready within 100ms: waiting for the server"

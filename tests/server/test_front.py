@@ -1,4 +1,5 @@
-"""A cluster's front is the server that `coserve up` is: what it was started with holds there too."""
+"""A cluster's front is the server that `coserve up` is: what it was started with holds there
+too."""
 
 import asyncio
 import dataclasses
@@ -45,7 +46,9 @@ def test_it_has_the_template_and_the_adapters_that_it_was_started_with(tmp_path:
         app = await front.start()
         try:
             await until(lambda: num_ready(front.link) == 1)
-            async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client:
+            async with AsyncClient(
+                transport=ASGITransport(app), base_url="http://127.0.0.1"
+            ) as client:
                 chat = {"messages": [{"role": "user", "content": "x"}], "return_token_strs": True}
                 told = (await client.post("/tokenize", json=chat)).json()
                 assert "".join(told["token_strs"]) == "!x"
@@ -59,7 +62,9 @@ def test_it_has_the_template_and_the_adapters_that_it_was_started_with(tmp_path:
 
 def test_what_it_cannot_read_is_said_and_the_home_is_free_again(tmp_path: Path):
     async def start(template: str | None) -> None:
-        config = ServerConfig(model=str(model_directory()), home=str(tmp_path), chat_template=template)
+        config = ServerConfig(
+            model=str(model_directory()), home=str(tmp_path), chat_template=template
+        )
         front = Front(config, one_node(config), "round-robin")
         await front.start()
         await front.stop()
@@ -71,14 +76,20 @@ def test_what_it_cannot_read_is_said_and_the_home_is_free_again(tmp_path: Path):
 
 def test_nodes_of_another_model_are_none_of_this_front_even_if_all_are(tmp_path: Path):
     config = ServerConfig(model=str(model_directory()), home=str(tmp_path / "home"))
-    other = ServerConfig(model="tiny", home=str(tmp_path / "home"))  # as the front before was started
+    other = ServerConfig(
+        model="tiny", home=str(tmp_path / "home")
+    )  # as the front before was started
 
     async def test() -> None:
         front = Front(config, one_node(other), "round-robin")
         await front.start()
         try:
-            (found,) = await until(lambda: [each for each in front.link.describe() if each["refused"]])
-            assert found["refused"].startswith("it was started with other settings than this front gives")
+            (found,) = await until(
+                lambda: [each for each in front.link.describe() if each["refused"]]
+            )
+            assert found["refused"].startswith(
+                "it was started with other settings than this front gives"
+            )
             assert num_ready(front.link) == 0
         finally:
             await front.stop()
@@ -104,7 +115,9 @@ def test_other_weights_by_the_same_path_are_other_settings(tmp_path: Path):
 def test_a_node_must_see_the_home_and_the_adapters_that_the_front_sees(tmp_path: Path):
     peft_model("pirate")
     config = ServerConfig(
-        model=str(model_directory()), home=str(tmp_path), lora_modules=(f"mine={adapter_root() / 'pirate'}",)
+        model=str(model_directory()),
+        home=str(tmp_path),
+        lora_modules=(f"mine={adapter_root() / 'pirate'}",),
     )
 
     async def test() -> None:
@@ -133,7 +146,9 @@ def test_a_node_must_see_the_home_and_the_adapters_that_the_front_sees(tmp_path:
         assert looked[-1].home == str(tmp_path)
         why = unseen(looked[-1])  # as where that is not mounted: the front's file is gone with it
         assert why is not None
-        assert why.startswith(f"it does not see --home {tmp_path} as the front does ({home.paths[0]}: No such file")
+        assert why.startswith(
+            f"it does not see --home {tmp_path} as the front does ({home.paths[0]}: No such file"
+        )
         assert why.endswith("mount it on every machine by the same path, or give --files-url")
 
     asyncio.run(asyncio.wait_for(test(), 60))
@@ -142,5 +157,10 @@ def test_a_node_must_see_the_home_and_the_adapters_that_the_front_sees(tmp_path:
 def test_it_shares_out_requests_among_tenants_where_its_engines_do(tmp_path: Path):
     for policy, weight in (("vtc", 3.0), ("slack", 1.0)):
         settings = ("w_p=3",) if policy == "vtc" else ()
-        config = ServerConfig(model=str(model_directory()), home=str(tmp_path), policy=policy, policy_settings=settings)
+        config = ServerConfig(
+            model=str(model_directory()),
+            home=str(tmp_path),
+            policy=policy,
+            policy_settings=settings,
+        )
         assert Front(config, one_node(config), "slack-affinity").link.view.prompt_weight == weight

@@ -1,4 +1,5 @@
-"""A disk that is full refuses what does not fit, and holds up nothing else; with room again, all is there, once."""
+"""A disk that is full refuses what does not fit, and holds up nothing else; with room again, all is
+there, once."""
 
 import asyncio
 import json
@@ -20,7 +21,9 @@ from coserve.jobs import driver
 
 pytestmark = pytest.mark.long
 
-LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)]
+LINES = [
+    json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)
+]
 BIG = b"x" * (3 << 20)
 
 
@@ -32,7 +35,11 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 def settings(num_epochs: int, every: int = 4) -> dict[str, Any]:
     extension = {**QUICK["extension"], "checkpoint_every_steps": every}
-    return {"hyperparameters": {"n_epochs": num_epochs, "batch_size": 3}, "extension": extension, "seed": 7}
+    return {
+        "hyperparameters": {"n_epochs": num_epochs, "batch_size": 3},
+        "extension": extension,
+        "seed": 7,
+    }
 
 
 def whole_steps(w: World, id: str) -> None:
@@ -65,7 +72,9 @@ def test_files_and_jobs_are_refused_and_nothing_is_left_of_them(disk: SmallDisk)
             disk.fill()
             for content in (DATA, BIG):
                 with pytest.raises(DiskFullError, match="the file was not kept"):
-                    w.files.create(TENANT, purpose="fine-tune", filename="x", source=BytesIO(content))
+                    w.files.create(
+                        TENANT, purpose="fine-tune", filename="x", source=BytesIO(content)
+                    )
             assert {path.name for path in (disk.path / "files").iterdir()} == before
             await until_blocked(w, job.id)
             with pytest.raises(DiskFullError, match="nothing was changed"):
@@ -108,13 +117,16 @@ def test_jobs_wait_for_room_and_end_as_if_nothing_had_happened(disk: SmallDisk) 
 def test_what_jobs_write_beside_the_store_waits_for_room_alone(
     disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The store is on another disk. One job comes to its end, one is being read, and one is paused meanwhile."""
+    """The store is on another disk. One job comes to its end, one is being read, and one is paused
+    meanwhile."""
 
     async def story() -> None:
         async with world(disk.path, database=f"sqlite:///{disk.path.parent}/store.db") as w:
             rests = await w.create(DATA, **settings(8, every=0))
             ends = await w.create_from(rests.training_file, **settings(2, every=0))
-            await w.until(lambda: w.job(ends.id).num_steps_done > 0 and w.job(rests.id).num_steps_done > 0)
+            await w.until(
+                lambda: w.job(ends.id).num_steps_done > 0 and w.job(rests.id).num_steps_done > 0
+            )
             disk.fill()
             fresh = await w.create_from(rests.training_file, **QUICK)
             dropped = await w.create_from(rests.training_file, **QUICK)
@@ -122,7 +134,10 @@ def test_what_jobs_write_beside_the_store_waits_for_room_alone(
             assert not (await w.manager.resume(TENANT, rests.id)).is_terminal
             await w.until_step(ends.id, w.job(ends.id).num_steps)
             assert (await w.manager.cancel(TENANT, dropped.id)).status == "cancelled"
-            assert [w.job(each.id).status for each in (ends, fresh)] == ["running", "validating_files"]
+            assert [w.job(each.id).status for each in (ends, fresh)] == [
+                "running",
+                "validating_files",
+            ]
             disk.empty()
             for each in (ends, fresh, rests):
                 job = await w.until_over(each.id)
@@ -130,11 +145,17 @@ def test_what_jobs_write_beside_the_store_waits_for_room_alone(
                 whole_steps(w, each.id)
 
     asyncio.run(story())
-    for words in ("wait, and are read again in 1 s", "cannot write a checkpoint", "tried again until there is room"):
+    for words in (
+        "wait, and are read again in 1 s",
+        "cannot write a checkpoint",
+        "tried again until there is room",
+    ):
         assert words in caplog.text
 
 
-def test_jobs_that_report_too_much_rest_and_engines_may_die(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_that_report_too_much_rest_and_engines_may_die(
+    disk: SmallDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(driver, "_MAX_WAITING_EVENTS", 5)
 
     async def story() -> None:
@@ -166,13 +187,18 @@ def create(served: Served, num_epochs: int) -> str:
     made = client.fine_tuning.jobs.create(
         model="small",
         training_file=file.id,
-        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": num_epochs, "batch_size": 3}}},
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": num_epochs, "batch_size": 3}},
+        },
         extra_body={"coserve": {"checkpoint_every_steps": 15}},
     )
     return made.id
 
 
-def test_a_server_whose_disk_is_full_says_so_and_continues_when_there_is_room(disk: SmallDisk) -> None:
+def test_a_server_whose_disk_is_full_says_so_and_continues_when_there_is_room(
+    disk: SmallDisk,
+) -> None:
     with serving(home=disk.path) as served:
         client = served.client()
         jobs = client.fine_tuning.jobs
@@ -198,7 +224,9 @@ def test_a_server_whose_disk_is_full_says_so_and_continues_when_there_is_room(di
         assert client.completions.create(model="small", prompt="x", max_tokens=2).usage is not None
         disk.empty()
         for id in ids:
-            served.wait_until(lambda id=id: jobs.retrieve(id).status not in ("queued", "running"), limit_s=120)
+            served.wait_until(
+                lambda id=id: jobs.retrieve(id).status not in ("queued", "running"), limit_s=120
+            )
             assert jobs.retrieve(id).status == "succeeded"
             events = list(jobs.list_events(id, limit=1000))
             metrics: list[Any] = [each.data for each in events if each.type == "metrics"]
@@ -207,20 +235,28 @@ def test_a_server_whose_disk_is_full_says_so_and_continues_when_there_is_room(di
         assert "Traceback" not in served.log.read_text()
 
 
-def test_a_server_that_was_killed_on_a_full_disk_starts_and_reads_and_says_what_it_cannot(disk: SmallDisk) -> None:
+def test_a_server_that_was_killed_on_a_full_disk_starts_and_reads_and_says_what_it_cannot(
+    disk: SmallDisk,
+) -> None:
     with serving(home=disk.path) as first:
         client = first.client()
         file = client.files.create(file=("x.jsonl", b'{"text": "x"}'), purpose="fine-tune")
         job = create(first, 50)
-        first.wait_until(lambda: client.fine_tuning.jobs.retrieve(job).model_extra["coserve"]["step"] > 2)
-        asked = client.responses.create(model="small", input="x", background=True, max_output_tokens=300)
+        first.wait_until(
+            lambda: client.fine_tuning.jobs.retrieve(job).model_extra["coserve"]["step"] > 2
+        )
+        asked = client.responses.create(
+            model="small", input="x", background=True, max_output_tokens=300
+        )
         disk.fill()
         first.process.send_signal(signal.SIGKILL)
         first.process.wait(60)
     with serving(home=disk.path) as second:
         client = second.client()
         assert client.completions.create(model="small", prompt="x", max_tokens=2).usage is not None
-        chat = client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x"}], max_tokens=2)
+        chat = client.chat.completions.create(
+            model="small", messages=[{"role": "user", "content": "x"}], max_tokens=2
+        )
         assert chat.usage is not None
         assert client.files.content(file.id).content == b'{"text": "x"}'
         assert client.fine_tuning.jobs.retrieve(job).status == "running", "as it is on record"
@@ -239,7 +275,9 @@ def test_a_server_that_was_killed_on_a_full_disk_starts_and_reads_and_says_what_
         second.wait_until(lambda: client.responses.retrieve(asked.id).status == "failed")
         second.wait_until(lambda: client.fine_tuning.jobs.retrieve(job).status == "running")
         before = client.fine_tuning.jobs.retrieve(job).model_extra["coserve"]["step"]
-        second.wait_until(lambda: client.fine_tuning.jobs.retrieve(job).model_extra["coserve"]["step"] > before)
+        second.wait_until(
+            lambda: client.fine_tuning.jobs.retrieve(job).model_extra["coserve"]["step"] > before
+        )
         assert client.fine_tuning.jobs.cancel(job).status == "cancelled"
         assert client.files.create(file=("x.jsonl", b"{}"), purpose="fine-tune").bytes == 2
         assert "Traceback" not in second.log.read_text()

@@ -19,12 +19,25 @@ def write(directory: Path, **values: Any) -> Path:
 
 
 def test_what_is_taken_of_the_file(tmp_path: Path):
-    own = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "repetition_penalty": 1.05}
-    directory = write(tmp_path / "own", **own, eos_token_id=[1], do_sample=False, max_new_tokens=2048)
+    own = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": None,
+        "repetition_penalty": 1.05,
+    }
+    directory = write(
+        tmp_path / "own", **own, eos_token_id=[1], do_sample=False, max_new_tokens=2048
+    )
     taken = {name: value for name, value in own.items() if value is not None}
     assert read_defaults(directory, "auto") == taken
     assert read_defaults(None, str(directory)) == taken
-    assert read_defaults(directory, "none") == read_defaults(None, "auto") == read_defaults(tmp_path, "auto") == {}
+    assert (
+        read_defaults(directory, "none")
+        == read_defaults(None, "auto")
+        == read_defaults(tmp_path, "auto")
+        == {}
+    )
 
 
 def test_a_file_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -41,7 +54,9 @@ def texts(served: Served, **more: Any) -> set[str]:
     """Of three requests that say no seed."""
     prompt = tokenizer()("Hello", add_special_tokens=False)["input_ids"]
     body = {"model": "small", "prompt": prompt, "max_tokens": 24, **more}
-    return {served.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(3)}
+    return {
+        served.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(3)
+    }
 
 
 @pytest.mark.long

@@ -1,7 +1,8 @@
-"""Generated grammars, schemas, patterns and structural tags over HTTP: each is answered, and no process dies.
+"""Generated grammars, schemas, patterns and structural tags over HTTP: each is answered, and no
+process dies.
 
-`make fuzz` makes more calls. Each follows a few tokens of what it asked for, so that the engine's matcher is tried as
-well.
+`make fuzz` makes more calls. Each follows a few tokens of what it asked for, so that the engine's
+matcher is tried as well.
 """
 
 import json
@@ -29,17 +30,44 @@ _SETTINGS = settings(
 _NAMES = st.sampled_from([f"d{number}" for number in range(8)])
 _REFERENCES = st.one_of(
     _NAMES.map(lambda name: {"$ref": f"#/$defs/{name}"}),
-    st.sampled_from([{"$ref": "#"}, {"$ref": "#/$defs/none"}, {"$ref": "#/properties/a"}, {"$ref": "https://x.test"}]),
+    st.sampled_from(
+        [
+            {"$ref": "#"},
+            {"$ref": "#/$defs/none"},
+            {"$ref": "#/properties/a"},
+            {"$ref": "https://x.test"},
+        ]
+    ),
 )
 _LEAVES = st.one_of(
     _REFERENCES,
     st.sampled_from(
-        [{"type": "string"}, {"type": "integer"}, {"type": "null"}, True, False, {}, {"type": "object"}, {"const": 1}]
+        [
+            {"type": "string"},
+            {"type": "integer"},
+            {"type": "null"},
+            True,
+            False,
+            {},
+            {"type": "object"},
+            {"const": 1},
+        ]
     ),
-    st.builds(lambda low, high: {"type": "integer", "minimum": low, "maximum": high}, st.integers(), st.integers()),
-    st.builds(lambda low, high: {"type": "string", "minLength": low, "maxLength": high}, *[st.integers(0, 3000)] * 2),
-    st.builds(lambda pattern: {"type": "string", "pattern": pattern}, st.deferred(lambda: _PATTERNS)),
-    st.lists(st.one_of(st.text(max_size=5), st.integers(), st.none()), max_size=4).map(lambda each: {"enum": each}),
+    st.builds(
+        lambda low, high: {"type": "integer", "minimum": low, "maximum": high},
+        st.integers(),
+        st.integers(),
+    ),
+    st.builds(
+        lambda low, high: {"type": "string", "minLength": low, "maxLength": high},
+        *[st.integers(0, 3000)] * 2,
+    ),
+    st.builds(
+        lambda pattern: {"type": "string", "pattern": pattern}, st.deferred(lambda: _PATTERNS)
+    ),
+    st.lists(st.one_of(st.text(max_size=5), st.integers(), st.none()), max_size=4).map(
+        lambda each: {"enum": each}
+    ),
 )
 
 
@@ -47,7 +75,11 @@ def _wider(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     some = st.lists(inner, max_size=4)
     named = st.dictionaries(st.sampled_from("abcde"), inner, max_size=4)
     return st.one_of(
-        st.builds(lambda name, each: {name: each}, st.sampled_from(["allOf", "anyOf", "oneOf", "prefixItems"]), some),
+        st.builds(
+            lambda name, each: {name: each},
+            st.sampled_from(["allOf", "anyOf", "oneOf", "prefixItems"]),
+            some,
+        ),
         st.builds(lambda each: {"type": "array", "items": each, "minItems": 1}, inner),
         st.builds(lambda each: {"not": each}, inner),
         st.builds(
@@ -62,7 +94,11 @@ def _wider(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             st.one_of(st.booleans(), inner),
         ),
         named.map(lambda each: {"patternProperties": each}),
-        st.builds(lambda each, more: {**each, **more}, _REFERENCES, named.map(lambda each: {"properties": each})),
+        st.builds(
+            lambda each, more: {**each, **more},
+            _REFERENCES,
+            named.map(lambda each: {"properties": each}),
+        ),
     )
 
 
@@ -72,12 +108,32 @@ _SCHEMAS = st.builds(
     st.dictionaries(_NAMES, st.recursive(_LEAVES, _wider, max_leaves=6), max_size=8),
 )
 _PATTERNS: st.SearchStrategy[str] = st.recursive(
-    st.sampled_from(["a", "[a-z]", ".", r"\d", r"\w", r"\p{L}", "ab", "é", r"\n", "[^x]", "^", "$", "(", "]", "(?=a)"]),
+    st.sampled_from(
+        [
+            "a",
+            "[a-z]",
+            ".",
+            r"\d",
+            r"\w",
+            r"\p{L}",
+            "ab",
+            "é",
+            r"\n",
+            "[^x]",
+            "^",
+            "$",
+            "(",
+            "]",
+            "(?=a)",
+        ]
+    ),
     lambda inner: st.one_of(
         st.builds(lambda one, other: one + other, inner, inner),
         st.builds(lambda one, other: f"({one}|{other})", inner, inner),
         st.builds(
-            lambda one, times: f"({one}){times}", inner, st.sampled_from(["*", "+", "?", "{3}", "{2,900}", "{0}"])
+            lambda one, times: f"({one}){times}",
+            inner,
+            st.sampled_from(["*", "+", "?", "{3}", "{2,900}", "{0}"]),
         ),
     ),
     max_leaves=30,
@@ -85,11 +141,17 @@ _PATTERNS: st.SearchStrategy[str] = st.recursive(
 _NAMES_OF_SYMBOLS = [*(f"r{number}" for number in range(6)), *(f"T{number}" for number in range(4))]
 _SYMBOLS = st.sampled_from(_NAMES_OF_SYMBOLS)
 _LARK_PARTS: st.SearchStrategy[str] = st.recursive(
-    st.one_of(_SYMBOLS, st.sampled_from(['"a"', '"b" "c"', "/[a-z]+/", '""', "%json {}", "<[1]>", "~/a/"])),
+    st.one_of(
+        _SYMBOLS, st.sampled_from(['"a"', '"b" "c"', "/[a-z]+/", '""', "%json {}", "<[1]>", "~/a/"])
+    ),
     lambda inner: st.one_of(
         st.builds(lambda one, other: f"{one} {other}", inner, inner),
         st.builds(lambda one, other: f"({one} | {other})", inner, inner),
-        st.builds(lambda one, times: f"({one}){times}", inner, st.sampled_from(["*", "+", "?", "{2,5}", "{0,4000}"])),
+        st.builds(
+            lambda one, times: f"({one}){times}",
+            inner,
+            st.sampled_from(["*", "+", "?", "{2,5}", "{0,4000}"]),
+        ),
         st.builds(lambda one, other: f"{one} & {other}", inner, inner),
     ),
     max_leaves=8,
@@ -102,7 +164,8 @@ def _grammar(begin: str, defines: str) -> st.SearchStrategy[str]:
     missing = st.sampled_from([{}, dict.fromkeys(_NAMES_OF_SYMBOLS, '"a"')])
     return st.builds(
         lambda first, others, more: "\n".join(
-            f"{name}{defines} {rule}" for name, rule in [(begin, first), *sorted((more | others).items())]
+            f"{name}{defines} {rule}"
+            for name, rule in [(begin, first), *sorted((more | others).items())]
         ),
         _LARK_PARTS,
         rules,
@@ -124,10 +187,17 @@ _TAGS = st.builds(
 _KINDS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "schema": _SCHEMAS.map(lambda schema: {"guided_json": schema}),
     "lenient schema": _SCHEMAS.map(
-        lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+        lambda schema: {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema},
+            }
+        }
     ),
     "pattern": _PATTERNS.map(lambda pattern: {"guided_regex": pattern}),
-    "grammar": st.one_of(_grammar("start", ":"), _grammar("root", " ::=")).map(lambda text: {"guided_grammar": text}),
+    "grammar": st.one_of(_grammar("start", ":"), _grammar("root", " ::=")).map(
+        lambda text: {"guided_grammar": text}
+    ),
     "tag": _TAGS.map(lambda tags: {"response_format": tags}),
 }
 

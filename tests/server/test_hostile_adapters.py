@@ -1,4 +1,5 @@
-"""Adapters whose settings are meant to do harm: nothing hangs, nothing is taken, and the answer says why."""
+"""Adapters whose settings are meant to do harm: nothing hangs, nothing is taken, and the answer
+says why."""
 
 import json
 import shutil
@@ -34,9 +35,15 @@ def is_well(served: Served) -> None:
         ({"exclude_modules": "(?=q).*"}, "RE2, which has no backreferences, look-around"),
         ({"rank_pattern": {"(?<!q)_proj": 2}}, "RE2, which has no backreferences, look-around"),
         ({"alpha_pattern": {"x" * 5000: 2}}, "4096 are allowed"),
-        ({"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "(?!x)"}, "RE2"),
+        (
+            {"target_modules": ["q_proj"], "layers_to_transform": 0, "layers_pattern": "(?!x)"},
+            "RE2",
+        ),
         ({"r": 10_000_000}, "is 10000000; a rank above the model's 32 adds nothing"),
-        ({"rank_pattern": {"q_proj": 10_000_000}}, "is 10000000; a rank above the model's 32 adds nothing"),
+        (
+            {"rank_pattern": {"q_proj": 10_000_000}},
+            "is 10000000; a rank above the model's 32 adds nothing",
+        ),
         ({"r": 2**70}, "must be a whole number from 1 to 2147483647"),
     ],
 )
@@ -54,7 +61,9 @@ def test_a_job_with_patterns_that_backtrack_runs(served: Served, setting: str):
     made = job(served, {"r": 4, "target_modules": ["q_proj"], setting: value})
     assert made.status_code == 200, made.text
     jobs = served.client().fine_tuning.jobs
-    served.wait_until(lambda: jobs.retrieve(made.json()["id"]).status in ("succeeded", "failed"), limit_s=120)
+    served.wait_until(
+        lambda: jobs.retrieve(made.json()["id"]).status in ("succeeded", "failed"), limit_s=120
+    )
     assert jobs.retrieve(made.json()["id"]).status == "succeeded"
 
 
@@ -94,7 +103,9 @@ def test_numbers_that_are_not_finite_are_refused_by_file_and_tensor(served: Serv
     name = min(tensors)
     tensors[name].view(-1)[0] = nan
     save_file(tensors, path, metadata={"format": "pt"})
-    answer = served.post("/v1/load_lora_adapter", json={"lora_name": "spoilt", "lora_path": str(path.parent)})
+    answer = served.post(
+        "/v1/load_lora_adapter", json={"lora_name": "spoilt", "lora_path": str(path.parent)}
+    )
     assert answer.status_code == 400, answer.text
     assert f"{path}: {name} has numbers that are NaN" in answer.json()["error"]["message"]
     assert "spoilt" not in [model.id for model in served.client().models.list()]
@@ -102,8 +113,12 @@ def test_numbers_that_are_not_finite_are_refused_by_file_and_tensor(served: Serv
 
 
 def test_a_directory_with_patterns_that_backtrack_is_served(served: Served):
-    directory = changed("slow", exclude_modules=EVIL, rank_pattern={EVIL: 2}, alpha_pattern={EVIL: 3})
-    answer = served.post("/v1/load_lora_adapter", json={"lora_name": "slow", "lora_path": str(directory)})
+    directory = changed(
+        "slow", exclude_modules=EVIL, rank_pattern={EVIL: 2}, alpha_pattern={EVIL: 3}
+    )
+    answer = served.post(
+        "/v1/load_lora_adapter", json={"lora_name": "slow", "lora_path": str(directory)}
+    )
     assert answer.status_code == 200, answer.text
     assert served.client().completions.create(model="slow", prompt="x", max_tokens=1)
     assert served.post("/v1/unload_lora_adapter", json={"lora_name": "slow"}).status_code == 200

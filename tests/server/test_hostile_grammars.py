@@ -1,4 +1,5 @@
-"""Grammars that would crash their compiler: each is answered, and the server's and the engine's processes stay."""
+"""Grammars that would crash their compiler: each is answered, and the server's and the engine's
+processes stay."""
 
 import os
 import signal
@@ -35,7 +36,9 @@ def pids(served: Served) -> Iterator[None]:
 
 
 def ordinary(served: Served) -> httpx.Response:
-    return served.post("/v1/completions", json={"model": "small", "prompt": "Hello", "max_tokens": 1})
+    return served.post(
+        "/v1/completions", json={"model": "small", "prompt": "Hello", "max_tokens": 1}
+    )
 
 
 def body_of(route: str, hostile: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -65,13 +68,19 @@ def test_a_hostile_grammar_costs_its_request_alone(served: Served, route: str, n
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.usefixtures("pids")
 def test_a_hostile_grammar_in_the_background_costs_its_response_alone(served: Served, name: str):
-    made = served.post("/v1/responses", json=body_of("/v1/responses", HOSTILE[name], background=True))
+    made = served.post(
+        "/v1/responses", json=body_of("/v1/responses", HOSTILE[name], background=True)
+    )
     if made.status_code == 400:
         return
     assert made.status_code == 200, made.text
     found = served.wait_until(
         lambda: next(
-            (each for each in [served.get(f"/v1/responses/{made.json()['id']}").json()] if each["status"] == "failed"),
+            (
+                each
+                for each in [served.get(f"/v1/responses/{made.json()['id']}").json()]
+                if each["status"] == "failed"
+            ),
             None,
         )
     )
@@ -81,7 +90,12 @@ def test_a_hostile_grammar_in_the_background_costs_its_response_alone(served: Se
 @pytest.mark.usefixtures("pids")
 def test_the_schemas_of_tools_are_tried_as_well(served: Served):
     function = {"name": "f", "parameters": HOSTILE["objects"]["guided_json"]}
-    body = {"model": "small", **CHAT, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    body = {
+        "model": "small",
+        **CHAT,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    }
     answer = served.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools", answer.text
 
@@ -90,11 +104,15 @@ def test_the_schemas_of_tools_are_tried_as_well(served: Served):
 def test_many_crashes_at_once_leave_ordinary_grammars_their_turn(served: Served):
     def ask(number: int) -> int:
         grammar = OVERFLOWS_SANDBOX["guided_grammar"] + f"\n// {number}"
-        return served.post("/v1/completions", json=body_of("/v1/completions", {"guided_grammar": grammar})).status_code
+        return served.post(
+            "/v1/completions", json=body_of("/v1/completions", {"guided_grammar": grammar})
+        ).status_code
 
     with ThreadPoolExecutor(8) as threads:
         crashes = [threads.submit(ask, number) for number in range(8)]
-        answer = served.post("/v1/completions", json=body_of("/v1/completions", {"guided_regex": "[a-f]{2,7}"}))
+        answer = served.post(
+            "/v1/completions", json=body_of("/v1/completions", {"guided_regex": "[a-f]{2,7}"})
+        )
         assert answer.status_code == 200, answer.text
         assert [each.result() for each in crashes] == [400] * 8
 
@@ -111,7 +129,9 @@ def test_a_sandbox_that_was_killed_is_replaced(served: Served):
         served.wait_until(lambda pid=sandbox: not is_alive(pid))
 
 
-@pytest.mark.parametrize("name", long_but("references", of=["references", "rules", "references in a rule"]))
+@pytest.mark.parametrize(
+    "name", long_but("references", of=["references", "rules", "references in a rule"])
+)
 def test_a_front_of_a_cluster_stays_as_well(front_server: Served, name: str):
     answer = front_server.post("/v1/completions", json=body_of("/v1/completions", HOSTILE[name]))
     assert answer.status_code == 400, answer.text
@@ -120,7 +140,12 @@ def test_a_front_of_a_cluster_stays_as_well(front_server: Served, name: str):
 
 def test_a_server_takes_its_sandbox_along_when_it_is_killed():
     with serving() as own:
-        assert own.post("/v1/completions", json=body_of("/v1/completions", {"guided_regex": "a+"})).status_code == 200
+        assert (
+            own.post(
+                "/v1/completions", json=body_of("/v1/completions", {"guided_regex": "a+"})
+            ).status_code
+            == 200
+        )
         sandbox = own.sandbox_pid()
         assert sandbox is not None
         os.kill(own.process.pid, signal.SIGKILL)
@@ -130,8 +155,12 @@ def test_a_server_takes_its_sandbox_along_when_it_is_killed():
 
 @pytest.mark.long
 def test_a_tenant_with_heavy_patterns_denies_structured_output_to_nobody_else():
-    """All of another tenant's are answered while eight clients of one keep the places of grammars busy."""
-    keys = {"ann": {"Authorization": "Bearer secret-1"}, "ben": {"Authorization": "Bearer secret-2"}}
+    """All of another tenant's are answered while eight clients of one keep the places of grammars
+    busy."""
+    keys = {
+        "ann": {"Authorization": "Bearer secret-1"},
+        "ben": {"Authorization": "Bearer secret-2"},
+    }
     stopping = Event()
     with serving("--api-key", "ann=secret-1", "--api-key", "ben=secret-2") as own:
 
@@ -158,6 +187,9 @@ def test_a_tenant_with_heavy_patterns_denies_structured_output_to_nobody_else():
 
 
 def heavy_pattern(client: int, number: int) -> str:
-    """Return a pattern of a hundred thousand characters that is like no other, so that it is compiled anew."""
-    words = "|".join(f"{client}{number}{chr(97 + place % 26) * (place % 40 + 1)}" for place in range(5000))
+    """Return a pattern of a hundred thousand characters that is like no other, so that it is
+    compiled anew."""
+    words = "|".join(
+        f"{client}{number}{chr(97 + place % 26) * (place % 40 + 1)}" for place in range(5000)
+    )
     return f"({words}){{1,400}}"

@@ -18,6 +18,8 @@ def test_int8_weights_are_served_as_the_library_serves_them():
         found = served.client().completions.create(
             model="small", prompt="Hello", max_tokens=8, temperature=0, logprobs=1
         )
-    assert found.choices[0].text == tokenizer().decode(list(expected.tokens), skip_special_tokens=True)
+    assert found.choices[0].text == tokenizer().decode(
+        list(expected.tokens), skip_special_tokens=True
+    )
     [size] = re.findall(r"weights (\S+) kB", served.start_line)
     assert float(size) == pytest.approx(engine.device.info.weight_bytes / 1e3, rel=0.05)

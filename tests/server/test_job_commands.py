@@ -55,7 +55,11 @@ class Process:
         self.hear_all()
 
     def kinds(self) -> list[str]:
-        return [event.kind for event in self.news.events if event.kind in ("step", "succeeded", "failed", "cancelled")]
+        return [
+            event.kind
+            for event in self.news.events
+            if event.kind in ("step", "succeeded", "failed", "cancelled")
+        ]
 
 
 @pytest.fixture
@@ -84,7 +88,11 @@ def test_checkpoints_come_before_what_follows_from_them(process: Process, tmp_pa
     process.run()
     assert process.kinds() == ["step"] * NUM_STEPS + ["succeeded"]
     assert [reply.call for reply in process.news.replies] == [1]
-    assert [(each.step, each.listed) for each in process.news.checkpoints] == [(2, True), (4, True), (6, True)]
+    assert [(each.step, each.listed) for each in process.news.checkpoints] == [
+        (2, True),
+        (4, True),
+        (6, True),
+    ]
     for each in process.news.checkpoints:
         assert (Path(each.directory) / "adapter_config.json").exists()
     assert process.engine.jobs == {}  # nothing is kept of it
@@ -103,10 +111,15 @@ def test_a_pause_is_answered_when_it_is_on_disk(process: Process, tmp_path: Path
     process.commands.handle(ResumeJob(3, "j"))
     process.run()
     assert process.kinds() == ["step"] * NUM_STEPS + ["succeeded"]
-    assert [(each.step, each.listed) for each in process.news.checkpoints] == [(3, False), (6, True)]
+    assert [(each.step, each.listed) for each in process.news.checkpoints] == [
+        (3, False),
+        (6, True),
+    ]
 
 
-def test_a_pause_holds_although_its_checkpoint_cannot_be_written(process: Process, tmp_path: Path, caplog: Any):
+def test_a_pause_holds_although_its_checkpoint_cannot_be_written(
+    process: Process, tmp_path: Path, caplog: Any
+):
     (tmp_path / "checkpoints").write_text("in the way")
     process.commands.handle(StartJob(1, job(tmp_path, checkpoint_every_steps=0)))
     process.run(3)
@@ -143,7 +156,11 @@ def test_another_engine_resumes_where_one_was_shut_down(process: Process, tmp_pa
     assert [event.step for event in other.news.events if event.kind == "step"] == [4, 5, 6]
     assert [each.step for each in other.news.checkpoints] == [4, 6]
     # Each counts what it has done itself.
-    assert other.engine.stats().num_tokens_trained == process.engine.stats().num_tokens_trained == 3 * 8
+    assert (
+        other.engine.stats().num_tokens_trained
+        == process.engine.stats().num_tokens_trained
+        == 3 * 8
+    )
 
 
 def test_a_cancelled_job_keeps_what_it_had(process: Process, tmp_path: Path):
@@ -158,8 +175,11 @@ def test_a_cancelled_job_keeps_what_it_had(process: Process, tmp_path: Path):
         process.commands.handle(CancelJob(3, "j"))
 
 
-def test_the_end_of_a_cancelled_job_is_told_before_the_reply_and_not_again(process: Process, tmp_path: Path):
-    """Who has the reply may start the job anew, here: what is told of its end after that would end it again."""
+def test_the_end_of_a_cancelled_job_is_told_before_the_reply_and_not_again(
+    process: Process, tmp_path: Path
+):
+    """Who has the reply may start the job anew, here: what is told of its end after that would end
+    it again."""
     process.commands.handle(StartJob(1, job(tmp_path)))
     process.run(2)
     process.news = JobReports()
@@ -184,14 +204,20 @@ def test_a_job_whose_result_cannot_be_kept_has_failed(process: Process, tmp_path
 
 def test_what_jobs_made_makes_room_on_the_device(process: Process, tmp_path: Path):
     for name in ("first", "second"):
-        process.commands.handle(StartJob(1, job(tmp_path, id=name, name=name, checkpoints=str(tmp_path / name))))
+        process.commands.handle(
+            StartJob(1, job(tmp_path, id=name, name=name, checkpoints=str(tmp_path / name)))
+        )
         process.run()
     assert "second" in process.engine.versions
     assert "first" not in process.engine.versions
 
 
-def test_nothing_stays_on_the_device_of_a_live_job_that_was_cancelled(process: Process, tmp_path: Path):
-    process.commands.handle(StartJob(1, job(tmp_path, config=TuningConfig(batch_size=1, live=True))))
+def test_nothing_stays_on_the_device_of_a_live_job_that_was_cancelled(
+    process: Process, tmp_path: Path
+):
+    process.commands.handle(
+        StartJob(1, job(tmp_path, config=TuningConfig(batch_size=1, live=True)))
+    )
     process.run(2)
     assert "learned" in process.engine.versions
     process.commands.handle(CancelJob(2, "j"))

@@ -70,7 +70,9 @@ def test_engines_that_die(seed, undisturbed, tmp_path):
             num_lives = 1
             while not w.job(job.id).is_terminal:
                 engine = w.link.engine
-                await w.until(lambda engine=engine: not engine.is_alive or w.job(job.id).is_terminal)
+                await w.until(
+                    lambda engine=engine: not engine.is_alive or w.job(job.id).is_terminal
+                )
                 num_lives += 1
                 w.live(seed=rng.randrange(99), most_steps=rng.choice((15, 60, 150, 300)))
             assert num_lives > 3
@@ -119,7 +121,9 @@ def test_what_a_process_left_half_done_is_cleared_away(tmp_path):
 
     async def first():
         async with world(tmp_path) as w:
-            job = await w.create(DATA, **{**CRASHED, "hyperparameters": {"n_epochs": 50, "batch_size": 1}})
+            job = await w.create(
+                DATA, **{**CRASHED, "hyperparameters": {"n_epochs": 50, "batch_size": 1}}
+            )
             await w.until(lambda: w.job(job.id).num_steps_done > 12)
         return job.id
 
@@ -243,7 +247,9 @@ def test_a_job_that_was_done_when_the_server_died_is_done(undisturbed, tmp_path)
             mine = await w.create(DATA, **CRASHED, validation_file=w.upload(DATA))
             await w.until_over(mine.id)
             with w.store.write() as transaction:
-                transaction.change_job(mine.id, status="running", finished_at=None, result_file=None)
+                transaction.change_job(
+                    mine.id, status="running", finished_at=None, result_file=None
+                )
                 transaction.remove_adapter(TENANT, mine.name)
                 transaction.add_event(job_event(mine, "as if it had not been told"))
         return mine.id

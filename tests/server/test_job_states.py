@@ -1,7 +1,8 @@
-"""Jobs through any order of what can happen to them: clients, engines that come and go, servers that end.
+"""Jobs through any order of what can happen to them: clients, engines that come and go, servers
+that end.
 
-The engine here only counts: it is told the same, and tells the same, as the real one, a thousand times faster. What it
-says may come late, and be lost with it.
+The engine here only counts: it is told the same, and tells the same, as the real one, a thousand
+times faster. What it says may come late, and be lost with it.
 """
 
 import asyncio
@@ -76,7 +77,9 @@ class CountingEngine:
             self._end(job, "succeeded")
             return
         self.steps[job] += 1
-        self._unsaid.append(self._event(job, "step", loss=1.0, token_accuracy=0.5, norm=1.0, num_tokens=3))
+        self._unsaid.append(
+            self._event(job, "step", loss=1.0, token_accuracy=0.5, norm=1.0, num_tokens=3)
+        )
         every = self._starts[job].checkpoint_every_steps
         if self.steps[job] % every == 0:
             self._checkpoint(job, listed=True)
@@ -84,12 +87,18 @@ class CountingEngine:
     def say(self):
         """Tell all that has happened."""
         for each in self._unsaid:
-            report = EngineReported(events=[each]) if isinstance(each, JobEvent) else EngineReported(checkpoints=[each])
+            report = (
+                EngineReported(events=[each])
+                if isinstance(each, JobEvent)
+                else EngineReported(checkpoints=[each])
+            )
             self._manager.engine_reported(report.events, report.checkpoints)
         self._unsaid.clear()
 
     def _event(self, job, kind, **fields):
-        return JobEvent(job=job, kind=kind, step=self.steps[job], now_s=float(self.steps[job]), **fields)
+        return JobEvent(
+            job=job, kind=kind, step=self.steps[job], now_s=float(self.steps[job]), **fields
+        )
 
     def _end(self, job, kind):
         self._unsaid.append(self._event(job, kind))
@@ -98,14 +107,18 @@ class CountingEngine:
 
     def _checkpoint(self, job, *, listed, is_terminal=False):
         parent, number = Path(self._starts[job].checkpoints), 0
-        while (directory := parent / f"step-{self.steps[job]}{f'-{number}' if number else ''}").exists():
+        while (
+            directory := parent / f"step-{self.steps[job]}{f'-{number}' if number else ''}"
+        ).exists():
             number += 1
         directory.mkdir(parents=True)
         for name in ("adapter_config.json", "adapter_model.safetensors", "job.json"):
             (directory / name).write_text(str(self.steps[job]))
         if not is_terminal:
             (directory / "optimizer.safetensors").write_text("")
-        self._unsaid.append(Checkpointed(job=job, step=self.steps[job], directory=str(directory), listed=listed))
+        self._unsaid.append(
+            Checkpointed(job=job, step=self.steps[job], directory=str(directory), listed=listed)
+        )
 
 
 class Lives(RuleBasedStateMachine):
@@ -189,7 +202,9 @@ class Lives(RuleBasedStateMachine):
 
         async def story():
             # The engine may be further than what it has said: then the job may turn out to be over.
-            was_over = self.engine is not None and before == "running" and id not in self.engine.steps
+            was_over = (
+                self.engine is not None and before == "running" and id not in self.engine.steps
+            )
             try:
                 found = await getattr(self.world.manager, verb)(TENANT, id)
             except JobError:
@@ -267,7 +282,8 @@ class Lives(RuleBasedStateMachine):
         self.run(story())
 
     def see_what_was_done(self):
-        """A job whose last checkpoint of all was told, but not that it has succeeded, is over all the same."""
+        """A job whose last checkpoint of all was told, but not that it has succeeded, is over all
+        the same."""
         for id, status in self.expected.items():
             if status == "running" and self.world.job(id).status == "succeeded":
                 self.expected[id] = "succeeded"
@@ -285,7 +301,9 @@ class Lives(RuleBasedStateMachine):
             steps = [event.step for event in self.world.events(id) if event.kind == "step"]
             assert steps == list(range(1, job.num_steps_done + 1))
             if self.engine is not None and not unsaid:
-                assert (id in self.engine.steps) == (status == "running" or id in self.engine.paused)
+                assert (id in self.engine.steps) == (
+                    status == "running" or id in self.engine.paused
+                )
                 assert self.engine.steps.get(id, job.num_steps_done) == job.num_steps_done
             listed = [each.step for each in self.world.checkpoints(id)]
             if status == "succeeded":
@@ -293,10 +311,17 @@ class Lives(RuleBasedStateMachine):
                 assert self.world.manager.adapters.find(TENANT, job.name) is not None
             else:
                 assert self.world.manager.adapters.find(TENANT, job.name) is None
-            assert listed == [step for step in (4, 8, 12, NUM_STEPS) if step <= job.num_steps_done][: len(listed)]
+            assert (
+                listed
+                == [step for step in (4, 8, 12, NUM_STEPS) if step <= job.num_steps_done][
+                    : len(listed)
+                ]
+            )
             for each in self.world.checkpoints(id):
                 assert (Path(each.directory) / "adapter_model.safetensors").exists()
-                assert self.world.manager.adapters.find(TENANT, each.name).directory == each.directory
+                assert (
+                    self.world.manager.adapters.find(TENANT, each.name).directory == each.directory
+                )
             if status in OVER:
                 assert job.finished_at is not None
                 folder = self.home / "jobs" / id
@@ -327,6 +352,10 @@ class Lives(RuleBasedStateMachine):
 
 
 Lives.TestCase.settings = settings(
-    max_examples=6, stateful_step_count=20, deadline=None, phases=[Phase.generate], report_multiple_bugs=False
+    max_examples=6,
+    stateful_step_count=20,
+    deadline=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
 )
 TestLives = Lives.TestCase

@@ -55,20 +55,28 @@ def test_what_is_not_learned_of_the_files_is_an_event(tmp_path):
     warnings = [event.message for event in events if event.level == "warn"]
     file = f"training_file {job.training_file}"
     assert warnings[0] == (
-        f"{file}: lines 1, 4 and 5: reasoning_content is not learned: the chat template does not write it (model small)"
+        f"{file}: lines 1, 4 and 5: reasoning_content is not learned: the chat template does not "
+        f"write it (model small)"
     )
     left_out = "has no turn to train on: each message of the assistant has weight 0"
     assert warnings[1] == f"{file}: 2 examples were left out: lines 2 and 6: {left_out}"
     assert job.num_examples == 4 and len(warnings) == 2
-    assert strict.status == "failed" and strict.error["message"].endswith(f"lines 2 and 6: {left_out}")
+    assert strict.status == "failed" and strict.error["message"].endswith(
+        f"lines 2 and 6: {left_out}"
+    )
 
 
 def test_a_job_from_its_files_to_its_model(tmp_path):
     async def story():
         async with world(tmp_path) as w:
             validation = w.upload(DATA)
-            job = await w.create(DATA, **QUICK, validation_file=validation, suffix="mine", metadata={"k": "v"})
-            assert (job.status, job.name.split(":")[:4]) == ("validating_files", ["ft", "small", "coserve", "mine"])
+            job = await w.create(
+                DATA, **QUICK, validation_file=validation, suffix="mine", metadata={"k": "v"}
+            )
+            assert (job.status, job.name.split(":")[:4]) == (
+                "validating_files",
+                ["ft", "small", "coserve", "mine"],
+            )
             job = await w.until_over(job.id)
             events, checkpoints = w.events(job.id), w.checkpoints(job.id)
             known = w.manager.adapters.list(TENANT)
@@ -89,12 +97,18 @@ def test_a_job_from_its_files_to_its_model(tmp_path):
         "Files validated, moving job to queued state",
         "Fine-tuning job started",
     ]
-    assert messages[-2:] == [f"New fine-tuned model created: {job.name}", "The job has successfully completed"]
+    assert messages[-2:] == [
+        f"New fine-tuned model created: {job.name}",
+        "The job has successfully completed",
+    ]
     first = next(event.data for event in events if event.kind == "step")
     assert first["total_steps"] == 9
     assert first["train_loss"] > 0
     assert 0 <= first["train_mean_token_accuracy"] <= 1
-    assert sum(event.data["num_tokens"] for event in events if event.kind == "step") == job.trained_tokens
+    assert (
+        sum(event.data["num_tokens"] for event in events if event.kind == "step")
+        == job.trained_tokens
+    )
     assert [each.step for each in checkpoints] == [4, 8, 9]
     names = [f"{job.name}:ckpt-step-{step}" for step in (4, 8, 9)]
     assert [each.name for each in checkpoints] == names
@@ -106,12 +120,17 @@ def test_a_job_from_its_files_to_its_model(tmp_path):
             "adapter_model.safetensors",
         ]
         PeftModel.from_pretrained(make_model(), each.directory)
-    assert distance(adapter_in(checkpoints[0].directory), adapter_in(checkpoints[-1].directory)) > 1e-3
+    assert (
+        distance(adapter_in(checkpoints[0].directory), adapter_in(checkpoints[-1].directory)) > 1e-3
+    )
     assert not list((tmp_path / "jobs" / job.id).glob("*.msgpack"))
     rows = list(csv.DictReader(io.StringIO(content)))
     assert (results.filename, results.purpose) == ("step_metrics.csv", "fine-tune-results")
     assert results.num_bytes == len(content.encode())
-    assert content.splitlines()[0] == "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"
+    assert (
+        content.splitlines()[0]
+        == "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"
+    )
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 10)]
     assert [bool(row["valid_loss"]) for row in rows] == [step in (4, 8, 9) for step in range(1, 10)]
 
@@ -124,12 +143,23 @@ def test_files_that_cannot_be_used_fail_the_job(tmp_path):
             text = await w.create(b"\xff\xfe\n")
             text = await w.until_over(text.id)
             empty = await w.until_over((await w.create(b"\n\n")).id)
-            endless = await w.until_over((await w.create(DATA + b'{"text": "' + b"x" * (2 << 20) + b'"}')).id)
+            endless = await w.until_over(
+                (await w.create(DATA + b'{"text": "' + b"x" * (2 << 20) + b'"}')).id
+            )
             validation = w.upload(b'{"text": 7}')
             late = await w.until_over((await w.create(DATA, validation_file=validation)).id)
-            for name, file in (("training_file", w.upload(DATA, "other")), ("validation_file", "file-none")):
+            for name, file in (
+                ("training_file", w.upload(DATA, "other")),
+                ("validation_file", "file-none"),
+            ):
                 files = {"training_file": w.upload(DATA), "validation_file": None} | {name: file}
-                named = {"model": "small", "base": "small", "suffix": None, "metadata": None, "start": None}
+                named = {
+                    "model": "small",
+                    "base": "small",
+                    "suffix": None,
+                    "metadata": None,
+                    "start": None,
+                }
                 with pytest.raises(JobError, match=f"{name} '{file}' does not exist") as caught:
                     await w.manager.create(TENANT, **files, **named, settings=_settings())
                 assert caught.value.param == name
@@ -140,7 +170,11 @@ def test_files_that_cannot_be_used_fail_the_job(tmp_path):
         return bad, text, empty, endless, late, events
 
     bad, text, empty, endless, late, events = run(story())
-    assert (bad.status, bad.error["code"], bad.error["param"]) == ("failed", "invalid_training_file", "training_file")
+    assert (bad.status, bad.error["code"], bad.error["param"]) == (
+        "failed",
+        "invalid_training_file",
+        "training_file",
+    )
     assert "lines 2, 3, 4 and 9 more: not valid JSON" in bad.error["message"]
     assert events[-1].level == "error"
     assert "is UTF-16; save it as UTF-8" in text.error["message"]
@@ -151,7 +185,13 @@ def test_files_that_cannot_be_used_fail_the_job(tmp_path):
 
 
 def _settings():
-    return job_settings(hyperparameters={}, extension={}, seed=0, architecture=base_model().architecture, is_fresh=True)
+    return job_settings(
+        hyperparameters={},
+        extension={},
+        seed=0,
+        architecture=base_model().architecture,
+        is_fresh=True,
+    )
 
 
 def test_pause_resume_and_cancel(tmp_path):
@@ -178,7 +218,9 @@ def test_pause_resume_and_cancel(tmp_path):
             ended = await w.manager.cancel(TENANT, job.id)
             assert (ended.status, w.manager.estimated_finish(ended)) == ("cancelled", None)
             for verb in (w.manager.cancel, w.manager.pause, w.manager.resume):
-                with pytest.raises(JobError, match="has already completed: its status is cancelled"):
+                with pytest.raises(
+                    JobError, match="has already completed: its status is cancelled"
+                ):
                     await verb(TENANT, job.id)
             for verb in (w.manager.cancel, w.manager.pause, w.manager.resume):
                 with pytest.raises(JobError, match="There is no fine-tuning job"):
@@ -186,7 +228,9 @@ def test_pause_resume_and_cancel(tmp_path):
             await w.until(lambda: w.job(job.id).finished_at)
             events, checkpoints = w.events(job.id), w.checkpoints(job.id)
             assert steps_of(events) == list(range(1, len(steps_of(events)) + 1))
-            assert not any((Path(each.directory) / name).exists() for each in checkpoints for name in JOB_FILES)
+            assert not any(
+                (Path(each.directory) / name).exists() for each in checkpoints for name in JOB_FILES
+            )
             listed = {Path(each.directory) for each in checkpoints}
             assert set((tmp_path / "jobs" / job.id / "checkpoints").iterdir()) == listed
             # The engine has room for the next one.
@@ -215,14 +259,17 @@ def test_without_an_engine_jobs_wait_and_obey(tmp_path):
 
 @pytest.mark.long
 def test_what_a_job_cannot_be_told_twice_is_known_after_a_restart(tmp_path):
-    """A paused job stays paused, a job that was running resumes, one being validated is validated again."""
+    """A paused job stays paused, a job that was running resumes, one being validated is validated
+    again."""
 
     async def first():
         async with world(tmp_path) as w:
             paused = await w.create(DATA, **LONG)
             await w.until(lambda: w.job(paused.id).num_steps_done > 2)
             await w.manager.pause(TENANT, paused.id)
-            running = await w.create(DATA, **{**LONG, "hyperparameters": {"n_epochs": 20, "batch_size": 1}})
+            running = await w.create(
+                DATA, **{**LONG, "hyperparameters": {"n_epochs": 20, "batch_size": 1}}
+            )
             await w.until(lambda: w.job(running.id).num_steps_done > 5)
             fresh = await w.create(DATA, **QUICK)
         return paused.id, running.id, fresh.id
@@ -249,7 +296,11 @@ def test_training_continues_from_a_model(tmp_path):
             known = w.manager.adapters.find(TENANT, first.name)
             ref = AdapterRef(name=known.name, directory=known.directory)
             extension = {"optimizer": {"learning_rate": 1e-9}, "checkpoint_every_steps": 0}
-            named = {"hyperparameters": QUICK["hyperparameters"], "extension": extension, "model": first.name}
+            named = {
+                "hyperparameters": QUICK["hyperparameters"],
+                "extension": extension,
+                "model": first.name,
+            }
             second = await w.create(DATA, **named, start=ref)
             with pytest.raises(JobError, match=f"job {second.id} needs {first.name}"):
                 await w.manager.delete_adapter(TENANT, first.name)
@@ -264,7 +315,9 @@ def test_training_continues_from_a_model(tmp_path):
             assert Path(known.directory).is_dir(), "the model is the same adapter"
             assert [each.step for each in w.checkpoints(first.id)] == [4, 8]
             gone = await w.manager.delete_adapter(TENANT, first.name)
-            assert sorted(gone) == sorted((first.name, *(f"{first.name}:ckpt-step-{step}" for step in (4, 8))))
+            assert sorted(gone) == sorted(
+                (first.name, *(f"{first.name}:ckpt-step-{step}" for step in (4, 8)))
+            )
             assert w.manager.adapters.find(TENANT, first.name) is None
             assert not w.checkpoints(first.id)
             assert not Path(known.directory).parents[1].exists()
@@ -275,7 +328,9 @@ def test_training_continues_from_a_model(tmp_path):
 def test_a_live_job_is_listed_while_it_runs(tmp_path, monkeypatch):
     write_deaths = JobWriter.lose_engine
 
-    def lose_engine(*args, **kwargs):  # who reads the store in between must not find a live job that waits
+    def lose_engine(
+        *args, **kwargs
+    ):  # who reads the store in between must not find a live job that waits
         fatal = write_deaths(*args, **kwargs)
         time.sleep(0.1)
         return fatal
@@ -320,7 +375,9 @@ def test_a_job_that_the_engine_refuses_fails_with_its_words(tmp_path):
 
     async def story():
         async with world(tmp_path) as w:
-            with pytest.raises(JobError, match=r"coserve\.adapter must not be given where the model is an adapter"):
+            with pytest.raises(
+                JobError, match=r"coserve\.adapter must not be given where the model is an adapter"
+            ):
                 await w.create(DATA, **QUICK, start=start)
             return await w.until_over((await w.create(DATA, start=start)).id)
 
@@ -362,7 +419,9 @@ def test_jobs_of_another_model_wait_for_it(tmp_path, status):
             job = await w.create(DATA, **QUICK)
             await w.until(lambda: w.job(job.id).status == "queued")
             with w.store.write() as transaction:
-                transaction.change_job(job.id, base="another", status=status, num_steps=job.num_steps)
+                transaction.change_job(
+                    job.id, base="another", status=status, num_steps=job.num_steps
+                )
         return job.id
 
     async def second(id):
@@ -400,7 +459,9 @@ def test_a_job_that_no_engine_survives_the_start_of_fails(tmp_path):
     assert (job.status, job.error["code"]) == ("failed", "engine_died")
 
 
-def test_who_resumes_a_job_just_when_its_files_are_read_does_not_read_them_again(tmp_path, monkeypatch):
+def test_who_resumes_a_job_just_when_its_files_are_read_does_not_read_them_again(
+    tmp_path, monkeypatch
+):
     may_validate, num_validated = threading.Event(), []
 
     def validate(*arguments):
@@ -548,7 +609,9 @@ def test_a_pause_that_the_engine_cannot_do_is_refused_and_the_job_stays_as_it_is
             job, engine = await w.create(DATA, **LONG), w.link.engine
             await w.until(lambda: w.job(job.id).num_steps_done > 1)
             w.link.engine = Failing(engine, None)
-            with pytest.raises(JobError, match=r"could not do this with job .*: no room for the copy"):
+            with pytest.raises(
+                JobError, match=r"could not do this with job .*: no room for the copy"
+            ):
                 await w.manager.pause(TENANT, job.id)
             w.link.engine = engine
             done = w.job(job.id).num_steps_done
@@ -582,7 +645,9 @@ def test_what_cannot_be_removed_is_left_to_the_next_start(tmp_path, monkeypatch,
 
     checkpoints = tmp_path / "jobs" / run(first()) / "checkpoints"
     assert list(checkpoints.iterdir())
-    assert "is not needed any more, and cannot be removed: [Errno 13] Permission denied" in caplog.text
+    assert (
+        "is not needed any more, and cannot be removed: [Errno 13] Permission denied" in caplog.text
+    )
     monkeypatch.undo()
 
     async def second():
@@ -607,7 +672,9 @@ def test_a_model_that_is_deleted_while_it_is_looked_up_is_not_known_later(tmp_pa
                     yield transaction
 
             w.store.read = slow_read
-            looking = asyncio.create_task(asyncio.to_thread(w.manager.adapters.find, TENANT, job.name))
+            looking = asyncio.create_task(
+                asyncio.to_thread(w.manager.adapters.find, TENANT, job.name)
+            )
             await asyncio.to_thread(asked.wait, 30)
             w.store.read = read
             assert await w.manager.delete_adapter(TENANT, job.name)

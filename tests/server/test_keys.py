@@ -1,4 +1,5 @@
-"""Keys come from the command line, the environment and a file; they are known by their digests alone."""
+"""Keys come from the command line, the environment and a file; they are known by their digests
+alone."""
 
 import logging
 import os
@@ -24,16 +25,30 @@ ROOT = str(Path(__file__).parents[2])
 
 
 def test_keys_come_from_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = keys_file(tmp_path, "[tenants.dan]\noperator = true\nmax_jobs = 3\nmax_file_bytes = '2kB'", dan="four")
+    path = keys_file(
+        tmp_path, "[tenants.dan]\noperator = true\nmax_jobs = 3\nmax_file_bytes = '2kB'", dan="four"
+    )
     monkeypatch.setenv("COSERVE_API_KEYS", f"ben=two {digest_of('three')}\nann=again")
     config = ServerConfig(
-        api_keys=("ann=one",), api_keys_file=str(path), operators=("ben",), tenant_tokens_per_minute=100
+        api_keys=("ann=one",),
+        api_keys_file=str(path),
+        operators=("ben",),
+        tenant_tokens_per_minute=100,
     )
     ring = Keys(config).ring
-    found = {key: ring.tenant_of(key) for key in ("one", "again", "two", "three", "four", "five", "")}
+    found = {
+        key: ring.tenant_of(key) for key in ("one", "again", "two", "three", "four", "five", "")
+    }
     bare = found.pop("three")
     assert bare is not None and bare.startswith("key-")
-    assert found == {"one": "ann", "again": "ann", "two": "ben", "four": "dan", "five": None, "": None}
+    assert found == {
+        "one": "ann",
+        "again": "ann",
+        "two": "ben",
+        "four": "dan",
+        "five": None,
+        "": None,
+    }
     assert ring.operators == {"ben", "dan"} and not ring.is_operator("ann")
     assert ring.limits_of("ann") == Limits(tokens_per_minute=100)
     assert ring.limits_of("dan") == Limits(tokens_per_minute=100, max_jobs=3, max_file_bytes=2000)
@@ -41,12 +56,18 @@ def test_keys_come_from_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_operator_without_a_key_is_named_by_its_option():
-    with pytest.raises(CoserveError, match="--operator: there is no key of tenant 'ben'; coserve keys new makes one"):
+    with pytest.raises(
+        CoserveError,
+        match="--operator: there is no key of tenant 'ben'; coserve keys new makes one",
+    ):
         Keys(ServerConfig(api_keys=("ann=one",), operators=("ben",)))
 
 
 def test_no_key_is_held(tmp_path: Path):
-    config = ServerConfig(api_keys=("ann=hunter-two", "bare-secret"), api_keys_file=str(keys_file(tmp_path, "", b="b")))
+    config = ServerConfig(
+        api_keys=("ann=hunter-two", "bare-secret"),
+        api_keys_file=str(keys_file(tmp_path, "", b="b")),
+    )
     keys = Keys(config)
     assert not any(secret in repr((config, keys.ring)) for secret in ("hunter-two", "bare-secret"))
 
@@ -69,15 +90,30 @@ def test_new_keys_differ_and_cannot_be_guessed():
         ("", "has no keys"),
         ('[keys]\n"my-secret" = "ann"', "line 1 of [keys] does not begin with a digest"),
         (f'[keys]\n"{digest_of("x")}" = "a b"', "no name of a tenant"),
-        (f'[keys]\n"{digest_of("x")}" = "ann"\n[tenant.ann]\n', "'tenant' is not one of keys, tenants"),
+        (
+            f'[keys]\n"{digest_of("x")}" = "ann"\n[tenant.ann]\n',
+            "'tenant' is not one of keys, tenants",
+        ),
         (
             f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ben]\nmax_jobs = 1',
             "keys.toml: there is no key of tenant 'ben'",
         ),
-        (f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_job = 1', "'max_job', which is not one of"),
-        (f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_jobs = 0', "max_jobs must be a whole number"),
-        (f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_file_bytes = "much"', "is no number"),
-        (f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\noperator = 1', "operator must be true or false"),
+        (
+            f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_job = 1',
+            "'max_job', which is not one of",
+        ),
+        (
+            f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_jobs = 0',
+            "max_jobs must be a whole number",
+        ),
+        (
+            f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_file_bytes = "much"',
+            "is no number",
+        ),
+        (
+            f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\noperator = 1',
+            "operator must be true or false",
+        ),
         (f'[keys]\n"{digest_of("one")}" = "ben"', "that is tenant 'ann''s already"),
         ("[keys", "is wrong"),
     ],
@@ -125,9 +161,15 @@ def test_the_command_makes_a_key_and_its_line(tmp_path: Path):
     shown, line = done.stdout.splitlines()
     key, line = shown.rpartition(" ")[2], line.partition(": ")[2]
     (tmp_path / "keys.toml").write_text(f"[keys]\n{line}\n")
-    assert Keys(ServerConfig(api_keys_file=str(tmp_path / "keys.toml"))).ring.tenant_of(key) == "ann"
+    assert (
+        Keys(ServerConfig(api_keys_file=str(tmp_path / "keys.toml"))).ring.tenant_of(key) == "ann"
+    )
     wrong = coserve("keys", "new", "a b")
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "1 to 64 letters" in wrong.stderr
+    assert (
+        wrong.returncode == 2
+        and wrong.stderr.count("\n") == 1
+        and "1 to 64 letters" in wrong.stderr
+    )
 
 
 def status(served: Served, key: str, path: str = "/v1/models") -> int:
@@ -136,18 +178,28 @@ def status(served: Served, key: str, path: str = "/v1/models") -> int:
 
 def test_a_server_with_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Roles, reading it again beside an open stream, and who may read what the server writes."""
-    path = keys_file(tmp_path, "[tenants.ops]\noperator = true", ann="key-1", ben="key-2", ops="key-3")
+    path = keys_file(
+        tmp_path, "[tenants.ops]\noperator = true", ann="key-1", ben="key-2", ops="key-3"
+    )
     monkeypatch.setenv("COSERVE_API_KEYS", "dan=key-4")
     home = tmp_path / "home"
     home.mkdir()
     home.chmod(0o755)
     with serving("--api-keys-file", str(path), home=home) as served:
-        assert [status(served, f"key-{number}") for number in range(1, 6)] == [200, 200, 200, 200, 401]
+        assert [status(served, f"key-{number}") for number in range(1, 6)] == [
+            200,
+            200,
+            200,
+            200,
+            401,
+        ]
         assert "ps shows" not in served.log.read_text()
         for name in ("ann", "ben"):
             key = {"ann": "key-1", "ben": "key-2"}[name]
             served.client(key).completions.create(model="small", prompt="Hello", max_tokens=2)
-            served.client(key).files.create(file=("x.jsonl", b'{"text": "x"}\n'), purpose="fine-tune")
+            served.client(key).files.create(
+                file=("x.jsonl", b'{"text": "x"}\n'), purpose="fine-tune"
+            )
         _check_roles(served)
         _check_modes(served)
         _check_reload(served, path)
@@ -168,7 +220,9 @@ def _check_roles(served: Served) -> None:
 
     def finished(key: str) -> tuple[int, int]:
         status: Any = _text(served, key, "/v1/status").json()
-        return status["requests"]["finished"], len(_text(served, key, "/v1/status/steps").json()["requests"])
+        return status["requests"]["finished"], len(
+            _text(served, key, "/v1/status/steps").json()["requests"]
+        )
 
     served.wait_until(lambda: finished("key-3") == (2, 2))
     assert finished("key-1") == finished("key-2") == (1, 1)
@@ -181,7 +235,9 @@ def _check_roles(served: Served) -> None:
 def _check_modes(served: Served) -> None:
     assert stat.S_IMODE(served.home.stat().st_mode) == 0o700
     made = [path for path in served.home.rglob("*") if not path.is_symlink()]
-    assert any(path.name == "coserve.db" for path in made) and any(path.parent.name == "files" for path in made)
+    assert any(path.name == "coserve.db" for path in made) and any(
+        path.parent.name == "files" for path in made
+    )
     for path in made:
         if path.is_file() or path.is_dir():
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
@@ -190,7 +246,9 @@ def _check_modes(served: Served) -> None:
 def _check_reload(served: Served, path: Path) -> None:
     body = {"model": "small", "prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
     headers = {"Authorization": "Bearer key-1"}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60) as stream:
+    with httpx.stream(
+        "POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60
+    ) as stream:
         assert stream.status_code == 200
         lines = stream.iter_lines()
         next(lines)
@@ -202,7 +260,9 @@ def _check_reload(served: Served, path: Path) -> None:
         served.process.send_signal(signal.SIGHUP)
         served.wait_until(lambda: status(served, "key-5") == 200)
         assert [status(served, f"key-{number}") for number in (1, 2, 3, 4)] == [401, 200, 401, 200]
-        assert [line for line in lines if line][-1] == "data: [DONE]", "its key was right when it began"
+        assert [line for line in lines if line][-1] == "data: [DONE]", (
+            "its key was right when it began"
+        )
     assert _text(served, "key-2", "/metrics").status_code == 200
 
 

@@ -24,7 +24,12 @@ from coserve.server.home_lock import lock_home
 
 pytestmark = pytest.mark.long
 
-LONG: dict[str, Any] = {"model": "small", "prompt": "x", "max_tokens": 500, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {
+    "model": "small",
+    "prompt": "x",
+    "max_tokens": 500,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,9 @@ def test_a_client_that_goes_away_cancels_its_request(own: Served, stream: bool):
                 waiting = pool.submit(connection.post, f"{own.url}/v1/completions", json=body)
                 own.wait_until(lambda: running(own) == 16)
                 for pooled in connection._transport._pool.connections:  # type: ignore[attr-defined]
-                    pooled._connection._network_stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+                    pooled._connection._network_stream.get_extra_info("socket").shutdown(
+                        socket.SHUT_RDWR
+                    )
             with pytest.raises(httpx.HTTPError):
                 waiting.result()
     steps = own.get("/v1/status/steps").json()["cursor"]
@@ -77,7 +84,8 @@ def test_a_client_that_goes_away_cancels_its_request(own: Served, stream: bool):
 
 
 def stop_next_engine(served: Served, before: int) -> int:
-    """Stop the engine that comes after another one as soon as there is a process of it, which it returns."""
+    """Stop the engine that comes after another one as soon as there is a process of it, which it
+    returns."""
     children = Path(f"/proc/{served.fork_server_pid()}/task/{served.fork_server_pid()}/children")
     while not (found := [int(pid) for pid in children.read_text().split() if int(pid) != before]):
         time.sleep(0.001)
@@ -114,7 +122,9 @@ def test_an_engine_that_dies_ends_streams_clearly_and_is_started_again(own: Serv
     assert not is_alive(before)
     prompt = list(tokenizer()("Hello")["input_ids"])
     answer = client.completions.create(model="small", prompt="Hello", max_tokens=4, temperature=0)
-    assert answer.choices[0].text == tokenizer().decode(expected(prompt, 4)[0], skip_special_tokens=True)
+    assert answer.choices[0].text == tokenizer().decode(
+        expected(prompt, 4)[0], skip_special_tokens=True
+    )
     assert "coserve_engine_deaths_total 1.0" in own.get("/metrics").text
 
 
@@ -124,9 +134,12 @@ def test_what_is_sent_to_an_engine_that_has_just_died_is_refused_without_a_trace
     request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
     with serving() as served, ExitStack() as stack:
         stream = slow_stream(served.client())
-        # Connected before: they come between the engine's death and the moment when the server knows of it.
+        # Connected before: they come between the engine's death and the moment when the server
+        # knows of it.
         address = ("127.0.0.1", httpx.URL(served.url).port)
-        waiting = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(20)]
+        waiting = [
+            stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(20)
+        ]
         os.kill(served.engine_pid(), signal.SIGKILL)
         for connection in waiting:
             connection.sendall(request)
@@ -141,7 +154,9 @@ def test_what_is_sent_to_an_engine_that_has_just_died_is_refused_without_a_trace
         for kill_next in (True, False):
             served.wait_until(lambda: served.get("/ready").status_code == 503)
             served.wait_until(lambda: served.get("/ready").status_code == 200)
-            assert served.client().completions.create(model="small", prompt="x", max_tokens=2).choices
+            assert (
+                served.client().completions.create(model="small", prompt="x", max_tokens=2).choices
+            )
             assert served.fork_server_pid() != forks
             if kill_next:
                 os.kill(served.engine_pid(), signal.SIGKILL)
@@ -187,7 +202,12 @@ def test_a_long_path_of_the_home_is_no_hindrance(tmp_path: Path):
     home = tmp_path / ("long" * 30)
     home.mkdir()
     with serving(home=home) as served:
-        assert served.client().completions.create(model="small", prompt="x", max_tokens=2).choices[0].text
+        assert (
+            served.client()
+            .completions.create(model="small", prompt="x", max_tokens=2)
+            .choices[0]
+            .text
+        )
         [link] = (home / "run").iterdir()
         elsewhere = link.resolve()
         assert link.is_symlink() and elsewhere.is_dir()
@@ -214,7 +234,8 @@ def test_an_engine_that_stands_still_is_not_ready_and_is_ended_and_started_again
 
 
 def test_a_signal_ends_a_server_whose_engine_stands_still():
-    """Without the engine's time limit, and without waiting for its open requests and checkpoints."""
+    """Without the engine's time limit, and without waiting for its open requests and
+    checkpoints."""
     with serving("--engine-timeout", "10min", "--drain", "10min") as served:
         engine, stream = served.engine_pid(), slow_stream(served.client())
         os.kill(engine, signal.SIGSTOP)
@@ -248,7 +269,9 @@ def test_a_server_that_waits_says_so_and_a_second_signal_ends_the_waiting():
         os.kill(served.process.pid, signal.SIGINT)
         assert served.process.stdout is not None
         line = served.process.stdout.readline()
-        assert line.startswith("coserve ends: it waits for 1 open request, 30 s at most (a second Ctrl-C: no longer),")
+        assert line.startswith(
+            "coserve ends: it waits for 1 open request, 30 s at most (a second Ctrl-C: no longer),"
+        )
         assert served.process.poll() is None
         os.kill(served.process.pid, signal.SIGINT)
         with pytest.raises(openai.APIError, match="shutting down"):
@@ -260,16 +283,22 @@ def test_a_server_that_waits_says_so_and_a_second_signal_ends_the_waiting():
 def test_a_server_that_nobody_reads_any_more_ends_in_good_order():
     with serving() as served:
         assert served.process.stdout is not None
-        os.dup2(os.open(os.devnull, os.O_RDONLY), served.process.stdout.fileno())  # the pipe has no reader any more
+        os.dup2(
+            os.open(os.devnull, os.O_RDONLY), served.process.stdout.fileno()
+        )  # the pipe has no reader any more
         os.kill(served.process.pid, signal.SIGINT)
         assert served.process.wait(30) == 0
         assert served.logged() == ""
 
 
 def test_the_line_at_the_end():
-    assert stop_line(3, 0.5).startswith("coserve ends: it waits for 3 open requests, 500 ms at most")
+    assert stop_line(3, 0.5).startswith(
+        "coserve ends: it waits for 3 open requests, 500 ms at most"
+    )
     for nothing in (stop_line(0, 30.0), stop_line(3, 0.0)):
-        assert nothing == "coserve ends: running jobs are checkpointed, and resume at the next start"
+        assert (
+            nothing == "coserve ends: running jobs are checkpointed, and resume at the next start"
+        )
 
 
 def test_streams_that_last_too_long_are_ended():
@@ -299,20 +328,31 @@ def test_mistakes_are_one_line(tmp_path: Path):
         taken.listen()
         port = str(taken.getsockname()[1])
         for options, words in (
-            ((str(model_directory()), "--port", port), "Address already in use; choose another --port"),
+            (
+                (str(model_directory()), "--port", port),
+                "Address already in use; choose another --port",
+            ),
             (("/no/such/model", "--port", "0"), "'/no/such/model' is not a directory"),
             ((str(model_directory()), "--port", "0", "--memory", "1kB"), "the page pool needs"),
             (("--slo-tpot", "soon"), "is no number with a unit"),
             (("--drain", "-1s"), "'-1s' is negative"),
             (("--database", "jobs.db"), "--database must be a URL of SQLAlchemy"),
-            (("--files-url", "bucket/prefix"), "--files-url must be a URL of fsspec's, such as s3://bucket/prefix"),
-            (("--files-url", "memory://here"), "--files-url must be a URL that every machine reads, not memory://"),
+            (
+                ("--files-url", "bucket/prefix"),
+                "--files-url must be a URL of fsspec's, such as s3://bucket/prefix",
+            ),
+            (
+                ("--files-url", "memory://here"),
+                "--files-url must be a URL that every machine reads, not memory://",
+            ),
             (("--files-url", "gopher://here/x"), "cannot be used: Protocol not known: gopher"),
         ):
             result = up(tmp_path, *options)
             assert result.returncode != 0
             assert result.stdout == ""
-            lines = [line for line in result.stderr.strip().splitlines() if "coserve.start: " not in line]
+            lines = [
+                line for line in result.stderr.strip().splitlines() if "coserve.start: " not in line
+            ]
             assert len(lines) == 1, result.stderr
             assert lines[0].startswith("error: ")
             assert words in lines[0]

@@ -42,7 +42,9 @@ def begin(gate: Admission, tenant: str = "ann", *, sequences: int = 1, prompt: i
 
 
 def report(ledger: Ledger, tenant: str, num_tokens: int) -> StepReport:
-    ledger.begin(tenant, Entry(tenant=tenant, adapter=None, num_prompt_tokens=1, slo=Slo(ttft_s=1, tpot_s=1)))
+    ledger.begin(
+        tenant, Entry(tenant=tenant, adapter=None, num_prompt_tokens=1, slo=Slo(ttft_s=1, tpot_s=1))
+    )
     return StepReport(chunks=[Chunk(request=tenant, index=0, tokens=(1,) * num_tokens)])
 
 
@@ -92,7 +94,9 @@ def test_tokens_of_prompts_and_answers_flow_at_a_rate():
     clock.now_s += 31
     begin(gate, prompt=10)
     clock.now_s += 3600
-    assert gate.headers("ann")["x-ratelimit-remaining-tokens"] == "600", "no more than a minute is saved up"
+    assert gate.headers("ann")["x-ratelimit-remaining-tokens"] == "600", (
+        "no more than a minute is saved up"
+    )
 
 
 def test_in_the_long_run_the_rate_holds():
@@ -168,19 +172,32 @@ def test_a_server_holds_tenants_to_their_limits(tmp_path: Path):
 
 
 def _check_requests(served: Served) -> None:
-    body = {"model": "small", "prompt": "x", "max_tokens": 500, "n": 2, "stream": True, "ignore_eos": True}
+    body = {
+        "model": "small",
+        "prompt": "x",
+        "max_tokens": 500,
+        "n": 2,
+        "stream": True,
+        "ignore_eos": True,
+    }
     headers = {"Authorization": "Bearer key-1"}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60) as stream:
+    with httpx.stream(
+        "POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60
+    ) as stream:
         assert stream.headers["x-ratelimit-remaining-requests"] == "0"
         answer = ask(served, "key-1")
-        assert "Limit: 2, under way: 2, requested: 1" in refused(answer, "requests", "rate_limit_exceeded")
+        assert "Limit: 2, under way: 2, requested: 1" in refused(
+            answer, "requests", "rate_limit_exceeded"
+        )
         assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("1", "true")
         chat = {"model": "small", "messages": [{"role": "user", "content": "x"}], "stream": True}
         answer = served.post("/v1/chat/completions", json=chat, headers=headers)
         refused(answer, "requests", "rate_limit_exceeded")
         for key, limit in (("key-2", "7"), ("key-3", "1000")):
             answer = ask(served, key, max_tokens=1)
-            assert answer.status_code == 200 and answer.headers["x-ratelimit-limit-requests"] == limit
+            assert (
+                answer.status_code == 200 and answer.headers["x-ratelimit-limit-requests"] == limit
+            )
     served.wait_until(lambda: ask(served, "key-1").status_code == 200)  # its client has gone
     too_many = ask(served, "key-1", n=3)
     assert "ask for fewer" in refused(too_many, "requests", "rate_limit_exceeded")
@@ -192,9 +209,13 @@ def _check_requests(served: Served) -> None:
 
 
 def _check_tokens(served: Served) -> None:
-    assert ask(served, "key-2", max_tokens=60).status_code == 200  # its prompt was paid for, its answer is owed
+    assert (
+        ask(served, "key-2", max_tokens=60).status_code == 200
+    )  # its prompt was paid for, its answer is owed
     answer = ask(served, "key-2")
-    assert "tokens per minute. Limit: 20, left: 0" in refused(answer, "tokens", "rate_limit_exceeded")
+    assert "tokens per minute. Limit: 20, left: 0" in refused(
+        answer, "tokens", "rate_limit_exceeded"
+    )
     assert 60 < int(answer.headers["retry-after"]) <= 180
     assert answer.headers["x-ratelimit-remaining-tokens"] == "0"
     with pytest.raises(openai.RateLimitError) as raised:
@@ -206,7 +227,9 @@ def _check_files_and_jobs(served: Served) -> None:
     ann, ben = served.client("key-1"), served.client("key-2")
     file = ann.files.create(file=("lines.jsonl", LINES), purpose="fine-tune")
     headers = {"Authorization": "Bearer key-1"}
-    answer = served.post("/v1/files", files={"file": LINES}, data={"purpose": "fine-tune"}, headers=headers)
+    answer = served.post(
+        "/v1/files", files={"file": LINES}, data={"purpose": "fine-tune"}, headers=headers
+    )
     message = refused(answer, "files", "insufficient_quota")
     assert "224 bytes. Your files have 224, and may have 300" in message
     assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("60", "false")
@@ -217,6 +240,8 @@ def _check_files_and_jobs(served: Served) -> None:
     body: Any = {"model": "small", "training_file": file.id}
     job = ann.fine_tuning.jobs.create(**body, hyperparameters={"n_epochs": 50})
     answer = served.post("/v1/fine_tuning/jobs", json=body, headers=headers)
-    assert "1 jobs that have not ended, and may have 1" in refused(answer, "jobs", "insufficient_quota")
+    assert "1 jobs that have not ended, and may have 1" in refused(
+        answer, "jobs", "insufficient_quota"
+    )
     ann.fine_tuning.jobs.cancel(job.id)
     assert ann.fine_tuning.jobs.create(**body).id != job.id

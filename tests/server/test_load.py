@@ -18,14 +18,27 @@ def play(served, trace, body):
 
 
 def test_every_request_is_answered_with_the_traces_lengths(served):
-    trace = bursty(rate=10, seconds=3, seed=1, lengths=LogNormalLengths(mean_prompt_tokens=20, mean_output_tokens=8))
+    trace = bursty(
+        rate=10,
+        seconds=3,
+        seed=1,
+        lengths=LogNormalLengths(mean_prompt_tokens=20, mean_output_tokens=8),
+    )
     outcomes = play(served, trace, completions("small", vocab_size=len(tokenizer())))
     for outcome, request in zip(outcomes, trace, strict=True):
-        assert outcome.error is None and outcome.finish_reason == "length" and outcome.arrival_s == request.at_s
+        assert (
+            outcome.error is None
+            and outcome.finish_reason == "length"
+            and outcome.arrival_s == request.at_s
+        )
         assert outcome.num_prompt_tokens == request.num_prompt_tokens
         assert outcome.num_output_tokens == request.num_output_tokens
-        assert 0 < outcome.ttft_s <= outcome.end_s - outcome.arrival_s and outcome.end_s > request.at_s
-        assert all(gap >= 0 for gap in outcome.gaps_s) and len(outcome.gaps_s) < max(1, request.num_output_tokens)
+        assert (
+            0 < outcome.ttft_s <= outcome.end_s - outcome.arrival_s and outcome.end_s > request.at_s
+        )
+        assert all(gap >= 0 for gap in outcome.gaps_s) and len(outcome.gaps_s) < max(
+            1, request.num_output_tokens
+        )
     summary = summarize(outcomes, ttft_s=60, tpot_s=60)
     assert (summary["requests"], summary["failed"], summary["attainment"]) == (30, 0, 1.0)
     assert summary["ttft_ms"]["p50"] <= summary["ttft_ms"]["p99"]
@@ -33,7 +46,10 @@ def test_every_request_is_answered_with_the_traces_lengths(served):
 
 def test_arrivals_do_not_wait_for_answers(served):
     requests = [(0.0, 400), (0.01, 2)]
-    trace = [TracedRequest(at_s=at_s, num_prompt_tokens=4, num_output_tokens=length) for at_s, length in requests]
+    trace = [
+        TracedRequest(at_s=at_s, num_prompt_tokens=4, num_output_tokens=length)
+        for at_s, length in requests
+    ]
     load = LoadGenerator(served.url, trace, chats("small", ["Hello?", "Who are you?"]))
 
     async def watched() -> int:
@@ -51,7 +67,11 @@ def test_arrivals_do_not_wait_for_answers(served):
 def test_what_fails_is_an_outcome_with_the_servers_words(served):
     trace = [TracedRequest(at_s=0.0, num_prompt_tokens=4, num_output_tokens=2)]
     (outcome,) = play(served, trace, completions("nobody", vocab_size=9))
-    assert "nobody" in outcome.error and outcome.ttft_s is None and not outcome.attained(ttft_s=9, tpot_s=9)
+    assert (
+        "nobody" in outcome.error
+        and outcome.ttft_s is None
+        and not outcome.attained(ttft_s=9, tpot_s=9)
+    )
 
 
 def test_a_server_that_is_not_there_fails_every_request():

@@ -30,16 +30,26 @@ def chat(served: Served, messages: list[Any], **more: Any) -> Any:
 def test_an_answer_is_that_of_the_chat(client: Any, served: Served):
     found = client.messages.create(**SETTINGS, messages=HELLO)
     assert (found.type, found.role, found.stop_reason) == ("message", "assistant", "max_tokens")
-    assert [block.text for block in found.content] == [chat(served, HELLO).choices[0].message.content]
+    assert [block.text for block in found.content] == [
+        chat(served, HELLO).choices[0].message.content
+    ]
     counted = found.usage.input_tokens + found.usage.cache_read_input_tokens
     assert (counted, found.usage.output_tokens) == (len(chat_tokens("hello")), 12)
-    assert client.messages.count_tokens(model="small", messages=HELLO).input_tokens == len(chat_tokens("hello"))
+    assert client.messages.count_tokens(model="small", messages=HELLO).input_tokens == len(
+        chat_tokens("hello")
+    )
 
 
 def test_system_and_blocks(client: Any, served: Served):
-    blocks = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo", "cache_control": {"type": "ephemeral"}}]
+    blocks = [
+        {"type": "text", "text": "hel"},
+        {"type": "text", "text": "lo", "cache_control": {"type": "ephemeral"}},
+    ]
     found = client.messages.create(
-        **SETTINGS, system="Be brief.", messages=[{"role": "user", "content": blocks}], metadata={"user_id": "x"}
+        **SETTINGS,
+        system="Be brief.",
+        messages=[{"role": "user", "content": blocks}],
+        metadata={"user_id": "x"},
     )
     same = chat(served, [{"role": "system", "content": "Be brief."}, *HELLO])
     assert found.content[0].text == same.choices[0].message.content
@@ -63,7 +73,9 @@ def test_an_answer_continues_what_it_is_given_to_begin_with(client: Any, served:
     expected = chat(served, begun, extra_body=more)
     assert found.content[0].text == expected.choices[0].message.content
     assert found.usage.input_tokens == expected.usage.prompt_tokens
-    assert found.content[0].text != chat(served, begun).choices[0].message.content, "the beginning of another message"
+    assert found.content[0].text != chat(served, begun).choices[0].message.content, (
+        "the beginning of another message"
+    )
 
 
 def test_it_stops_where_it_is_asked_to(client: Any):
@@ -101,7 +113,13 @@ def test_what_takes_too_long_is_an_error_to_anthropics_client(has_begun: bool):
         if has_begun:
             headers = [(b"content-type", b"text/event-stream")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": b"event: ping\ndata: {}\n\n", "more_body": True})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": b"event: ping\ndata: {}\n\n",
+                    "more_body": True,
+                }
+            )
         await asyncio.Event().wait()
 
     async def ask() -> Any:
@@ -124,8 +142,14 @@ def test_several_chats_at_once(served: Served):
     choices = answer.json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1]
     alone = [chat(served, each) for each in chats]
-    assert [choice["message"]["content"] for choice in choices] == [each.choices[0].message.content for each in alone]
+    assert [choice["message"]["content"] for choice in choices] == [
+        each.choices[0].message.content for each in alone
+    ]
     assert answer.json()["usage"]["total_tokens"] == sum(each.usage.total_tokens for each in alone)
-    for more, param in (({"stream": True}, "stream"), ({"n": 2}, "n"), ({"messages": [HELLO, []]}, "messages[1]")):
+    for more, param in (
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"messages": [HELLO, []]}, "messages[1]"),
+    ):
         wrong = served.post("/v1/chat/completions/batch", json={**CHAT, "messages": chats, **more})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param)

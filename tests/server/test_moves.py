@@ -1,5 +1,5 @@
-"""While jobs move and nodes leave and die, greedy answers of every node are those of a single engine, for every version
-of every adapter.
+"""While jobs move and nodes leave and die, greedy answers of every node are those of a single
+engine, for every version of every adapter.
 """
 
 import asyncio
@@ -30,7 +30,8 @@ from coserve.jobs.records import JobRecord
 
 PROMPTS = prompts_of([3, 9, 17])
 NUM_TOKENS, NUM_CLIENTS = 12, 6
-# What clients ask for: the base model, what a job has made, a version of one that trains, and what that serves now.
+# What clients ask for: the base model, what a job has made, a version of one that trains, and what
+# that serves now.
 KINDS = ("base", "done", "version", "live")
 LOST = re.compile(
     r"the node node-\d was lost after \d+ tokens of this answer; ask again"
@@ -65,7 +66,9 @@ class PublishedVersions:
 
     def since(self, step: int) -> Iterator[str]:
         """Directories of what was published at this step and later, the oldest first."""
-        found = [(int(path.name.partition("-")[0]), str(path)) for path in self._directory.iterdir()]
+        found = [
+            (int(path.name.partition("-")[0]), str(path)) for path in self._directory.iterdir()
+        ]
         return (path for published, path in sorted(found) if published >= step)
 
 
@@ -81,15 +84,17 @@ class SingleEngine:
         if directory not in self._answers:
             if directory is not None:
                 self._engine.load_adapter(directory, directory)
-            found = self._engine.generate(PROMPTS, greedy(NUM_TOKENS, ignore_eos=True), adapter=directory)
+            found = self._engine.generate(
+                PROMPTS, greedy(NUM_TOKENS, ignore_eos=True), adapter=directory
+            )
             self._answers[directory] = [each.tokens for each in found]
         return self._answers[directory]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """step: of a live job's newest checkpoint when its adapter was asked for, than which nothing older may answer.
-    node: None if its engine has died since.
+    """step: of a live job's newest checkpoint when its adapter was asked for, than which nothing
+    older may answer. node: None if its engine has died since.
     """
 
     node: str | None
@@ -120,13 +125,16 @@ class Clients:
         assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
 
     async def until_answered(self, *nodes: str) -> None:
-        """From now on, the base model and what is on disk by each of these nodes, and what is live by one."""
+        """From now on, the base model and what is on disk by each of these nodes, and what is live
+        by one."""
         first = len(self.answers)
 
         def answered() -> bool:
             pairs = {(each.node, each.kind) for each in self.answers[first:]}
             kinds = {kind for _, kind in pairs}
-            return kinds == {*KINDS} and pairs >= {(node, kind) for node in nodes for kind in KINDS if kind != "live"}
+            return kinds == {*KINDS} and pairs >= {
+                (node, kind) for node in nodes for kind in KINDS if kind != "live"
+            }
 
         await self._made.until(answered)
 
@@ -139,7 +147,12 @@ class Clients:
             )
             kept = [each for each in self._made.world.checkpoints(self._live.id) if each.listed]
             newest = kept[-1 - prompt % len(kept)]
-            names = {"base": None, "done": self._done.name, "version": newest.name, "live": self._live.name}
+            names = {
+                "base": None,
+                "done": self._done.name,
+                "version": newest.name,
+                "live": self._live.name,
+            }
             adapter = None if (name := names[kind]) is None else self._ref(name)
             if name is not None and adapter is None:
                 assert kind == "live", "what is on disk can be asked for"
@@ -161,10 +174,14 @@ class Clients:
         found = self._made.world.manager.adapters.find(TENANT, name)
         return None if found is None else found.ref
 
-    async def _tokens(self, id: str, prompt: int, adapter: AdapterRef | None) -> tuple[int, ...] | None:
+    async def _tokens(
+        self, id: str, prompt: int, adapter: AdapterRef | None
+    ) -> tuple[int, ...] | None:
         """None if it was lost."""
         link, params = self._made.link, greedy(NUM_TOKENS, ignore_eos=True)
-        stream = link.open([make_request(id, prompt=PROMPTS[prompt], params=params, adapter=adapter)])
+        stream = link.open(
+            [make_request(id, prompt=PROMPTS[prompt], params=params, adapter=adapter)]
+        )
         try:
             chunks = [chunk async for batch in stream.batches() for chunk in batch]
         except EngineGoneError as error:
@@ -177,13 +194,17 @@ class Clients:
 
 
 @pytest.mark.long
-def test_every_nodes_answers_are_a_single_engines_while_a_live_job_moves_and_nodes_leave_and_die(tmp_path: Path):
+def test_every_nodes_answers_are_a_single_engines_while_a_live_job_moves_and_nodes_leave_and_die(
+    tmp_path: Path,
+):
     versions = PublishedVersions(tmp_path / "versions")
 
     async def test() -> None:
         async with cluster_world(tmp_path / "home", make=versions.make) as made:
             w = made.world
-            done = await w.create(DATA, hyperparameters={"n_epochs": 3, "batch_size": 3}, **SETTINGS)
+            done = await w.create(
+                DATA, hyperparameters={"n_epochs": 3, "batch_size": 3}, **SETTINGS
+            )
             await finished(w, done)
             done = w.job(done.id)
             settings = SETTINGS["extension"] | {"live": True, "checkpoint_every_steps": 20}
@@ -241,7 +262,10 @@ def test_every_step_is_there_once_when_the_checkpoint_of_a_node_that_leaves_cann
             w = made.world
             extension = SETTINGS["extension"] | {"checkpoint_every_steps": 3 if has_older else 1000}
             job = await w.create(
-                10 * DATA, hyperparameters={"n_epochs": 3, "batch_size": 3}, seed=4, extension=extension
+                10 * DATA,
+                hyperparameters={"n_epochs": 3, "batch_size": 3},
+                seed=4,
+                extension=extension,
             )
             await made.until(lambda: len(steps_of(w.events(job.id))) > 4)
             (leaving,) = made.working(job.id)

@@ -22,7 +22,9 @@ CONFIG = EngineConfig(memory_bytes=16_000_000)
 def test_an_engine_that_lacks_its_model_starts_when_it_comes(tmp_path: Path):
     directory = tmp_path / "model"
     directory.mkdir()
-    asked = EngineSettings(address="", model=str(directory), dtype="float32", device="cpu", threads=1, engine=CONFIG)
+    asked = EngineSettings(
+        address="", model=str(directory), dtype="float32", device="cpu", threads=1, engine=CONFIG
+    )
     settings = NodeSettings(engine=asked, timeout_s=60.0, home=str(tmp_path))
 
     async def until(node: Node, state: str) -> NodeStatus:
@@ -47,7 +49,9 @@ def test_an_engine_that_lacks_its_model_starts_when_it_comes(tmp_path: Path):
 
 
 def test_it_tells_its_settings_what_it_sees_and_the_fingerprint_of_its_weights(tmp_path: Path):
-    asked = EngineSettings(address="", model="tiny", dtype="float32", device="cpu", threads=1, engine=CONFIG)
+    asked = EngineSettings(
+        address="", model="tiny", dtype="float32", device="cpu", threads=1, engine=CONFIG
+    )
     settings = NodeSettings(engine=asked, timeout_s=60.0, home=str(tmp_path))
 
     async def test() -> Ready:
@@ -57,7 +61,9 @@ def test_it_tells_its_settings_what_it_sees_and_the_fingerprint_of_its_weights(t
             assert status.settings == settings_digest(settings)
             file = tmp_path / "file"
             file.write_text("a")
-            seen = SeenFiles(what="a file", paths=(str(file),), digest=sampled_digest([file]), advice="look")
+            seen = SeenFiles(
+                what="a file", paths=(str(file),), digest=sampled_digest([file]), advice="look"
+            )
             assert await node.look_at(SharedPaths(files=(seen,), home=str(tmp_path))) is None
             file.write_text("b")
             why = await node.look_at(SharedPaths(files=(seen,), home=str(tmp_path)))

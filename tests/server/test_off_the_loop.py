@@ -62,11 +62,16 @@ class Worker:
 
     def tokens(self, request: str) -> list[int]:
         return [
-            t for event in self.events if isinstance(event, Chunk) and event.request == request for t in event.tokens
+            t
+            for event in self.events
+            if isinstance(event, Chunk) and event.request == request
+            for t in event.tokens
         ]
 
     def ends(self, request: str) -> list[str | None]:
-        chunks = [event for event in self.events if isinstance(event, Chunk) and event.request == request]
+        chunks = [
+            event for event in self.events if isinstance(event, Chunk) and event.request == request
+        ]
         return [chunk.finish_reason for chunk in chunks if chunk.finish_reason is not None]
 
     def until(self, question: Any) -> None:
@@ -140,7 +145,9 @@ def test_a_slow_adapter_holds_up_only_those_who_name_it(
     assert worker.said == []
 
 
-def test_commands_for_one_adapter_stay_in_order(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_commands_for_one_adapter_stay_in_order(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     slow = adapter_on_disk(tmp_path / "slow")
     disk = SlowDisk(tmp_path / "slow" / "adapter_config.json", monkeypatch)
     worker.commands.take(LoadAdapter(1, slow))
@@ -209,7 +216,9 @@ def job(directory: Path, id: str = "j", **more: Any) -> JobStart:
     return JobStart(**settings)
 
 
-def test_examples_are_read_beside_steps(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_examples_are_read_beside_steps(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     start = job(tmp_path)
     disk = SlowDisk(Path(start.examples), monkeypatch)
     worker.commands.take(StartJob(1, start))
@@ -234,7 +243,12 @@ def test_what_is_slow_comes_one_at_a_time_after_what_is_not():
         done.clear()
         queue.poll()
     queue.close()
-    assert [*turns, tuple(done)] == [("request",), ("start a",), ("start b",), ("pause b", "start c")]
+    assert [*turns, tuple(done)] == [
+        ("request",),
+        ("start a",),
+        ("start b",),
+        ("pause b", "start c"),
+    ]
 
 
 def test_a_command_that_puts_another_does_not_have_a_third_done_twice():
@@ -287,12 +301,16 @@ def test_a_job_that_is_faster_than_the_disk_is_held_back_alone(
     worker.until(lambda: "slow" in worker.engine.jobs and "quick" in worker.engine.jobs)
     quick = worker.engine.job("quick")
     worker.until(lambda: quick.is_terminal)
-    assert worker.engine.job("slow").num_steps_done == 2, "two copies wait for the disk, and there is no third"
+    assert worker.engine.job("slow").num_steps_done == 2, (
+        "two copies wait for the disk, and there is no third"
+    )
     assert len(worker.answer("bare")) == 5
     worker.commands.take(StartJob(3, job(tmp_path, "other", checkpoint_every_steps=0, paused=True)))
     worker.commands.take(PauseJob(4, "other"))
     worker.until(lambda: Reply(4) in worker.said)
-    assert len(list((tmp_path / "other-checkpoints").iterdir())) == 1, "written, while another job's disk takes nothing"
+    assert len(list((tmp_path / "other-checkpoints").iterdir())) == 1, (
+        "written, while another job's disk takes nothing"
+    )
     may_write.set()
     worker.until(lambda: "slow" not in worker.engine.jobs and not worker.jobs.is_waiting)
     assert len(list((tmp_path / "slow-checkpoints").iterdir())) == 6
@@ -300,7 +318,13 @@ def test_a_job_that_is_faster_than_the_disk_is_held_back_alone(
 
 # -- text ---------------------------------------------------------------------------------
 
-STOPS: list[tuple[tuple[str, ...], int]] = [((), 0), (("e",), 0), (("e",), 9), (("t", "zz"), 3), (("you can",), 0)]
+STOPS: list[tuple[tuple[str, ...], int]] = [
+    ((), 0),
+    (("e",), 0),
+    (("e",), 9),
+    (("t", "zz"), 3),
+    (("you can",), 0),
+]
 
 
 def whole(chunks: list[Chunk]) -> tuple[Any, ...]:
@@ -315,10 +339,18 @@ def whole(chunks: list[Chunk]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("stop", "min_tokens"), STOPS)
 @pytest.mark.parametrize("seed", long_but(0, of=range(4)))
-def test_text_made_of_reports_is_what_an_engine_with_text_says(stop: tuple[str, ...], min_tokens: int, seed: int):
+def test_text_made_of_reports_is_what_an_engine_with_text_says(
+    stop: tuple[str, ...], min_tokens: int, seed: int
+):
     [prompt] = prompts_of([5], seed=seed)
     params = SamplingParams(
-        max_tokens=24, n=2, seed=seed, stop=stop, min_tokens=min_tokens, logprobs=1, stop_token_ids=(3,)
+        max_tokens=24,
+        n=2,
+        seed=seed,
+        stop=stop,
+        min_tokens=min_tokens,
+        logprobs=1,
+        stop_token_ids=(3,),
     )
     plain = make_engine(tokenizer=word_tokenizer())
     plain.add_tokens(prompt, params, request_id="r")
@@ -327,7 +359,9 @@ def test_text_made_of_reports_is_what_an_engine_with_text_says(stop: tuple[str, 
         expected += [event for event in plain.step() if isinstance(event, Chunk)]
 
     engine = make_engine()
-    stream = RequestStream([AddRequest(id="r", prompt=prompt, params=params, arrival_s=0.0)], word_tokenizer())
+    stream = RequestStream(
+        [AddRequest(id="r", prompt=prompt, params=params, arrival_s=0.0)], word_tokenizer()
+    )
     [sent] = stream.for_engine()
     engine.add_tokens(sent.prompt, sent.params, request_id="r")
     found: list[Chunk] = []
@@ -345,7 +379,9 @@ def test_text_made_of_reports_is_what_an_engine_with_text_says(stop: tuple[str, 
             engine.stop(told.id, told.index, told.num_tokens)
     engine.check_integrity()
     for index in (0, 1):
-        mine, theirs = ([chunk for chunk in chunks if chunk.index == index] for chunks in (found, expected))
+        mine, theirs = (
+            [chunk for chunk in chunks if chunk.index == index] for chunks in (found, expected)
+        )
         assert whole(mine) == whole(theirs)
     assert sorted(record.num_output_tokens for record in engine.records) == sorted(
         record.num_output_tokens for record in plain.records

@@ -24,8 +24,14 @@ def cancel(home: Path, job: str) -> str:
 def left_of(w: World, id: str) -> tuple:
     """What is to be the same, however it was cancelled."""
     job = w.job(id)
-    messages = [event.message for event in w.events(id) if not event.kind and not event.message.startswith("Check")]
-    kept = sorted(str(path.relative_to(w.home / "jobs" / id)) for path in (w.home / "jobs" / id).rglob("*.*"))
+    messages = [
+        event.message
+        for event in w.events(id)
+        if not event.kind and not event.message.startswith("Check")
+    ]
+    kept = sorted(
+        str(path.relative_to(w.home / "jobs" / id)) for path in (w.home / "jobs" / id).rglob("*.*")
+    )
     num_listed = len(w.checkpoints(id))
     shown = (job.status, job.error, job.result_file, job.trained_tokens, job.finished_at is None)
     # Both have checkpoints; how many depends on when they were met.

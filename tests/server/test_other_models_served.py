@@ -1,4 +1,5 @@
-"""Jobs on a model that the server does not serve, over HTTP: trained beside requests, fetched, trained further."""
+"""Jobs on a model that the server does not serve, over HTTP: trained beside requests, fetched,
+trained further."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +16,10 @@ from coserve.adapters.peft_directory import load_adapter
 from coserve.models import load_backbone
 from coserve.server.config import ServerConfig
 
-LINES = [{"prompt": "The opposite of hot is", "completion": " cold."}, {"prompt": "Hello", "completion": " world"}]
+LINES = [
+    {"prompt": "The opposite of hot is", "completion": " cold."},
+    {"prompt": "Hello", "completion": " world"},
+]
 LORA = {"type": "lora", "r": 4, "target_modules": "all-linear"}
 OPTIMIZER = {"learning_rate": 1e-2}
 
@@ -50,12 +54,17 @@ def served(big: Path) -> Iterator[Served]:
 
 def create(served: Served, model: str, *, epochs: int = 4, **extension: Any) -> Any:
     client = served.client()
-    file = client.files.create(file=("data.jsonl", "\n".join(map(json.dumps, LINES)).encode()), purpose="fine-tune")
+    file = client.files.create(
+        file=("data.jsonl", "\n".join(map(json.dumps, LINES)).encode()), purpose="fine-tune"
+    )
     return client.fine_tuning.jobs.create(
         model=model,
         training_file=file.id,
         seed=1,
-        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": epochs, "batch_size": 2}}},
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": epochs, "batch_size": 2}},
+        },
         extra_body={"coserve": {"optimizer": OPTIMIZER} | extension},
     )
 
@@ -63,7 +72,9 @@ def create(served: Served, model: str, *, epochs: int = 4, **extension: Any) -> 
 def finished(served: Served, job: Any) -> Any:
     jobs = served.client().fine_tuning.jobs
     done = served.wait_until(
-        lambda: (now := jobs.retrieve(job.id)).status in ("succeeded", "failed", "cancelled") and now
+        lambda: (
+            (now := jobs.retrieve(job.id)).status in ("succeeded", "failed", "cancelled") and now
+        )
     )
     assert done.status == "succeeded", done.error
     return done
@@ -83,13 +94,21 @@ def test_a_job_trains_another_model_beside_requests_and_its_adapter_is_trained_f
     job = create(served, "big", epochs=30, adapter=LORA)
     assert job.model == "big"
     while client.fine_tuning.jobs.retrieve(job.id).status not in ("succeeded", "failed"):
-        assert client.completions.create(model="small", prompt="Hello", max_tokens=4).choices[0].finish_reason
+        assert (
+            client.completions.create(model="small", prompt="Hello", max_tokens=4)
+            .choices[0]
+            .finish_reason
+        )
     done = finished(served, job)
     assert done.fine_tuned_model.startswith("ft:big:")
     found = losses(served, job)
     assert found[-1] < found[0] / 2
     adapter = load_adapter(load_backbone(str(big), dtype="float32"), str(directory_of(served, job)))
-    assert any(float(parameter.abs().max()) for name, parameter in adapter.masters.items() if "lora_B" in name)
+    assert any(
+        float(parameter.abs().max())
+        for name, parameter in adapter.masters.items()
+        if "lora_B" in name
+    )
 
     further = create(served, done.fine_tuned_model)
     made = finished(served, further)
@@ -98,12 +117,18 @@ def test_a_job_trains_another_model_beside_requests_and_its_adapter_is_trained_f
     status = served.get("/v1/status").json()
     assert status["trainable_models"] == ["big"]
     metrics = served.get("/metrics").text
-    (copied,) = [line for line in metrics.splitlines() if line.startswith("coserve_weight_window_copied_bytes ")]
+    (copied,) = [
+        line
+        for line in metrics.splitlines()
+        if line.startswith("coserve_weight_window_copied_bytes ")
+    ]
     assert float(copied.split()[1]) > 0
 
     assert made.fine_tuned_model not in [model.id for model in client.models.list()]
     for name in ("big", made.fine_tuned_model):
-        with pytest.raises(NotFoundError, match="is trained here and not served: serve it with big"):
+        with pytest.raises(
+            NotFoundError, match="is trained here and not served: serve it with big"
+        ):
             client.completions.create(model=name, prompt="Hello", max_tokens=4)
     assert client.models.delete(made.fine_tuned_model).deleted
     with pytest.raises(NotFoundError, match="does not exist"):
@@ -111,7 +136,9 @@ def test_a_job_trains_another_model_beside_requests_and_its_adapter_is_trained_f
 
 
 def test_what_cannot_be_trained_is_refused_at_once(served):
-    with pytest.raises(BadRequestError, match="big is trained here and not served: live must be false"):
+    with pytest.raises(
+        BadRequestError, match="big is trained here and not served: live must be false"
+    ):
         create(served, "big", live=True)
     with pytest.raises(NotFoundError, match="'bigger' does not exist"):
         create(served, "bigger")
@@ -133,7 +160,9 @@ def test_a_wrong_option_is_refused(given, message):
         ServerConfig(trainable_models=given)
 
 
-def test_a_model_that_is_not_there_or_has_the_name_of_the_one_that_serves_ends_the_start(tmp_path, big):
+def test_a_model_that_is_not_there_or_has_the_name_of_the_one_that_serves_ends_the_start(
+    tmp_path, big
+):
     for option, message in (
         (f"other={tmp_path / 'none'}", f"--trainable-model other={tmp_path / 'none'}: "),
         (f"{model_directory().name}={big}", "has the name of the model that serves"),

@@ -13,7 +13,15 @@ from coserve.engine.vocabulary import TokenBytes
 from coserve.jobs.preview import read_preview, tokens_of
 from coserve.server.history import SPANS, TokenHistory
 from coserve.server.page import assets, words
-from coserve.server.page.curves import Range, loss_curve, polyline, rate_chart, smoothed, step_curve, ticks
+from coserve.server.page.curves import (
+    Range,
+    loss_curve,
+    polyline,
+    rate_chart,
+    smoothed,
+    step_curve,
+    ticks,
+)
 from coserve.server.page.memory import memory_view
 from coserve.tuning.config import SCHEDULES
 from coserve.tuning.examples import Example
@@ -25,7 +33,9 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "c
 
 
 def upload(served: Served, text: str, name: str = "chats.jsonl", **settings: object) -> str:
-    answer = served.post("/v1/files", files={"file": (name, text)}, data={"purpose": "fine-tune"}, **settings)
+    answer = served.post(
+        "/v1/files", files={"file": (name, text)}, data={"purpose": "fine-tune"}, **settings
+    )
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
 
@@ -48,13 +58,24 @@ def test_the_page_is_whole_without_its_script(served, path):
 def test_the_page_may_use_nothing_but_its_server(served):
     headers = served.get("/").headers
     policy = dict(each.split(" ", 1) for each in headers["content-security-policy"].split("; "))
-    assert policy["default-src"] == "'none'" and policy["script-src"] == "'self'" and policy["style-src"] == "'self'"
+    assert (
+        policy["default-src"] == "'none'"
+        and policy["script-src"] == "'self'"
+        and policy["style-src"] == "'self'"
+    )
     assert policy["frame-ancestors"] == policy["form-action"] == policy["base-uri"] == "'none'"
     assert policy["require-trusted-types-for"] == "'script'"
-    assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+    assert (
+        headers["x-content-type-options"] == "nosniff"
+        and headers["referrer-policy"] == "no-referrer"
+    )
     assert headers["cache-control"] == "no-store"
-    text = "".join(path.read_text() for path in PAGE.rglob("*") if path.suffix in (".html", ".js", ".css"))
-    assert not re.findall(r"""(?:src|href|url|from|fetch)\W{1,3}(?:https?:)?//""", text), "no other server"
+    text = "".join(
+        path.read_text() for path in PAGE.rglob("*") if path.suffix in (".html", ".js", ".css")
+    )
+    assert not re.findall(r"""(?:src|href|url|from|fetch)\W{1,3}(?:https?:)?//""", text), (
+        "no other server"
+    )
     assert not re.findall(r"<script(?![^>]*src=)|style=|\son\w+=|innerHTML|eval\(", text), (
         "nothing that the policy bars"
     )
@@ -63,7 +84,10 @@ def test_the_page_may_use_nothing_but_its_server(served):
 def test_files_of_the_page_are_asked_for_once(served):
     first = served.get("/ui/static/page.css")
     again = served.get("/ui/static/page.css", headers={"if-none-match": first.headers["etag"]})
-    assert first.headers["content-type"].startswith("text/css") and first.headers["cache-control"] == "no-cache"
+    assert (
+        first.headers["content-type"].startswith("text/css")
+        and first.headers["cache-control"] == "no-cache"
+    )
     assert again.status_code == 304 and again.content == b""
     assert set(assets.names()) >= {"page.js", "page.css", "icon.svg"}
 
@@ -86,7 +110,9 @@ def test_pages_of_other_sites_change_nothing(served, client):
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "cross_site"
     assert served.post("/v1/fine_tuning/jobs/x/cancel", headers=page).status_code == 403
     assert len(client.files.list().data) == before
-    assert served.get("/v1/models", headers=page).status_code == 200, "what it cannot read does no harm"
+    assert served.get("/v1/models", headers=page).status_code == 200, (
+        "what it cannot read does no harm"
+    )
     own = served.post("/v1/fine_tuning/jobs/x/cancel", headers={"sec-fetch-site": "same-origin"})
     assert own.status_code == 404, "its own page may ask"
 
@@ -96,18 +122,34 @@ def test_origin_tells_pages_of_other_sites_where_browsers_send_nothing_else(serv
     cancel, port = "/v1/fine_tuning/jobs/x/cancel", served.url.rpartition(":")[2]
     form = {"files": {"file": ("a.jsonl", "{}")}, "data": {"purpose": "fine-tune"}}
     before = len(client.files.list().data)
-    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{int(port) + 1}", "http://127.0.0.1", "file://"):
+    for origin in (
+        "http://evil.example",
+        "null",
+        f"http://127.0.0.1:{int(port) + 1}",
+        "http://127.0.0.1",
+        "file://",
+    ):
         refused = served.post("/v1/files", headers={"origin": origin}, **form)
-        assert refused.status_code == 403 and refused.json()["error"]["code"] == "cross_site", origin
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "cross_site", (
+            origin
+        )
         assert served.post(cancel, headers={"origin": origin}).status_code == 403
-        assert httpx.delete(f"{served.url}/v1/files/x", headers={"origin": origin}).status_code == 403
+        assert (
+            httpx.delete(f"{served.url}/v1/files/x", headers={"origin": origin}).status_code == 403
+        )
         assert served.get("/v1/models", headers={"origin": origin}).status_code == 200
     twice = [("origin", served.url), ("origin", "http://evil.example")]
     assert served.post(cancel, headers=twice).status_code == 403
     assert len(client.files.list().data) == before
     for own in ({"origin": served.url}, {"origin": served.url.upper()}, {}):
-        assert served.post(cancel, headers=own).status_code == 404, "its own page and other clients may ask"
-    proxied = {"origin": "https://chat.example", "host": f"127.0.0.1:{port}", "sec-fetch-site": "same-origin"}
+        assert served.post(cancel, headers=own).status_code == 404, (
+            "its own page and other clients may ask"
+        )
+    proxied = {
+        "origin": "https://chat.example",
+        "host": f"127.0.0.1:{port}",
+        "sec-fetch-site": "same-origin",
+    }
     assert served.post(cancel, headers=proxied).status_code == 404, "a proxy has changed the host"
 
 
@@ -138,7 +180,10 @@ def test_with_keys_the_page_tells_nothing_before_the_key(tmp_path):
         assert "anns-own" in served.get("/ui/live", headers=ann).text
         assert "anns-own" not in served.get("/ui/live", headers=ben).text
         foreign = {"sec-fetch-site": "cross-site", "origin": "https://chat.example"}
-        assert served.post("/v1/fine_tuning/jobs/x/cancel", headers={**ann, **foreign}).status_code == 404
+        assert (
+            served.post("/v1/fine_tuning/jobs/x/cancel", headers={**ann, **foreign}).status_code
+            == 404
+        )
 
 
 # -- what changes -------------------------------------------------------------------------
@@ -157,10 +202,15 @@ def test_jobs_come_with_their_curves_and_what_can_be_done(served, client):
     served.wait_until(lambda: client.fine_tuning.jobs.retrieve(job.id).status == "succeeded")
     page = served.get("/ui/live").text
     card = page.split(f'id="{job.id}"', 1)[1].split("</li>", 1)[0]
-    assert re.search(r'aria-label="Loss [\d.]+ at step 1, [\d.]+ at step 8', card) and "step 8 of 8" in card
+    assert (
+        re.search(r'aria-label="Loss [\d.]+ at step 1, [\d.]+ at step 8', card)
+        and "step 8 of 8" in card
+    )
     assert "Learning rate 0.0001 at step 8" in card and "Gradient norm" in card
     assert len(re.findall(r'<time datetime="\d{4}-', card)) == 2, "created, finished"
-    assert re.search(r'<svg class="ticks"[^>]*><text [^>]*>[\d.]+</text>', card), "numbers on the axis"
+    assert re.search(r'<svg class="ticks"[^>]*><text [^>]*>[\d.]+</text>', card), (
+        "numbers on the axis"
+    )
     assert "data-action" not in card, "it is over"
     model = client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model
     assert f'data-talk="{model}"' in card
@@ -171,7 +221,10 @@ def test_more_jobs_are_shown_when_asked_for(served):
     assert served.get("/ui/live?jobs=200").status_code == 200
     assert served.get("/ui/live?span=3").status_code == 200
     assert served.get("/ui/live?span=4").status_code == 400
-    assert served.get("/ui/live?jobs=0").status_code == 422 or served.get("/ui/live?jobs=0").status_code == 400
+    assert (
+        served.get("/ui/live?jobs=0").status_code == 422
+        or served.get("/ui/live?jobs=0").status_code == 400
+    )
 
 
 def test_a_failed_job_says_why(served, client):
@@ -211,28 +264,45 @@ def preview(tmp_path: Path, text: str, **settings: Any):
 
 def test_a_preview_counts_all_of_a_small_file(tmp_path):
     found = preview(tmp_path, "\n".join([json.dumps(CHAT)] * 7))
-    assert found.is_whole and found.num_examples == 7 and len(found.examples) == 3 and not found.faults
+    assert (
+        found.is_whole and found.num_examples == 7 and len(found.examples) == 3 and not found.faults
+    )
     assert found.num_trained == 7 * found.examples[0].num_trained
     array = preview(tmp_path, json.dumps([CHAT, CHAT]))
     assert array.num_examples == 2 and array.examples[0].place == "record 1"
-    cut = preview(tmp_path, json.dumps({"text": "one two three four five six"}), max_sequence_length=4)
+    cut = preview(
+        tmp_path, json.dumps({"text": "one two three four five six"}), max_sequence_length=4
+    )
     assert cut.cut == ["line 1"] and cut.examples[0].truncated and cut.num_tokens == 4
 
 
 def test_what_a_job_leaves_out_is_counted_and_is_no_fault(tmp_path):
     long = {"prompt": "one two three four five", "completion": "six"}
-    found = preview(tmp_path, "\n".join(json.dumps(each) for each in (long, {"text": "one"})), max_sequence_length=4)
+    found = preview(
+        tmp_path,
+        "\n".join(json.dumps(each) for each in (long, {"text": "one"})),
+        max_sequence_length=4,
+    )
     assert found.num_examples == 1 and not found.faults
     assert found.report.left_out.lines() == ["line 1: has no token to train on within 4 tokens"]
 
 
 def test_of_a_large_file_the_beginning_is_read(tmp_path):
     found = preview(
-        tmp_path, "\n".join([json.dumps({"text": "a" * 40_000})] * 20), max_sequence_length=8, most_bytes=1 << 18
+        tmp_path,
+        "\n".join([json.dumps({"text": "a" * 40_000})] * 20),
+        max_sequence_length=8,
+        most_bytes=1 << 18,
     )
     assert not found.is_whole and found.num_examples < 20
-    many_faults = preview(tmp_path, "\n".join(json.dumps({"text": [n] * n, f"prompt{n}": 1}) for n in range(50)))
-    assert len(many_faults.faults) == 1 and many_faults.faults.num_places == 50 and many_faults.is_whole
+    many_faults = preview(
+        tmp_path, "\n".join(json.dumps({"text": [n] * n, f"prompt{n}": 1}) for n in range(50))
+    )
+    assert (
+        len(many_faults.faults) == 1
+        and many_faults.faults.num_places == 50
+        and many_faults.is_whole
+    )
     roles = [{"messages": [{"role": f"alien {n}", "content": ""}]} for n in range(50)]
     many_faults = preview(tmp_path, "\n".join(map(json.dumps, roles)))
     assert len(many_faults.faults) == 10 and not many_faults.is_whole
@@ -274,7 +344,12 @@ def test_numbers_are_written_as_people_read_them():
     ]
     assert [words.share(each) for each in (None, 0.9996, 1.0)] == ["–", "99.9 %", "100 %"]
     assert [words.number(each) for each in (0.1234, 12.34, 1234.5)] == ["0.123", "12.3", "1,234"]
-    assert [words.size(each) for each in (None, 12, 1_500_000, 2.5e12)] == ["–", "12 B", "1.5 MB", "2.5e+03 GB"]
+    assert [words.size(each) for each in (None, 12, 1_500_000, 2.5e12)] == [
+        "–",
+        "12 B",
+        "1.5 MB",
+        "2.5e+03 GB",
+    ]
 
 
 def test_a_loss_curve_lies_in_its_box():
@@ -283,13 +358,21 @@ def test_a_loss_curve_lies_in_its_box():
     curve = loss_curve(metrics, num_steps=40)
     raw, mean, valid = curve.chart.lines
     points = [tuple(map(float, point.split(","))) for point in raw.points.split()]
-    assert len(points) == 20 and points[0][0] == 0 and points[-1][0] == pytest.approx(1000 * 19 / 39, abs=0.1)
-    assert all(0 <= top <= 1000 for _, top in points) and points[0][1] < points[-1][1], "y grows downward"
+    assert (
+        len(points) == 20
+        and points[0][0] == 0
+        and points[-1][0] == pytest.approx(1000 * 19 / 39, abs=0.1)
+    )
+    assert all(0 <= top <= 1000 for _, top in points) and points[0][1] < points[-1][1], (
+        "y grows downward"
+    )
     assert mean.points and len(valid.dots) == 1 and curve.last == 0.2 and curve.last_valid == 1.0
     assert loss_curve({1: {"valid_loss": 1.0}}, 10) is None and loss_curve({}, 0) is None
     alone = loss_curve({1: {"train_loss": 2.0}}, 1)
     assert [line.points for line in alone.chart.lines] == ["0,500"]
-    assert [value for _, value in smoothed([(1, 1.0), (2, 2.0)])] == [1.0, 2.0], "short ones are as they are"
+    assert [value for _, value in smoothed([(1, 1.0), (2, 2.0)])] == [1.0, 2.0], (
+        "short ones are as they are"
+    )
     assert smoothed([(step, float(step > 0)) for step in range(40)])[1][1] == 0.25
     assert polyline([(5, 5)], Range(low=0, high=10), Range(low=0, high=10)) == "500,500"
 
@@ -337,7 +420,11 @@ def test_history_keeps_a_day_in_bounded_memory():
     for span in SPANS:
         rates = history.rates(span, 90_000.0)
         assert len(rates) == span.num_parts
-        expected = [(10.0, 4.0), (0.0, 0.0)] * (span.num_parts // 2) if span.part_s == 1 else [(5.0, 2.0)] * len(rates)
+        expected = (
+            [(10.0, 4.0), (0.0, 0.0)] * (span.num_parts // 2)
+            if span.part_s == 1
+            else [(5.0, 2.0)] * len(rates)
+        )
         assert rates == expected, span.name
     assert history.rates(SPANS[0], 90_000.0 + 200) == [(0.0, 0.0)] * 60, "what is over is over"
     assert history.rates(SPANS[2], 90_000.0 + 200)[0] == (5.0, 2.0), "an hour still has it"
@@ -345,9 +432,18 @@ def test_history_keeps_a_day_in_bounded_memory():
 
 def test_memory_is_shown_by_its_owners():
     host = {"pages": 0, "used": 0}
-    memory = {"pages": 100, "page_bytes": 1000, "free": 60, "by_owner": {"kv": 30, "activations": 10}, "host": host}
+    memory = {
+        "pages": 100,
+        "page_bytes": 1000,
+        "free": 60,
+        "by_owner": {"kv": 30, "activations": 10},
+        "host": host,
+    }
     view = memory_view(memory)
-    assert [(each.key, each.begin, each.share) for each in view.owners] == [("activations", 0, 0.1), ("kv", 0.1, 0.3)]
+    assert [(each.key, each.begin, each.share) for each in view.owners] == [
+        ("activations", 0, 0.1),
+        ("kv", 0.1, 0.3),
+    ]
     assert memory_view({**memory, "pages": None}) is None
 
 
@@ -363,7 +459,9 @@ def palettes() -> list[dict[str, str]]:
 def luminance(colour: str) -> float:
     """WCAG 2.2, relative luminance."""
     parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return float(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
 
 
@@ -378,11 +476,17 @@ def test_text_and_controls_have_the_contrast_that_wcag_asks_for():
     for palette in (light, dark):
         grounds = [palette[name] for name in ("ground", "card", "soft")]
         for name in ("ink", "dim", "blue", "green", "red"):
-            assert min(contrast(palette[name], ground) for ground in grounds) >= 4.5, (name, palette[name])
+            assert min(contrast(palette[name], ground) for ground in grounds) >= 4.5, (
+                name,
+                palette[name],
+            )
         assert contrast(palette["ink"], palette["mark"]) >= 4.5
         assert contrast(palette["blue"], palette["on-blue"]) >= 4.5
         for name in ("edge", "orange", "purple", "blue"):  # of controls and curves
-            assert min(contrast(palette[name], ground) for ground in grounds[:2]) >= 3, (name, palette[name])
+            assert min(contrast(palette[name], ground) for ground in grounds[:2]) >= 3, (
+                name,
+                palette[name],
+            )
 
 
 def test_it_is_fetched_by_any_client(served):

@@ -1,4 +1,5 @@
-"""Lines of batches that processes die of, on real servers: set aside, while everything beside them comes to its end."""
+"""Lines of batches that processes die of, on real servers: set aside, while everything beside them
+comes to its end."""
 
 import json
 import os
@@ -14,8 +15,9 @@ from coserve.jobs.records import BATCH_OVER
 
 pytestmark = pytest.mark.long
 
-# Run by the server's process as it starts. The engine's process ends as it begins a step for a prompt of 77 tokens;
-# the server's is killed as it reads a request that says so, as by a fault in a native library.
+# Run by the server's process as it starts. The engine's process ends as it begins a step for a
+# prompt of 77 tokens; the server's is killed as it reads a request that says so, as by a fault in a
+# native library.
 DEADLY_FOR_ENGINES = """
 import os
 from coserve.engine.serving import Serving
@@ -46,9 +48,14 @@ batch_answers.completion_request = deadly
 
 def job_of(client: Any) -> str:
     """A fine-tuning job that trains as long as batches run."""
-    lines = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)]
+    lines = [
+        json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)
+    ]
     file = client.files.create(file=("data.jsonl", "\n".join(lines).encode()), purpose="fine-tune")
-    method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 8, "batch_size": 3}}}
+    method = {
+        "type": "supervised",
+        "supervised": {"hyperparameters": {"n_epochs": 8, "batch_size": 3}},
+    }
     made = client.fine_tuning.jobs.create(model="small", training_file=file.id, method=method)
     return str(made.id)
 
@@ -59,18 +66,26 @@ def test_a_line_that_kills_engines_fails_alone_beside_other_tenants_and_a_job(tm
         mallory, ann, bob = (served.client(f"key-of-{name}") for name in ("mallory", "ann", "bob"))
         job = job_of(ann)
         innocent = {
-            client: begin(client, [completion(f"{n}", max_tokens=30) for n in range(60)], endpoint=COMPLETIONS)
+            client: begin(
+                client, [completion(f"{n}", max_tokens=30) for n in range(60)], endpoint=COMPLETIONS
+            )
             for client in (ann, bob)
         }
         lines = [completion("good"), completion("bad", [1] * 77), completion("better")]
         bad = wait_for(mallory, begin(mallory, lines, endpoint=COMPLETIONS), 240)
-        assert (bad.status, sorted(results(mallory, bad.output_file_id))) == ("completed", ["better", "good"])
+        assert (bad.status, sorted(results(mallory, bad.output_file_id))) == (
+            "completed",
+            ["better", "good"],
+        )
         assert results(mallory, bad.error_file_id)["bad"]["error"]["code"] == "engine_died"
         for client, batch in innocent.items():
             done = wait_for(client, batch, 240)
             counts = done.request_counts
             assert (done.status, counts.completed, counts.failed) == ("completed", 60, 0)
-        served.wait_until(lambda: ann.fine_tuning.jobs.retrieve(job).status in ("succeeded", "failed"), limit_s=240)
+        served.wait_until(
+            lambda: ann.fine_tuning.jobs.retrieve(job).status in ("succeeded", "failed"),
+            limit_s=240,
+        )
         assert ann.fine_tuning.jobs.retrieve(job).status == "succeeded"
         assert served.log.read_text().count("the engine died") <= 6
 
@@ -123,4 +138,8 @@ def test_lines_that_were_under_way_when_servers_were_killed_are_answered(tmp_pat
     assert batch is not None
     with serving(home=home) as served:
         done = wait_for(served.client(), batch, 240)
-        assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 60, 0)
+        assert (done.status, done.request_counts.completed, done.request_counts.failed) == (
+            "completed",
+            60,
+            0,
+        )

@@ -1,4 +1,5 @@
-"""Jobs on PostgreSQL: the same life as on SQLite, also while the database goes away; and a real server there."""
+"""Jobs on PostgreSQL: the same life as on SQLite, also while the database goes away; and a real
+server there."""
 
 import asyncio
 import json
@@ -46,7 +47,9 @@ with postgres_server() as server:
     time.sleep(600)
 """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as tests:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as tests:
         assert tests.stdout is not None
         directory = Path(tests.stdout.readline().strip())
         server = int((directory / "data" / "postmaster.pid").read_text().split()[0])
@@ -61,11 +64,15 @@ with postgres_server() as server:
 def test_a_server_on_postgresql_is_killed_and_resumes(postgres: Postgres, monkeypatch):
     monkeypatch.setenv("COSERVE_DATABASE", postgres.new_database())
     home = Path(mkdtemp(prefix="coserve-home-"))
-    lines = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(9)]
+    lines = [
+        json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(9)
+    ]
     hyperparameters: Any = {"n_epochs": 10, "batch_size": 3}
     with serving(home=home) as served:
         client = served.client()
-        file = client.files.create(file=("data.jsonl", "\n".join(lines).encode()), purpose="fine-tune")
+        file = client.files.create(
+            file=("data.jsonl", "\n".join(lines).encode()), purpose="fine-tune"
+        )
         job = client.fine_tuning.jobs.create(
             model="small",
             training_file=file.id,
@@ -94,6 +101,8 @@ def test_a_server_on_postgresql_is_killed_and_resumes(postgres: Postgres, monkey
             assert "connection" not in away.text, "where the database is, is not for clients"
             assert client.completions.create(model="small", prompt="x", max_tokens=1).choices
         assert "the database cannot be used now: " in served.log.read_text()
-        answer = client.completions.create(model=found.fine_tuned_model, prompt="What is 3? ", max_tokens=2)
+        answer = client.completions.create(
+            model=found.fine_tuned_model, prompt="What is 3? ", max_tokens=2
+        )
         assert answer.usage.completion_tokens > 0
     assert "Traceback" not in served.log.read_text()

@@ -14,7 +14,8 @@ from coserve.server.config import ServerConfig
 pytestmark = pytest.mark.long
 
 NUM_TOKENS = 12
-# Run by the prefill instance's process as it starts: its steps take long enough to be killed within one.
+# Run by the prefill instance's process as it starts: its steps take long enough to be killed within
+# one.
 SLOW = """
 import time
 from coserve.devices.torch_device import TorchDevice
@@ -30,7 +31,9 @@ TorchDevice.submit = slow
 
 
 def prompt_of(number: int) -> str:
-    return f"{number}: " + " ".join(f"the quick brown fox number {number * each}" for each in range(12))
+    return f"{number}: " + " ".join(
+        f"the quick brown fox number {number * each}" for each in range(12)
+    )
 
 
 def ids_of(text: str) -> list[int]:
@@ -47,7 +50,9 @@ def assert_right(made: Any, number: int, network: Any = None) -> None:
     tokens, logprobs = expected(ids_of(prompt_of(number)), NUM_TOKENS, network)
     (choice,) = made.choices
     assert choice.text == tokenizer().decode(tokens, skip_special_tokens=True)
-    assert choice.logprobs.token_logprobs[: len(tokens)] == pytest.approx(logprobs[: len(tokens)], abs=1e-3)
+    assert choice.logprobs.token_logprobs[: len(tokens)] == pytest.approx(
+        logprobs[: len(tokens)], abs=1e-3
+    )
 
 
 def handover(served: Served) -> dict[str, Any]:
@@ -62,7 +67,16 @@ def path(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def decode(path: Path) -> Iterator[Served]:
     peft_model("pirate")
-    options = ("--role", "decode", "--prefill-socket", str(path), "--prefill-min-tokens", "16", "--slo-ttft", "60s")
+    options = (
+        "--role",
+        "decode",
+        "--prefill-socket",
+        str(path),
+        "--prefill-min-tokens",
+        "16",
+        "--slo-ttft",
+        "60s",
+    )
     with serving(*options, "--allow-adapter-paths", str(adapter_root())) as served:
         yield served
 
@@ -78,7 +92,8 @@ def test_answers_are_those_of_one_instance_and_survive_kill_9_of_the_other(path,
         decode.wait_until(lambda: handover(decode)["num_partners"] == 1)
         assert_right(answer(decode, 1), 1)
         loaded = decode.post(
-            "/v1/load_lora_adapter", json={"lora_name": "pirate", "lora_path": str(adapter_root() / "pirate")}
+            "/v1/load_lora_adapter",
+            json={"lora_name": "pirate", "lora_path": str(adapter_root() / "pirate")},
         )
         assert loaded.status_code == 200, loaded.text
         assert_right(answer(decode, 2, "pirate"), 2, peft_model("pirate"))
@@ -102,7 +117,10 @@ def test_answers_are_those_of_one_instance_and_survive_kill_9_of_the_other(path,
         before = handover(decode)["num_handed_over"]
         assert_right(answer(decode, 11), 11)
         decode.wait_until(lambda: handover(decode)["num_handed_over"] == before + 1)
-        with pytest.raises(AssertionError, match="another process listens there"), prefill_serving(path):
+        with (
+            pytest.raises(AssertionError, match="another process listens there"),
+            prefill_serving(path),
+        ):
             pass
     pages = [link for link in (decode.home / "run").glob("*/pages") if link.is_symlink()]
     assert len(pages) == 1 and not list(pages[0].resolve().glob("pages-*")), (
@@ -116,7 +134,10 @@ def test_answers_are_those_of_one_instance_and_survive_kill_9_of_the_other(path,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"role": "decode"}, "role decode needs prefill_socket, a path at which the two instances meet"),
+        (
+            {"role": "decode"},
+            "role decode needs prefill_socket, a path at which the two instances meet",
+        ),
         ({"prefill_socket": "/tmp/x"}, "prefill_socket is for role prefill or decode"),
         ({"role": "other"}, "role must be one of both, prefill, decode, not 'other'"),
         (

@@ -1,4 +1,5 @@
-"""The same call many times at once over HTTP: one takes effect, and none is a fault of the server."""
+"""The same call many times at once over HTTP: one takes effect, and none is a fault of the
+server."""
 
 import threading
 from collections import Counter
@@ -17,7 +18,9 @@ NUM_AT_ONCE = 12
 
 
 @pytest.fixture(scope="module", params=long_but("sqlite", of=["sqlite", "postgresql"]))
-def limited(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def limited(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """A server whose tenant may have few bytes, jobs and batches."""
     directory: Path = tmp_path_factory.mktemp("races")
     limits = "[tenants.ann]\nmax_file_bytes = 40000\nmax_jobs = 2\nmax_batches = 2\n"
@@ -35,7 +38,9 @@ class Caller:
         self._url, self._head = served.url, {"Authorization": "Bearer key"}
 
     def call(self, method: str, path: str, **settings: Any) -> httpx.Response:
-        return httpx.request(method, f"{self._url}{path}", headers=self._head, timeout=60, **settings)
+        return httpx.request(
+            method, f"{self._url}{path}", headers=self._head, timeout=60, **settings
+        )
 
     def made(self, path: str, **settings: Any) -> str:
         """The id of what a POST makes."""
@@ -44,7 +49,9 @@ class Caller:
         return str(answer.json()["id"])
 
     def file(self, content: bytes = b"{}", purpose: str = "fine-tune") -> str:
-        return self.made("/v1/files", files={"file": ("f.jsonl", content)}, data={"purpose": purpose})
+        return self.made(
+            "/v1/files", files={"file": ("f.jsonl", content)}, data={"purpose": purpose}
+        )
 
     def at_once(self, *calls: Callable[[], httpx.Response]) -> Counter[int]:
         """Statuses of calls that are made at the same moment."""
@@ -78,7 +85,10 @@ def test_an_upload_is_completed_once_within_the_tenants_bytes(caller: Caller):
         part = caller.made(f"/v1/uploads/{upload}/parts", files={"data": b"x" * 9000})
         path = f"/v1/uploads/{upload}/complete"
         statuses = caller.at_once(
-            *[lambda p=path, part=part: caller.call("POST", p, json={"part_ids": [part]}) for _ in range(NUM_AT_ONCE)]
+            *[
+                lambda p=path, part=part: caller.call("POST", p, json={"part_ids": [part]})
+                for _ in range(NUM_AT_ONCE)
+            ]
         )
         assert statuses == {200: 1, 400: NUM_AT_ONCE - 1}
     files = caller.call("GET", "/v1/files").json()["data"]
@@ -92,7 +102,9 @@ def test_what_is_deleted_is_deleted_once(caller: Caller):
         f"/v1/responses/{caller.made('/v1/responses', json=given)}",
         f"/v1/conversations/{caller.made('/v1/conversations', json={})}",
     ):
-        statuses = caller.at_once(*[partial(caller.call, "DELETE", path) for _ in range(NUM_AT_ONCE)])
+        statuses = caller.at_once(
+            *[partial(caller.call, "DELETE", path) for _ in range(NUM_AT_ONCE)]
+        )
         assert statuses == {200: 1, 404: NUM_AT_ONCE - 1}, path
 
 
@@ -115,7 +127,10 @@ def test_a_conversation_that_is_deleted_takes_nothing_more(caller: Caller):
     for _ in range(4):
         path = f"/v1/conversations/{caller.made('/v1/conversations', json={})}"
         statuses = caller.at_once(
-            *[partial(caller.call, "POST", f"{path}/items", json={"items": [item]}) for _ in range(6)],
+            *[
+                partial(caller.call, "POST", f"{path}/items", json={"items": [item]})
+                for _ in range(6)
+            ],
             *[partial(caller.call, "POST", path, json={"metadata": {"k": "v"}}) for _ in range(6)],
             partial(caller.call, "DELETE", path),
         )
@@ -127,23 +142,41 @@ def test_a_conversation_that_is_deleted_takes_nothing_more(caller: Caller):
 @pytest.mark.long
 def test_batches_and_jobs_that_come_at_once_stay_within_their_numbers(caller: Caller):
     line = completion("a", max_tokens=400, ignore_eos=True)
-    lines = b"\n".join(httpx.Request("POST", "http://x", json={**line, "custom_id": str(n)}).content for n in range(90))
-    asked = {"input_file_id": caller.file(lines, "batch"), "endpoint": COMPLETIONS, "completion_window": "24h"}
-    statuses = caller.at_once(*[lambda: caller.call("POST", "/v1/batches", json=asked) for _ in range(NUM_AT_ONCE)])
+    lines = b"\n".join(
+        httpx.Request("POST", "http://x", json={**line, "custom_id": str(n)}).content
+        for n in range(90)
+    )
+    asked = {
+        "input_file_id": caller.file(lines, "batch"),
+        "endpoint": COMPLETIONS,
+        "completion_window": "24h",
+    }
+    statuses = caller.at_once(
+        *[lambda: caller.call("POST", "/v1/batches", json=asked) for _ in range(NUM_AT_ONCE)]
+    )
     assert statuses == {200: 2, 429: NUM_AT_ONCE - 2}
     batches = [each["id"] for each in caller.call("GET", "/v1/batches").json()["data"]]
     path = f"/v1/batches/{batches[0]}/cancel"
-    assert caller.at_once(*[lambda: caller.call("POST", path) for _ in range(NUM_AT_ONCE)]).keys() <= {200}
+    assert caller.at_once(
+        *[lambda: caller.call("POST", path) for _ in range(NUM_AT_ONCE)]
+    ).keys() <= {200}
     caller.call("POST", f"/v1/batches/{batches[1]}/cancel")
     examples = b'{"prompt": "What is it? ", "completion": "It is this."}\n' * 30
-    method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 50, "batch_size": 3}}}
+    method = {
+        "type": "supervised",
+        "supervised": {"hyperparameters": {"n_epochs": 50, "batch_size": 3}},
+    }
     job = {"model": "small", "training_file": caller.file(examples), "method": method}
     jobs = "/v1/fine_tuning/jobs"
-    statuses = caller.at_once(*[lambda: caller.call("POST", jobs, json=job) for _ in range(NUM_AT_ONCE)])
+    statuses = caller.at_once(
+        *[lambda: caller.call("POST", jobs, json=job) for _ in range(NUM_AT_ONCE)]
+    )
     assert statuses == {200: 2, 429: NUM_AT_ONCE - 2}
     ids = [each["id"] for each in caller.call("GET", jobs).json()["data"]]
     verbs = ("pause", "resume", "cancel", "pause", "resume", "cancel")
-    statuses = caller.at_once(*[lambda verb=verb: caller.call("POST", f"{jobs}/{ids[0]}/{verb}") for verb in verbs])
+    statuses = caller.at_once(
+        *[lambda verb=verb: caller.call("POST", f"{jobs}/{ids[0]}/{verb}") for verb in verbs]
+    )
     assert statuses.keys() <= {200, 400}
     assert caller.call("GET", f"{jobs}/{ids[0]}").json()["status"] == "cancelled"
     assert caller.call("POST", f"{jobs}/{ids[1]}/cancel").status_code == 200

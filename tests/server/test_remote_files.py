@@ -1,4 +1,5 @@
-"""Files that machines share by a URL, on a real FTP server: whole or not at all, and clear errors."""
+"""Files that machines share by a URL, on a real FTP server: whole or not at all, and clear
+errors."""
 
 import logging
 import os
@@ -14,7 +15,9 @@ from coserve.errors import DataError, StoreError
 from coserve.jobs.remote_files import MARKER, RemoteFiles, files_url
 from coserve.server.config import ServerConfig
 
-pytestmark = pytest.mark.skipif(find_spec("pyftpdlib") is None, reason="needs an FTP server: pip install pyftpdlib")
+pytestmark = pytest.mark.skipif(
+    find_spec("pyftpdlib") is None, reason="needs an FTP server: pip install pyftpdlib"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,9 @@ class Machine:
 def machine(server: FtpServer, tmp_path: Path, name: str, most_bytes: int | None = None) -> Machine:
     """Each test has a place of its own on the server."""
     url = f"{server.url}/{tmp_path.name}"
-    return Machine(RemoteFiles(url, tmp_path / name, most_bytes=most_bytes, waits_s=()), tmp_path / name)
+    return Machine(
+        RemoteFiles(url, tmp_path / name, most_bytes=most_bytes, waits_s=()), tmp_path / name
+    )
 
 
 def write(directory: Path, **files: bytes) -> Path:
@@ -54,11 +59,18 @@ def write(directory: Path, **files: bytes) -> Path:
 def test_what_one_machine_keeps_another_one_fetches(here, there):
     file = write(here.home / "files", blob=os.urandom(300_000)) / "blob"
     checkpoint = write(
-        here.home / "jobs" / "a" / "checkpoints" / "step-1", weights=b"w" * 70_000, config=b"", state=b"s"
+        here.home / "jobs" / "a" / "checkpoints" / "step-1",
+        weights=b"w" * 70_000,
+        config=b"",
+        state=b"s",
     )
     here.files.keep(file)
     named = here.files.keep_checkpoint(checkpoint)
-    assert named.parent == checkpoint.parent and named.name.startswith("step-1-") and not checkpoint.exists()
+    assert (
+        named.parent == checkpoint.parent
+        and named.name.startswith("step-1-")
+        and not checkpoint.exists()
+    )
     for path in (file, named):
         there.files.fetch(there.home / path.relative_to(here.home))
     assert (there.home / "files" / "blob").read_bytes() == file.read_bytes()
@@ -69,7 +81,9 @@ def test_what_one_machine_keeps_another_one_fetches(here, there):
     assert oct(found.parent.stat().st_mode & 0o777) == "0o700"
 
 
-def test_two_processes_that_make_a_directory_at_the_same_moment_both_write_into_it(server, here, monkeypatch):
+def test_two_processes_that_make_a_directory_at_the_same_moment_both_write_into_it(
+    server, here, monkeypatch
+):
     """As a server and its engine do when they start: FTP refuses the second."""
     from fsspec.implementations.ftp import FTPFileSystem
 
@@ -81,13 +95,17 @@ def test_two_processes_that_make_a_directory_at_the_same_moment_both_write_into_
 
     monkeypatch.setattr(FTPFileSystem, "mkdir", second)
     with pytest.raises(Exception, match="File exists"):
-        FTPFileSystem(host="127.0.0.1", port=server.port, username="ann", password=PASSWORD).mkdir("/somewhere-else")
+        FTPFileSystem(host="127.0.0.1", port=server.port, username="ann", password=PASSWORD).mkdir(
+            "/somewhere-else"
+        )
     here.files.check()
 
 
 def test_the_same_name_by_two_machines_is_two_checkpoints(here, there):
     kept = [
-        each.files.keep_checkpoint(write(each.home / "jobs" / "a" / "checkpoints" / "step-5", weights=content))
+        each.files.keep_checkpoint(
+            write(each.home / "jobs" / "a" / "checkpoints" / "step-5", weights=content)
+        )
         for each, content in ((here, b"one"), (there, b"two"))
     ]
     assert kept[0].name != kept[1].name
@@ -119,7 +137,8 @@ def test_what_was_cut_short_is_not_taken(server, here, there):
 
 
 @pytest.mark.parametrize(
-    "marker", [b'{"../../evil": 4}', b'{"/tmp/evil": 4}', b'{".evil": 4}', b'{"a": -1}', b"[", b"[]"]
+    "marker",
+    [b'{"../../evil": 4}', b'{"/tmp/evil": 4}', b'{".evil": 4}', b'{"a": -1}', b"[", b"[]"],
 )
 def test_a_marker_that_names_other_places_is_refused(server, here, there, marker):
     directory = write(here.home / "jobs" / "a" / "step-1", evil=b"evil")
@@ -150,7 +169,9 @@ def test_what_is_listed_is_what_is_here_or_there(here, there):
     here.files.keep(write(jobs / "b" / "step", data=b"1"))
     write(away / "c", data=b"1")
     assert there.files.entries(away) == [away / "a", away / "b", away / "c"]
-    assert {away / "a" / "data", away / "b" / "step" / "data", away / "c" / "data"} <= {*there.files.all_below(away)}
+    assert {away / "a" / "data", away / "b" / "step" / "data", away / "c" / "data"} <= {
+        *there.files.all_below(away)
+    }
     assert there.files.entries(away / "d") == [] and there.files.discard(away / "d")
     elsewhere = there.home.parent / "elsewhere"
     there.files.fetch(elsewhere)
@@ -178,7 +199,9 @@ def test_a_server_that_stays_away_is_a_clear_error(tmp_path):
     with ftp_server(tmp_path / "ftp") as server:
         files = RemoteFiles(server.url, tmp_path / "here", waits_s=(0.01, 0.01))
         server.stop()
-        with pytest.raises(StoreError, match=r"ann:\*\*\*@.*Connection refused.*see that the URL is right") as caught:
+        with pytest.raises(
+            StoreError, match=r"ann:\*\*\*@.*Connection refused.*see that the URL is right"
+        ) as caught:
             files.keep(write(tmp_path / "here", data=b"data") / "data")
         assert PASSWORD not in str(caught.value)
         with pytest.raises(StoreError):  # and not: there is none
@@ -196,7 +219,11 @@ def test_a_server_that_stays_away_is_a_clear_error(tmp_path):
 def test_a_url_that_cannot_be_used_is_told_at_the_start(server, tmp_path, change, wrong):
     with pytest.raises(StoreError, match=wrong) as caught:
         RemoteFiles(server.url.replace(*change), tmp_path).check()
-    assert "\n" not in str(caught.value) and "guessed" not in str(caught.value) and PASSWORD not in str(caught.value)
+    assert (
+        "\n" not in str(caught.value)
+        and "guessed" not in str(caught.value)
+        and PASSWORD not in str(caught.value)
+    )
 
 
 @pytest.mark.skipif(find_spec("smbprotocol") is not None, reason="what should be missing is there")
@@ -221,7 +248,9 @@ def test_nothing_is_left_of_a_check(server, here):
     assert server.files() == before
 
 
-@pytest.mark.parametrize("url", ["memory://here", "file:///shared", "local://shared", "bucket/prefix", "s3://"])
+@pytest.mark.parametrize(
+    "url", ["memory://here", "file:///shared", "local://shared", "bucket/prefix", "s3://"]
+)
 def test_what_other_machines_cannot_read_is_refused(url):
     with pytest.raises(ValueError, match="files_url must be a URL"):
         ServerConfig(files_url=url)
@@ -237,14 +266,18 @@ def test_a_url_may_come_by_the_environment(monkeypatch):
 
 def test_what_was_used_longest_ago_makes_room(server, tmp_path):
     node = machine(server, tmp_path, "node", most_bytes=2_500_000)
-    checkpoints = [write(node.home / "jobs" / "a" / "checkpoints" / name, data=bytes(10**6)) for name in "wxyz"]
+    checkpoints = [
+        write(node.home / "jobs" / "a" / "checkpoints" / name, data=bytes(10**6)) for name in "wxyz"
+    ]
     for age_s, each in zip((4000, 3000, 2000, 1000), checkpoints, strict=True):
         os.utime(each, (time.time() - age_s,) * 2)
     node.files.trim({checkpoints[0]})
     assert [each.exists() for each in checkpoints] == [True, False, True, True]
     fresh = write(node.home / "jobs" / "b" / "checkpoints" / "fresh", data=bytes(3 * 10**6))
     node.files.trim(())
-    assert fresh.exists() and not any(each.exists() for each in checkpoints), "what is new may be in use"
+    assert fresh.exists() and not any(each.exists() for each in checkpoints), (
+        "what is new may be in use"
+    )
     node.files.release(fresh)
     assert not fresh.exists()
 

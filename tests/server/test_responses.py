@@ -23,7 +23,9 @@ class Pet(BaseModel):
 
 
 def chat_text(client: Any, messages: list[Any], max_tokens: int = 12) -> str:
-    answer = client.chat.completions.create(model="small", temperature=0, max_tokens=max_tokens, messages=messages)
+    answer = client.chat.completions.create(
+        model="small", temperature=0, max_tokens=max_tokens, messages=messages
+    )
     return answer.choices[0].message.content
 
 
@@ -62,7 +64,10 @@ def test_a_stream_says_the_same_by_openais_events(client: Any):
     )
     assert kinds[:4] == begin and kinds[-4:] == end
     assert set(kinds[4:-4]) == {"output_text.delta"}
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        == whole.output_text
+    )
     assert events[-1].response.output_text == whole.output_text
     assert client.responses.retrieve(events[0].response.id) == events[-1].response
 
@@ -75,9 +80,17 @@ def test_a_conversation_follows_from_the_last_response(client: Any):
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "and you?"},
     ]
-    assert second.output_text == chat_text(client, messages), "instructions are those of one response alone"
-    assert first.output_text == chat_text(client, [{"role": "system", "content": "Be brief."}, messages[0]])
-    items: list[Any] = [{"role": "user", "content": "hello"}, *first.output, {"role": "user", "content": "and you?"}]
+    assert second.output_text == chat_text(client, messages), (
+        "instructions are those of one response alone"
+    )
+    assert first.output_text == chat_text(
+        client, [{"role": "system", "content": "Be brief."}, messages[0]]
+    )
+    items: list[Any] = [
+        {"role": "user", "content": "hello"},
+        *first.output,
+        {"role": "user", "content": "and you?"},
+    ]
     third = client.responses.create(**SETTINGS, input=items)
     assert third.output_text == second.output_text, "output items go back as they are"
     client.responses.delete(first.id)
@@ -88,7 +101,9 @@ def test_a_conversation_follows_from_the_last_response(client: Any):
 
 def test_input_items_come_in_pages(client: Any):
     texts = ["a", "b", "c"]
-    made = client.responses.create(**SETTINGS, input=[{"role": "user", "content": text} for text in texts])
+    made = client.responses.create(
+        **SETTINGS, input=[{"role": "user", "content": text} for text in texts]
+    )
     items = list(client.responses.input_items.list(made.id, limit=2, order="asc"))
     assert [item.content[0].text for item in items] == texts
     [newest] = client.responses.input_items.list(made.id, limit=1).data
@@ -96,24 +111,35 @@ def test_input_items_come_in_pages(client: Any):
 
 
 def test_input_tokens_are_counted(client: Any, served: Served):
-    assert client.responses.input_tokens.count(model="small", input="hello").input_tokens == len(chat_tokens("hello"))
+    assert client.responses.input_tokens.count(model="small", input="hello").input_tokens == len(
+        chat_tokens("hello")
+    )
 
 
 def test_the_text_follows_a_schema(client: Any):
-    parsed = client.responses.parse(model="small", input="a cat", max_output_tokens=200, text_format=Pet)
+    parsed = client.responses.parse(
+        model="small", input="a cat", max_output_tokens=200, text_format=Pet
+    )
     assert isinstance(parsed.output_parsed, Pet)
-    with client.responses.stream(model="small", input="a cat", max_output_tokens=200, text_format=Pet) as stream:
+    with client.responses.stream(
+        model="small", input="a cat", max_output_tokens=200, text_format=Pet
+    ) as stream:
         for _ in stream:
             pass
         assert isinstance(stream.get_final_response().output_parsed, Pet)
     found = client.responses.create(
-        model="small", input="a cat", max_output_tokens=200, text={"format": {"type": "json_object"}}
+        model="small",
+        input="a cat",
+        max_output_tokens=200,
+        text={"format": {"type": "json_object"}},
     )
     assert found.output_text.startswith("{")
 
 
 def test_logprobs_of_the_text(client: Any):
-    made = client.responses.create(**SETTINGS, input="hello", include=["message.output_text.logprobs"], top_logprobs=2)
+    made = client.responses.create(
+        **SETTINGS, input="hello", include=["message.output_text.logprobs"], top_logprobs=2
+    )
     part = made.output[0].content[0]
     assert len(part.logprobs) == 12
     assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
@@ -144,7 +170,11 @@ def test_one_in_the_background_is_streamed_and_cancelled(client: Any):
         while next(events).type != "response.output_text.delta":
             pass
     id = first.response.id
-    again = list(client.responses.retrieve(id, stream=True, starting_after=0)) if is_live(client, id) else []
+    again = (
+        list(client.responses.retrieve(id, stream=True, starting_after=0))
+        if is_live(client, id)
+        else []
+    )
     assert not again or again[0].sequence_number == 1, "the client that went away did not end it"
     other = client.responses.create(**settings, input="hello", background=True)
     ended = client.responses.cancel(other.id)
@@ -204,7 +234,10 @@ def test_what_is_wrong_is_named(client: Any, more: dict[str, Any], param: str):
 
 def test_what_is_too_long_loses_its_oldest_turns(client: Any):
     """The small model has room for 512 tokens."""
-    system, last = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "and you?"}
+    system, last = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "and you?"},
+    )
     turns = [{"role": "user", "content": f"{n} {'a b ' * 40}"} for n in range(8)]
     items: list[Any] = [system, *turns, last]
     with pytest.raises(BadRequestError) as raised:
@@ -213,7 +246,11 @@ def test_what_is_too_long_loses_its_oldest_turns(client: Any):
     made = client.responses.create(**SETTINGS, input=items, truncation="auto")
     assert made.truncation == "auto"
     rests = [[system, *turns[first:], last] for first in range(1, 9)]
-    fits = next(rest for rest in rests if sum(len(chat_tokens(each["content"])) for each in rest) + 12 <= 512)
+    fits = next(
+        rest
+        for rest in rests
+        if sum(len(chat_tokens(each["content"])) for each in rest) + 12 <= 512
+    )
     assert made.output_text == chat_text(client, fits)
     with pytest.raises(BadRequestError, match="context length"):
         client.responses.create(**SETTINGS, input="a b " * 300, truncation="auto")
@@ -222,7 +259,10 @@ def test_what_is_too_long_loses_its_oldest_turns(client: Any):
 def test_a_stream_ends_without_a_marker_and_names_its_events(served: Served):
     """Clients of other languages read the names of events."""
     with httpx.stream(
-        "POST", f"{served.url}/v1/responses", json={**SETTINGS, "input": "hello", "stream": True}, timeout=60
+        "POST",
+        f"{served.url}/v1/responses",
+        json={**SETTINGS, "input": "hello", "stream": True},
+        timeout=60,
     ) as answer:
         lines = [line for line in answer.iter_lines() if line]
     names, data = lines[::2], [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]

@@ -36,7 +36,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "servers"
 
 
-def command(run_dir: Path, *arguments: str, question: str = "", **more: str) -> tuple[int, str, str]:
+def command(
+    run_dir: Path, *arguments: str, question: str = "", **more: str
+) -> tuple[int, str, str]:
     environment = {**os.environ, "PYTHONPATH": ROOT, "COSERVE_RUN_DIR": str(run_dir), **more}
     done = subprocess.run(
         [sys.executable, "-m", "coserve", *arguments],
@@ -73,7 +75,8 @@ def test_of_several_servers_the_user_names_one(here: Path):
         status, _, err = command(here, "models")
         assert (status, err) == (
             1,
-            "error: 2 servers run here: http://127.0.0.1:2 (a), http://127.0.0.1:3 (b); name one with --url or "
+            "error: 2 servers run here: http://127.0.0.1:2 (a), http://127.0.0.1:3 (b); name one "
+            "with --url or "
             "COSERVE_URL\n",
         )
     assert running_servers() == []
@@ -107,7 +110,9 @@ def test_files_that_are_none_are_passed_over(here: Path):
     (here / "1.json").write_text("{")
     (here / "2.json").mkdir()
     assert running_servers() == []
-    with announced(RunningServer(url="http://127.0.0.1:3", model="b", pid=2)):  # whose name is taken
+    with announced(
+        RunningServer(url="http://127.0.0.1:3", model="b", pid=2)
+    ):  # whose name is taken
         assert running_servers() == []
 
 

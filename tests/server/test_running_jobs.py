@@ -65,11 +65,15 @@ def test_a_job_that_is_resumed_and_waits_for_a_place_is_told_so_once(tmp_path: P
     asyncio.run(story())
 
 
-def test_a_job_that_runs_for_too_long_fails_and_its_newest_checkpoint_is_kept(tmp_path: Path) -> None:
+def test_a_job_that_runs_for_too_long_fails_and_its_newest_checkpoint_is_kept(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         async with world(tmp_path, manager={"timeout_s": 0.5}) as w:
             extension = {**LONG["extension"], "checkpoint_every_steps": 0}
-            job = await w.until_over((await w.create(20 * DATA, **{**LONG, "extension": extension})).id)
+            job = await w.until_over(
+                (await w.create(20 * DATA, **{**LONG, "extension": extension})).id
+            )
             assert (job.status, job.error["code"]) == ("failed", "job_timeout")
             assert "0.5 s" in job.error["message"]
             [kept] = w.checkpoints(job.id)

@@ -17,8 +17,9 @@ from served import Served
 
 pytestmark = pytest.mark.long
 
-# `make fuzz` makes more calls, each time others. Nine tenths of all are of the 85 kinds here (routes, with right and
-# with wrong values, and what lies beside the schema); the rest are those of `test_grammar_fuzz.py`.
+# `make fuzz` makes more calls, each time others. Nine tenths of all are of the 85 kinds here
+# (routes, with right and with wrong values, and what lies beside the schema); the rest are those of
+# `test_grammar_fuzz.py`.
 _NUM_EXAMPLES = fuzzing.NUM_CALLS * 9 // 10 // fuzzing.NUM_ROUNDS // 85
 _SETTINGS = settings(
     max_examples=max(12, _NUM_EXAMPLES),
@@ -30,7 +31,9 @@ _SETTINGS = settings(
 _QUERY = ["%ff", "%00", "after", "limit", "=", "&", "9999999999", "[", "]", "metadata", "a"]
 # How many tokens an answer may have.
 _LIMITS = {
-    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"), "max_tokens"),
+    **dict.fromkeys(
+        ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"), "max_tokens"
+    ),
     "/v1/messages": "max_tokens",
     "/v1/responses": "max_output_tokens",
 }
@@ -66,7 +69,10 @@ def test_every_route_by_the_schema_and_beside_it(served: Served):
 
 
 def _check(
-    operation: schemathesis.APIOperation, mode: schemathesis.GenerationMode, url: str, session: requests.Session
+    operation: schemathesis.APIOperation,
+    mode: schemathesis.GenerationMode,
+    url: str,
+    session: requests.Session,
 ) -> None:
     @_SETTINGS
     @given(case=operation.as_strategy(generation_mode=mode))
@@ -90,7 +96,9 @@ def test_any_bytes(served: Served):
         @given(
             content=st.binary(),
             path=st.sampled_from(_ROUTES),
-            kind=st.sampled_from(["application/json", "text/plain", "multipart/form-data; boundary=x"]),
+            kind=st.sampled_from(
+                ["application/json", "text/plain", "multipart/form-data; boundary=x"]
+            ),
         )
         def never_fails(content: bytes, path: str, kind: str) -> None:
             answer = connection.post(path, content=content, headers={"Content-Type": kind})
@@ -101,8 +109,19 @@ def test_any_bytes(served: Served):
 
 
 def test_values_that_are_right_by_type_alone(served: Served):
-    numbers = st.one_of(st.integers(), st.floats(), st.just(2**63), st.just(-(2**63) - 1), st.just(1e308))
-    fields = ("temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty", "max_tokens", "top_k")
+    numbers = st.one_of(
+        st.integers(), st.floats(), st.just(2**63), st.just(-(2**63) - 1), st.just(1e308)
+    )
+    fields = (
+        "temperature",
+        "top_p",
+        "n",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "max_tokens",
+        "top_k",
+    )
     more = ("min_p", "repetition_penalty", "min_tokens", "logprobs", "best_of")
     bodies = st.fixed_dictionaries(
         {"model": st.just("small"), "prompt": st.one_of(st.text(), st.lists(numbers, max_size=5))},
@@ -116,7 +135,9 @@ def test_values_that_are_right_by_type_alone(served: Served):
         @given(body=bodies)
         def never_fails(body: dict[str, object]) -> None:
             content = json.dumps({"max_tokens": 2, **body}).encode()
-            answer = connection.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+            answer = connection.post(
+                "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+            )
             fuzzing.note(answer.status_code)
             assert answer.status_code < 500, (body, answer.text)
 
@@ -127,10 +148,22 @@ def test_values_that_are_right_by_type_alone(served: Served):
 def test_headers_and_queries_of_any_bytes(served: Served):
     """h11 refuses what is no header; the rest comes to the routes as it is."""
     names = st.sampled_from(
-        ["authorization", "content-type", "content-length", "x-request-id", "host", "accept", "range"]
+        [
+            "authorization",
+            "content-type",
+            "content-length",
+            "x-request-id",
+            "host",
+            "accept",
+            "range",
+        ]
     )
-    values = st.binary(max_size=50).filter(lambda value: value.strip() == value and not set(value) & set(b"\0\r\n"))
-    paths = st.sampled_from([*_ROUTES, "/v1/models", "/v1/status/steps", "/v1/fine_tuning/jobs?limit=1", "/health"])
+    values = st.binary(max_size=50).filter(
+        lambda value: value.strip() == value and not set(value) & set(b"\0\r\n")
+    )
+    paths = st.sampled_from(
+        [*_ROUTES, "/v1/models", "/v1/status/steps", "/v1/fine_tuning/jobs?limit=1", "/health"]
+    )
     with httpx.Client(base_url=served.url, timeout=60) as connection:
 
         @_SETTINGS
@@ -141,9 +174,13 @@ def test_headers_and_queries_of_any_bytes(served: Served):
             method=st.sampled_from(["GET", "POST", "DELETE"]),
         )
         def never_fails(headers: dict[str, bytes], path: str, query: str, method: str) -> None:
-            with suppress(httpx.LocalProtocolError, h11.LocalProtocolError):  # the client's own refusal
+            with suppress(
+                httpx.LocalProtocolError, h11.LocalProtocolError
+            ):  # the client's own refusal
                 answer = connection.request(
-                    method, f"{path}?{query}", headers=[(name.encode(), value) for name, value in headers.items()]
+                    method,
+                    f"{path}?{query}",
+                    headers=[(name.encode(), value) for name, value in headers.items()],
                 )
                 fuzzing.note(answer.status_code)
                 assert answer.status_code < 500, answer.text
@@ -153,23 +190,59 @@ def test_headers_and_queries_of_any_bytes(served: Served):
 
 
 def test_json_that_is_hardly_any(served: Served):
-    """Duplicated names, deep nesting, huge numbers, NULs and half characters, at any place of a body."""
+    """Duplicated names, deep nesting, huge numbers, NULs and half characters, at any place of a
+    body."""
     odd = st.sampled_from(
         [
-            *('{"a": 1, "a": 2}', "[" * 3000, '{"a":' * 3000, "1" * 5000, "1e999", "-1e999", "NaN", "-Infinity", "-0"),
-            *('"\\ud800"', '"\\u0000"', '"' + "a" * 5000 + '"', "[]", "{}", "null", "[[[[[]]]]]", "true", '"\\'),
+            *(
+                '{"a": 1, "a": 2}',
+                "[" * 3000,
+                '{"a":' * 3000,
+                "1" * 5000,
+                "1e999",
+                "-1e999",
+                "NaN",
+                "-Infinity",
+                "-0",
+            ),
+            *(
+                '"\\ud800"',
+                '"\\u0000"',
+                '"' + "a" * 5000 + '"',
+                "[]",
+                "{}",
+                "null",
+                "[[[[[]]]]]",
+                "true",
+                '"\\',
+            ),
         ]
     )
     names = st.sampled_from(
-        ["model", "prompt", "messages", "stop", "seed", "n", "logit_bias", "metadata", "slo", "lora_name"]
+        [
+            "model",
+            "prompt",
+            "messages",
+            "stop",
+            "seed",
+            "n",
+            "logit_bias",
+            "metadata",
+            "slo",
+            "lora_name",
+        ]
     )
     with httpx.Client(base_url=served.url, timeout=60) as connection:
 
         @_SETTINGS
-        @given(pairs=st.lists(st.tuples(names, odd), max_size=5), path=st.sampled_from(_ROUTES[:-1]))
+        @given(
+            pairs=st.lists(st.tuples(names, odd), max_size=5), path=st.sampled_from(_ROUTES[:-1])
+        )
         def never_fails(pairs: list[tuple[str, str]], path: str) -> None:
             content = "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
-            answer = connection.post(path, content=content, headers={"Content-Type": "application/json"})
+            answer = connection.post(
+                path, content=content, headers={"Content-Type": "application/json"}
+            )
             fuzzing.note(answer.status_code)
             assert answer.status_code < 500, (content, answer.text)  # some are right after all
 
@@ -177,6 +250,11 @@ def test_json_that_is_hardly_any(served: Served):
 
 
 def test_addresses(served: Served):
-    for path in ("/v1/models/%00", "/v1/models/" + "a" * 5000, "/v1/status/steps?after=-1", "/v1/status/steps?after=x"):
+    for path in (
+        "/v1/models/%00",
+        "/v1/models/" + "a" * 5000,
+        "/v1/status/steps?after=-1",
+        "/v1/status/steps?after=x",
+    ):
         assert 400 <= served.get(path).status_code < 500
     assert served.get(f"/v1/status/steps?after={10**30}").status_code == 200

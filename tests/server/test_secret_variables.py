@@ -29,7 +29,17 @@ WORDS = (b"key-of-ann", b"key-of-ben", b"a-client's-key", b"password-of-a-databa
 def server(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A `coserve up` with the secrets in its environment, as a program of its own; and its URL."""
     given = {name: value.format(home=home) for name, value in SECRETS.items()}
-    command = [sys.executable, "-m", "coserve", "up", str(model_directory()), "--port", "0", "--memory", "16MB"]
+    command = [
+        sys.executable,
+        "-m",
+        "coserve",
+        "up",
+        str(model_directory()),
+        "--port",
+        "0",
+        "--memory",
+        "16MB",
+    ]
     with (
         (home / "log").open("w") as log,
         subprocess.Popen(
@@ -61,12 +71,17 @@ def family(pid: int) -> list[int]:
 def check_hidden(pids: list[int]) -> None:
     for pid in pids:
         shown = Path(f"/proc/{pid}/environ").read_bytes()
-        assert not [word for word in WORDS if word in shown], (pid, Path(f"/proc/{pid}/cmdline").read_bytes())
+        assert not [word for word in WORDS if word in shown], (
+            pid,
+            Path(f"/proc/{pid}/cmdline").read_bytes(),
+        )
 
 
 def status(url: str, key: str) -> int:
     try:
-        return httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=30).status_code
+        return httpx.get(
+            f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=30
+        ).status_code
     except httpx.HTTPError:
         return 0
 
@@ -80,7 +95,9 @@ def test_no_process_of_a_server_shows_them(tmp_path):
         keys = ("key-of-ann-0123", "key-of-ben-4567", "key-of-cy", "a-client's-key")
         assert [status(url, key) for key in keys] == [200, 200, 200, 401]
         assert (tmp_path / "password-of-a-database.db").exists()
-        os.kill(pids[1], signal.SIGKILL)  # the next is a program, started with this process's environment
+        os.kill(
+            pids[1], signal.SIGKILL
+        )  # the next is a program, started with this process's environment
         until_s = time.monotonic() + 60
         while len(new := set(family(process.pid)) - set(pids)) < 2:
             assert time.monotonic() < until_s
@@ -107,7 +124,9 @@ def test_others_stay_as_they_are():
         "EMPTY": "",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     for name, value in environment.items():
         if name != "SECRET":
             assert f"{name}={value}\\x00" in shown.stdout
@@ -118,9 +137,11 @@ def test_others_stay_as_they_are():
     "code",
     [
         "from coserve.cli.server_options import server_config; server_config(model='tiny')",
-        "from coserve.cli.server_options import server_config; server_config(model='tiny', database='sqlite://')",
+        "from coserve.cli.server_options import server_config; server_config(model='tiny', "
+        "database='sqlite://')",
         pytest.param(
-            "from typer.testing import CliRunner as R; from coserve.cli.main import app; R().invoke(app, ['doctor'])",
+            "from typer.testing import CliRunner as R; from coserve.cli.main import app; "
+            "R().invoke(app, ['doctor'])",
             marks=pytest.mark.long,
         ),
     ],
@@ -131,6 +152,10 @@ def test_commands_take_the_database_out_of_their_environment(tmp_path: Path, cod
         "COSERVE_HOME": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    code += "; import os; print('COSERVE_DATABASE' in os.environ, open('/proc/self/environ').read())"
-    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    code += (
+        "; import os; print('COSERVE_DATABASE' in os.environ, open('/proc/self/environ').read())"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert shown.stdout.startswith("False ") and "with-a-secret" not in shown.stdout

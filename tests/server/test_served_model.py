@@ -1,4 +1,5 @@
-"""What a Ray cluster says that it serves is true when a front has ended, or could not begin; without a cluster."""
+"""What a Ray cluster says that it serves is true when a front has ended, or could not begin;
+without a cluster."""
 
 import asyncio
 import subprocess
@@ -17,7 +18,9 @@ from coserve.server.config import ServerConfig
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"),
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'"
+    ),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 
@@ -41,7 +44,9 @@ def test_a_front_that_cannot_start_says_why_though_ray_is_gone(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_the_front_that_answers_takes_its_word_back_when_it_ends(monkeypatch: pytest.MonkeyPatch, answers: bool):
+def test_the_front_that_answers_takes_its_word_back_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+):
     from coserve.cluster import on_ray, ray_front
 
     told = list[str | None]()
@@ -57,18 +62,24 @@ def test_the_front_that_answers_takes_its_word_back_when_it_ends(monkeypatch: py
     monkeypatch.setattr(ray_front, "StandbyFront", Standby)
     monkeypatch.setattr(ray_front, "Front", lambda *_, **__: None)
     for module in (on_ray, ray_front):
-        monkeypatch.setattr(module, "tell_served", lambda served: told.append(served and served.model))
+        monkeypatch.setattr(
+            module, "tell_served", lambda served: told.append(served and served.model)
+        )
 
     async def test() -> None:
         front: Any = SimpleNamespace()  # one that is not ended again when the test is over
-        await ray_front.FrontApplication.__init__(front, ServerConfig(model="tiny"), "round-robin", 2)
+        await ray_front.FrontApplication.__init__(
+            front, ServerConfig(model="tiny"), "round-robin", 2
+        )
         await ray_front.FrontApplication.__del__(front)
 
     asyncio.run(test())
     assert told == (["tiny", None] if answers else ["tiny"])
 
 
-def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_back(monkeypatch: pytest.MonkeyPatch):
+def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_back(
+    monkeypatch: pytest.MonkeyPatch,
+):
     from coserve.cluster import on_ray, ray_front, ray_machine
 
     def deploy(*_: Any, **__: Any) -> None:
@@ -93,7 +104,16 @@ def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_b
     monkeypatch.setattr(on_ray, "served_models", list[str])
     monkeypatch.setattr(on_ray, "this_machine", dict[str, float])
     monkeypatch.setattr(ray_front, "deploy", deploy)
-    arguments = ["cluster", "up", "tiny", "--address", "192.0.2.7:6379", "--dtype", "bfloat16", "--nodes"]
+    arguments = [
+        "cluster",
+        "up",
+        "tiny",
+        "--address",
+        "192.0.2.7:6379",
+        "--dtype",
+        "bfloat16",
+        "--nodes",
+    ]
     assert str(CliRunner().invoke(app, [*arguments, "0"]).exception) == "it begins"
     assert "serves gone already" in str(CliRunner().invoke(app, [*arguments, "1"]).exception)
 
@@ -104,5 +124,7 @@ def test_commands_that_ask_a_cluster_and_its_http_servers_start_without_torch(mo
         f"import sys, coserve.cluster.{module}; "
         "print(sorted({'torch', 'transformers', 'sqlalchemy'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -42,7 +42,8 @@ PIDS = set[int]()
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[Path]:
-    """Of nodes, for which one process is enough in these tests; its path is short, as a socket's must be."""
+    """Of nodes, for which one process is enough in these tests; its path is short, as a socket's
+    must be."""
     with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("COSERVE_HOME", directory)
         yield Path(directory)
@@ -76,10 +77,14 @@ def node(connected: Connected, opened: ExitStack) -> ForkServer:
     return made
 
 
-def test_nodes_share_one_also_those_that_come_when_others_have_gone(home: Path, capfd: pytest.CaptureFixture[str]):
+def test_nodes_share_one_also_those_that_come_when_others_have_gone(
+    home: Path, capfd: pytest.CaptureFixture[str]
+):
     async def test(connected: Connected, opened: ExitStack) -> None:
         first, second = node(connected, opened), node(connected, opened)
-        engines = await asyncio.gather(*(each.launch(NO_SETTINGS, home) for each in (first, second)))
+        engines = await asyncio.gather(
+            *(each.launch(NO_SETTINGS, home) for each in (first, second))
+        )
         assert [await each.wait() for each in engines] == [1, 1]
         first.close()
         second.close()
@@ -89,7 +94,9 @@ def test_nodes_share_one_also_those_that_come_when_others_have_gone(home: Path, 
     connected = run(test)
     assert len(connected.pids) == 3 and len({*connected.pids}) == 1
     assert connected.pids[0] != os.getpid()
-    assert capfd.readouterr().err.count("JSON is malformed") == 3, "engines write where their nodes do"
+    assert capfd.readouterr().err.count("JSON is malformed") == 3, (
+        "engines write where their nodes do"
+    )
 
 
 def test_an_engine_of_one_node_ends_with_that_and_those_of_others_do_not(home: Path):
@@ -112,7 +119,11 @@ def test_nodes_that_would_import_otherwise_have_another_one_and_all_else_may_dif
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async def test(connected: Connected, opened: ExitStack) -> None:
-        for name, value in (("RAY_JOB_ID", "1"), ("CUDA_VISIBLE_DEVICES", "1"), ("OMP_NUM_THREADS", "3")):
+        for name, value in (
+            ("RAY_JOB_ID", "1"),
+            ("CUDA_VISIBLE_DEVICES", "1"),
+            ("OMP_NUM_THREADS", "3"),
+        ):
             (await connected.connect("tiny")).close()
             monkeypatch.setenv(name, value)
         (await connected.connect("tiny")).close()
@@ -134,6 +145,8 @@ def test_one_that_is_killed_leaves_nodes_what_they_have_and_another_comes(home: 
     assert len({*run(test).pids}) == 2
 
 
-def test_there_is_none_where_the_path_is_too_long_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_there_is_none_where_the_path_is_too_long_for_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("COSERVE_HOME", str(tmp_path / ("long" * 30)))
     assert asyncio.run(connect("tiny")) is None

@@ -42,12 +42,16 @@ def test_requests_go_to_the_one_that_answers_and_wait_while_nobody_does():
     assert choose_front({"a": {"answers": False}, "b": {"answers": True}, "c": {}}) == ["b"]
     assert choose_front({"a": {"answers": False}, "b": {}}) == []
     assert choose_front({"a": {}}) == ["a"], "it is the only one, and answers once it has started"
-    assert choose_front({"a": {"answers": False}}) == [], "the other has just died, and it has not taken over yet"
+    assert choose_front({"a": {"answers": False}}) == [], (
+        "the other has just died, and it has not taken over yet"
+    )
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_request_whose_front_dies_is_told_so_unless_it_has_begun_to_answer(has_begun: bool):
-    async def dies(scope: Any, receive: Any, send: Any) -> None:  # as Ray Serve's proxy has it: it says nothing more
+    async def dies(
+        scope: Any, receive: Any, send: Any
+    ) -> None:  # as Ray Serve's proxy has it: it says nothing more
         if has_begun:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"what came", "more_body": False})
@@ -62,7 +66,9 @@ def test_a_request_whose_front_dies_is_told_so_unless_it_has_begun_to_answer(has
         else:
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
-            assert answer.json()["error"]["message"].startswith("The front that had this request was lost: ask again")
+            assert answer.json()["error"]["message"].startswith(
+                "The front that had this request was lost: ask again"
+            )
 
     asyncio.run(test())
 
@@ -87,7 +93,9 @@ def test_another_front_takes_over_when_one_is_gone(tmp_path: Path):
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_fronts_end_when_requests_are_over_with_checkpoints_of_jobs_and_none_takes_over(tmp_path: Path):
+def test_fronts_end_when_requests_are_over_with_checkpoints_of_jobs_and_none_takes_over(
+    tmp_path: Path,
+):
     async def test() -> None:
         node = ScriptedNode()
         first, second = make_front(tmp_path, node), make_front(tmp_path)
@@ -114,7 +122,9 @@ def test_fronts_end_when_requests_are_over_with_checkpoints_of_jobs_and_none_tak
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_a_front_that_is_told_twice_to_end_waits_for_requests_as_long_as_it_was_told_last(tmp_path: Path):
+def test_a_front_that_is_told_twice_to_end_waits_for_requests_as_long_as_it_was_told_last(
+    tmp_path: Path,
+):
     async def test() -> None:
         node = ScriptedNode()
         front = make_front(tmp_path, node)

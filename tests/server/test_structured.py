@@ -1,4 +1,5 @@
-"""Structured output over HTTP with the real client: random weights, and answers that follow what was asked."""
+"""Structured output over HTTP with the real client: random weights, and answers that follow what
+was asked."""
 
 import json
 import re
@@ -14,11 +15,17 @@ from served import Served
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-STRICT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+STRICT = {
+    "type": "json_schema",
+    "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
+}
 GRAMMAR = 'root ::= "(" [a-c]* ")"'
 
 
@@ -51,8 +58,13 @@ def test_answers_of_both_kinds_follow_what_was_asked(client: OpenAI, more, is_va
     chat = client.chat.completions.create(
         model="small", messages=MESSAGES, max_tokens=250, n=2, seed=1, extra_body=more
     )
-    completion = client.completions.create(model="small", prompt="Hello", max_tokens=250, n=2, seed=1, extra_body=more)
-    for text in [*(choice.message.content for choice in chat.choices), *(c.text for c in completion.choices)]:
+    completion = client.completions.create(
+        model="small", prompt="Hello", max_tokens=250, n=2, seed=1, extra_body=more
+    )
+    for text in [
+        *(choice.message.content for choice in chat.choices),
+        *(c.text for c in completion.choices),
+    ]:
         assert is_valid(text), text
 
 
@@ -82,10 +94,15 @@ def test_a_stream_gives_the_same_text(client: OpenAI):
     }
     whole = client.chat.completions.create(**settings).choices[0]
     events = list(client.chat.completions.create(**settings, stream=True))
-    assert "".join(event.choices[0].delta.content or "" for event in events) == whole.message.content
+    assert (
+        "".join(event.choices[0].delta.content or "" for event in events) == whole.message.content
+    )
     assert is_person(whole.message.content)
     assert events[-1].choices[0].finish_reason == whole.finish_reason == "stop"
-    assert b"".join(bytes(each.bytes) for each in whole.logprobs.content).decode() == whole.message.content
+    assert (
+        b"".join(bytes(each.bytes) for each in whole.logprobs.content).decode()
+        == whole.message.content
+    )
 
 
 def test_pydantic_models_are_parsed(client: OpenAI):
@@ -122,12 +139,24 @@ def test_one_of_is_followed_where_branches_cannot_overlap(client: OpenAI):
         "$defs": {"L": {"type": "array", "items": bounds, "minItems": 2, "maxItems": 2}},
     }
     answer = client.chat.completions.create(
-        model="small", messages=MESSAGES, max_tokens=250, n=4, seed=1, extra_body={"guided_json": schema}
+        model="small",
+        messages=MESSAGES,
+        max_tokens=250,
+        n=4,
+        seed=1,
+        extra_body={"guided_json": schema},
     )
-    assert all(jsonschema_rs.is_valid(schema, json.loads(choice.message.content)) for choice in answer.choices)
+    assert all(
+        jsonschema_rs.is_valid(schema, json.loads(choice.message.content))
+        for choice in answer.choices
+    )
     branches[1] = {"type": "number"}
-    with pytest.raises(BadRequestError, match="oneOf at #/properties/P whose branches 0 and 1 may both match"):
-        client.chat.completions.create(model="small", messages=MESSAGES, extra_body={"guided_json": schema})
+    with pytest.raises(
+        BadRequestError, match="oneOf at #/properties/P whose branches 0 and 1 may both match"
+    ):
+        client.chat.completions.create(
+            model="small", messages=MESSAGES, extra_body={"guided_json": schema}
+        )
 
 
 def test_status_counts_the_bytes_of_grammars_until_the_engine_is_at_rest(served: Served):
@@ -158,7 +187,11 @@ def test_tags_come_where_their_triggers_do(client: OpenAI):
         ({"response_format": STRICT, "guided_regex": "a"}, "guided_regex", "only one"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "no JSON"),
-        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "("}}, "structured_outputs", "unclosed group"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "("}},
+            "structured_outputs",
+            "unclosed group",
+        ),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs", "an object"),
         ({"guided_regex": "("}, "guided_regex", "unclosed group"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
@@ -177,7 +210,10 @@ def test_what_cannot_be_followed_is_refused(client: OpenAI, more, param, reason)
     "more",
     [
         {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
-        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ ]{0}"}, "guided_whitespace_pattern": " "},
+        {
+            "structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ ]{0}"},
+            "guided_whitespace_pattern": " ",
+        },
         {"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]{0}"},
         {"response_format": STRICT, "guided_whitespace_pattern": "[ ]{0}"},
         {"response_format": STRICT, "guided_whitespace_pattern": r"\t{0,2}"},
@@ -194,7 +230,11 @@ def test_white_space_is_what_was_asked_for(client: OpenAI, more: dict[str, Any])
 
 
 def test_objects_can_be_closed(client: OpenAI):
-    inner = {"type": "object", "properties": {"properties": {"type": "boolean"}}, "required": ["properties"]}
+    inner = {
+        "type": "object",
+        "properties": {"properties": {"type": "boolean"}},
+        "required": ["properties"],
+    }
     schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
     asked = {"structured_outputs": {"json": schema, "disable_additional_properties": True}}
     answer = client.chat.completions.create(
@@ -213,8 +253,12 @@ def test_the_newer_name_of_a_grammar_wins_and_the_older_is_named(client: OpenAI)
         return raw.parse().choices[0].message.content, raw.headers.get("x-coserve-ignored", "")
 
     newer = {"structured_outputs": {"regex": "[a-c]{3}"}}
-    text, named = ask(**newer, guided_regex="[x-z]{3}", guided_grammar="", guided_decoding_backend="guidance")
-    assert set(text) <= set("abc") and named == "guided_decoding_backend, guided_grammar, guided_regex"
+    text, named = ask(
+        **newer, guided_regex="[x-z]{3}", guided_grammar="", guided_decoding_backend="guidance"
+    )
+    assert (
+        set(text) <= set("abc") and named == "guided_decoding_backend, guided_grammar, guided_regex"
+    )
     for older in ({"guided_json": SCHEMA}, {"guided_choice": ["x"]}, {"json_schema": SCHEMA}):
         text, named = ask(**newer, **older)
         assert set(text) <= set("abc") and named in ("guided_json", "guided_choice")
@@ -222,7 +266,9 @@ def test_the_newer_name_of_a_grammar_wins_and_the_older_is_named(client: OpenAI)
 
 def test_the_same_grammar_twice_is_one(client: OpenAI):
     strict = {"structured_outputs": {"json": SCHEMA}, "response_format": STRICT}
-    answer = client.chat.completions.create(model="small", messages=MESSAGES, max_tokens=250, extra_body=strict)
+    answer = client.chat.completions.create(
+        model="small", messages=MESSAGES, max_tokens=250, extra_body=strict
+    )
     assert is_person(answer.choices[0].message.content)
 
 
@@ -249,7 +295,10 @@ GUIDANCE_JSON = json.dumps(
             "%llguidance {}\n\nstart: x\nx[capture, max_tokens=5]: X\nX: /[0-9]+/\n",
             re.compile("[0-9]+").fullmatch,
         ),
-        ('%llguidance {}\n\nstart: y\ny[capture]: Y\n\nY: "a"\n     | "b"\n\n', {"a", "b"}.__contains__),
+        (
+            '%llguidance {}\n\nstart: y\ny[capture]: Y\n\nY: "a"\n     | "b"\n\n',
+            {"a", "b"}.__contains__,
+        ),
         (f"%llguidance {{}}\n\nstart: z\n\nz[capture]: %json {GUIDANCE_JSON}\n\n", is_person),
     ],
 )
@@ -285,7 +334,9 @@ def test_hostile_grammars_hold_up_nobody(served: Served):
 
     def ask(more: dict[str, Any]) -> str:
         try:
-            client.chat.completions.create(model="small", messages=MESSAGES, max_tokens=3, extra_body=more)
+            client.chat.completions.create(
+                model="small", messages=MESSAGES, max_tokens=3, extra_body=more
+            )
         except BadRequestError as error:
             return error.message
         return ""

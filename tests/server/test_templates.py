@@ -20,8 +20,16 @@ TEMPLATE = (
     "<|assistant|>{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
 )
 HELLO: Any = [{"role": "user", "content": "hello"}]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
-STRICT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+STRICT: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+}
 
 pytestmark = pytest.mark.long
 
@@ -46,7 +54,11 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_chats_are_written_by_the_template(given: Served):
     headers = {"Authorization": "Bearer key-of-ann"}
-    body = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}, "return_token_strs": True}
+    body = {
+        "messages": HELLO,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "return_token_strs": True,
+    }
     told = given.post("/tokenize", json=body, headers=headers).json()
     assert "!" in told["token_strs"]
 
@@ -57,7 +69,9 @@ def test_all_tenants_may_ask_for_the_adapters(given: Served):
         client = given.client(key)
         assert {"mine", "other"} <= {model.id for model in client.models.list()}
         for name in ("small", "mine", "other"):
-            found = client.completions.create(model=name, prompt="The quick", max_tokens=8, temperature=0)
+            found = client.completions.create(
+                model=name, prompt="The quick", max_tokens=8, temperature=0
+            )
             texts.add((name, found.choices[0].text))
     assert len(texts) == len({text for _, text in texts}) == 3
 
@@ -95,7 +109,11 @@ def test_what_is_wrong_with_the_options_is_said(tmp_path: Path):
     for wrong in ("a", "=b", "a=", "{", '{"name": "a"}', '{"name": "a", "path": 1}', "{}"):
         with pytest.raises(ValueError, match="lora_modules"):
             ServerConfig(lora_modules=(wrong,))
-    for module, reason in ((f"a={tmp_path}", "a: "), (f"small={model_directory()}", "taken"), ("a@b=c", "an @")):
+    for module, reason in (
+        (f"a={tmp_path}", "a: "),
+        (f"small={model_directory()}", "taken"),
+        ("a@b=c", "an @"),
+    ):
         with pytest.raises(AdapterError, match=reason):
             GivenAdapters([module], base="small", taken=("small",))
     assert template_of("{{ x }}") == "{{ x }}"

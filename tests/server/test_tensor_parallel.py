@@ -1,4 +1,5 @@
-"""A real `coserve up --tensor-parallel 2`: answers as of one rank, and what follows when a rank dies."""
+"""A real `coserve up --tensor-parallel 2`: answers as of one rank, and what follows when a rank
+dies."""
 
 import json
 import os
@@ -12,7 +13,14 @@ from pathlib import Path
 import pytest
 from processes import children_of, is_alive
 from served import Served
-from served_ranks import OPTIONS, QUICKLY, check_answers, needs_two_cores, ranks_of, serving_on_two_ranks
+from served_ranks import (
+    OPTIONS,
+    QUICKLY,
+    check_answers,
+    needs_two_cores,
+    ranks_of,
+    serving_on_two_ranks,
+)
 
 pytestmark = needs_two_cores
 
@@ -33,7 +41,9 @@ def test_status_and_metrics_show_both_ranks(divided: Served):
     assert status["tensor_parallel"] == 2 and status["threads"] == 1
     assert [each["rank"] for each in status["ranks"]] == [0, 1]
     assert {each["pid"] for each in status["ranks"]} <= set(children_of(divided.engine_pid()))
-    assert all(each["device"] == "cpu" and each["memory_bytes"] > 1 << 20 for each in status["ranks"])
+    assert all(
+        each["device"] == "cpu" and each["memory_bytes"] > 1 << 20 for each in status["ranks"]
+    )
     metrics = divided.get("/metrics").text
     assert "coserve_ranks 2.0" in metrics
     for rank in (0, 1):
@@ -79,8 +89,25 @@ def test_a_model_that_does_not_divide_is_refused_in_one_line(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "coserve", "up", f"dummy:{tmp_path / 'config.json'}", "--tensor-parallel", "2"),
-            *("--port", "0", "--home", str(tmp_path / "home"), "--device", "cpu", "--memory", "16MB"),
+            *(
+                sys.executable,
+                "-m",
+                "coserve",
+                "up",
+                f"dummy:{tmp_path / 'config.json'}",
+                "--tensor-parallel",
+                "2",
+            ),
+            *(
+                "--port",
+                "0",
+                "--home",
+                str(tmp_path / "home"),
+                "--device",
+                "cpu",
+                "--memory",
+                "16MB",
+            ),
         ],
         capture_output=True,
         text=True,

@@ -1,4 +1,5 @@
-"""Jobs under `coserve up --tensor-parallel 2`: they learn what they learn on one rank, also when ranks are killed."""
+"""Jobs under `coserve up --tensor-parallel 2`: they learn what they learn on one rank, also when
+ranks are killed."""
 
 import json
 import os
@@ -20,7 +21,9 @@ from served_ranks import check_answers, needs_two_cores, ranks_of, serving_on_tw
 
 pytestmark = needs_two_cores
 
-LINES = [json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)]
+LINES = [
+    json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(30)
+]
 NUM_STEPS = 40  # four epochs of ten batches
 ENDED = ("succeeded", "failed", "cancelled")
 
@@ -36,7 +39,13 @@ def create(served: Served, checkpoint_every_steps: int = 10, num_epochs: int = 4
     client = served.client()
     file = client.files.create(file=("data.jsonl", "\n".join(LINES).encode()), purpose="fine-tune")
     settings = {
-        "adapter": {"type": "lora", "r": 4, "alpha": 8, "target_modules": "all-linear", "dropout": 0.1},
+        "adapter": {
+            "type": "lora",
+            "r": 4,
+            "alpha": 8,
+            "target_modules": "all-linear",
+            "dropout": 0.1,
+        },
         "optimizer": {"learning_rate": 5e-3},
         "checkpoint_every_steps": checkpoint_every_steps,
     }
@@ -66,7 +75,9 @@ def is_over(served: Served, job: str) -> bool:
 
 def losses(served: Served, job: str) -> dict[int, float]:
     """The training loss of each step."""
-    events: list[Any] = [each.data for each in served.client().fine_tuning.jobs.list_events(job, limit=1000)]
+    events: list[Any] = [
+        each.data for each in served.client().fine_tuning.jobs.list_events(job, limit=1000)
+    ]
     return {each["step"]: each["train_loss"] for each in events if each and "train_loss" in each}
 
 
@@ -81,7 +92,9 @@ def test_a_job_beside_requests_learns_what_one_rank_learns(divided: Served, serv
     assert both == pytest.approx(alone, rel=1e-4)
     tuned = [retrieved(server, job).fine_tuned_model for server, job in jobs.items()]
     said = [
-        server.client().completions.create(model=name, prompt="What is 3? ", max_tokens=8, temperature=0)
+        server.client().completions.create(
+            model=name, prompt="What is 3? ", max_tokens=8, temperature=0
+        )
         for (server, _), name in zip(jobs.items(), tuned, strict=True)
     ]
     assert said[0].choices[0].text == said[1].choices[0].text
@@ -95,13 +108,21 @@ def test_a_rank_that_is_killed_ends_the_group_at_once_and_the_next_one_continues
         for victim in (1, 0):
             engine, pids = served.engine_pid(), [each["pid"] for each in ranks_of(served)]
             os.kill(pids[victim], signal.SIGKILL)
-            served.wait_until(lambda pids=pids, engine=engine: not any(map(is_alive, (*pids, engine))), limit_s=30)
-            served.wait_until(lambda pids=pids: len(new := ranks_of(served)) == 2 and new[0]["pid"] not in pids)
-            answer = served.client().completions.create(model="small", prompt="x", max_tokens=4, temperature=0)
+            served.wait_until(
+                lambda pids=pids, engine=engine: not any(map(is_alive, (*pids, engine))), limit_s=30
+            )
+            served.wait_until(
+                lambda pids=pids: len(new := ranks_of(served)) == 2 and new[0]["pid"] not in pids
+            )
+            answer = served.client().completions.create(
+                model="small", prompt="x", max_tokens=4, temperature=0
+            )
             assert answer.choices[0].text
         served.wait_until(lambda: is_over(served, job), limit_s=240)
         assert retrieved(served, job).status == "succeeded"
-        found: list[Any] = [each.data for each in served.client().fine_tuning.jobs.list_events(job, limit=1000)]
+        found: list[Any] = [
+            each.data for each in served.client().fine_tuning.jobs.list_events(job, limit=1000)
+        ]
         steps = sorted(each["step"] for each in found if each and "train_loss" in each)
         assert steps == list(range(1, NUM_STEPS + 1)), "no step is lost, and none counts twice"
         last = [each["pid"] for each in ranks_of(served)]
@@ -115,7 +136,10 @@ def test_what_two_ranks_did_can_be_run_again_on_one(tmp_path: Path):
         served.wait_until(lambda: is_over(served, job) or check_answers(served), limit_s=240)
         assert retrieved(served, job).status == "succeeded"
     done = subprocess.run(
-        [sys.executable, "-m", "coserve", "replay", str(file)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "coserve", "replay", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -132,11 +156,15 @@ def test_a_job_loses_nothing_while_ranks_are_killed_again_and_again(served: Serv
         job = create(killed, checkpoint_every_steps=1, num_epochs=num_epochs)
         for _ in range(NUM_RANK_KILLS):
             engine = killed.wait_until(lambda: engine_of(killed))
-            pids = killed.wait_until(lambda engine=engine: children_of(engine) or not is_alive(engine))
+            pids = killed.wait_until(
+                lambda engine=engine: children_of(engine) or not is_alive(engine)
+            )
             time.sleep(rng.random())
             if pids is not True and is_alive(victim := rng.choice(pids)):
                 os.kill(victim, signal.SIGKILL)
-                killed.wait_until(lambda all=(*pids, engine): not any(map(is_alive, all)), limit_s=30)
+                killed.wait_until(
+                    lambda all=(*pids, engine): not any(map(is_alive, all)), limit_s=30
+                )
         killed.wait_until(lambda: is_over(killed, job), limit_s=240)
         assert retrieved(killed, job).status == "succeeded", killed.log.read_text()
         found = losses(killed, job)

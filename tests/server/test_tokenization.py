@@ -1,4 +1,5 @@
-"""vLLM's routes about tokens, against the tokenizer itself; and small routes that monitors and proxies ask."""
+"""vLLM's routes about tokens, against the tokenizer itself; and small routes that monitors and
+proxies ask."""
 
 import copy
 import shutil
@@ -14,7 +15,10 @@ from tokenizers import processors
 from coserve.version import VERSION
 
 JSON = {"Content-Type": "application/json"}
-CHAT = [{"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Nice to meet you!"}]
+CHAT = [
+    {"role": "user", "content": "Hi there!"},
+    {"role": "assistant", "content": "Nice to meet you!"},
+]
 
 
 def post(served: Served, path: str, **body: Any) -> httpx.Response:
@@ -32,7 +36,12 @@ def test_a_text(served, special):
     text = "vllm1 Ünïcödé 😀."
     found = post(served, "/tokenize", model="small", prompt=text, add_special_tokens=special).json()
     tokens = tokenizer().encode(text, add_special_tokens=special is not False)
-    assert found == {"count": len(tokens), "max_model_len": 512, "tokens": tokens, "token_strs": None}
+    assert found == {
+        "count": len(tokens),
+        "max_model_len": 512,
+        "tokens": tokens,
+        "token_strs": None,
+    }
     assert post(served, "/detokenize", model="small", tokens=tokens).json() == {"prompt": text}
 
 
@@ -42,7 +51,9 @@ def test_token_strings(served):
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize(("generation", "continues"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("generation", "continues"), [(True, False), (False, False), (False, True)]
+)
 def test_a_chat(served, generation, continues, special):
     found = post(
         served,
@@ -68,13 +79,20 @@ def test_special_tokens_of_completions_and_chats(tmp_path: Path):
     directory = tmp_path / "small"
     shutil.copytree(model_directory(), directory)
     adding.save_pretrained(directory)
-    bodies: dict[str, Any] = {"/v1/completions": {"prompt": "Hello"}, "/v1/chat/completions": {"messages": CHAT[:1]}}
+    bodies: dict[str, Any] = {
+        "/v1/completions": {"prompt": "Hello"},
+        "/v1/chat/completions": {"messages": CHAT[:1]},
+    }
     with serving(model=str(directory)) as served:
         for path, default in (("/v1/completions", True), ("/v1/chat/completions", False)):
             for special in (None, True, False):
                 more = {} if special is None else {"add_special_tokens": special}
-                answer = post(served, path, **bodies[path], **more, max_tokens=1, return_token_ids=True).json()
-                tokens = (answer if "prompt_token_ids" in answer else answer["choices"][0])["prompt_token_ids"]
+                answer = post(
+                    served, path, **bodies[path], **more, max_tokens=1, return_token_ids=True
+                ).json()
+                tokens = (answer if "prompt_token_ids" in answer else answer["choices"][0])[
+                    "prompt_token_ids"
+                ]
                 assert (tokens[0] == beginning) == (default if special is None else special)
 
 
@@ -85,12 +103,25 @@ def test_a_chat_is_tokenized_as_it_is_answered(served, client: OpenAI):
 
 def test_what_is_wrong_is_named(served):
     assert refused(post(served, "/tokenize")) == "give either prompt or messages"
-    assert refused(post(served, "/tokenize", prompt="a", messages=CHAT)) == "give either prompt or messages"
-    assert "at most 1000000 are tokenized" in refused(post(served, "/tokenize", prompt="a" * 1_000_001))
-    assert "lone surrogate" in refused(served.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=JSON))
+    assert (
+        refused(post(served, "/tokenize", prompt="a", messages=CHAT))
+        == "give either prompt or messages"
+    )
+    assert "at most 1000000 are tokenized" in refused(
+        post(served, "/tokenize", prompt="a" * 1_000_001)
+    )
+    assert "lone surrogate" in refused(
+        served.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=JSON)
+    )
     assert "tokens has 99999; the model has" in refused(post(served, "/detokenize", tokens=[99999]))
     assert "exclude each other" in refused(
-        post(served, "/tokenize", messages=CHAT, add_generation_prompt=True, continue_final_message=True)
+        post(
+            served,
+            "/tokenize",
+            messages=CHAT,
+            add_generation_prompt=True,
+            continue_final_message=True,
+        )
     )
     assert post(served, "/tokenize", model="nobody", prompt="a").status_code == 404
 
@@ -138,7 +169,14 @@ def test_requests_under_way_are_counted(served, client: OpenAI):
 
 @pytest.fixture(scope="module")
 def renamed():
-    options = ("--served-model-name", "mine", "--served-model-name", "other", "--max-model-len", "64")
+    options = (
+        "--served-model-name",
+        "mine",
+        "--served-model-name",
+        "other",
+        "--max-model-len",
+        "64",
+    )
     more = ("--root-path", "/llm", "--cors-origin", "https://chat.example.com")
     with serving(*options, *more) as server:
         yield server
@@ -163,5 +201,7 @@ def test_pages_of_an_allowed_origin_may_ask(renamed):
     answer = httpx.options(f"{renamed.url}/v1/chat/completions", headers=ask)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == "https://chat.example.com"
-    answer = httpx.options(f"{renamed.url}/v1/chat/completions", headers=ask | {"Origin": "https://elsewhere.example"})
+    answer = httpx.options(
+        f"{renamed.url}/v1/chat/completions", headers=ask | {"Origin": "https://elsewhere.example"}
+    )
     assert "access-control-allow-origin" not in answer.headers

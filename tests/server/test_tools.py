@@ -8,7 +8,17 @@ import anthropic
 import pytest
 from openai import BadRequestError, OpenAI, omit
 from served import Served, serving
-from tool_model import AFTER_TOOL, ANSWERS, BROKEN, CALLED, CLOCK, TOOLS, WEATHER, question, tool_model
+from tool_model import (
+    AFTER_TOOL,
+    ANSWERS,
+    BROKEN,
+    CALLED,
+    CLOCK,
+    TOOLS,
+    WEATHER,
+    question,
+    tool_model,
+)
 
 pytestmark = pytest.mark.long
 
@@ -49,7 +59,9 @@ def stream(client: OpenAI, text: str, **more: Any) -> Any:
 
 
 def calls_of(choice: Any) -> list[tuple[str, str]]:
-    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+    return [
+        (call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()
+    ]
 
 
 @pytest.mark.parametrize("ask", [chat, stream])
@@ -81,17 +93,23 @@ ZONE = {
     "additionalProperties": False,
 }
 SHORT = [function("weather", CITY | {"additionalProperties": False}), function("clock", ZONE)]
-# Of the answers that the model knows by heart, one alone has a reasoning; elsewhere it would begin one, and not end it.
+# Of the answers that the model knows by heart, one alone has a reasoning; elsewhere it would begin
+# one, and not end it.
 AT_ONCE: Any = {"chat_template_kwargs": {"enable_thinking": False}}
 POSSIBLE = {"weather": [{"city": "Rome"}, {"city": "Oslo"}], "clock": [{"zone": "UTC"}]}
-FORCED: dict[str, Any] = {"tools": SHORT, "tool_choice": {"type": "function", "function": {"name": "clock"}}}
+FORCED: dict[str, Any] = {
+    "tools": SHORT,
+    "tool_choice": {"type": "function", "function": {"name": "clock"}},
+}
 
 
 @pytest.mark.parametrize("ask", [chat, stream])
 @pytest.mark.parametrize("text", ["hello", "weather"])
 def test_a_call_that_is_asked_for_by_its_name(client: OpenAI, ask: Any, text: str):
     choice = ask(client, text, **FORCED, extra_body=AT_ONCE)
-    assert [(name, json.loads(arguments)) for name, arguments in calls_of(choice)] == [("clock", {"zone": "UTC"})]
+    assert [(name, json.loads(arguments)) for name, arguments in calls_of(choice)] == [
+        ("clock", {"zone": "UTC"})
+    ]
     assert not choice.message.content
     assert choice.finish_reason == "tool_calls"
 
@@ -112,7 +130,9 @@ def test_some_call_is_made_where_one_is_required(client: OpenAI, ask: Any, seed:
 
 def test_a_stream_is_as_openai_has_it(client: OpenAI):
     events = list(
-        client.chat.completions.create(**SETTINGS, messages=question("both"), tools=TOOLS, stream=True, logprobs=True)
+        client.chat.completions.create(
+            **SETTINGS, messages=question("both"), tools=TOOLS, stream=True, logprobs=True
+        )
     )
     assert events[0].choices[0].delta.role == "assistant"
     found = [call for event in events for call in event.choices[0].delta.tool_calls or ()]
@@ -123,7 +143,9 @@ def test_a_stream_is_as_openai_has_it(client: OpenAI):
     ]
     more = [call for call in found if call.id is None]
     assert all(call.type is None and call.function.name is None for call in more)
-    pieces = [call.function.arguments for call in found if call.index == 0 and call.function.arguments]
+    pieces = [
+        call.function.arguments for call in found if call.index == 0 and call.function.arguments
+    ]
     assert "".join(pieces) == WEATHER
     assert len(pieces) > 3, "they come as they are written"
     assert [event.choices[0].finish_reason for event in events].count("tool_calls") == 1
@@ -155,7 +177,9 @@ def test_an_answer_is_said_again_with_what_the_tool_said(client: OpenAI):
 
 
 def test_without_tools_or_with_none_of_them_nothing_is_a_call(client: OpenAI):
-    text = ANSWERS["weather"].replace("<tool_call>", "").replace("</tool_call>", "")  # they are special tokens
+    text = (
+        ANSWERS["weather"].replace("<tool_call>", "").replace("</tool_call>", "")
+    )  # they are special tokens
     for more in ({"tools": None}, {"tool_choice": "none"}):
         choice = chat(client, "weather", **more)
         assert choice.message.content == text
@@ -169,7 +193,16 @@ def test_several_choices_have_calls_of_their_own(client: OpenAI):
     settings = {**SETTINGS, "temperature": 0.01, "seed": 1, "n": 3}
     found = client.chat.completions.create(**settings, messages=question("weather"), tools=TOOLS)
     assert [calls_of(choice) for choice in found.choices] == [[("weather", WEATHER)]] * 3
-    assert len({choice.message.tool_calls[0].id for choice in found.choices if choice.message.tool_calls}) == 3
+    assert (
+        len(
+            {
+                choice.message.tool_calls[0].id
+                for choice in found.choices
+                if choice.message.tool_calls
+            }
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize("ask", [chat, stream])
@@ -183,7 +216,10 @@ def test_reasoning_comes_apart_from_the_answer(client: OpenAI, ask: Any):
     assert not hasattr(without.message, "reasoning_content")
 
 
-TIME: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "zone", "schema": ZONE, "strict": True}}
+TIME: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {"name": "zone", "schema": ZONE, "strict": True},
+}
 
 
 @pytest.mark.parametrize("ask", [chat, stream])
@@ -221,7 +257,9 @@ def test_what_the_prompt_has_opened_or_closed(client: OpenAI):
     choice = chat(client, "", messages=opened, extra_body={"continue_final_message": True})
     assert (choice.message.reasoning, choice.message.content) == (" greet.", "Hello!")
     numbers = [
-        client.chat.completions.create(**SETTINGS, messages=question("hello"), extra_body=more).usage.prompt_tokens
+        client.chat.completions.create(
+            **SETTINGS, messages=question("hello"), extra_body=more
+        ).usage.prompt_tokens
         for more in (
             {"chat_template_kwargs": {"enable_thinking": True}},
             {"chat_template_kwargs": {"enable_thinking": False}},
@@ -237,14 +275,22 @@ def test_a_message_is_continued_and_echoed(client: OpenAI):
     settings: dict[str, Any] = {**SETTINGS, "messages": messages, "tools": TOOLS}
     for body, text in (
         ({"continue_final_message": True}, ""),
-        ({"continue_final_message": True, "add_generation_prompt": False, "echo": True}, "I look.\n"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": False, "echo": True},
+            "I look.\n",
+        ),
     ):
         choice = chat(client, "", messages=messages, extra_body=body)
         assert (choice.message.content or "", calls_of(choice)) == (text, [("weather", WEATHER)])
         events = client.chat.completions.create(**settings, extra_body=body, stream=True)
         assert "".join(event.choices[0].delta.content or "" for event in events) == text
     with pytest.raises(BadRequestError, match="exclude each other"):
-        chat(client, "", messages=messages, extra_body={"continue_final_message": True, "add_generation_prompt": True})
+        chat(
+            client,
+            "",
+            messages=messages,
+            extra_body={"continue_final_message": True, "add_generation_prompt": True},
+        )
 
 
 def test_without_a_generation_prompt_the_last_ones_turn_is_continued(client: OpenAI):
@@ -255,21 +301,30 @@ def test_without_a_generation_prompt_the_last_ones_turn_is_continued(client: Ope
         for value in (True, False)
     )
     assert with_prompt.usage.prompt_tokens == without.usage.prompt_tokens + 1
-    assert [each.choices[0].message.role for each in (with_prompt, without)] == ["assistant", "user"]
+    assert [each.choices[0].message.role for each in (with_prompt, without)] == [
+        "assistant",
+        "user",
+    ]
 
 
 def test_a_stream_has_an_event_for_every_token(client: OpenAI):
-    """Also where it is a part of a character, or of a call's name: clients take the first event for the first token."""
+    """Also where it is a part of a character, or of a call's name: clients take the first event for
+    the first token."""
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     settings: dict[str, Any] = {**SETTINGS, "stream": True, "stream_options": options}
-    events = list(client.chat.completions.create(**settings, messages=question("both"), tools=TOOLS))
+    events = list(
+        client.chat.completions.create(**settings, messages=question("both"), tools=TOOLS)
+    )
     *others, last = events
     counts = [event.usage.completion_tokens for event in others]
     assert counts[0] == 0
     assert counts == sorted(counts)
-    assert set(counts) == set(range(last.usage.completion_tokens + 1)), "none is left out, none said twice at once"
+    assert set(counts) == set(range(last.usage.completion_tokens + 1)), (
+        "none is left out, none said twice at once"
+    )
     assert all(
-        event.usage.total_tokens == event.usage.prompt_tokens + event.usage.completion_tokens for event in events
+        event.usage.total_tokens == event.usage.prompt_tokens + event.usage.completion_tokens
+        for event in events
     )
     pieces = list(client.completions.create(**settings, prompt="😀", logit_bias={"200": 100}))
     assert [piece.usage.completion_tokens for piece in pieces] == [*range(1, 101), 100]
@@ -303,7 +358,12 @@ def test_what_is_wrong_is_named(client: OpenAI, more: dict[str, Any], param: str
 
 
 RESPONSE_TOOLS: Any = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
-RESPONSE: dict[str, Any] = {"model": "caller", "temperature": 0, "max_output_tokens": 100, "tools": RESPONSE_TOOLS}
+RESPONSE: dict[str, Any] = {
+    "model": "caller",
+    "temperature": 0,
+    "max_output_tokens": 100,
+    "tools": RESPONSE_TOOLS,
+}
 
 
 def test_responses_have_calls_and_go_back_with_what_tools_say(client: Any):
@@ -332,12 +392,17 @@ def test_responses_stream_calls_and_reasoning(client: Any):
         ]
         assert len(plain[0]) == len(plain[1]) == 2
         if text == "both":
-            assert [(item.name, item.arguments) for item in final.output] == [("weather", WEATHER), ("clock", CLOCK)]
+            assert [(item.name, item.arguments) for item in final.output] == [
+                ("weather", WEATHER),
+                ("clock", CLOCK),
+            ]
             assert kinds.count("response.function_call_arguments.done") == 2
         else:
             assert final.output[0].content[0].text == "They greet."
             assert final.output_text == "Hello!"
-            assert 0 < final.usage.output_tokens_details.reasoning_tokens < final.usage.output_tokens
+            assert (
+                0 < final.usage.output_tokens_details.reasoning_tokens < final.usage.output_tokens
+            )
             assert "response.reasoning_text.delta" in kinds
 
 
@@ -350,29 +415,51 @@ def test_a_broken_call_is_text_of_the_response(client: Any):
 
 
 SHORT_TOOLS: Any = [{"type": "function", **tool["function"], "strict": False} for tool in SHORT]
-HOME: Any = {"type": "namespace", "name": "home", "description": "Where you are.", "tools": [SHORT_TOOLS[0]]}
+HOME: Any = {
+    "type": "namespace",
+    "name": "home",
+    "description": "Where you are.",
+    "tools": [SHORT_TOOLS[0]],
+}
 AWAY: Any = {**HOME, "name": "away"}
 
 
 def test_a_function_of_a_namespace_is_called_and_sent_back_by_two_names(client: Any):
     tools = [HOME, SHORT_TOOLS[1]]
-    asked: dict[str, Any] = {**RESPONSE, "input": "weather", "tools": tools, "reasoning": {"effort": "none"}}
-    for choice in ({"type": "function", "name": "weather"}, {"type": "function", "name": "home__weather"}):
+    asked: dict[str, Any] = {
+        **RESPONSE,
+        "input": "weather",
+        "tools": tools,
+        "reasoning": {"effort": "none"},
+    }
+    for choice in (
+        {"type": "function", "name": "weather"},
+        {"type": "function", "name": "home__weather"},
+    ):
         made = client.responses.create(**asked, tool_choice=choice)
         [call] = made.output
         assert (call.namespace, call.name) == ("home", "weather")
         assert json.loads(call.arguments) is not None
         assert made.tools[0].tools[0].name == "weather"
-    with client.responses.stream(**asked, tool_choice={"type": "function", "name": "weather"}) as stream:
+    with client.responses.stream(
+        **asked, tool_choice={"type": "function", "name": "weather"}
+    ) as stream:
         items = [event.item for event in stream if event.type.startswith("response.output_item.")]
-    assert [(item.namespace, item.name) for item in items] == [("home", "weather")] * 2, "from the first event on"
+    assert [(item.namespace, item.name) for item in items] == [("home", "weather")] * 2, (
+        "from the first event on"
+    )
     plain = client.responses.create(**asked, tool_choice={"type": "function", "name": "clock"})
     assert (plain.output[0].namespace, plain.output[0].name) == (None, "clock")
     # The model is shown the call that it made, by the name that it knows.
     said: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     counted = [
-        client.responses.input_tokens.count(model="caller", input=[*question("weather"), each, said]).input_tokens
-        for each in (call.model_dump(), {**call.model_dump(), "namespace": None, "name": "home__weather"})
+        client.responses.input_tokens.count(
+            model="caller", input=[*question("weather"), each, said]
+        ).input_tokens
+        for each in (
+            call.model_dump(),
+            {**call.model_dump(), "namespace": None, "name": "home__weather"},
+        )
     ]
     assert counted[0] == counted[1]
 
@@ -399,7 +486,10 @@ ANTHROPIC: dict[str, Any] = {
     "model": "caller",
     "extra_body": {"temperature": 0},  # the client has no word for it any more
     "max_tokens": 100,
-    "tools": [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS],
+    "tools": [
+        {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
+        for tool in TOOLS
+    ],
 }
 
 
@@ -422,13 +512,19 @@ def test_anthropics_messages_have_calls_and_thinking(caller: Served):
             {"role": "assistant", "content": [asked.model_dump()]},
             {"role": "user", "content": [result]},
         ]
-        assert client.messages.create(**{**both, "messages": messages}).content[0].text == AFTER_TOOL
+        assert (
+            client.messages.create(**{**both, "messages": messages}).content[0].text == AFTER_TOOL
+        )
         thinking = client.messages.create(**{**both, "messages": question("hello")}).content
         assert [block.type for block in thinking] == ["thinking", "text"]
         assert (thinking[0].thinking, thinking[1].text) == ("They greet.", "Hello!")
         broken = client.messages.create(**{**both, "messages": question("broken")})
-        assert [block.text for block in broken.content] == [BROKEN] and broken.stop_reason == "end_turn"
+        assert [block.text for block in broken.content] == [
+            BROKEN
+        ] and broken.stop_reason == "end_turn"
         schema = {"name": "clock", "input_schema": ZONE}
         choice = {"type": "tool", "name": "clock"}
         forced = client.messages.create(**{**both, "tools": [schema], "tool_choice": choice})
-        assert [(block.name, block.input) for block in forced.content] == [("clock", {"zone": "UTC"})]
+        assert [(block.name, block.input) for block in forced.content] == [
+            ("clock", {"zone": "UTC"})
+        ]

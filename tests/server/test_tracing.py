@@ -1,4 +1,5 @@
-"""Traces of a real server, as a collector gets them: by the real exporter, over a socket, in OTLP's own format."""
+"""Traces of a real server, as a collector gets them: by the real exporter, over a socket, in OTLP's
+own format."""
 
 import json
 import os
@@ -62,7 +63,11 @@ def attributes(span: Any) -> dict[str, Any]:
 
 def value(given: Any) -> Any:
     kind = given.WhichOneof("value")
-    return [value(each) for each in given.array_value.values] if kind == "array_value" else getattr(given, kind)
+    return (
+        [value(each) for each in given.array_value.values]
+        if kind == "array_value"
+        else getattr(given, kind)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +78,21 @@ def traced() -> Iterator[tuple[Collector, dict[str, str]]]:
     with serving("--otlp-endpoint", collector.url) as served:
         client = served.client()
         ids = {"whole": served.post("/v1/chat/completions", json=chat, headers=TRACED).json()["id"]}
-        stream = client.completions.create(model="small", prompt="One", max_tokens=4, n=2, stream=True, seed=3)
+        stream = client.completions.create(
+            model="small", prompt="One", max_tokens=4, n=2, stream=True, seed=3
+        )
         ids["stream"] = {chunk.id for chunk in stream}.pop()
-        assert served.post("/v1/chat/completions", json={**chat, "model": "nobody"}).status_code == 404
+        assert (
+            served.post("/v1/chat/completions", json={**chat, "model": "nobody"}).status_code == 404
+        )
         data = "".join(json.dumps(line) + "\n" for line in LINES).encode()
         job = client.fine_tuning.jobs.create(
             model="small",
             training_file=client.files.create(file=("data.jsonl", data), purpose="fine-tune").id,
-            method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1, "batch_size": 2}}},
+            method={
+                "type": "supervised",
+                "supervised": {"hyperparameters": {"n_epochs": 1, "batch_size": 2}},
+            },
         )
         ids["job"] = job.id
         served.wait_until(lambda: client.fine_tuning.jobs.retrieve(job.id).status == "succeeded")
@@ -110,7 +122,9 @@ def test_a_completion_joins_its_clients_trace_and_says_what_it_was(traced):
     assert said["gen_ai.usage.input_tokens"] > 0 and 1 <= said["gen_ai.usage.output_tokens"] <= 5
     assert said["gen_ai.response.finish_reasons"] in (["length"], ["stop"])
     assert collector.services == {"coserve"}
-    queue, prefill, decode = sorted(children(collector, span), key=lambda each: each.start_time_unix_nano)
+    queue, prefill, decode = sorted(
+        children(collector, span), key=lambda each: each.start_time_unix_nano
+    )
     assert [each.name for each in (queue, prefill, decode)] == ["queue", "prefill", "decode"]
     moments = [span.start_time_unix_nano, queue.start_time_unix_nano, prefill.start_time_unix_nano]
     moments += [decode.start_time_unix_nano, decode.end_time_unix_nano]
@@ -133,7 +147,9 @@ def test_a_stream_has_the_pieces_of_all_its_sequences(traced):
 
 def test_an_error_is_said(traced):
     collector, _ = traced
-    (span,) = [each for each in collector.spans if attributes(each).get("http.response.status_code") == 404]
+    (span,) = [
+        each for each in collector.spans if attributes(each).get("http.response.status_code") == 404
+    ]
     assert attributes(span)["error.type"] == "404"
 
 
@@ -144,7 +160,9 @@ def test_optimizer_steps_say_what_their_pieces_took(traced):
     for span in steps:
         said = attributes(span)
         assert said["coserve.job.id"] == ids["job"] and not said["coserve.job.skipped"]
-        pieces_s = [said[f"coserve.job.{name}_s"] for name in ("forward", "loss", "backward", "update")]
+        pieces_s = [
+            said[f"coserve.job.{name}_s"] for name in ("forward", "loss", "backward", "update")
+        ]
         assert all(seconds > 0 for seconds in pieces_s)
         assert sum(pieces_s) <= (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 + 1e-3
         assert said["coserve.job.loss"] > 0 and said["coserve.job.num_tokens"] > 0
@@ -158,7 +176,8 @@ def test_without_an_endpoint_nothing_of_it_is_imported(monkeypatch):
     code = (
         "import coserve.server.serve, coserve.server.tracing as tracing, sys\n"
         "assert tracing.open_tracing(None) is None\n"
-        "assert not [name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))]"
+        "assert not [name for name in sys.modules if name.startswith(('opentelemetry.sdk', "
+        "'opentelemetry.exporter'))]"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -1,4 +1,5 @@
-"""What is left of a job beside its model: TensorBoard's files, a run of Weights & Biases, its results, its adapter."""
+"""What is left of a job beside its model: TensorBoard's files, a run of Weights & Biases, its
+results, its adapter."""
 
 import base64
 import copy
@@ -78,17 +79,23 @@ def scalars(path: Path) -> dict[str, dict[int, float]]:
 
 
 def test_tensorboard_has_the_losses_of_every_step(served: Served, job: Any):
-    [path] = served.wait_until(lambda: list((served.home / "jobs" / job.id / "tensorboard").iterdir()))
+    [path] = served.wait_until(
+        lambda: list((served.home / "jobs" / job.id / "tensorboard").iterdir())
+    )
     content = csv.DictReader(io.StringIO(served.client().files.content(job.result_files[0]).text))
     right = {int(row["step"]): float(row["train_loss"]) for row in content}
     served.wait_until(lambda: scalars(path).get("train/loss", {}).keys() == right.keys())
     assert scalars(path)["train/loss"] == pytest.approx(right, rel=1e-5)
-    assert {"train/learning_rate", "train/gradient_norm", "train/mean_token_accuracy"} <= scalars(path).keys()
+    assert {"train/learning_rate", "train/gradient_norm", "train/mean_token_accuracy"} <= scalars(
+        path
+    ).keys()
 
 
 def test_weights_and_biases_has_a_run(served: Served, job: Any):
     def run() -> bytes:
-        found = list((served.home / "jobs" / job.id / "wandb").glob(f"offline-run-*/run-{job.id}.wandb"))
+        found = list(
+            (served.home / "jobs" / job.id / "wandb").glob(f"offline-run-*/run-{job.id}.wandb")
+        )
         return found[0].read_bytes() if found else b""
 
     served.wait_until(lambda: all(word in run() for word in (b"pirates", b"first", b"train/loss")))
@@ -104,7 +111,9 @@ def test_results_are_encoded_as_openai_does_where_that_is_asked_for(served: Serv
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "encoding")
 
 
-def test_a_job_says_that_the_server_has_no_key_for_weights_and_biases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_job_says_that_the_server_has_no_key_for_weights_and_biases(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """And trains all the same."""
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
@@ -126,14 +135,20 @@ def test_a_job_says_that_the_server_has_no_key_for_weights_and_biases(monkeypatc
         [warning] = served.wait_until(warnings, limit_s=60)
         assert "cannot be followed at Weights & Biases: the server has no key" in warning
         assert "WANDB_API_KEY" in warning
-        served.wait_until(lambda: client.fine_tuning.jobs.retrieve(made.id).status == "succeeded", limit_s=60)
+        served.wait_until(
+            lambda: client.fine_tuning.jobs.retrieve(made.id).status == "succeeded", limit_s=60
+        )
         assert len(warnings()) == 1
 
 
 def command(served: Served, *arguments: str) -> tuple[int, str, str]:
     environment = {**os.environ, "COSERVE_URL": served.url, "PYTHONPATH": ROOT}
     done = subprocess.run(
-        [sys.executable, "-m", "coserve", *arguments], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, "-m", "coserve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -160,11 +175,18 @@ def test_an_adapter_comes_in_pefts_format(served: Served, job: Any, tmp_path: Pa
     assert PeftModel.from_pretrained(copy.deepcopy(model()), tmp_path).peft_config["default"].r == 4
     earlier = served.get(f"{path}/adapter_model.safetensors?step=4").content
     assert earlier != (tmp_path / "adapter_model.safetensors").read_bytes()
-    for wrong in (f"{path}?step=3", f"{path}/..%2Fx", f"{path}/x", "/v1/fine_tuning/jobs/ftjob-none/adapter"):
+    for wrong in (
+        f"{path}?step=3",
+        f"{path}/..%2Fx",
+        f"{path}/x",
+        "/v1/fine_tuning/jobs/ftjob-none/adapter",
+    ):
         assert served.get(wrong).status_code == 404
 
 
-def test_a_full_disk_holds_nobody_up_and_later_steps_are_written(tmp_path: Path, monkeypatch: Any, caplog: Any):
+def test_a_full_disk_holds_nobody_up_and_later_steps_are_written(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+):
     """Steps 2 to 40 find no room; the next ones do, in a file of their own."""
     room, write_record = [True], RecordWriter.write
 
@@ -188,11 +210,15 @@ def test_a_full_disk_holds_nobody_up_and_later_steps_are_written(tmp_path: Path,
     assert not writing.is_alive(), "it waits for ever"
     files = [scalars(path)["train/loss"] for path in (tmp_path / "tensorboard").iterdir()]
     assert sorted(files, key=min) == [{1: 1.0}, {41: 41.0, 42: 42.0}]
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "No space left" in caplog.text
+    assert [record.levelname for record in caplog.records] == [
+        "WARNING"
+    ] and "No space left" in caplog.text
 
 
 def test_a_service_that_does_not_answer_keeps_no_server_from_ending(monkeypatch: Any):
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are taken by the system, and nobody reads
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as silent:  # connections are taken by the system, and nobody reads
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         monkeypatch.setenv("WANDB_MODE", "online")
@@ -200,10 +226,14 @@ def test_a_service_that_does_not_answer_keeps_no_server_from_ending(monkeypatch:
             client: Any = server.client()
             job = client.fine_tuning.jobs.create(
                 model="small",
-                training_file=client.files.create(file=("data.jsonl", DATA), purpose="fine-tune").id,
+                training_file=client.files.create(
+                    file=("data.jsonl", DATA), purpose="fine-tune"
+                ).id,
                 integrations=[{"type": "wandb", "wandb": {"project": "pirates"}}],
                 extra_body={"coserve": QUICK},
             )
-            server.wait_until(lambda: client.fine_tuning.jobs.retrieve(job.id).status == "succeeded")
+            server.wait_until(
+                lambda: client.fine_tuning.jobs.retrieve(job.id).status == "succeeded"
+            )
             assert server.stop() == 0, "within a minute"
             assert "metrics of jobs were still on their way" in server.log.read_text()

@@ -1,4 +1,5 @@
-"""A body that nobody wants is not read to its end: the client gets its answer, and the connection ends."""
+"""A body that nobody wants is not read to its end: the client gets its answer, and the connection
+ends."""
 
 import socket
 from collections.abc import Iterator
@@ -35,7 +36,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def send(served: Served, head: str, *, is_chunked: bool = False) -> tuple[bytes, int]:
-    """Send a body of hundreds of megabytes, whatever the server says; the answer, and how many bytes it took."""
+    """Send a body of hundreds of megabytes, whatever the server says; the answer, and how many
+    bytes it took."""
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {WHOLE}"
@@ -63,7 +65,9 @@ def send(served: Served, head: str, *, is_chunked: bool = False) -> tuple[bytes,
 def test_it_is_not_read_on(own: Served, name: str, is_chunked: bool):
     line, headers, status = REFUSED[name]
     said, num_sent = send(own, f"{line} HTTP/1.1\r\n{headers}", is_chunked=is_chunked)
-    statuses = (status,) if is_chunked else (status, 413)  # a length that is too large is known before the route
+    statuses = (
+        (status,) if is_chunked else (status, 413)
+    )  # a length that is too large is known before the route
     assert said.startswith(tuple(f"HTTP/1.1 {each} ".encode() for each in statuses)), said[:200]
     assert said.count(b"HTTP/1.1") == 1
     assert num_sent < MAX_SENT, f"{num_sent:,} bytes were taken"
@@ -82,23 +86,37 @@ def test_clients_read_the_answer(own: Served, size: int):
 def test_a_client_is_told_that_its_connection_ends_where_much_of_a_body_is_not_read(own: Served):
     """Else it would send its next request there, which nobody reads."""
     host, port = own.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection, connection.makefile("rb") as answers:
+    with (
+        socket.create_connection((host, int(port)), timeout=60) as connection,
+        connection.makefile("rb") as answers,
+    ):
         head = f"POST /v1/nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: {3 * MEBI}\r\n\r\n"
         connection.sendall(head.encode())
         lines = list(iter(answers.readline, b"\r\n"))
-        assert lines[0].startswith(b"HTTP/1.1 401") and b"connection: close\r\n" in [line.lower() for line in lines]
-        connection.sendall(bytes(MEBI // 2))  # the connection lasts for a moment, in which the answer can be read
+        assert lines[0].startswith(b"HTTP/1.1 401") and b"connection: close\r\n" in [
+            line.lower() for line in lines
+        ]
+        connection.sendall(
+            bytes(MEBI // 2)
+        )  # the connection lasts for a moment, in which the answer can be read
         assert b"error" in answers.read()
 
 
 def test_a_connection_is_used_again_after_a_small_body_that_nobody_read(own: Served):
     host, port = own.url.removeprefix("http://").split(":")
     head = b"POST /v1/nowhere HTTP/1.1\r\nHost: localhost\r\n"
-    with socket.create_connection((host, int(port)), timeout=60) as connection, connection.makefile("rb") as answers:
+    with (
+        socket.create_connection((host, int(port)), timeout=60) as connection,
+        connection.makefile("rb") as answers,
+    ):
         for _ in range(3):
             connection.sendall(head + b"Content-Length: %d\r\n\r\n" % (_MAX_UNWANTED_BYTES // 2))
             assert answers.readline().startswith(b"HTTP/1.1 401")
-            length = next(int(line.split(b":")[1]) for line in answers if line.lower().startswith(b"content-length"))
+            length = next(
+                int(line.split(b":")[1])
+                for line in answers
+                if line.lower().startswith(b"content-length")
+            )
             for line in answers:
                 if line == b"\r\n":
                     break

@@ -16,7 +16,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(name: str, *arguments: str) -> str:
     """What an example prints."""
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=400
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

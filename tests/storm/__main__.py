@@ -1,4 +1,5 @@
-"""`python -m storm`: storms until the time is over, or one that is to be repeated. The last line is JSON."""
+"""`python -m storm`: storms until the time is over, or one that is to be repeated. The last line is
+JSON."""
 
 import argparse
 import json
@@ -8,20 +9,25 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
-# What a kind needs is imported by it: ranks are forked from a process that imports this module, too.
+# What a kind needs is imported by it: ranks are forked from a process that imports this module,
+# too.
 
 
 def main() -> int:
     """0 if every invariant held; else the failure is printed, with the command that repeats it."""
     parser = argparse.ArgumentParser(prog="python -m storm", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    simulated = kinds.add_parser("simulated", help="the engine on a modelled device, in virtual time")
+    simulated = kinds.add_parser(
+        "simulated", help="the engine on a modelled device, in virtual time"
+    )
     simulated.add_argument("--seed", type=int, help="one storm, that of this seed")
     simulated.add_argument("--first-seed", type=int, default=0, help="of many")
     simulated.add_argument("--minutes", type=float, default=10.0, help="of computing")
     simulated.add_argument("--hours", type=float, help="of computing")
     simulated.add_argument("--actions", type=int, help="on the device, of each storm")
-    clustered = kinds.add_parser("clustered", help="a front and the engines of three nodes, in one process")
+    clustered = kinds.add_parser(
+        "clustered", help="a front and the engines of three nodes, in one process"
+    )
     clustered.add_argument("--seed", type=int, help="one storm, that of this seed")
     clustered.add_argument("--first-seed", type=int, default=0, help="of many")
     clustered.add_argument("--minutes", type=float, default=10.0)
@@ -62,7 +68,13 @@ def simulate(options: argparse.Namespace) -> int:
         run_storm(seed, report, num_actions=options.actions or NUM_ACTIONS)
     print(report.as_text())
     print(
-        json.dumps({"storms": report.num_storms, "hours": report.simulated_s / 3600, "faults": report.faults.total()})
+        json.dumps(
+            {
+                "storms": report.num_storms,
+                "hours": report.simulated_s / 3600,
+                "faults": report.faults.total(),
+            }
+        )
     )
     return 0
 
@@ -85,7 +97,9 @@ def rank_storms(options: argparse.Namespace) -> int:
     return _storms(options, run_rank_storm)
 
 
-def _storms(options: argparse.Namespace, run: Callable[[int], tuple[Counter[str], list[str]]]) -> int:
+def _storms(
+    options: argparse.Namespace, run: Callable[[int], tuple[Counter[str], list[str]]]
+) -> int:
     """Storms of one kind until the time is over."""
     num_storms, broken, done = 0, list[str](), Counter[str]()
     until_s = time.monotonic() + 60 * options.minutes
@@ -123,7 +137,12 @@ def real_storms(options: argparse.Namespace) -> int:
         report = run_real_storm(settings)
         reports.append(report)
         if report["broken"]:
-            print("\n".join(report["broken"]), f"repeat it with: {command(settings)}", sep="\n", file=sys.stderr)
+            print(
+                "\n".join(report["broken"]),
+                f"repeat it with: {command(settings)}",
+                sep="\n",
+                file=sys.stderr,
+            )
         print(json.dumps(report), flush=True)
     return int(any(report["broken"] for report in reports))
 

@@ -17,11 +17,14 @@ def pages(world: World) -> None:
 
 
 def handles(world: World) -> None:
-    """The device has the trainers of the engine's jobs, their packs, and the versions that can be named."""
+    """The device has the trainers of the engine's jobs, their packs, and the versions that can be
+    named."""
     engine, ledger = world.engine, world.ledger
     for job in engine.jobs.values():
         trainer = ledger.trainers[job.id]
-        assert trainer.pack is not None or not (job.has_pack or job.progress.swapped), f"the pack of {job.id}"
+        assert trainer.pack is not None or not (job.has_pack or job.progress.swapped), (
+            f"the pack of {job.id}"
+        )
         assert trainer.is_open or job.is_terminal, f"the trainer of {job.id}"
     named = {engine.versions.resolve(label).key for label in engine.versions.labels()}
     assert named <= ledger.versions.keys(), "a version that the device does not have"
@@ -42,7 +45,8 @@ ALWAYS = (pages, handles, counters)
 
 
 def answers(world: World) -> None:
-    """Every accepted request was answered or ended with an error, exactly once, with the tokens that it was to have."""
+    """Every accepted request was answered or ended with an error, exactly once, with the tokens
+    that it was to have."""
     for name, asked in world.asked.items():
         for index in range(asked.params.n):
             assert index in asked.ends, f"{name}/{index} was never answered"
@@ -53,7 +57,9 @@ def answers(world: World) -> None:
 def _check_tokens(world: World, asked: Asked, index: int, tokens: list[int]) -> None:
     params, end = asked.params, asked.ends[index]
     first = tokens[0] if tokens else 0
-    assert tokens == [(first + i) % world.device.info.vocab_size for i in range(len(tokens))], "a token lost or doubled"
+    assert tokens == [(first + i) % world.device.info.vocab_size for i in range(len(tokens))], (
+        "a token lost or doubled"
+    )
     if params.seed is not None and tokens:
         assert first == sample_seed(params.seed, index) % world.device.info.vocab_size
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else END_TOKENS)}
@@ -86,8 +92,11 @@ def idle(world: World) -> None:
     world.loads.clear()
     world.taken.clear()
     engine.flush_commands()
-    assert not ledger.requests and not ledger.trainers and not ledger.versions and not ledger.copies, (
-        f"left: {ledger.requests.keys()} {ledger.trainers.keys()} {ledger.versions.keys()} {ledger.copies.keys()}"
+    assert (
+        not ledger.requests and not ledger.trainers and not ledger.versions and not ledger.copies
+    ), (
+        f"left: {ledger.requests.keys()} {ledger.trainers.keys()} {ledger.versions.keys()} "
+        f"{ledger.copies.keys()}"
     )
     assert not engine.counters.views()
     assert not engine.stats().num_host_pages_used
@@ -116,7 +125,9 @@ def steps_once(world: World, job: Submitted) -> None:
         order = epoch_order(num_examples, seed=config.seed, epoch=epoch, shuffle=config.shuffle)
         batch_of = order[batch * config.batch_size :][: config.batch_size]
         learned = Counter(tokens for _, sequences in packs for tokens in sequences)
-        assert learned == Counter(job.examples[index].tokens for index in batch_of), "an example lost, or used twice"
+        assert learned == Counter(job.examples[index].tokens for index in batch_of), (
+            "an example lost, or used twice"
+        )
         for first_row, sequences in packs:
             assert first_row == row, "rows of dropout"
             row += sum(map(len, sequences))

@@ -1,9 +1,10 @@
-"""A storm on a cluster: real engines in threads of this process, which join, leave and die, and whose disks are full at
-times, while jobs begin, rest, move and are cancelled, and clients ask; then calm, in which everything comes to its end
-and is looked at.
+"""A storm on a cluster: real engines in threads of this process, which join, leave and die, and
+whose disks are full at times, while jobs begin, rest, move and are cancelled, and clients ask; then
+calm, in which everything comes to its end and is looked at.
 
-What is done, one after the other, follows from the seed alone. To whom, and how slow nodes are, also depends on when
-threads and tasks take their turns, so that a seed gives a similar storm each time and not the same.
+What is done, one after the other, follows from the seed alone. To whom, and how slow nodes are,
+also depends on when threads and tasks take their turns, so that a seed gives a similar storm each
+time and not the same.
 """
 
 import asyncio
@@ -29,7 +30,8 @@ from coserve.jobs.records import JobRecord
 
 NUM_NODES, NUM_TOKENS, MOST_JOBS, NUM_ACTIONS = 3, 8, 4, 300
 PROMPTS = prompts_of([3, 9, 17])
-# Float32: nodes cut a job's windows elsewhere. A step that is lost or made twice moves parameters by 1e-3.
+# Float32: nodes cut a job's windows elsewhere. A step that is lost or made twice moves parameters
+# by 1e-3.
 TOLERANCE = 1e-4
 LOST = re.compile(
     r"the node node-\d was lost after \d+ tokens of this answer; ask again"
@@ -101,7 +103,9 @@ class SingleEngine:
         if directory is not None and directory not in self._loaded:
             self._engine.load_adapter(directory, directory)
             self._loaded.add(directory)
-        (found,) = self._engine.generate([PROMPTS[prompt]], greedy(NUM_TOKENS, ignore_eos=True), adapter=directory)
+        (found,) = self._engine.generate(
+            [PROMPTS[prompt]], greedy(NUM_TOKENS, ignore_eos=True), adapter=directory
+        )
         return found.tokens
 
 
@@ -114,7 +118,9 @@ class ClusterStorm:
         self._cancelled: set[str] = set()
         self._clients: set[asyncio.Task[None]] = set()
         self._changes: set[asyncio.Task[None]] = set()
-        self._answers: list[tuple[str, int, str | None, tuple[int, ...]]] = []  # request, prompt, adapter, tokens
+        self._answers: list[
+            tuple[str, int, str | None, tuple[int, ...]]
+        ] = []  # request, prompt, adapter, tokens
         self._num_asked = 0
         self.done: Counter[str] = Counter()
         self.broken: list[str] = []
@@ -124,7 +130,9 @@ class ClusterStorm:
         delays = Random(f"{self._seed}: delays")  # the nodes' threads draw from it
         for node in self._made.nodes.values():
             node.delay_s = lambda: delays.choice((0.0, 0.0, 0.0, 0.02))
-        for name in Random(self._seed).choices(list(WEIGHTS), list(WEIGHTS.values()), k=num_actions):
+        for name in Random(self._seed).choices(
+            list(WEIGHTS), list(WEIGHTS.values()), k=num_actions
+        ):
             self.done[name] += 1
             await getattr(self, f"_{name}")()
         for node in self._made.nodes.values():
@@ -139,10 +147,14 @@ class ClusterStorm:
         await self._until("all nodes are ready", lambda: self._made.num_ready() == NUM_NODES)
         for id in self._jobs:
             await self._tried(self._made.world.manager.resume, id)
-        await self._until("all jobs end", lambda: all(self._made.world.job(id).is_terminal for id in self._jobs))
+        await self._until(
+            "all jobs end", lambda: all(self._made.world.job(id).is_terminal for id in self._jobs)
+        )
         await self._until(
             "no node has anything left",
-            lambda: not any(each["jobs"] or each["requests"] for each in self._made.link.describe()),
+            lambda: (
+                not any(each["jobs"] or each["requests"] for each in self._made.link.describe())
+            ),
         )
         if waiting := self._made.link.waiting or self._made.link.num_open:
             self.broken.append(f"waits for a node that is not wanted any more: {waiting}")
@@ -157,7 +169,9 @@ class ClusterStorm:
             if job.status != "succeeded":
                 if job.status != "cancelled" or id not in self._cancelled:
                     told = [event.message for event in self._made.world.events(id)[-5:]]
-                    self.broken.append(f"job {id}, {kind}, is {job.status}: {job.error}; it has told last: {told}")
+                    self.broken.append(
+                        f"job {id}, {kind}, is {job.status}: {job.error}; it has told last: {told}"
+                    )
                 continue
             steps = steps_of(self._made.world.events(id))
             if steps != list(range(1, job.num_steps + 1)):
@@ -168,7 +182,9 @@ class ClusterStorm:
         single = SingleEngine()
         for id, prompt, directory, tokens in self._answers:
             if tokens != (expected := single.answer(prompt, directory)):
-                self.broken.append(f"request {id} was answered {tokens}, not {expected}, by {directory}")
+                self.broken.append(
+                    f"request {id} was answered {tokens}, not {expected}, by {directory}"
+                )
 
     # -- what is done ---------------------------------------------------------------------
 
@@ -186,10 +202,14 @@ class ClusterStorm:
         self._change(self._made.world.manager.resume, "paused")
 
     async def _cancel(self) -> None:
-        if (id := self._change(self._made.world.manager.cancel, "queued", "running", "paused")) is not None:
+        if (
+            id := self._change(self._made.world.manager.cancel, "queued", "running", "paused")
+        ) is not None:
             self._cancelled.add(id)
 
-    def _change(self, change: Callable[..., Coroutine[Any, Any, Any]], *statuses: str) -> str | None:
+    def _change(
+        self, change: Callable[..., Coroutine[Any, Any, Any]], *statuses: str
+    ) -> str | None:
         """Of a job that is one of these, if there is one; others are done meanwhile."""
         jobs = [id for id in self._jobs if self._made.world.job(id).status in statuses]
         if not jobs:
@@ -208,10 +228,18 @@ class ClusterStorm:
 
     async def _drain(self) -> None:
         """More often than not one whose jobs cannot be kept, if there is one: they begin anew."""
-        ready = {each["name"]: each for each in self._made.link.describe() if each["state"] == "ready"}
-        full = [name for name, each in ready.items() if each["jobs"] and not self._made.nodes[name].has_room]
+        ready = {
+            each["name"]: each for each in self._made.link.describe() if each["state"] == "ready"
+        }
+        full = [
+            name
+            for name, each in ready.items()
+            if each["jobs"] and not self._made.nodes[name].has_room
+        ]
         if len(ready) > 1:
-            chosen = self._random.choice(full if full and self._random.random() < 0.7 else list(ready))
+            chosen = self._random.choice(
+                full if full and self._random.random() < 0.7 else list(ready)
+            )
             self.done["drain: jobs whose disk is full"] += chosen in full
             task = asyncio.create_task(self._made.link.drain(chosen))
             self._changes.add(task)
@@ -254,7 +282,9 @@ class ClusterStorm:
 
     async def _client(self, id: str, adapter: AdapterRef | None) -> None:
         prompt, leaves = self._random.randrange(len(PROMPTS)), self._random.random() < 0.2
-        asked = make_request(id, prompt=PROMPTS[prompt], params=greedy(NUM_TOKENS, ignore_eos=True), adapter=adapter)
+        asked = make_request(
+            id, prompt=PROMPTS[prompt], params=greedy(NUM_TOKENS, ignore_eos=True), adapter=adapter
+        )
         try:
             stream = self._made.link.open([asked])
         except EngineGoneError:
@@ -278,13 +308,21 @@ class ClusterStorm:
             return
         except AdapterError as error:
             self.done["requests: its adapter is gone"] += 1
-            if adapter is None or adapter.name not in {self._made.world.job(job).name for job in self._cancelled}:
+            if adapter is None or adapter.name not in {
+                self._made.world.job(job).name for job in self._cancelled
+            }:
                 self.broken.append(f"request {id}, {adapter}, ended with {error}")
             return
         finally:
             self._made.link.close(stream)
         directory = None if adapter is None else adapter.directory
-        by = "the base" if adapter is None else "what is live" if directory is None else "what a job has made"
+        by = (
+            "the base"
+            if adapter is None
+            else "what is live"
+            if directory is None
+            else "what a job has made"
+        )
         self.done[f"requests: answered by {by}"] += 1
         if len(tokens) != NUM_TOKENS:
             self.broken.append(f"request {id}, {adapter}, was answered {tokens}")

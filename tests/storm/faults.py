@@ -1,5 +1,6 @@
-"""Faults between any two of an engine's actions on its device: each may hit before an action, in its middle, or after
-it, where the caller does not learn that it was done. One function each; `FAULTS` has them by name.
+"""Faults between any two of an engine's actions on its device: each may hit before an action, in
+its middle, or after it, where the caller does not learn that it was done. One function each;
+`FAULTS` has them by name.
 """
 
 from collections import Counter
@@ -9,7 +10,13 @@ from random import Random
 from msgspec.structs import replace
 from storm.ledger import LedgerDevice
 
-from coserve.devices.job_messages import BeginPack, OpenTrainer, PublishVersion, TakeCheckpoint, WriteCheckpoint
+from coserve.devices.job_messages import (
+    BeginPack,
+    OpenTrainer,
+    PublishVersion,
+    TakeCheckpoint,
+    WriteCheckpoint,
+)
 from coserve.devices.messages import Command, OpenVersion, Reply
 from coserve.devices.step_messages import StepBatch, StepFailure, StepResult
 from coserve.devices.swap_messages import SwapIn, SwapInTensors
@@ -26,9 +33,11 @@ class StormError(Exception):
 
 
 class FaultyDevice:
-    """A device that fails now and then. rate: the probability of a fault at an action. kinds: of faults.
+    """A device that fails now and then. rate: the probability of a fault at an action. kinds: of
+    faults.
 
-    num_actions, hits: how many there were, and how many faults of each kind. jumped_s: by how much the clock has.
+    num_actions, hits: how many there were, and how many faults of each kind. jumped_s: by how much
+    the clock has.
     """
 
     def __init__(self, inner: LedgerDevice, rng: Random) -> None:
@@ -76,7 +85,9 @@ class FaultyDevice:
             raise DeviceGoneError("the storm has ended the device's process")
         self.num_actions += 1
         is_step = action is None or isinstance(action, StepBatch)
-        if self.rng.random() >= (self.rate if is_step else 3 * self.rate):  # commands are rarer than steps
+        if self.rng.random() >= (
+            self.rate if is_step else 3 * self.rate
+        ):  # commands are rarer than steps
             return None
         possible = [name for name in self.kinds if name not in OWN or OWN[name](action)]
         if not possible:
@@ -184,9 +195,12 @@ def clock_jump(device: FaultyDevice, action: Action) -> Reply:
 
 
 def first_pieces(batch: StepBatch, rng: Random) -> tuple[StepBatch, str | None]:
-    """What runs of a step before it fails, in the order of `StepBatch`, and the job in whose update it does."""
+    """What runs of a step before it fails, in the order of `StepBatch`, and the job in whose update
+    it does."""
     num_left = rng.randint(0, len(batch.losses) + len(batch.tasklets) + len(batch.updates) + 1)
-    no_rows = tuple([replace(rows, tokens=(), samples=False, targets=()) for rows in batch.requests])
+    no_rows = tuple(
+        [replace(rows, tokens=(), samples=False, targets=()) for rows in batch.requests]
+    )
     part = replace(batch, losses=(), tasklets=(), updates=(), requests=no_rows, windows=())
     part = replace(part, losses=batch.losses[:num_left])
     if (num_left := num_left - len(batch.losses)) <= 0:
@@ -204,12 +218,22 @@ def first_pieces(batch: StepBatch, rng: Random) -> tuple[StepBatch, str | None]:
 
 
 def _takes_memory(action: Action) -> bool:
-    kinds = OpenVersion | OpenTrainer | BeginPack | PublishVersion | TakeCheckpoint | SwapIn | SwapInTensors
+    kinds = (
+        OpenVersion
+        | OpenTrainer
+        | BeginPack
+        | PublishVersion
+        | TakeCheckpoint
+        | SwapIn
+        | SwapInTensors
+    )
     return isinstance(action, kinds)
 
 
 def _reads_files(action: Action) -> bool:
-    return isinstance(action, OpenVersion) or (isinstance(action, OpenTrainer) and action.checkpoint is not None)
+    return isinstance(action, OpenVersion) or (
+        isinstance(action, OpenTrainer) and action.checkpoint is not None
+    )
 
 
 def _is_step(action: Action) -> bool:
@@ -219,7 +243,14 @@ def _is_step(action: Action) -> bool:
 FAULTS: Mapping[str, Fault] = {
     fault.__name__.replace("_", "-"): fault
     for fault in (
-        *(out_of_memory, out_of_memory_within, unreadable, disk_full, interrupted_before, interrupted_after),
+        *(
+            out_of_memory,
+            out_of_memory_within,
+            unreadable,
+            disk_full,
+            interrupted_before,
+            interrupted_after,
+        ),
         *(interrupted_within, broken, gone_before, gone_after, slow, clock_jump),
     )
 }

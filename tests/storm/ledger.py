@@ -1,8 +1,9 @@
 """A modelled device that knows what the tensors would hold, and holds the engine to the protocol.
 
-Keys and values are a number for each slot of a page, made of the adapter version and all tokens up to there; an adapter
-is the list of the optimizer steps that made it, each as the sequences that it learned from. So whatever the engine gets
-wrong (a page of another request, a pack that counts twice, a step that is lost) is seen where it happens.
+Keys and values are a number for each slot of a page, made of the adapter version and all tokens up
+to there; an adapter is the list of the optimizer steps that made it, each as the sequences that it
+learned from. So whatever the engine gets wrong (a page of another request, a pack that counts
+twice, a step that is lost) is seen where it happens.
 """
 
 import json
@@ -42,7 +43,14 @@ from coserve.devices.messages import (
     SaveAdapter,
 )
 from coserve.devices.step_messages import RequestRows, StepBatch, StepResult, Update
-from coserve.devices.swap_messages import MovePack, MovePages, SwapIn, SwapInTensors, SwapOut, SwapOutTensors
+from coserve.devices.swap_messages import (
+    MovePack,
+    MovePages,
+    SwapIn,
+    SwapInTensors,
+    SwapOut,
+    SwapOutTensors,
+)
 from coserve.memory.pack_pages import PackPages
 from coserve.memory.pages import PagePool
 from coserve.simulate.modelled_device import ModelledDevice
@@ -56,7 +64,8 @@ Learned = tuple[int, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """What has become of an adapter: where it began, and the packs of each optimizer step since. fields: PEFT's."""
+    """What has become of an adapter: where it began, and the packs of each optimizer step since.
+    fields: PEFT's."""
 
     start: str
     fields: Mapping[str, Any]
@@ -83,8 +92,9 @@ class Disk:
 
 @dataclass(kw_only=True)
 class _Table:
-    """An open request. tokens: of its prompt, and all that it will ever choose. keys: one for each of its tokens, of
-    what K and V are made of. num_chosen: tokens that the device counts as used, if it counts them.
+    """An open request. tokens: of its prompt, and all that it will ever choose. keys: one for each
+    of its tokens, of what K and V are made of. num_chosen: tokens that the device counts as used,
+    if it counts them.
     """
 
     opened: OpenRequest
@@ -98,7 +108,9 @@ class _Table:
     def key(self, position: int) -> int:
         keys = self.keys
         while len(keys) <= position:
-            keys.append(hash((keys[-1] if keys else hash(self.opened.version), self.tokens[len(keys)])))
+            keys.append(
+                hash((keys[-1] if keys else hash(self.opened.version), self.tokens[len(keys)]))
+            )
         return keys[position]
 
 
@@ -116,8 +128,9 @@ class _PackMemory(PagePool):
 
 @dataclass(kw_only=True)
 class _Pack:
-    """number: of all that were ever begun. num_moves: steps that have written to its pages. is_lost: something else
-    lies in them; that is well if it never runs again, or comes back from the host first.
+    """number: of all that were ever begun. num_moves: steps that have written to its pages.
+    is_lost: something else lies in them; that is well if it never runs again, or comes back from
+    the host first.
     """
 
     number: int
@@ -139,7 +152,8 @@ class _Pack:
 
 @dataclass(kw_only=True)
 class _Trainer:
-    """gathered: packs whose gradients are in. last: the last pack that was done, which may still be dropped."""
+    """gathered: packs whose gradients are in. last: the last pack that was done, which may still be
+    dropped."""
 
     adapter: Adapter
     costs: TrainerOpened
@@ -164,9 +178,17 @@ class _Trainer:
 class LedgerDevice:
     """See the module, and `coserve.devices.base.Device`."""
 
-    def __init__(self, inner: ModelledDevice, disk: Disk, prompts: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self, inner: ModelledDevice, disk: Disk, prompts: Mapping[str, Sequence[int]]
+    ) -> None:
         """prompts: of all requests that were ever added, by name."""
-        self.inner, self.info, self.clock, self._disk, self._prompts = inner, inner.info, inner.clock, disk, prompts
+        self.inner, self.info, self.clock, self._disk, self._prompts = (
+            inner,
+            inner.info,
+            inner.clock,
+            disk,
+            prompts,
+        )
         self.requests: dict[str, _Table] = {}
         self.versions: dict[str, Adapter] = {}
         self.trainers: dict[str, _Trainer] = {}
@@ -176,7 +198,9 @@ class LedgerDevice:
         self._away: set[str] = set()  # versions on the host
         self._num_packs = 0
         self._count = CommandCount()
-        self.num_packs_moved = self.num_pages_moved = self.num_optimizers_back = self.num_versions_back = 0
+        self.num_packs_moved = self.num_pages_moved = self.num_optimizers_back = (
+            self.num_versions_back
+        ) = 0
         self.num_optimizers_placed = 0
         self._result: StepResult | None = None
 
@@ -185,7 +209,11 @@ class LedgerDevice:
             return self._count.reply()
         # Files are written by the ledger: the modelled device has nothing to write.
         try:
-            reply = None if isinstance(command, SaveAdapter | WriteCheckpoint) else self.inner.execute(command)
+            reply = (
+                None
+                if isinstance(command, SaveAdapter | WriteCheckpoint)
+                else self.inner.execute(command)
+            )
             self._book(command)
         except Exception:
             self._count.add(command)
@@ -195,7 +223,9 @@ class LedgerDevice:
             assert isinstance(reply, TrainerOpened)
             num_moment_pages = -(-reply.optimizer_bytes // self.info.page_bytes)
             if crc32(command.job.encode()) % 2 and 4 * num_moment_pages <= self.info.num_pages:
-                reply = replace(reply, moments_need_pages=True)  # as if there were no memory beside the pool
+                reply = replace(
+                    reply, moments_need_pages=True
+                )  # as if there were no memory beside the pool
             self.trainers[command.job] = _Trainer(adapter=self._beginning(command), costs=reply)
         return reply
 
@@ -234,7 +264,11 @@ class LedgerDevice:
                 cursor.advance_backward(end - start)
         for window in batch.windows:
             self._pack(window.job).cursor.advance_forward(window.num_rows)
-        for job in {piece.job for pieces in (batch.losses, batch.tasklets, batch.windows) for piece in pieces}:
+        for job in {
+            piece.job
+            for pieces in (batch.losses, batch.tasklets, batch.windows)
+            for piece in pieces
+        }:
             pack, trainer = self._pack(job), self.trainers[job]
             pack.pages.follow(pack.cursor)
             pack.num_moves += 1
@@ -250,20 +284,27 @@ class LedgerDevice:
         assert update.num_trained == sum(pack.cursor.num_trained for pack in packs)
         step = tuple(sorted(pack.learned for pack in packs))
         self._check_moments(update.job)
-        assert trainer.run or not trainer.costs.moments_need_pages, "a step without pages for its moments"
+        assert trainer.run or not trainer.costs.moments_need_pages, (
+            "a step without pages for its moments"
+        )
         trainer.adapter = replace_fields(trainer.adapter, steps=(*trainer.adapter.steps, step))
         self._fill_moments(update.job)
 
     def _run_requests(self, batch: StepBatch) -> None:
-        """All rows write their keys and values; then each must find those of all tokens before it."""
-        assert self._away.isdisjoint({self.requests[rows.request].opened.version for rows in batch.requests})
+        """All rows write their keys and values; then each must find those of all tokens before
+        it."""
+        assert self._away.isdisjoint(
+            {self.requests[rows.request].opened.version for rows in batch.requests}
+        )
         for rows in batch.requests:
             self._write(self.requests[rows.request], rows)
         for rows in batch.requests:
             table = self.requests[rows.request]
             self._check_slots(table, rows.start + len(rows.tokens))
             if rows.samples:
-                assert not table.counts_tokens or rows.place == table.num_chosen, "other tokens count as used"
+                assert not table.counts_tokens or rows.place == table.num_chosen, (
+                    "other tokens count as used"
+                )
                 table.num_chosen += 1
             assert rows.targets == tuple(table.tokens[rows.scored_row + 1 :][: len(rows.targets)])
 
@@ -280,13 +321,20 @@ class LedgerDevice:
         """Of each page the last slot: it is made of all tokens before it."""
         size = self.info.block_tokens
         for start in range(0, num_tokens, size):
-            position, slots = min(start + size, num_tokens) - 1, self._slots.get(table.pages[start // size])
-            assert slots is not None and slots[position % size] == table.key(position), "K and V of something else"
+            position, slots = (
+                min(start + size, num_tokens) - 1,
+                self._slots.get(table.pages[start // size]),
+            )
+            assert slots is not None and slots[position % size] == table.key(position), (
+                "K and V of something else"
+            )
 
     def _pack(self, job: str) -> _Pack:
         trainer = self.trainers[job]
         assert trainer.is_open and trainer.pack is not None, f"job {job} has no pack"
-        assert not trainer.pack.is_lost, f"something else lies in the pages of the pack of job {job}"
+        assert not trainer.pack.is_lost, (
+            f"something else lies in the pages of the pack of job {job}"
+        )
         return trainer.pack
 
     def _fill(self, pack: _Pack) -> None:
@@ -298,7 +346,11 @@ class LedgerDevice:
         """What lies in each page of a job's moments; before the first step, nothing."""
         trainer = self.trainers[job]
         is_there = trainer.is_open and not trainer.optimizer_away and trainer.adapter.steps
-        return [hash((job, trainer.adapter.steps, place)) for place in range(len(trainer.run))] if is_there else []
+        return (
+            [hash((job, trainer.adapter.steps, place)) for place in range(len(trainer.run))]
+            if is_there
+            else []
+        )
 
     def _fill_moments(self, job: str) -> None:
         self._lose_packs(set(self.trainers[job].run))
@@ -307,7 +359,9 @@ class LedgerDevice:
 
     def _check_moments(self, job: str) -> None:
         for page, content in zip(self.trainers[job].run, self._moments(job), strict=False):
-            assert self._slots[page] == [content] * self.info.block_tokens, f"something else than the moments of {job}"
+            assert self._slots[page] == [content] * self.info.block_tokens, (
+                f"something else than the moments of {job}"
+            )
 
     def _lose_packs(self, pages: set[int]) -> None:
         """Something else comes into these pages."""
@@ -328,7 +382,9 @@ class LedgerDevice:
         assert not command.version or command.version in self.versions
         name = command.request.rpartition("/")[0]
         prompt = self._prompts[name]
-        chosen = [(command.seed + i) % self.info.vocab_size for i in range(command.params.max_tokens)]
+        chosen = [
+            (command.seed + i) % self.info.vocab_size for i in range(command.params.max_tokens)
+        ]
         table = _Table(opened=command, tokens=[*prompt, *chosen], pages=list(command.pages))
         self.requests[command.request] = table
         if command.params.penalizes:
@@ -355,7 +411,9 @@ class LedgerDevice:
     @_book.register
     def _(self, command: MovePages) -> None:
         targets = dict(zip(command.pages, command.targets, strict=True))
-        assert len({*command.pages, *command.targets}) == 2 * len(targets), "a page is in two places"
+        assert len({*command.pages, *command.targets}) == 2 * len(targets), (
+            "a page is in two places"
+        )
         self._lose_packs(set(command.targets))
         for page, target in targets.items():
             self._slots[target] = list(self._slots.get(page, [0] * self.info.block_tokens))
@@ -365,13 +423,19 @@ class LedgerDevice:
 
     @_book.register
     def _(self, command: SwapOutTensors) -> None:
-        assert len({*command.slots}) == len(command.slots) and max(command.slots) < self.info.num_host_pages
+        assert (
+            len({*command.slots}) == len(command.slots)
+            and max(command.slots) < self.info.num_host_pages
+        )
         content = self._content(command)
         if content is None:
             return
         if command.job:
             self._check_moments(command.job)
-            self.trainers[command.job].optimizer_away, self.trainers[command.job].run = True, range(0)
+            self.trainers[command.job].optimizer_away, self.trainers[command.job].run = (
+                True,
+                range(0),
+            )
         else:
             self._away.add(command.version)
         for place, slot in enumerate(command.slots):
@@ -405,7 +469,9 @@ class LedgerDevice:
         self._fill_moments(command.job)
         self.num_optimizers_placed += 1
 
-    def _content(self, command: SwapOutTensors | SwapInTensors, *, is_away: bool = False) -> Hashable:
+    def _content(
+        self, command: SwapOutTensors | SwapInTensors, *, is_away: bool = False
+    ) -> Hashable:
         """Of tensors that are there, or on the host; None if they are not."""
         if command.job:
             trainer = self.trainers.get(command.job)
@@ -425,11 +491,15 @@ class LedgerDevice:
     @_book.register
     def _(self, command: SaveAdapter) -> None:
         assert command.version not in self._away
-        self._disk.write(self.versions[command.version], Path(command.directory), with_optimizer=False)
+        self._disk.write(
+            self.versions[command.version], Path(command.directory), with_optimizer=False
+        )
 
     @_book.register
     def _(self, command: DropVersion) -> None:
-        assert all(table.opened.version != command.version for table in self.requests.values()), "it is being read"
+        assert all(table.opened.version != command.version for table in self.requests.values()), (
+            "it is being read"
+        )
         self.versions.pop(command.version, None)
         self._away.discard(command.version)
 
@@ -461,7 +531,9 @@ class LedgerDevice:
         )
         pages = PackPages(memory, runs, num_parts)
         self._num_packs += 1
-        trainer.pack = _Pack(number=self._num_packs, command=command, cursor=cursor, memory=memory, pages=pages)
+        trainer.pack = _Pack(
+            number=self._num_packs, command=command, cursor=cursor, memory=memory, pages=pages
+        )
         self._fill(trainer.pack)
 
     @_book.register
@@ -471,10 +543,16 @@ class LedgerDevice:
         assert trainer.is_open and pack is not None, f"job {command.job} has no pack"
         runs = iter([range(start, start + number) for start, number in command.runs])
         groups = pack.pages.group_pages
-        new = PackPages(pack.memory, [None if size is None else next(runs) for size in groups], pack.cursor.num_parts)
+        new = PackPages(
+            pack.memory,
+            [None if size is None else next(runs) for size in groups],
+            pack.cursor.num_parts,
+        )
         assert next(runs, None) is None and new.group_pages == groups
         for page, content in zip(new.pages, pack.contents(), strict=True):
-            assert self._slots[page] == [content] * self.info.block_tokens, "another state of the pack, or none"
+            assert self._slots[page] == [content] * self.info.block_tokens, (
+                "another state of the pack, or none"
+            )
         pack.memory.held = set(new.pages)
         pack.pages, pack.is_lost = new, False
         self.num_packs_moved += 1

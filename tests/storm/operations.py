@@ -1,4 +1,5 @@
-"""What is asked of an engine in a storm: one function each; `OPERATIONS` says how often each comes."""
+"""What is asked of an engine in a storm: one function each; `OPERATIONS` says how often each
+comes."""
 
 from collections.abc import Callable, Mapping
 from random import Random
@@ -28,7 +29,9 @@ def add(world: World) -> None:
     name, prompt, params = f"request-{len(world.prompts)}", _prompt(world), _params(rng)
     world.prompts[name] = prompt
     slo = (
-        Slo(ttft_s=rng.choice((0.01, 1.0, 10.0)), tpot_s=rng.choice((1e-6, 0.03, 0.2))) if rng.random() < 0.5 else None
+        Slo(ttft_s=rng.choice((0.01, 1.0, 10.0)), tpot_s=rng.choice((1e-6, 0.03, 0.2)))
+        if rng.random() < 0.5
+        else None
     )
     engine.add_tokens(
         prompt,
@@ -56,7 +59,11 @@ def cancel(world: World) -> None:
 
 def stop(world: World) -> None:
     """The server has found that a sequence is at its end."""
-    started = [(name, index) for name in _open_requests(world) for index in _running_with_tokens(world, name)]
+    started = [
+        (name, index)
+        for name in _open_requests(world)
+        for index in _running_with_tokens(world, name)
+    ]
     if started:
         name, index = world.rng.choice(started)
         world.asked[name].stopped.add(index)
@@ -107,7 +114,9 @@ def unload_adapter(world: World) -> None:
 
 def submit(world: World) -> None:
     """A job with an adapter of its own."""
-    lora = LoraConfig(r=world.rng.choice((1, 16)), target_modules=world.rng.choice(("all-linear", ("v_proj",))))
+    lora = LoraConfig(
+        r=world.rng.choice((1, 16)), target_modules=world.rng.choice(("all-linear", ("v_proj",)))
+    )
     _submit(world, _job(world, lora.to_peft()))
 
 
@@ -292,7 +301,11 @@ def _open_requests(world: World) -> list[str]:
 
 def _running_with_tokens(world: World, name: str) -> list[int]:
     asked = world.asked[name]
-    return [request.index for request in world.engine.requests.members(name) if asked.tokens.get(request.index)]
+    return [
+        request.index
+        for request in world.engine.requests.members(name)
+        if asked.tokens.get(request.index)
+    ]
 
 
 def _living_job(world: World) -> Submitted | None:

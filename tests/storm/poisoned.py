@@ -1,11 +1,12 @@
-"""Storms of batches with poisoned lines: engines and servers die of them, and are killed by others now and then.
+"""Storms of batches with poisoned lines: engines and servers die of them, and are killed by others
+now and then.
 
-Other lines bring a grammar that crashes the sandbox it is tried in: no process of the server dies of these, and they
-are refused.
+Other lines bring a grammar that crashes the sandbox it is tried in: no process of the server dies
+of these, and they are refused.
 
-Seeded, without a clock: the rule and the turns are the real ones (`batch_deaths`, `batch_turns`), a process is a few
-lines that say who was with it when it died. A server that dies takes all turns with it; the next one knows what was on
-record.
+Seeded, without a clock: the rule and the turns are the real ones (`batch_deaths`, `batch_turns`), a
+process is a few lines that say who was with it when it died. A server that dies takes all turns
+with it; the next one knows what was on record.
 """
 
 import asyncio
@@ -25,10 +26,14 @@ class PoisonedStorm:
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
         rng, num_lines = self._rng, self._rng.choice((1, 3, 20, 100, 400))
-        self.lines: list[LineKey] = [(f"batch {rng.randrange(5)}", str(number)) for number in range(num_lines)]
+        self.lines: list[LineKey] = [
+            (f"batch {rng.randrange(5)}", str(number)) for number in range(num_lines)
+        ]
         self.kills_engine = set(rng.sample(self.lines, rng.randrange(min(num_lines, 4) + 1)))
         self.kills_server = set(rng.sample(self.lines, rng.randrange(min(num_lines, 3) + 1)))
-        harmless = [line for line in self.lines if line not in self.kills_engine | self.kills_server]
+        harmless = [
+            line for line in self.lines if line not in self.kills_engine | self.kills_server
+        ]
         self.crashes_sandbox = set(rng.sample(harmless, rng.randrange(min(len(harmless), 20) + 1)))
         self._outside_rate = rng.choice((0.0, 0.001))
         self.ends: dict[LineKey, str] = {}
@@ -121,7 +126,9 @@ class PoisonedStorm:
         self._server.set()
         under_way = [line for line in self._with_it if line not in self.ends]
         for line in under_way:
-            found = self._recorded[line] = after_death(self._recorded.get(line), num_lines=len(under_way))
+            found = self._recorded[line] = after_death(
+                self._recorded.get(line), num_lines=len(under_way)
+            )
             if found.is_guilty:
                 self.ends[line] = "set aside"
 

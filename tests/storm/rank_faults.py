@@ -18,12 +18,21 @@ from coserve.devices.rank_process import StartProcess
 class RankFault(msgspec.Struct, frozen=True, kw_only=True):
     """What is to happen on a rank, once."""
 
-    what: Literal["dies", "stands still", "has no memory", "is broken", "cannot read", "cannot write", "is late"]
+    what: Literal[
+        "dies",
+        "stands still",
+        "has no memory",
+        "is broken",
+        "cannot read",
+        "cannot write",
+        "is late",
+    ]
     where: Literal["step", "command"]
     kinds: tuple[str, ...] = ()
     """Names of the commands that it may hit; none for a step."""
     num_calls: int = 1
-    """Calls of PyTorch within the step until then; of a command, more than 1 where it happens after that was done."""
+    """Calls of PyTorch within the step until then; of a command, more than 1 where it happens after
+    that was done."""
     late_s: float = 0.0
 
     @property
@@ -59,7 +68,8 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Instructions:
-    """Files in a directory: by the first, a rank is told what is to happen; by the other, it tells what it holds."""
+    """Files in a directory: by the first, a rank is told what is to happen; by the other, it tells
+    what it holds."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -157,7 +167,9 @@ def _happening_after(fault: RankFault) -> Any:
     class Happening(TorchFunctionMode):
         num_left = fault.num_calls
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.num_left -= 1
             if self.num_left == 0:
                 fault.happen()

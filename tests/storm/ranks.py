@@ -1,9 +1,9 @@
-"""A storm on ranks: an engine whose model two processes hold, of which one is killed, stands still, has no memory, is
-broken or late, while requests are answered and jobs learn; then calm, in which everything comes to its end and is
-looked at.
+"""A storm on ranks: an engine whose model two processes hold, of which one is killed, stands still,
+has no memory, is broken or late, while requests are answered and jobs learn; then calm, in which
+everything comes to its end and is looked at.
 
-What is done, one after the other, follows from the seed alone. When a process dies also depends on the machine, so that
-a seed gives a similar storm each time and not the same.
+What is done, one after the other, follows from the seed alone. When a process dies also depends on
+the machine, so that a seed gives a similar storm each time and not the same.
 """
 
 import os
@@ -19,7 +19,14 @@ from tempfile import TemporaryDirectory
 from threading import Timer
 from typing import Any
 
-from engines import FixedLatency, adapter_directory, examples_of, expected_tokens, greedy, prompts_of
+from engines import (
+    FixedLatency,
+    adapter_directory,
+    examples_of,
+    expected_tokens,
+    greedy,
+    prompts_of,
+)
 from job_data import adapter_in, distance
 from msgspec.structs import replace
 from processes import is_alive
@@ -50,10 +57,12 @@ _LORA: dict[str, Any] = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
 _NUM_PAGES, _NUM_HOST_PAGES, _MOST_JOBS = 120, 200, 3
 # A rank that does not come for this long ends the group; one that is late comes sooner.
 _RANK_TIMEOUT_S, _LATE_S = 3.0, 0.3
-# Limits for the group to notice a rank's end, on a machine that has other things to do, and for all ranks to be gone.
+# Limits for the group to notice a rank's end, on a machine that has other things to do, and for all
+# ranks to be gone.
 _NOTICED_S, _GONE_S = 5.0, 10.0
 _CALM_S = 120.0
-# Float32: beside others, a job's windows are cut elsewhere. A step that is lost or made twice moves parameters by 1e-3.
+# Float32: beside others, a job's windows are cut elsewhere. A step that is lost or made twice moves
+# parameters by 1e-3.
 _TOLERANCE = 1e-4
 # Examples, and how a job learns from them.
 _EXAMPLES = examples_of((5, 9, 3, 17, 12), 1)
@@ -96,7 +105,12 @@ FAULTS = (
         "is broken in a step",
         "is late in a step",
     ),
-    *("dies in a command", "stands still in a command", "has no memory in a command", "cannot read in a command"),
+    *(
+        "dies in a command",
+        "stands still in a command",
+        "has no memory in a command",
+        "cannot read in a command",
+    ),
     *("cannot write in a command", "is late in a command"),
 )
 
@@ -196,14 +210,17 @@ class RankStorm:
         directory.mkdir(exist_ok=True)
         self._instructions = Instructions(directory)
         self._device = GroupDevice(given, start=starter(directory))
-        config = EngineConfig(block_tokens=BLOCK, tpot_s=1.0, max_step_rows=self._random.choice((40, 2048)))
+        config = EngineConfig(
+            block_tokens=BLOCK, tpot_s=1.0, max_step_rows=self._random.choice((40, 2048))
+        )
         latency = FixedLatency(roofline_profile(backbone, FAST))
         self._engine = TokenEngine(self._device, latency, config)
         if self._policy_seed is not None and not self._is_calm:
             self._engine.policy = random_policy(self._policy_seed + self._num_groups)
 
     def _start_again(self) -> None:
-        """Throw the engine away, whose ranks have ended. Open answers end; jobs resume from their checkpoints."""
+        """Throw the engine away, whose ranks have ended. Open answers end; jobs resume from their
+        checkpoints."""
         pids = self._device.pids
         if self._hit_s is not None:
             self.noticed_s.append(time.monotonic() - self._hit_s)
@@ -283,7 +300,9 @@ class RankStorm:
             adapted=label is not None,
             num_tokens=self._random.choice((1, 6, NUM_TOKENS)),
         )
-        self._engine.add_tokens(PROMPTS[asked.prompt], greedy(asked.num_tokens), adapter=label, request_id=name)
+        self._engine.add_tokens(
+            PROMPTS[asked.prompt], greedy(asked.num_tokens), adapter=label, request_id=name
+        )
         self._asked[name] = asked
 
     def _cancel(self) -> None:
@@ -350,7 +369,9 @@ class RankStorm:
 
     def _some_job(self, *states: str) -> list[str]:
         """Return the id of a job of the engine, or none."""
-        found = [id for id, job in self._jobs.items() if job.state in states and id in self._engine.jobs]
+        found = [
+            id for id, job in self._jobs.items() if job.state in states and id in self._engine.jobs
+        ]
         found = [id for id in found if not self._engine.jobs[id].is_terminal]
         return self._random.sample(found, min(1, len(found)))
 
@@ -375,7 +396,8 @@ class RankStorm:
         self._instructions.give(rank, fault)
 
     def _signal_soon(self, pid: int, number: signal.Signals) -> None:
-        """Within whatever the engine does then; at the latest it is noticed by what it does next."""
+        """Within whatever the engine does then; at the latest it is noticed by what it does
+        next."""
 
         def send() -> None:
             if is_alive(pid):
@@ -399,7 +421,9 @@ class RankStorm:
 
     def _look_at_request(self, name: str, asked: _Asked) -> None:
         self.done[f"requests: {asked.end or 'open'}"] += 1
-        expected = expected_tokens(PROMPTS[asked.prompt], NUM_TOKENS, **(_LORA if asked.adapted else {}))
+        expected = expected_tokens(
+            PROMPTS[asked.prompt], NUM_TOKENS, **(_LORA if asked.adapted else {})
+        )
         if tuple(asked.tokens) != expected[: len(asked.tokens)]:
             self.broken.append(f"{name} was answered {asked.tokens}, not {expected}")
         if asked.end == "length" and len(asked.tokens) != asked.num_tokens:
@@ -410,7 +434,9 @@ class RankStorm:
     def _look_at_job(self, id: str, job: _Job) -> None:
         num_tokens = JOBS[job.kind].num_epochs * sum(len(each.tokens) for each in _EXAMPLES)
         if job.num_trained != num_tokens:
-            self.broken.append(f"{id}, {job.kind}, was trained on {job.num_trained} tokens, not {num_tokens}")
+            self.broken.append(
+                f"{id}, {job.kind}, was trained on {job.num_trained} tokens, not {num_tokens}"
+            )
         if id not in self._engine.versions:
             return  # the group that it ended on has ended since
         directory = self._home / f"{id}-learned"
@@ -435,7 +461,9 @@ class RankStorm:
                 self.broken.append(f"rank {rank} still holds {held}")
         engine.cache.evict(engine.pool.num_pages)
         if engine.pool.num_free != engine.pool.num_pages or engine.stats().num_host_pages_used:
-            self.broken.append(f"pages are left: {engine.pool.num_pages_by_owner()}, {engine.stats()}")
+            self.broken.append(
+                f"pages are left: {engine.pool.num_pages_by_owner()}, {engine.stats()}"
+            )
 
 
 def _kinds_of(what: str) -> tuple[str, ...]:
@@ -447,7 +475,15 @@ def _kinds_of(what: str) -> tuple[str, ...]:
             return ("WriteCheckpoint",)
         case "has no memory":
             return _TAKE_MEMORY
-    return (*_TAKE_MEMORY, "WriteCheckpoint", "OpenRequest", "CloseRequest", "DropPack", "DropVersion", "MovePages")
+    return (
+        *_TAKE_MEMORY,
+        "WriteCheckpoint",
+        "OpenRequest",
+        "CloseRequest",
+        "DropPack",
+        "DropVersion",
+        "MovePages",
+    )
 
 
 def _submit(engine: TokenEngine, id: str, kind: str, checkpoint: Path | None = None) -> None:

@@ -1,4 +1,5 @@
-"""Storms in virtual time: seeded operations and faults on a modelled device, every invariant checked after each."""
+"""Storms in virtual time: seeded operations and faults on a modelled device, every invariant
+checked after each."""
 
 import gc
 import sys
@@ -38,9 +39,12 @@ class Report:
         """In lines of Markdown."""
         hours, computed_hours = self.simulated_s / 3600, self.computed_s / 3600
         lines = [
-            f"{self.num_storms:,} storms: {hours:,.1f} hours of virtual time in {computed_hours:,.2f} of computing "
-            f"({hours / max(1e-9, computed_hours):,.0f} an hour); {self.num_actions:,} actions on the device, "
-            f"{self.faults.total():,} of them hit by a fault, {self.operations.total():,} operations"
+            f"{self.num_storms:,} storms: {hours:,.1f} hours of virtual time in "
+            f"{computed_hours:,.2f} of computing "
+            f"({hours / max(1e-9, computed_hours):,.0f} an hour); {self.num_actions:,} actions on "
+            f"the device, "
+            f"{self.faults.total():,} of them hit by a fault, {self.operations.total():,} "
+            f"operations"
         ]
         for name, counts in (
             ("operations", self.operations),
@@ -48,7 +52,10 @@ class Report:
             ("what came of it", self.counts),
             ("storms by policy", self.policies),
         ):
-            lines.append(f"- {name}: " + ", ".join(f"{key} {number:,}" for key, number in counts.most_common()))
+            lines.append(
+                f"- {name}: "
+                + ", ".join(f"{key} {number:,}" for key, number in counts.most_common())
+            )
         return "\n".join(lines)
 
 
@@ -58,8 +65,8 @@ def command(seed: int, num_actions: int) -> str:
 
 
 def run_storm(seed: int, report: Report, *, num_actions: int = NUM_ACTIONS) -> World:
-    """One storm, which joins the report; AssertionError where an invariant is broken, with the command that repeats
-    it.
+    """One storm, which joins the report; AssertionError where an invariant is broken, with the
+    command that repeats it.
     """
     started_s = time.perf_counter()
     with TemporaryDirectory(prefix="coserve-storm-") as home, _refcounts_alone():
@@ -69,7 +76,8 @@ def run_storm(seed: int, report: Report, *, num_actions: int = NUM_ACTIONS) -> W
             _calm(world)
         except Exception as error:
             error.add_note(
-                f"repeat it with: {command(seed, num_actions)}   ({world.setting}, at {world.clock.now():.3f} s)"
+                f"repeat it with: {command(seed, num_actions)}   ({world.setting}, at "
+                f"{world.clock.now():.3f} s)"
             )
             raise
     _add(report, world, time.perf_counter() - started_s)
@@ -77,7 +85,8 @@ def run_storm(seed: int, report: Report, *, num_actions: int = NUM_ACTIONS) -> W
 
 
 def _rage(world: World, num_actions: int) -> None:
-    """Operations and faults, in weather that changes: how often each comes, and which faults there are."""
+    """Operations and faults, in weather that changes: how often each comes, and which faults there
+    are."""
     rng, clock = world.rng, world.clock
     weather_until, next_s = 0, 0.0
     operation_s = 1.0
@@ -143,7 +152,11 @@ def _calm(world: World) -> None:
     """No more faults: everything comes to its end."""
     world.set_faults(0.0)
     calm_policy(world)
-    for name in [name for name, asked in world.asked.items() if not asked.is_finished and world.rng.random() < 0.5]:
+    for name in [
+        name
+        for name, asked in world.asked.items()
+        if not asked.is_finished and world.rng.random() < 0.5
+    ]:
         world.asked[name].was_cancelled = True
         # The last fault may have ended the device's process while a failed step was cleared away.
         world.attempt(partial(world.engine.cancel, name))

@@ -1,6 +1,8 @@
-"""An engine on a device that fails, what was asked of it and what came of that; and what starts it again.
+"""An engine on a device that fails, what was asked of it and what came of that; and what starts it
+again.
 
-Time is the modelled device's. Everything is drawn from one seed, so the same seed gives the same history.
+Time is the modelled device's. Everything is drawn from one seed, so the same seed gives the same
+history.
 """
 
 from collections import Counter
@@ -49,7 +51,8 @@ _HARDWARE = {
     "cpu": Hardware(name="cpu", flops_per_s=1e11, bytes_per_s=3e9, call_s=1e-4),
     "slow": Hardware(name="slow", flops_per_s=1e10, bytes_per_s=3e8, call_s=1e-3),
 }
-# Pages (None: drawn), those of the host, and tokens of a page. With small ones there is room for few requests.
+# Pages (None: drawn), those of the host, and tokens of a page. With small ones there is room for
+# few requests.
 _MEMORY = ((None, 0, 16), (120, 2000, 4), (None, 0, 16), (200, 60, 4), (None, 400, 16))
 
 
@@ -72,8 +75,9 @@ class Asked:
 
 @dataclass(kw_only=True)
 class Submitted:
-    """A job that was accepted. adapter: PEFT's fields, or the directory of the one that it begins with. checkpoints:
-    that were written, the last one last. step: the last that this engine told. state: as it was told.
+    """A job that was accepted. adapter: PEFT's fields, or the directory of the one that it begins
+    with. checkpoints: that were written, the last one last. step: the last that this engine told.
+    state: as it was told.
     """
 
     id: str
@@ -109,7 +113,8 @@ class Setting:
 
     @classmethod
     def drawn(cls, seed: int, rng: Random) -> "Setting":
-        """Policies take turns, so that not many seeds try them all; and with each of them, kinds of memory do."""
+        """Policies take turns, so that not many seeds try them all; and with each of them, kinds of
+        memory do."""
         policies = (*policy_names(), "slack", "vtc", ANY_PLAN)
         num_pages, num_host_pages, block_tokens = _MEMORY[seed // len(policies) % len(_MEMORY)]
         hardware = rng.choice(list(_HARDWARE))
@@ -141,7 +146,9 @@ class World:
         self.ended: list[Submitted] = []  # that are to be checked
         self.lost: list[str] = []  # jobs that are to be started again
         self.saved = [str(home / "given")]  # directories of adapters
-        given = Adapter(start="given", fields=LoraConfig(r=4, target_modules="all-linear").to_peft())
+        given = Adapter(
+            start="given", fields=LoraConfig(r=4, target_modules="all-linear").to_peft()
+        )
         self.disk.write(given, Path(self.saved[0]), with_optimizer=False)
         self.loads: list[AdapterLoad] = []  # under way beside steps
         self.taken: list[tuple[str, Checkpoint]] = []  # and not written yet
@@ -184,7 +191,8 @@ class World:
             self.engine.policy = random_policy(self.rng.randrange(1 << 30))
 
     def start_again(self) -> None:
-        """The engine is thrown away. Open answers end with an error; jobs are to resume from their checkpoints."""
+        """The engine is thrown away. Open answers end with an error; jobs are to resume from their
+        checkpoints."""
         self.counts["engines thrown away"] += 1
         self.count_copies()
         self.hits.update(self.device.hits)
@@ -218,7 +226,12 @@ class World:
         except DeviceGoneError:
             self.start_again()
             return False
-        except (CoserveError, KeyboardInterrupt, LostCommandError, StormError) as error:  # all else is as it was
+        except (
+            CoserveError,
+            KeyboardInterrupt,
+            LostCommandError,
+            StormError,
+        ) as error:  # all else is as it was
             self.counts[f"ended with {type(error).__name__}"] += 1
             return False
         return True
@@ -263,7 +276,9 @@ class World:
             self.ended.append(job)
             self.counts[f"jobs: {event.kind}"] += 1
             if event.kind == "failed":
-                assert "storm" in event.message or "KeyboardInterrupt" in event.message, event.message
+                assert "storm" in event.message or "KeyboardInterrupt" in event.message, (
+                    event.message
+                )
 
 
 @cache

@@ -1,4 +1,5 @@
-"""What an adapter would take of memory is known before it is taken, from the headers of its files."""
+"""What an adapter would take of memory is known before it is taken, from the headers of its
+files."""
 
 import json
 import struct
@@ -31,7 +32,8 @@ MOST_BYTES = 300 << 20
 
 
 def write_header(path: Path, shapes: dict[str, list[int]]) -> None:
-    """A safetensors file of these shapes, in float32, of which the disk holds nothing but the header."""
+    """A safetensors file of these shapes, in float32, of which the disk holds nothing but the
+    header."""
     header, end = {}, 0
     for name, shape in shapes.items():
         num_bytes = 4
@@ -97,8 +99,8 @@ def test_tensors_that_no_machine_holds_are_named(directory):
         engine.load_adapter("x", str(huge(directory)))
     assert str(directory) in str(caught.value)
     assert (
-        f"needs 549.8 GB of memory (its largest tensor is model.layers.0.self_attn.q_proj.lora_A.weight, [{HUGE}"
-        in (str(caught.value))
+        f"needs 549.8 GB of memory (its largest tensor is "
+        f"model.layers.0.self_attn.q_proj.lora_A.weight, [{HUGE}" in (str(caught.value))
     )
     assert "bytes are missing: lower its rank" in str(caught.value)
     assert "x" not in engine.versions
@@ -107,7 +109,9 @@ def test_tensors_that_no_machine_holds_are_named(directory):
 def test_a_job_of_a_rank_that_no_machine_holds_is_refused():
     engine = make_engine()
     config = LoraConfig(r=HUGE, target_modules=("q_proj",), layers_to_transform=0)
-    with pytest.raises(AdapterTooLargeError, match=r"job .* needs 4,947.8 GB of memory .*lora_A.weight"):
+    with pytest.raises(
+        AdapterTooLargeError, match=r"job .* needs 4,947.8 GB of memory .*lora_A.weight"
+    ):
         engine.submit(examples_of((5, 6)), TuningConfig(), adapter=config)
     assert not engine.jobs
     engine.submit(examples_of((5, 6)), TuningConfig(), adapter=LoraConfig())
@@ -129,7 +133,10 @@ def test_a_checkpoint_with_absurd_tensors_is_refused(tmp_path, file):
     else:
         name = "model.layers.0.self_attn.q_proj.lora_A.weight"
         write_header(checkpoint / file, {"num_steps_done": [], f"{name}/exp_avg": [HUGE, 32]})
-        error, said = AdapterError, rf"lora_A.weight/exp_avg, of shape \[{HUGE}, 32\], must have the shape \[4, 32\]"
+        error, said = (
+            AdapterError,
+            rf"lora_A.weight/exp_avg, of shape \[{HUGE}, 32\], must have the shape \[4, 32\]",
+        )
     other = make_engine()
     with pytest.raises(error, match=said):
         other.submit_examples(data, config, checkpoint=checkpoint, job_id="again")
@@ -166,7 +173,10 @@ def test_those_that_load_at_the_same_time_share_what_is_free(monkeypatch):
     assert layout.num_parameters == 640_000
     for _ in range(3):  # a refusal leaves no trace
         with (
-            pytest.raises(AdapterTooLargeError, match=r"three needs 2.6 MB of memory .* 2.3 MB are there for it"),
+            pytest.raises(
+                AdapterTooLargeError,
+                match=r"three needs 2.6 MB of memory .* 2.3 MB are there for it",
+            ),
             memory.for_serving("one", layout),
             memory.for_serving("two", layout),
             memory.for_serving("three", layout),
@@ -185,15 +195,19 @@ def test_those_that_load_at_the_same_time_share_what_is_free(monkeypatch):
         (24, True, False, True),
     ],
 )
-def test_moments_may_lie_in_pages_where_the_hosts_memory_is_another_one(free, is_apart, fits, need_pages, monkeypatch):
-    """free: bytes for each parameter, of which 80% count. All that training takes is 9 numbers of 4 bytes, 4 of these
-    for moments; one is there when they are asked about.
+def test_moments_may_lie_in_pages_where_the_hosts_memory_is_another_one(
+    free, is_apart, fits, need_pages, monkeypatch
+):
+    """free: bytes for each parameter, of which 80% count. All that training takes is 9 numbers of 4
+    bytes, 4 of these for moments; one is there when they are asked about.
     """
     layout = LoraConfig(**ONE_MODULE).sizes(make_backbone("llama").architecture)
     num_parameters = layout.num_parameters
     monkeypatch.setattr(adapter_memory, "available_bytes", lambda device: free * num_parameters)
     memory = AdapterMemory(torch.device("cpu"), torch.float32, host_is_apart=is_apart)
-    refused = pytest.raises(AdapterTooLargeError, match="or start with less --memory for the page pool")
+    refused = pytest.raises(
+        AdapterTooLargeError, match="or start with less --memory for the page pool"
+    )
     with nullcontext() if fits else refused, memory.for_training("job x", layout):
         pass
     assert memory.moments_need_pages(num_parameters) == need_pages
@@ -202,9 +216,13 @@ def test_moments_may_lie_in_pages_where_the_hosts_memory_is_another_one(free, is
 def test_a_gpus_pool_leaves_room_for_a_job(monkeypatch):
     """A GPU of 24 GB with an 8B model on it has 7.5 GB free, of which a job takes some."""
     job_bytes = room_for_a_job(make_backbone("llama"))
-    assert job_bytes * 0.8 == pytest.approx(AdapterMemory(torch.device("cpu"), torch.float32).training_bytes(REFERENCE))
+    assert job_bytes * 0.8 == pytest.approx(
+        AdapterMemory(torch.device("cpu"), torch.float32).training_bytes(REFERENCE)
+    )
     cuda, sizes = torch.device("cuda"), {}
     for job_gb in (0.5, 1.5, 9.0):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_500_000_000, 24_000_000_000))
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda device: (7_500_000_000, 24_000_000_000)
+        )
         sizes[job_gb] = pool_bytes(cuda, int(job_gb * 1e9)) / 1e9
     assert sizes == pytest.approx({0.5: 0.85 * 7.5, 1.5: 0.95 * 7.5 - 1.5, 9.0: 0.25 * 7.5})

@@ -1,4 +1,5 @@
-"""Objectives against TRL's own trainers: the loss of a batch, and the gradient of every parameter of the adapter.
+"""Objectives against TRL's own trainers: the loss of a batch, and the gradient of every parameter
+of the adapter.
 
 Skipped where TRL is not installed. Where its loss is another by design, the test says how.
 """
@@ -41,8 +42,13 @@ def trainer(module: str, name: str, directory: Any, model: Any, **settings: Any)
         per_device_train_batch_size=4,
         **settings,
     )
-    answers = {"completion": "c", "label": True} if name == "KTO" else {"chosen": "c", "rejected": "d"}
-    rows = [{"prompt": "a b", **answers, **({"label": place % 2 == 0} if name == "KTO" else {})} for place in range(4)]
+    answers = (
+        {"completion": "c", "label": True} if name == "KTO" else {"chosen": "c", "rejected": "d"}
+    )
+    rows = [
+        {"prompt": "a b", **answers, **({"label": place % 2 == 0} if name == "KTO" else {})}
+        for place in range(4)
+    ]
     named = {"reward_funcs": [lambda **_: [0.0]]} if name == "GRPO" else {}
     rows = datasets.Dataset.from_list(rows)
     return getattr(trl, f"{name}Trainer")(
@@ -56,7 +62,9 @@ def padded(sequences: Any, prefix: str = "") -> dict[str, Tensor]:
     fields = {
         "input_ids": [[*ids, *[0] * (length - len(ids))] for ids, _ in sequences],
         "attention_mask": [[1] * len(ids) + [0] * (length - len(ids)) for ids, _ in sequences],
-        "completion_mask": [[*map(int, marks), *[0] * (length - len(ids))] for ids, marks in sequences],
+        "completion_mask": [
+            [*map(int, marks), *[0] * (length - len(ids))] for ids, marks in sequences
+        ],
     }
     return {prefix + name: torch.tensor(rows) for name, rows in fields.items()}
 
@@ -75,9 +83,13 @@ class Twin:
 
     def __init__(self, *, suffixes: bool = False) -> None:
         self.model, self.adapter = fresh_peft_twin("llama")
-        self.sequences = [(ids, [False, *marks[1:-1], True]) for ids, marks in random_sequences(LENGTHS)]
+        self.sequences = [
+            (ids, [False, *marks[1:-1], True]) for ids, marks in random_sequences(LENGTHS)
+        ]
         if suffixes:
-            self.sequences = [(ids, [place >= 2 for place in range(len(ids))]) for ids, _ in self.sequences]
+            self.sequences = [
+                (ids, [place >= 2 for place in range(len(ids))]) for ids, _ in self.sequences
+            ]
         with torch.no_grad(), self.model.disable_adapter():
             self.reference = log_probabilities(self.model, self.sequences)
         self.sums = torch.stack([rows.sum() for rows in self.reference])
@@ -92,7 +104,9 @@ class Twin:
             if parameter.grad is not None
         }
 
-    def check(self, objective: str, settings: dict[str, float], loss: Tensor, values: Tensor | None = None) -> None:
+    def check(
+        self, objective: str, settings: dict[str, float], loss: Tensor, values: Tensor | None = None
+    ) -> None:
         """loss: TRL's, summed up over what coserve sums up over."""
         theirs = self.gradients(loss)
         pack, device = make_pack(self.sequences), self.adapter.backbone.device
@@ -103,8 +117,16 @@ class Twin:
             forward_rows=8,
             backward_rows=8,
         )
-        extras = Extras(values=() if values is None else tuple(map(tuple, values.tolist())), labels=LABELS)
-        scores = PackScores(make_objective(objective, settings), pack, device, reference=bare.logprobs, extras=extras)
+        extras = Extras(
+            values=() if values is None else tuple(map(tuple, values.tolist())), labels=LABELS
+        )
+        scores = PackScores(
+            make_objective(objective, settings),
+            pack,
+            device,
+            reference=bare.logprobs,
+            extras=extras,
+        )
         ours = TrainingPass(self.adapter, training_programs(self.adapter), pack, scores=scores)
         run_alone(ours, forward_rows=8, backward_rows=8)
         assert ours.sums.loss == pytest.approx(float(loss.detach()), rel=1e-4)
@@ -114,7 +136,9 @@ class Twin:
 def test_dpo(tmp_path):
     twin = Twin()
     theirs = trainer("trl", "DPO", tmp_path, twin.model, beta=0.3)
-    theirs.precompute_ref_logps = True  # of the model without the adapter: TRL takes the adapter it is given otherwise
+    theirs.precompute_ref_logps = (
+        True  # of the model without the adapter: TRL takes the adapter it is given otherwise
+    )
     pairs = padded([*twin.sequences[0::2], *twin.sequences[1::2]])
     given = {"ref_chosen_logps": twin.sums[0::2], "ref_rejected_logps": twin.sums[1::2]}
     loss = theirs._compute_loss(theirs.model, pairs | given, return_outputs=False)
@@ -124,11 +148,16 @@ def test_dpo(tmp_path):
 def test_dpo_with_smoothed_labels(tmp_path):
     """TRL smooths labels in `aot`, which for a single pair is conservative DPO."""
     twin = Twin()
-    theirs = trainer("trl", "DPO", tmp_path, twin.model, beta=0.7, label_smoothing=0.2, loss_type=["aot"])
+    theirs = trainer(
+        "trl", "DPO", tmp_path, twin.model, beta=0.7, label_smoothing=0.2, loss_type=["aot"]
+    )
     theirs.precompute_ref_logps = True
     losses = []
     for place in range(0, 6, 2):
-        given = {"ref_chosen_logps": twin.sums[place, None], "ref_rejected_logps": twin.sums[place + 1, None]}
+        given = {
+            "ref_chosen_logps": twin.sums[place, None],
+            "ref_rejected_logps": twin.sums[place + 1, None],
+        }
         pair = padded(twin.sequences[place : place + 2])
         losses.append(theirs._compute_loss(theirs.model, pair | given, return_outputs=False))
     twin.check("dpo", {"beta": 0.7, "label_smoothing": 0.2}, torch.stack(losses).sum())
@@ -144,8 +173,8 @@ def test_simpo(tmp_path):
 
 
 def test_orpo(tmp_path):
-    """TRL's term of the odds; its other term also trains on prompts, and is a mean over all tokens of a batch, where
-    the paper (arXiv 2403.07691, eq. 2 and 6) has each answer's mean.
+    """TRL's term of the odds; its other term also trains on prompts, and is a mean over all tokens
+    of a batch, where the paper (arXiv 2403.07691, eq. 2 and 6) has each answer's mean.
     """
     twin = Twin()
     theirs = trainer("trl.experimental.orpo", "ORPO", tmp_path, twin.model, beta=0.6)
@@ -175,10 +204,15 @@ def test_kto(tmp_path):
 
 @pytest.mark.parametrize("clip", [0.2, 0.0])
 def test_policy_gradient(clip, tmp_path):
-    """GRPO's loss with given advantages and log-probabilities, as a mean over tokens (`bnpo`), without a KL term."""
+    """GRPO's loss with given advantages and log-probabilities, as a mean over tokens (`bnpo`),
+    without a KL term."""
     twin = Twin(suffixes=True)
-    bound = {"epsilon": clip, "epsilon_high": clip} if clip else {"epsilon": 1e9, "epsilon_high": 1e9}
-    theirs = trainer("trl", "GRPO", tmp_path, twin.model, beta=0.0, loss_type="bnpo", num_generations=4, **bound)
+    bound = (
+        {"epsilon": clip, "epsilon_high": clip} if clip else {"epsilon": 1e9, "epsilon_high": 1e9}
+    )
+    theirs = trainer(
+        "trl", "GRPO", tmp_path, twin.model, beta=0.0, loss_type="bnpo", num_generations=4, **bound
+    )
     theirs.current_gradient_accumulation_steps = 1
     with torch.no_grad():
         sampled = torch.cat(log_probabilities(twin.model, twin.sequences))

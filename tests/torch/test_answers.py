@@ -1,4 +1,5 @@
-"""Metrics of answers to a job's validation set: what the adapter says at that step, whatever else the engine does."""
+"""Metrics of answers to a job's validation set: what the adapter says at that step, whatever else
+the engine does."""
 
 from dataclasses import replace
 from random import Random
@@ -59,7 +60,10 @@ def test_a_metric_is_the_share_of_right_answers_that_clients_get(metric):
     assert [step for step, _ in found] == STEPS
     for step, share in found:
         answers = asked(engine, f"mine@{step}", LINES)
-        right = [is_right(metric, line["completion"], text) for line, text in zip(LINES, answers, strict=True)]
+        right = [
+            is_right(metric, line["completion"], text)
+            for line, text in zip(LINES, answers, strict=True)
+        ]
         assert share == sum(right) / len(LINES)
     assert found[0][1] < 1 == found[-1][1], "it has been learned"
     assert all(event.loss is not None for event in evaluations(events)), "the loss is measured, too"
@@ -92,8 +96,12 @@ def test_answers_do_not_depend_on_plans_company_and_pauses():
     while engine.has_work:
         events += engine.step()
     assert num_paused > 2
-    assert [(e.step, e.metrics) for e in evaluations(events)] == [(e.step, e.metrics) for e in expected]
-    assert sum(isinstance(e, Chunk) and e.finish_reason is not None for e in events) == answers, "of clients alone"
+    assert [(e.step, e.metrics) for e in evaluations(events)] == [
+        (e.step, e.metrics) for e in expected
+    ]
+    assert sum(isinstance(e, Chunk) and e.finish_reason is not None for e in events) == answers, (
+        "of clients alone"
+    )
     assert_nothing_is_held(engine)
 
 
@@ -113,7 +121,9 @@ def test_nothing_is_left_of_questions(end, tmp_path):
         assert_nothing_is_held(engine)
         validation = engine._examples(LINES, config, "")
         (step,) = tmp_path.iterdir()
-        again = engine.submit_examples(validation, config, name="again", validation=validation, checkpoint=step)
+        again = engine.submit_examples(
+            validation, config, name="again", validation=validation, checkpoint=step
+        )
         found = []
         while not engine.job(again).is_terminal:
             found += evaluations(engine.step())
@@ -126,7 +136,9 @@ def test_nothing_is_left_of_questions(end, tmp_path):
 
 
 def test_questions_are_the_last_turns_of_whole_examples():
-    trained = Example(tokens=tuple(range(9)), trained=(False, True, False, False, True, True, False, False, False))
+    trained = Example(
+        tokens=tuple(range(9)), trained=(False, True, False, False, True, True, False, False, False)
+    )
     cut = replace(trained, truncated=True)
     text = Example(tokens=(1, 2), trained=(True, True))
     config = EvaluationConfig(metric="exact_match", max_examples=2)
@@ -134,7 +146,10 @@ def test_questions_are_the_last_turns_of_whole_examples():
     assert (question.prompt, question.expected) == ((0, 1, 2, 3), (4, 5))
     assert len(questions_of([trained] * 5, config)) == 2
     assert questions_of([trained], EvaluationConfig()) == ()
-    with pytest.raises(DataError, match="exact_match needs examples with a prompt and a whole answer; none of these 2"):
+    with pytest.raises(
+        DataError,
+        match="exact_match needs examples with a prompt and a whole answer; none of these 2",
+    ):
         questions_of([cut, text], config)
 
 
@@ -161,9 +176,14 @@ def test_the_client_shows_every_metric():
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match="metric must be one of loss, exact_match, json_valid, json_match, not 'bleu'"):
+    with pytest.raises(
+        ValueError,
+        match="metric must be one of loss, exact_match, json_valid, json_match, not 'bleu'",
+    ):
         EvaluationConfig(metric="bleu")
-    with pytest.raises(ValueError, match="metric exact_match goes with the method supervised alone"):
+    with pytest.raises(
+        ValueError, match="metric exact_match goes with the method supervised alone"
+    ):
         replace(CONFIG, objective="dpo")
     engine = make()
     with pytest.raises(JobError, match="validation set: exact_match needs examples with a prompt"):

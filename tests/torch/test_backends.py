@@ -1,5 +1,5 @@
-"""A backend is one folder, a step runs as many operations for many requests as for one, and int8 backbones are served
-and fine-tuned on.
+"""A backend is one folder, a step runs as many operations for many requests as for one, and int8
+backbones are served and fine-tuned on.
 """
 
 import re
@@ -47,7 +47,8 @@ def load(family="llama", **settings):
 
 
 def test_a_folder_that_is_added_is_a_backend(monkeypatch, tmp_path):
-    """It is found by its name, chosen by its priority, and runs a model: requests and fine-tuning."""
+    """It is found by its name, chosen by its priority, and runs a model: requests and
+    fine-tuning."""
     monkeypatch.delenv("COSERVE_KERNELS", raising=False)
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "__init__.py").write_text(FAKE)
@@ -57,14 +58,20 @@ def test_a_folder_that_is_added_is_a_backend(monkeypatch, tmp_path):
     fake = type(backbone.backend)
     monkeypatch.delitem(sys.modules, "coserve.kernels.fake")
     tokens = random_tokens(9, 0)
-    found, expected = (logits(b, forward(b, [CachedSequence(b, 9).extend(tokens)])) for b in (backbone, plain))
+    found, expected = (
+        logits(b, forward(b, [CachedSequence(b, 9).extend(tokens)])) for b in (backbone, plain)
+    )
     assert torch.equal(found, expected)
     layers = backbone.architecture.num_layers
-    assert fake.calls == {"attention": layers, "product": 4 * layers + 1}, "q, k and v are one, gate and up are one"
+    assert fake.calls == {"attention": layers, "product": 4 * layers + 1}, (
+        "q, k and v are one, gate and up are one"
+    )
     gradients = []
     for each in (backbone, plain):
         adapter = make_adapter(each, seed=1)
-        training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))))
+        training = TrainingPass(
+            adapter, training_programs(adapter), make_pack(random_sequences((9, 4)))
+        )
         run_alone(training, forward_rows=13, backward_rows=7)
         gradients.append(training.gradients)
     assert worst_error(*gradients) == 0
@@ -117,8 +124,28 @@ def test_the_table_of_formats_has_all_of_them():
 # What launches nothing: another view of the same memory.
 VIEWS = frozenset(
     (
-        *("view", "_unsafe_view", "slice", "select", "unbind", "t", "transpose", "permute", "expand", "unsqueeze"),
-        *("split", "split_with_sizes", "detach", "detach_", "lift_fresh", "alias", "as_strided", "_reshape_alias"),
+        *(
+            "view",
+            "_unsafe_view",
+            "slice",
+            "select",
+            "unbind",
+            "t",
+            "transpose",
+            "permute",
+            "expand",
+            "unsqueeze",
+        ),
+        *(
+            "split",
+            "split_with_sizes",
+            "detach",
+            "detach_",
+            "lift_fresh",
+            "alias",
+            "as_strided",
+            "_reshape_alias",
+        ),
     )
 )
 
@@ -141,7 +168,9 @@ def decode_operations(num_requests, *, num_adapters=0):
     backbone = load(kernels="plain")
     pages = PagedKv(backbone, num_pages=64 * 3, block_tokens=16)
     pages.storage.zero_()
-    adapters = [make_adapter(backbone, seed=seed).bypasses() for seed in range(num_adapters)] or [None]
+    adapters = [make_adapter(backbone, seed=seed).bypasses() for seed in range(num_adapters)] or [
+        None
+    ]
     spans = [
         pages.rows([(range(3 * i, 3 * i + 3), 34 + i % 11, [5])], adapters[i % len(adapters)])
         for i in range(num_requests)
@@ -169,7 +198,9 @@ def window_operations(lengths):
     """Of the forward window of a pack, and of its backward tasklets."""
     backbone = load(kernels="plain")
     adapter = make_adapter(backbone, seed=1, dropout=0.1)
-    training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences(lengths)))
+    training = TrainingPass(
+        adapter, training_programs(adapter), make_pack(random_sequences(lengths))
+    )
     num_rows = sum(lengths)
     with torch.inference_mode():
         with Operations() as forward_operations:
@@ -201,7 +232,8 @@ def test_an_int8_backbone_is_the_dequantised_model(backend, family):
                 exact[part][name] = kernel_weights.DenseWeight(weight.dense())
     twin = type(full)(**{**vars(full), "weights": exact})
     assert not torch.equal(
-        exact[0]["self_attn.q_proj.weight"].dense(), full.weights[0]["self_attn.q_proj.weight"].dense()
+        exact[0]["self_attn.q_proj.weight"].dense(),
+        full.weights[0]["self_attn.q_proj.weight"].dense(),
     )
     prompt, found = random_tokens(12, 3), []
     for backbone in (int8, twin):
@@ -209,14 +241,18 @@ def test_an_int8_backbone_is_the_dequantised_model(backend, family):
         scores = [logits(backbone, forward(backbone, [sequence.extend(prompt)]))]
         for _ in range(20):
             tokens.append(int(scores[-1][-1].argmax()))
-            scores.append(logits(backbone, forward(backbone, [sequence.extend(torch.tensor(tokens[-1:]))])))
+            scores.append(
+                logits(backbone, forward(backbone, [sequence.extend(torch.tensor(tokens[-1:]))]))
+            )
         found.append((torch.cat(scores), tokens))
     torch.testing.assert_close(found[0][0], found[1][0], atol=2e-5, rtol=0)
     assert found[0][1] == found[1][1]
     gradients = []
     for backbone in (int8, twin):
         adapter = make_adapter(backbone, seed=1)
-        training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((20, 9))))
+        training = TrainingPass(
+            adapter, training_programs(adapter), make_pack(random_sequences((20, 9)))
+        )
         run_alone(training, forward_rows=29, backward_rows=17)
         gradients.append(training.gradients)
     assert worst_error(*gradients) < 1e-5
@@ -224,7 +260,10 @@ def test_an_int8_backbone_is_the_dequantised_model(backend, family):
 
 def test_an_int8_backbone_holds_a_quarter_of_the_bytes_of_float32():
     full, int8 = load(), load(weights="int8")
-    sizes = [sum(t.nbytes for part in range(3) for t in weight_tensors(b.weights[part])) for b in (full, int8)]
+    sizes = [
+        sum(t.nbytes for part in range(3) for t in weight_tensors(b.weights[part]))
+        for b in (full, int8)
+    ]
     assert sizes[1] < 0.4 * sizes[0], "with scales, and norms as they were"
     with pytest.raises(ModelError, match="weights 'int4' is not one of dense, int8"):
         load(weights="int4")

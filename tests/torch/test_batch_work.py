@@ -1,10 +1,19 @@
-"""Batch work: what nobody waits for runs in what requests leave, beside jobs by share, and gives way at once."""
+"""Batch work: what nobody waits for runs in what requests leave, beside jobs by share, and gives
+way at once."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
-from engines import assert_nothing_is_held, drain, expected_tokens, greedy, make_engine, prompts_of, tokens_by_request
+from engines import (
+    assert_nothing_is_held,
+    drain,
+    expected_tokens,
+    greedy,
+    make_engine,
+    prompts_of,
+    tokens_by_request,
+)
 
 from coserve.adapters import LoraConfig
 from coserve.devices.sampling_params import SamplingParams
@@ -33,7 +42,8 @@ def simulate(
     num_pages: int = 4000,
     **config: Any,
 ) -> tuple[TokenEngine, Counter[str]]:
-    """The engine after some seconds of requests every `1 / rate`, and the tokens by kind of request."""
+    """The engine after some seconds of requests every `1 / rate`, and the tokens by kind of
+    request."""
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     profile = roofline_profile(backbone, CPU)
     device = ModelledDevice(backbone, profile, num_pages=num_pages)
@@ -41,11 +51,19 @@ def simulate(
     for _ in range(num_jobs):
         example = Example(tokens=(1,) * 256, trained=(True,) * 256)
         engine.submit_examples(
-            [example] * 64, TuningConfig(num_epochs=1000), adapter=LoraConfig(r=16, target_modules="all-linear")
+            [example] * 64,
+            TuningConfig(num_epochs=1000),
+            adapter=LoraConfig(r=16, target_modules="all-linear"),
         )
     for number in range(num_batch):
         params = SamplingParams(max_tokens=60, temperature=0)
-        engine.add_tokens([number + 2] * 100, params, request_id=f"batch-{number}", arrival_s=0.0, batch_due_s=due_s)
+        engine.add_tokens(
+            [number + 2] * 100,
+            params,
+            request_id=f"batch-{number}",
+            arrival_s=0.0,
+            batch_due_s=due_s,
+        )
     times = [number / rate for number in range(int(SECONDS * rate))]
     arrivals = [Arrival(at_s=at_s, num_prompt_tokens=80, num_output_tokens=30) for at_s in times]
     tokens: Counter[str] = Counter()
@@ -78,7 +96,9 @@ def test_requests_hold_their_slos_beside_batch_work():
     alone, _ = simulate()
     beside, tokens = simulate(num_batch=300)
     assert attained(alone) == attained(beside) == 1.0
-    assert not any(record.request.startswith("batch") for record in beside.records), "nobody waits for it"
+    assert not any(record.request.startswith("batch") for record in beside.records), (
+        "nobody waits for it"
+    )
     assert tokens["batch"] > 100 * SECONDS
     stats = beside.stats()
     assert stats.num_batch_running + stats.num_batch_waiting > 100
@@ -122,7 +142,9 @@ def test_it_gives_way_to_requests_and_its_answers_are_the_same():
     events = [event for _ in range(8) for event in engine.step()]
     stats = engine.stats()
     assert stats.num_batch_running
-    assert stats.num_pages_free < stats.num_pages_for_requests == stats.num_pages, "a request may have them all"
+    assert stats.num_pages_free < stats.num_pages_for_requests == stats.num_pages, (
+        "a request may have them all"
+    )
     engine.add_tokens(prompts[3], greedy(6), request_id="mine")
     order = []
     for event in drain(engine):
@@ -132,7 +154,9 @@ def test_it_gives_way_to_requests_and_its_answers_are_the_same():
     assert order[0] == "mine"
     found = tokens_by_request(events)
     assert found["mine"] == expected_tokens(prompts[3], 6)
-    assert [found[f"batch{n}"] for n in range(3)] == [expected_tokens(prompt, 20) for prompt in prompts[:3]]
+    assert [found[f"batch{n}"] for n in range(3)] == [
+        expected_tokens(prompt, 20) for prompt in prompts[:3]
+    ]
     assert engine.num_preemptions
     assert_nothing_is_held(engine)
 
@@ -150,7 +174,9 @@ def test_no_step_works_for_a_job_while_a_request_runs_that_is_to_be_without():
         runs_it = any(rows.item == "suspect/0" for rows in plan.rows)
         num_steps += runs_it
         num_beside += runs_it and bool(plan.moved_jobs or plan.updates)
-        is_over = any(isinstance(event, Chunk) and event.finish_reason is not None for event in events)
+        is_over = any(
+            isinstance(event, Chunk) and event.finish_reason is not None for event in events
+        )
     assert (num_steps, num_beside) == (60, 0)
     before = engine.stats().num_tokens_trained
     for _ in range(200):
@@ -159,7 +185,8 @@ def test_no_step_works_for_a_job_while_a_request_runs_that_is_to_be_without():
 
 
 def finish_steps(engine: TokenEngine, requests: set[str], *, max_steps: int) -> dict[str, int]:
-    """Step until these requests have ended; returns each one's number of steps, of those that did."""
+    """Step until these requests have ended; returns each one's number of steps, of those that
+    did."""
     ended: dict[str, int] = {}
     for step in range(max_steps):
         for event in engine.step():
@@ -171,7 +198,8 @@ def finish_steps(engine: TokenEngine, requests: set[str], *, max_steps: int) -> 
 
 
 def engine_with_full_pool() -> tuple[TokenEngine, int]:
-    """Return an engine whose pool a job's pack nearly fills, and the pages that are free beside it."""
+    """Return an engine whose pool a job's pack nearly fills, and the pages that are free beside
+    it."""
     engine = engine_with_job(num_pages=900)
     while engine.pages.num_available > 100:
         engine.step()
@@ -211,5 +239,7 @@ def test_the_lowest_priority_is_admitted_first():
     engine.step()
     for name, prompt, priority in (("later", prompts[1], 5), ("sooner", prompts[2], -5)):
         engine.add_tokens(prompt, greedy(4), request_id=name, priority=priority)
-    ended = [event.request for event in drain(engine) if isinstance(event, Chunk) and event.finish_reason]
+    ended = [
+        event.request for event in drain(engine) if isinstance(event, Chunk) and event.finish_reason
+    ]
     assert ended == ["first", "sooner", "later"]

@@ -1,4 +1,5 @@
-"""`coserve bench` on tiny models: what each experiment says; nothing here asks how fast anything was."""
+"""`coserve bench` on tiny models: what each experiment says; nothing here asks how fast anything
+was."""
 
 import json
 from functools import partial
@@ -47,7 +48,9 @@ def test_what_is_held_elsewhere_counts_with_what_was_held_at_the_same_time():
         first_bytes = first.nbytes
         memory.held_elsewhere(1 << 20)
         del first
-        second = torch.zeros(1 << 16)  # the larger of both: added to what was held elsewhere before, it would be more
+        second = torch.zeros(
+            1 << 16
+        )  # the larger of both: added to what was held elsewhere before, it would be more
         memory.held_elsewhere(1 << 10)
     del second
     assert first_bytes + (1 << 20) <= memory.num_bytes < first_bytes + (1 << 20) + (1 << 12)
@@ -71,13 +74,21 @@ def test_many_refuses_numbers_of_jobs_that_learned_something_else(monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, when it first compiles
 @pytest.mark.parametrize(("compiled", "max_recompute"), [(False, 0.0), (False, 0.5), (True, 0.0)])
 def test_training_is_compared_with_peft_as_it_is_and_compiled(compiled, max_recompute, monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traced, but no C++ made of it
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend="aot_eager")
+    )  # traced, but no C++ made of it
     backbone, sequences = make_backbone(), (16,)
-    found = train.run(backbone, runs=1, compiled=compiled, max_recompute=max_recompute, sequences=sequences)
+    found = train.run(
+        backbone, runs=1, compiled=compiled, max_recompute=max_recompute, sequences=sequences
+    )
     (row,) = found["rows"]
     speeds = {name for name in row if name.endswith("tokens_per_s")}
     asked = [*(["peft_compiled"] if compiled else []), *(["recompute"] if max_recompute else [])]
-    assert speeds == {"tokens_per_s", "peft_tokens_per_s", *(f"{name}_tokens_per_s" for name in asked)}
+    assert speeds == {
+        "tokens_per_s",
+        "peft_tokens_per_s",
+        *(f"{name}_tokens_per_s" for name in asked),
+    }
     assert all(row[name] > 0 for name in speeds)
     assert row["activation_bytes"] > 0 and row["peft_activation_bytes"] > 0
     assert not max_recompute or 0 < row["recompute_activation_bytes"] < row["activation_bytes"]
@@ -97,12 +108,16 @@ def test_a_profile_s_parts_sum_up_to_the_step_and_stand_beside_floors(tmp_path):
         assert tuple(step["parts_ms"]) == tuple(step["floor_ms"]) == PARTS
         assert sum(step["parts_ms"].values()) == pytest.approx(step["timed_ms"])
         assert all(spent >= 0 for spent in step["parts_ms"].values())
-        assert all(step["parts_ms"][part] > 0 for part in ("products", "attention", "head and loss"))
+        assert all(
+            step["parts_ms"][part] > 0 for part in ("products", "attention", "head and loss")
+        )
         assert step["step_ms"] > 0 and sum(step["floor_ms"].values()) > 0
     decode, fused, backward = (step["parts_ms"] for step in found["steps"])
     assert decode["sampling"] > 0 and fused["sampling"] > 0 and backward["sampling"] == 0
     assert decode["adapters"] == 0 and fused["adapters"] > 0 and backward["adapters"] > 0
-    page = profile_html({**found, "model": "m", "dtype": "float32", "machine": "a <CPU>", "date": "2026-11-22"})
+    page = profile_html(
+        {**found, "model": "m", "dtype": "float32", "machine": "a <CPU>", "date": "2026-11-22"}
+    )
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
     assert len(root.findall(".//{http://www.w3.org/2000/svg}svg[@role='img']")) == 3
     assert "measured" in page and "floor" in page
@@ -112,7 +127,12 @@ def test_every_method_of_a_backend_has_its_part():
     parts = {name: part_of(name) for name in Backend.__abstractmethods__}
     assert set(parts.values()) == set(PARTS) - {"Python", "waiting"}
     assert parts["product"] == parts["int8_input_gradient"] == "products"
-    assert parts["add_adapters"] == parts["low_rank_product"] == parts["low_rank_input_gradient"] == "adapters"
+    assert (
+        parts["add_adapters"]
+        == parts["low_rank_product"]
+        == parts["low_rank_input_gradient"]
+        == "adapters"
+    )
     assert parts["dropped"] == "adapters", "of a LoRA with dropout"
     assert parts["draw"] == parts["argmax"] == "sampling"
     assert parts["rms_norm_weight_gradient"] == parts["silu_mul_gradients"] == "elementwise"
@@ -125,16 +145,22 @@ def test_floors_are_bytes_read_once_or_flops():
     assert (
         few["products"].bytes
         == many_rows["products"].bytes
-        == sum(tensor.nbytes for part in range(3) for tensor in weight_tensors(backbone.weights[part]))
+        == sum(
+            tensor.nbytes for part in range(3) for tensor in weight_tensors(backbone.weights[part])
+        )
     )
     assert many_rows["products"].flops == 4 * few["products"].flops
     assert "adapters" not in few and floors.forward([], 8)["adapters"].bytes > 0
     back = floors.backward(8)
-    assert back["products"].flops == pytest.approx(8 * few["products"].flops, rel=0.2), "input gradients alone"
+    assert back["products"].flops == pytest.approx(8 * few["products"].flops, rel=0.2), (
+        "input gradients alone"
+    )
     assert Work(flops=100, bytes=10).seconds(flops_per_s=10, bytes_per_s=10) == 10
 
 
-def test_objectives_of_co_serving_are_set_in_every_turn_and_a_deterministic_engine_ends_too(tmp_path):
+def test_objectives_of_co_serving_are_set_in_every_turn_and_a_deterministic_engine_ends_too(
+    tmp_path,
+):
     config = {**CONFIGS["llama"], "max_position_embeddings": 1024}
     (tmp_path / "config.json").write_text(json.dumps(config))
     backbone = load_backbone(f"dummy:{tmp_path}", dtype="float32")
@@ -149,10 +175,27 @@ def test_objectives_of_co_serving_are_set_in_every_turn_and_a_deterministic_engi
 
 def test_the_command_ends_with_a_line_of_json_for_programs():
     model = f"dummy:{model_directory()}"
-    many_jobs = bench("many", "--model", model, "--dtype", "float32", "--runs", "1", "--jobs", "2", "--batch", "1")
+    many_jobs = bench(
+        "many", "--model", model, "--dtype", "float32", "--runs", "1", "--jobs", "2", "--batch", "1"
+    )
     assert many_jobs.keys() >= {
-        *("experiment", "model", "dtype", "weights", "runs", "machine", "date", "tokens_per_s", "memory_bytes"),
-        *("peft_sequential_tokens_per_s", "peft_memory_bytes", "decode_step_ms", "decode_step_adapters_ms"),
+        *(
+            "experiment",
+            "model",
+            "dtype",
+            "weights",
+            "runs",
+            "machine",
+            "date",
+            "tokens_per_s",
+            "memory_bytes",
+        ),
+        *(
+            "peft_sequential_tokens_per_s",
+            "peft_memory_bytes",
+            "decode_step_ms",
+            "decode_step_adapters_ms",
+        ),
     }
 
 

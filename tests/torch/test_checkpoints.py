@@ -1,4 +1,5 @@
-"""Checkpoints: a job that is stopped anywhere and gone on with elsewhere ends as one that never was."""
+"""Checkpoints: a job that is stopped anywhere and gone on with elsewhere ends as one that never
+was."""
 
 import json
 from random import Random
@@ -15,15 +16,24 @@ from coserve.errors import AdapterError, JobError
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LORA = LoraConfig(r=3, alpha=6, dropout=0.2, target_modules="all-linear")
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, schedule="cosine", eps=1e-6)
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, schedule="cosine", eps=1e-6
+)
 CONFIG = TuningConfig(
-    num_epochs=2, batch_size=2, max_pack_tokens=16, seed=4, evaluate_every_steps=3, optimizer=OPTIMIZER
+    num_epochs=2,
+    batch_size=2,
+    max_pack_tokens=16,
+    seed=4,
+    evaluate_every_steps=3,
+    optimizer=OPTIMIZER,
 )
 DATA, VALIDATION = examples_of((9, 14, 5, 11, 7)), examples_of((6, 12), seed=9)
 
 
 def submit(engine, *, config=CONFIG, data=DATA, **settings):
-    return engine.submit_examples(data, config, validation=VALIDATION, job_id="job", name="mine", **settings)
+    return engine.submit_examples(
+        data, config, validation=VALIDATION, job_id="job", name="mine", **settings
+    )
 
 
 def run(engine, num_steps=10_000):
@@ -70,7 +80,9 @@ def undisturbed(tmp_path_factory):
     return told(events), adapter_of(engine, tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))]
+)
 def test_a_job_stopped_anywhere_and_gone_on_with_ends_the_same(seed, undisturbed, tmp_path):
     rng = Random(seed)
     reported: dict[int, Any] = {}
@@ -95,7 +107,9 @@ def test_a_job_stopped_anywhere_and_gone_on_with_ends_the_same(seed, undisturbed
     for key, (loss, num_trained, rate) in losses.items():
         assert reported[key][0] == pytest.approx(loss, abs=1e-5), key
         assert reported[key][1:] == (num_trained, rate), key
-    assert_equal(adapter_of(engine, tmp_path), adapter, within=1e-5)  # windows are others, and round otherwise
+    assert_equal(
+        adapter_of(engine, tmp_path), adapter, within=1e-5
+    )  # windows are others, and round otherwise
     assert engine.jobs["job"].num_tokens_trained == 2 * sum(len(e.tokens) for e in DATA)
 
 
@@ -123,7 +137,9 @@ def test_a_checkpoint_never_takes_anothers_place(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_a_job_that_is_over_keeps_its_adapter_for_a_last_checkpoint_until_it_is_forgotten(undisturbed, tmp_path):
+def test_a_job_that_is_over_keeps_its_adapter_for_a_last_checkpoint_until_it_is_forgotten(
+    undisturbed, tmp_path
+):
     engine = make_engine()
     submit(engine, adapter=LORA)
     with pytest.raises(JobError, match="cancel it first"):

@@ -1,4 +1,5 @@
-"""Clusters in virtual time: the coarse model of a node against the engine, a day in cells, and the experiment."""
+"""Clusters in virtual time: the coarse model of a node against the engine, a day in cells, and the
+experiment."""
 
 import json
 from collections import Counter
@@ -34,7 +35,9 @@ SECONDS = 6.0
 
 @pytest.fixture(scope="module")
 def place() -> ModelledPlace:
-    return ModelledPlace.of_hardware(load_backbone("dummy:llama-3.1-8b", dtype="bfloat16", device="meta"), H100)
+    return ModelledPlace.of_hardware(
+        load_backbone("dummy:llama-3.1-8b", dtype="bfloat16", device="meta"), H100
+    )
 
 
 def tasks(rate: float, *, training_tokens: int = 0) -> list[Task]:
@@ -47,7 +50,9 @@ def tasks(rate: float, *, training_tokens: int = 0) -> list[Task]:
 
 def fluid(place: ModelledPlace, name: str = "n") -> FluidNode:
     kind = at_scale._kind(place)
-    return FluidNode(name, kind.node, LatencyModel(kind.profile), num_pages=kind.num_pages, tpot_s=kind.tpot_s)
+    return FluidNode(
+        name, kind.node, LatencyModel(kind.profile), num_pages=kind.num_pages, tpot_s=kind.tpot_s
+    )
 
 
 def test_the_coarse_node_serves_and_trains_as_much_as_the_engine(place):
@@ -57,27 +62,38 @@ def test_the_coarse_node_serves_and_trains_as_much_as_the_engine(place):
     coarse = fluid(place)
     nodes: dict[str, ModelledNode] = {"fine": engine, "coarse": coarse}
     ran = {
-        name: ClusterSimulation([node], make_placement("slack-affinity")).run(given, until_s=SECONDS)
+        name: ClusterSimulation([node], make_placement("slack-affinity")).run(
+            given, until_s=SECONDS
+        )
         for name, node in nodes.items()
     }
-    ended = {name: sum(one.end_s is not None for one in each.requests) for name, each in ran.items()}
+    ended = {
+        name: sum(one.end_s is not None for one in each.requests) for name, each in ran.items()
+    }
     assert ended["fine"] >= 8 and abs(ended["coarse"] - ended["fine"]) <= 2
     trained = engine.engine.jobs.num_tokens_trained
     assert coarse.num_tokens_trained == pytest.approx(trained, rel=0.15)
-    assert all(isfinite(one.response_s) for each in ran.values() for one in each.requests if one.end_s)
+    assert all(
+        isfinite(one.response_s) for each in ran.values() for one in each.requests if one.end_s
+    )
 
 
 def test_a_node_of_a_cluster_tells_placements_what_a_modelled_one_does(place):
     kind, nodes, told = at_scale._kind(place), [], []
     for index, rate in enumerate((0.0, 0.5, 3.0)):
-        node = EngineNode(f"n{index}", place.open(EngineConfig()), kind.node, hardware=kind.hardware)
+        node = EngineNode(
+            f"n{index}", place.open(EngineConfig()), kind.node, hardware=kind.hardware
+        )
         for task in tasks(rate, training_tokens=10**6 * (index == 1)) if rate else ():
             node.advance(task.arrival_s)
             node.add(task, Placed(node.id), task.arrival_s)
         node.advance(SECONDS)
         nodes.append(node.report(SECONDS))
         info = node.engine.device.info
-        counts = {name: getattr(info, name) for name in ("num_pages", "page_bytes", "block_tokens", "vocab_size")}
+        counts = {
+            name: getattr(info, name)
+            for name in ("num_pages", "page_bytes", "block_tokens", "vocab_size")
+        }
         ready = Ready(
             model=info.model,
             dtype=info.dtype,
@@ -92,24 +108,41 @@ def test_a_node_of_a_cluster_tells_placements_what_a_modelled_one_does(place):
         )
         tracker = NodeTracker(node.id, ready, profile_of(ready))
         step = StepRecord(
-            end_s=SECONDS, step_s=index, predicted_s=0, decode_rows=0, prefill_rows=0, window_rows=0, backward_rows=0
+            end_s=SECONDS,
+            step_s=index,
+            predicted_s=0,
+            decode_rows=0,
+            prefill_rows=0,
+            window_rows=0,
+            backward_rows=0,
         )
         tracker.take(StepReport(steps=[step], stats=node.engine.stats()), SECONDS)
         told.append(tracker.view(SECONDS, jobs=tuple(node.engine.jobs), is_draining=False))
-    assert [replace(each, utilisation=0.0) for each in told] == [replace(each, utilisation=0.0) for each in nodes]
+    assert [replace(each, utilisation=0.0) for each in told] == [
+        replace(each, utilisation=0.0) for each in nodes
+    ]
     assert nodes[0].slack == 1 > nodes[1].slack > nodes[2].slack > 0
     assert nodes[1].jobs == ("job",)
     for name in placement_names():
-        for task in (tasks(2.0)[0], Task(id="job", kind="training", arrival_s=SECONDS, num_tokens=4096)):
-            modelled, real = (ClusterView(now_s=SECONDS, nodes=tuple(each)) for each in (nodes, told))
-            assert make_placement(name).place(real, task) == make_placement(name).place(modelled, task)
+        for task in (
+            tasks(2.0)[0],
+            Task(id="job", kind="training", arrival_s=SECONDS, num_tokens=4096),
+        ):
+            modelled, real = (
+                ClusterView(now_s=SECONDS, nodes=tuple(each)) for each in (nodes, told)
+            )
+            assert make_placement(name).place(real, task) == make_placement(name).place(
+                modelled, task
+            )
 
 
 def test_a_cluster_learns_of_a_first_token_when_its_step_has_ended_and_the_message_has_come(place):
     def run(messages_s: float = 0.0) -> list[TaskOutcome]:
         node = EngineNode("n", place.open(EngineConfig()), at_scale._kind(place).node)
         tasks = [
-            Task(id=f"r{index}", kind="request", arrival_s=at_s, num_tokens=2000, num_output_tokens=4)
+            Task(
+                id=f"r{index}", kind="request", arrival_s=at_s, num_tokens=2000, num_output_tokens=4
+            )
             for index, at_s in enumerate((1.0, 1.04))
         ]
         placement = make_placement("slack-affinity", {"most_prompts": 1})
@@ -117,9 +150,15 @@ def test_a_cluster_learns_of_a_first_token_when_its_step_has_ended_and_the_messa
         return list(ran.outcomes.values())
 
     first, second = run()
-    assert 1.04 < first.first_token_s == second.placed_s, "until then a task waits on the node, and no other may"
+    assert 1.04 < first.first_token_s == second.placed_s, (
+        "until then a task waits on the node, and no other may"
+    )
     late_first, late_second = run(messages_s=0.005)
-    assert late_first.first_token_s == late_second.placed_s == pytest.approx(first.first_token_s + 0.005)
+    assert (
+        late_first.first_token_s
+        == late_second.placed_s
+        == pytest.approx(first.first_token_s + 0.005)
+    )
 
 
 def test_requests_of_a_cluster_hold_their_slos_beside_a_batch_that_came_before_them(place):
@@ -139,18 +178,28 @@ def test_requests_of_a_cluster_hold_their_slos_beside_a_batch_that_came_before_t
     ]
     found = {}
     for name, more in (("alone", []), ("beside", batch)):
-        nodes = [EngineNode(f"n{index}", place.open(EngineConfig()), kind.node) for index in range(2)]
-        found[name] = ClusterSimulation(nodes, make_placement("slack-affinity")).run([*given, *more], until_s=SECONDS)
+        nodes = [
+            EngineNode(f"n{index}", place.open(EngineConfig()), kind.node) for index in range(2)
+        ]
+        found[name] = ClusterSimulation(nodes, make_placement("slack-affinity")).run(
+            [*given, *more], until_s=SECONDS
+        )
     response_s = {
-        name: max(one.response_s for one in ran.requests if not one.task.is_batch) for name, ran in found.items()
+        name: max(one.response_s for one in ran.requests if not one.task.is_batch)
+        for name, ran in found.items()
     }
     assert response_s["alone"] < response_s["beside"] < 2.0 * 0.25
-    done = Counter(one.node for one in found["beside"].requests if one.task.is_batch and one.end_s is not None)
+    done = Counter(
+        one.node for one in found["beside"].requests if one.task.is_batch and one.end_s is not None
+    )
     assert min(done["n0"], done["n1"]) > 20, "in what requests leave, on both"
 
 
 def test_a_coarse_node_alone_takes_what_the_latency_model_says(place):
-    node, task = fluid(place), Task(id="r", kind="request", arrival_s=1.0, num_tokens=500, num_output_tokens=101)
+    node, task = (
+        fluid(place),
+        Task(id="r", kind="request", arrival_s=1.0, num_tokens=500, num_output_tokens=101),
+    )
     ran = ClusterSimulation([node], make_placement("round-robin")).run([task])
     latency, outcome = LatencyModel(place.profile), ran.outcomes["r"]
     assert outcome.response_s == pytest.approx(latency.prompt_s(500))
@@ -165,7 +214,10 @@ def test_a_coarse_node_alone_takes_what_the_latency_model_says(place):
 
 def test_a_balancer_gives_every_request_to_one_cell():
     trace = poisson(rate=5, seconds=20, seed=2)
-    parts = [at_scale.requests_of_cell(trace, rate=8, seconds=60, cell=cell, num_cells=3) for cell in range(3)]
+    parts = [
+        at_scale.requests_of_cell(trace, rate=8, seconds=60, cell=cell, num_cells=3)
+        for cell in range(3)
+    ]
     assert sum(map(len, parts)) == 480, "played again from its start"
     times = sorted(request.at_s for part in parts for request in part)
     assert times[0] >= 0 and times[-1] == pytest.approx(60, rel=0.05)
@@ -185,7 +237,9 @@ def test_losses_fall_with_examples():
 
 
 def test_the_experiment_says_what_each_placement_comes_to():
-    config = cluster.ClusterConfig(models=("gpt-400m",), rates=(60.0,), training_shares=(0.5,), num_tasks=40)
+    config = cluster.ClusterConfig(
+        models=("gpt-400m",), rates=(60.0,), training_shares=(0.5,), num_tasks=40
+    )
     found = cluster.run(config)
     json.dumps(found)
     assert [row["placement"] for row in found["rows"]] == list(cluster.PLACEMENTS)
@@ -196,7 +250,11 @@ def test_the_experiment_says_what_each_placement_comes_to():
         sides = cell["utilisation_training"], cell["utilisation_serving"]
         if cell["placement"] == "separate":
             assert sum(sides) / 2 == pytest.approx(cell["utilisation"], abs=2e-4), "two nodes each"
-    assert set(found["scheduling_ms"]) == set(found["scheduling_overload_ms"]) == set(cluster.PLACEMENTS)
+    assert (
+        set(found["scheduling_ms"])
+        == set(found["scheduling_overload_ms"])
+        == set(cluster.PLACEMENTS)
+    )
     again = cluster.run(config)
     assert found["cells"] == again["cells"], "the same seed gives the same"
 
@@ -206,12 +264,15 @@ def test_no_placement_is_faster_than_nodes_that_never_idle(bound):
     model = cluster.MODELS["llama-8b"]
     given = cluster.tasks(model, rate=200, training_share=0.35, number=200, seed=0)
     least_s = cluster.least_s(model, given, num_nodes=4, training_in_flight=bound)
-    work_s = sum(cluster.play(model, "round-robin", 0.35, given, training_in_flight=bound)[0].busy_s.values())
+    work_s = sum(
+        cluster.play(model, "round-robin", 0.35, given, training_in_flight=bound)[0].busy_s.values()
+    )
     assert least_s >= work_s / 4 * (1 - 1e-9)
     for name in cluster.PLACEMENTS:
         assert cluster.play(model, name, 0.35, given, training_in_flight=bound)[0].end_s >= least_s
     one_s, many_s = (
-        cluster.play(model, "separate", 0.35, given, training_in_flight=each)[0].end_s for each in (1, None)
+        cluster.play(model, "separate", 0.35, given, training_in_flight=each)[0].end_s
+        for each in (1, None)
     )
     assert one_s > 1.5 * many_s, "the node that trains stands idle for half of the time"
 
@@ -226,12 +287,15 @@ def test_separate_nodes_load_trained_weights_after_every_hundred_tasks():
 
 
 @pytest.mark.parametrize(
-    ("placement", "name", "rate"), [("lemix", "llama-8b", 80.0), ("slack-affinity", "llama-70b", 80.0)]
+    ("placement", "name", "rate"),
+    [("lemix", "llama-8b", 80.0), ("slack-affinity", "llama-70b", 80.0)],
 )
 def test_in_overload_lemix_and_ours_do_more_than_round_robin(placement, name, rate):
     model = cluster.MODELS[name]
     given = cluster.tasks(model, rate=rate, training_share=0.1, number=1000, seed=0)
-    ran, in_turns = (cluster.play(model, each, 0.1, given)[0] for each in (placement, "round-robin"))
+    ran, in_turns = (
+        cluster.play(model, each, 0.1, given)[0] for each in (placement, "round-robin")
+    )
     assert ran.throughput > 1.05 * in_turns.throughput
 
 
@@ -249,13 +313,31 @@ def test_jobs_are_read_from_a_trace(tmp_path):
     [
         (["bench", "cluster", "--models", "gpt-9"], "'gpt-9' is not one of gpt-400m"),
         (["bench", "cluster", "--rates", "fast"], "'fast' must be numbers above 0"),
-        (["bench", "cluster", "--training-rates", "0.5,2"], "'0.5,2' must be numbers above 0, up to 1"),
-        (["simulate", "cluster", "--trace", "x.csv", "--placement", "best"], "'best' is not one of lemix"),
-        (["simulate", "cluster", "--trace", "x.csv", "--nodes", "9"], "9 nodes are no whole number of cells of 8"),
+        (
+            ["bench", "cluster", "--training-rates", "0.5,2"],
+            "'0.5,2' must be numbers above 0, up to 1",
+        ),
+        (
+            ["simulate", "cluster", "--trace", "x.csv", "--placement", "best"],
+            "'best' is not one of lemix",
+        ),
+        (
+            ["simulate", "cluster", "--trace", "x.csv", "--nodes", "9"],
+            "9 nodes are no whole number of cells of 8",
+        ),
         (["simulate", "cluster", "--trace", "x.csv"], "x.csv cannot be read"),
-        (["simulate", "cluster", "--trace", "azure.csv", "--hardware", "a100,h100"], "one kind of device at a time"),
-        (["simulate", "cluster", "--trace", "azure.csv", "--rate", "inf"], "less than or equal to 1000000000"),
-        (["simulate", "cluster", "--trace", "azure.csv", "--hours", "inf"], "less than or equal to 1000000"),
+        (
+            ["simulate", "cluster", "--trace", "azure.csv", "--hardware", "a100,h100"],
+            "one kind of device at a time",
+        ),
+        (
+            ["simulate", "cluster", "--trace", "azure.csv", "--rate", "inf"],
+            "less than or equal to 1000000000",
+        ),
+        (
+            ["simulate", "cluster", "--trace", "azure.csv", "--hours", "inf"],
+            "less than or equal to 1000000",
+        ),
     ],
 )
 def test_bad_input_is_named(arguments, words, tmp_path, monkeypatch):

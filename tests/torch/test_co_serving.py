@@ -1,4 +1,5 @@
-"""Scenarios in simulated time in which jobs once harmed requests, or requests jobs; and fair shares among tenants."""
+"""Scenarios in simulated time in which jobs once harmed requests, or requests jobs; and fair shares
+among tenants."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -7,7 +8,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import A100, CPU, GPU, PACK_TOKENS, backbone_of, chats, harvest, make_engine, profile_of, submit
+from simulated import (
+    A100,
+    CPU,
+    GPU,
+    PACK_TOKENS,
+    backbone_of,
+    chats,
+    harvest,
+    make_engine,
+    profile_of,
+    submit,
+)
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
@@ -35,7 +47,9 @@ def attained(engine: TokenEngine, most_tokens: int = 10_000) -> float:
 def test_a_request_with_an_slo_beyond_the_device_harms_nobody():
     """At the commit before this test: attained 0.71, harvest 199 tokens/s."""
     engines = make_engine(), make_engine()
-    bad = Arrival(at_s=5.0, num_prompt_tokens=100, num_output_tokens=4000, slo=Slo(ttft_s=2.0, tpot_s=0.001))
+    bad = Arrival(
+        at_s=5.0, num_prompt_tokens=100, num_output_tokens=4000, slo=Slo(ttft_s=2.0, tpot_s=0.001)
+    )
     for engine, extra in zip(engines, ([], [bad]), strict=True):
         for _ in Simulation(engine, [*chats(1.0, 60.0), *extra]).run(60.0):
             pass
@@ -49,7 +63,9 @@ def test_an_slo_is_replaced_only_where_the_device_cannot_hold_it():
     engine = make_engine(num_jobs=0)
     step_s = engine.latency.decode_s(num_requests=1, context=50)
     for tpot_s, ttft_s in ((2 * step_s, 1.0), (0.5 * step_s, 1.0), (2 * step_s, 1e-4)):
-        engine.add_tokens([1] * 50, SamplingParams(max_tokens=5), slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s))
+        engine.add_tokens(
+            [1] * 50, SamplingParams(max_tokens=5), slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s)
+        )
         while engine.has_work:
             engine.step()
     kept, slow, late = engine.records
@@ -64,12 +80,18 @@ def test_no_default_is_below_what_a_reader_could_notice():
 
 
 def test_a_default_follows_the_device_until_one_is_set():
-    """`bench coserve` sets one for each of its turns: it lasted for 64 steps, then requests came with another one."""
+    """`bench coserve` sets one for each of its turns: it lasted for 64 steps, then requests came
+    with another one."""
     predicted = profile_of("llama-3.1-8b", A100)
     slower = replace(
-        predicted, forward=Curve(rows=predicted.forward.rows, seconds=tuple([2 * s for s in predicted.forward.seconds]))
+        predicted,
+        forward=Curve(
+            rows=predicted.forward.rows, seconds=tuple([2 * s for s in predicted.forward.seconds])
+        ),
     )
-    device = ModelledDevice(backbone_of("llama-3.1-8b"), predicted, num_pages=1000, latency=LatencyModel(slower))
+    device = ModelledDevice(
+        backbone_of("llama-3.1-8b"), predicted, num_pages=1000, latency=LatencyModel(slower)
+    )
     engine = TokenEngine(device, LatencyModel(predicted), EngineConfig())
 
     def run() -> RequestRecord:
@@ -91,16 +113,21 @@ def test_jobs_get_on_though_no_request_can_keep_its_slo():
     arrivals = [Arrival(at_s=1.0, num_prompt_tokens=600, num_output_tokens=1500)] * 120
     for _ in Simulation(engine, arrivals).run(25.0):
         pass
-    assert len(engine.records) < 120 and engine.latency.decode_s(num_requests=120, context=1000) > 0.016
+    assert (
+        len(engine.records) < 120
+        and engine.latency.decode_s(num_requests=120, context=1000) > 0.016
+    )
     assert harvest(engine) > 100
 
 
 def test_jobs_get_on_however_much_requests_press():
-    """More requests than the device can answer: each job that has its pages gets its least share. Before there was one,
-    jobs stood still from the first seconds on.
+    """More requests than the device can answer: each job that has its pages gets its least share.
+    Before there was one, jobs stood still from the first seconds on.
     """
     engine = make_engine(num_jobs=2)
-    arrivals = [Arrival(at_s=i / 30, num_prompt_tokens=800, num_output_tokens=100) for i in range(30 * 30)]
+    arrivals = [
+        Arrival(at_s=i / 30, num_prompt_tokens=800, num_output_tokens=100) for i in range(30 * 30)
+    ]
     num_pieces = 0
     for after in Simulation(engine, arrivals).run(30.0):
         num_pieces += len(engine.last_plan.moved_jobs) if after.now_s > 8.0 else 0
@@ -109,14 +136,20 @@ def test_jobs_get_on_however_much_requests_press():
 
 
 def test_first_tokens_are_in_time_though_there_are_too_many_requests():
-    """Who can't be in time beside those that decode waits for those that can: by deadline alone, each would be a little
-    late (68 of 273 in time; 54 of 373 before waiting requests were in the view).
+    """Who can't be in time beside those that decode waits for those that can: by deadline alone,
+    each would be a little late (68 of 273 in time; 54 of 373 before waiting requests were in the
+    view).
     """
     engine = make_engine(num_jobs=0)
-    arrivals = [Arrival(at_s=i / 30, num_prompt_tokens=800, num_output_tokens=100) for i in range(30 * 30)]
+    arrivals = [
+        Arrival(at_s=i / 30, num_prompt_tokens=800, num_output_tokens=100) for i in range(30 * 30)
+    ]
     for _ in Simulation(engine, arrivals).run(30.0):
         pass
-    in_time = [record.ttft_s is not None and record.ttft_s <= record.slo.ttft_s for record in engine.records]
+    in_time = [
+        record.ttft_s is not None and record.ttft_s <= record.slo.ttft_s
+        for record in engine.records
+    ]
     assert sum(in_time) > 0.4 * len(in_time)
 
 
@@ -124,14 +157,18 @@ def test_first_tokens_are_in_time_though_there_are_too_many_requests():
 
 
 def test_jobs_give_way_while_requests_queue():
-    """A burst waits for slots. When a policy saw running requests alone, jobs stretched them to their SLOs while the
-    queue waited: attained 0.25.
+    """A burst waits for slots. When a policy saw running requests alone, jobs stretched them to
+    their SLOs while the queue waited: attained 0.25.
     """
     results = []
     for num_jobs in (0, 1):
-        engine = make_engine(num_pages=2500, num_jobs=num_jobs, ttft_s=4.0, tpot_s=0.1, max_requests=16)
+        engine = make_engine(
+            num_pages=2500, num_jobs=num_jobs, ttft_s=4.0, tpot_s=0.1, max_requests=16
+        )
         bursts = [
-            Arrival(at_s=5.0 * burst + 2.0 + 0.002 * i, num_prompt_tokens=700, num_output_tokens=200)
+            Arrival(
+                at_s=5.0 * burst + 2.0 + 0.002 * i, num_prompt_tokens=700, num_output_tokens=200
+            )
             for burst in range(3)
             for i in range(21)
         ]
@@ -159,8 +196,12 @@ def test_a_long_prompt_beside_decoding_requests_is_in_time():
 def test_arrivals_do_not_wait_for_a_long_prompt_without_hurry():
     """A step of 2,048 rows takes 4 s here."""
     engine = make_engine("qwen2.5-0.5b", CPU, num_jobs=0)
-    long = Arrival(at_s=0.0, num_prompt_tokens=6000, num_output_tokens=1, slo=Slo(ttft_s=60.0, tpot_s=1.0))
-    short = [Arrival(at_s=0.3 + 1.7 * i, num_prompt_tokens=20, num_output_tokens=1) for i in range(6)]
+    long = Arrival(
+        at_s=0.0, num_prompt_tokens=6000, num_output_tokens=1, slo=Slo(ttft_s=60.0, tpot_s=1.0)
+    )
+    short = [
+        Arrival(at_s=0.3 + 1.7 * i, num_prompt_tokens=20, num_output_tokens=1) for i in range(6)
+    ]
     for _ in Simulation(engine, [long, *short]).run(60.0):
         pass
     assert len(engine.records) == 7 and attained(engine) == 1.0
@@ -170,9 +211,12 @@ def test_arrivals_do_not_wait_for_a_long_prompt_without_hurry():
 
 
 def test_packs_are_not_begun_in_vain():
-    """Requests grow into the last pages again and again: a pack begun then would be dropped, and begun, and dropped."""
+    """Requests grow into the last pages again and again: a pack begun then would be dropped, and
+    begun, and dropped."""
     engine = make_engine(num_pages=1300, num_jobs=1, tpot_s=0.06)
-    arrivals = [Arrival(at_s=0.5 * i, num_prompt_tokens=100, num_output_tokens=900) for i in range(30)]
+    arrivals = [
+        Arrival(at_s=0.5 * i, num_prompt_tokens=100, num_output_tokens=900) for i in range(30)
+    ]
     for _ in Simulation(engine, arrivals).run(40.0):
         pass
     assert engine.stats().num_packs_dropped <= 2
@@ -190,8 +234,8 @@ def finish_one_request(engine: TokenEngine, prompt: list[int], **params: Any) ->
 
 
 def test_a_pack_leaves_most_known_prefixes_where_they_are():
-    """Two requests grew side by side, their pages in turns: the pages of the one that was unused longest are nowhere
-    neighbours, and all of them would be forgotten before two are.
+    """Two requests grew side by side, their pages in turns: the pages of the one that was unused
+    longest are nowhere neighbours, and all of them would be forgotten before two are.
     """
     engine = make_engine("qwen2.5-0.5b", GPU, num_pages=1300, num_jobs=0)
     outputs: dict[str, list[int]] = defaultdict(list)
@@ -204,7 +248,9 @@ def test_a_pack_leaves_most_known_prefixes_where_they_are():
     submit(engine, length=64, pack_tokens=64)
     for _ in range(3):
         engine.step()
-    assert engine.last_plan.rows or engine.last_plan.losses or engine.last_plan.tasklets, "the pack has its pages"
+    assert engine.last_plan.rows or engine.last_plan.losses or engine.last_plan.tasklets, (
+        "the pack has its pages"
+    )
     for job in list(engine.jobs):
         engine.cancel_job(job)
     known = [
@@ -215,8 +261,11 @@ def test_a_pack_leaves_most_known_prefixes_where_they_are():
 
 
 def test_a_pack_that_is_nearly_done_is_not_dropped_for_a_request_that_can_wait():
-    """Some pages are missing, nine tenths of the pack's work are done, and the request has ten seconds."""
-    engine = make_engine("qwen2.5-0.5b", GPU, num_pages=900, num_jobs=0, ttft_s=0.004)  # steps of 2 ms until they come
+    """Some pages are missing, nine tenths of the pack's work are done, and the request has ten
+    seconds."""
+    engine = make_engine(
+        "qwen2.5-0.5b", GPU, num_pages=900, num_jobs=0, ttft_s=0.004
+    )  # steps of 2 ms until they come
     job = engine.job(submit(engine, length=256, pack_tokens=256))
     while job.num_rows_run < 0.9 * 2 * 256:
         engine.step()
@@ -235,19 +284,28 @@ def test_a_pack_that_is_nearly_done_is_not_dropped_for_a_request_that_can_wait()
 def spread_and_bound(
     policy: str, shapes: list[tuple[int, int]], weights: tuple[float, float, float], *, tunes: bool
 ) -> tuple[float, float]:
-    """How far the differences between what tenants are served range while all have requests waiting, and the most that
-    FlexLLM's Theorem 1 (appendix C) allows: 2 max(w_p L_input, max(w_q, w_r) M).
+    """How far the differences between what tenants are served range while all have requests
+    waiting, and the most that FlexLLM's Theorem 1 (appendix C) allows: 2 max(w_p L_input, max(w_q,
+    w_r) M).
 
-    M: tokens that can be under way at once: of the requests that run, or of the jobs' packs. Each tenant brings as many
-    requests as cost three times the bound.
+    M: tokens that can be under way at once: of the requests that run, or of the jobs' packs. Each
+    tenant brings as many requests as cost three times the bound.
     """
     w_p, w_q, w_r = weights
     slots, longest = 4, max(prompt for prompt, _ in shapes)
-    most = max(slots * max(prompt + output for prompt, output in shapes), len(shapes) * PACK_TOKENS * tunes)
+    most = max(
+        slots * max(prompt + output for prompt, output in shapes), len(shapes) * PACK_TOKENS * tunes
+    )
     bound = 2 * max(w_p * longest, max(w_q, w_r) * most)
     settings = {"w_p": w_p, "w_q": w_q, "w_r": w_r} if policy == "vtc" else {}
     engine = make_engine(
-        "qwen2.5-0.5b", GPU, num_pages=4000, num_jobs=0, max_requests=slots, policy=policy, policy_settings=settings
+        "qwen2.5-0.5b",
+        GPU,
+        num_pages=4000,
+        num_jobs=0,
+        max_requests=slots,
+        policy=policy,
+        policy_settings=settings,
     )
     tenants = [f"tenant-{index}" for index in range(len(shapes))]
     for tenant, (prompt, output) in zip(tenants, shapes, strict=True):
@@ -275,7 +333,9 @@ SHAPES = st.lists(st.tuples(st.integers(100, 300), st.integers(10, 40)), min_siz
 @settings(deadline=None, max_examples=10)
 @given(
     SHAPES,
-    st.tuples(st.sampled_from([1.0, 2.0]), st.sampled_from([1.0, 2.0]), st.sampled_from([0.5, 1.0])),
+    st.tuples(
+        st.sampled_from([1.0, 2.0]), st.sampled_from([1.0, 2.0]), st.sampled_from([0.5, 1.0])
+    ),
     st.booleans(),
 )
 def test_backlogged_tenants_are_served_alike(shapes, weights, tunes):
@@ -325,7 +385,9 @@ def test_a_claim_to_tight_tokens_goes_as_far_as_the_share_of_its_tenant():
     alone_s = engines[0].latency.decode_s(num_requests=1, context=512)
     for engine, slo in zip(engines, (None, Slo(ttft_s=2.0, tpot_s=1.3 * alone_s)), strict=True):
         submit(engine, tenant="tunes")
-        claim = Arrival(at_s=1.0, num_prompt_tokens=100, num_output_tokens=4000, slo=slo, tenant="claims")
+        claim = Arrival(
+            at_s=1.0, num_prompt_tokens=100, num_output_tokens=4000, slo=slo, tenant="claims"
+        )
         for _ in Simulation(engine, [*chats(1.0, 20.0), claim]).run(20.0):
             pass
         chatted = [record for record in engine.records if record.num_output_tokens < 4000]

@@ -1,5 +1,5 @@
-"""What a configuration's fields mean is what they mean to transformers, family by family: a field that transformers
-does not read for a family changes nothing.
+"""What a configuration's fields mean is what they mean to transformers, family by family: a field
+that transformers does not read for a family changes nothing.
 """
 
 import json
@@ -25,7 +25,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox-key-heads": ("gpt-neox", {"num_key_value_heads": 2}),
     "falcon-key-heads": ("falcon-old", {"num_key_value_heads": 2, "multi_query": False}),
     "gemma3-score-cap": ("gemma3", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
-    "gemma3-published-caps": ("gemma3-published", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
+    "gemma3-published-caps": (
+        "gemma3-published",
+        {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
+    ),
     "smollm3-no-windows": ("smollm3-sliding", {"use_sliding_window": False}),
     "qwen3.5-moe-shares": ("qwen3.5-moe", {"norm_topk_prob": False}),
     "qwen3-moe-shared": ("qwen3-moe", {"shared_expert_intermediate_size": 8}),
@@ -45,7 +48,9 @@ def test_fields_mean_what_they_mean_to_transformers(case, tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         read = AutoConfig.from_pretrained(tmp_path)
-        model: Any = random_weights_(auto_class(config).from_config(read, attn_implementation="eager")).eval()
+        model: Any = random_weights_(
+            auto_class(config).from_config(read, attn_implementation="eager")
+        ).eval()
     model.tie_weights()
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -63,5 +68,8 @@ def test_fields_mean_what_they_mean_to_transformers(case, tmp_path):
 def test_scaled_angles_of_a_part_are_refused_where_whole_heads_turn():
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.25}
     config = AutoConfig.for_model(**MORE_CONFIGS["gpt-oss"] | {"rope_parameters": rope})
-    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor=0.25 is not .* gpt_oss turns whole heads"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"partial_rotary_factor=0.25 is not .* gpt_oss turns whole heads",
+    ):
         build_architecture(config).rotary_tables()

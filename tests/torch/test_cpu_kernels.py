@@ -1,4 +1,5 @@
-"""The CPU's compiled kernels against their plain twins, and what happens where they cannot be compiled."""
+"""The CPU's compiled kernels against their plain twins, and what happens where they cannot be
+compiled."""
 
 import ctypes
 import logging
@@ -28,8 +29,12 @@ from coserve.kernels.weights import Int8Weight
 
 KERNELS = compiled.compiled_kernels()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="needs g++")
-needs_pairs = pytest.mark.skipif(KERNELS is None or not KERNELS.has_pairs, reason="needs g++ and AMD's AVX-512")
-needs_tiles = pytest.mark.skipif(KERNELS is None or not KERNELS.has_tiles, reason="needs g++, and AMX or AMD's AVX-512")
+needs_pairs = pytest.mark.skipif(
+    KERNELS is None or not KERNELS.has_pairs, reason="needs g++ and AMD's AVX-512"
+)
+needs_tiles = pytest.mark.skipif(
+    KERNELS is None or not KERNELS.has_tiles, reason="needs g++, and AMX or AMD's AVX-512"
+)
 needs_amx = pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs g++ and AMX")
 DEVICE = torch.device("cpu")
 PLAIN = PlainBackend(DEVICE)
@@ -47,16 +52,22 @@ def attention(n, m, num_heads, num_key_heads, width, sliding_window):
 
 def attend(backend, q, k, v, spec):
     """One segment, whose keys stand one after another."""
-    batch = backend.prepare_attention([Segment(num_rows=len(q), num_keys=len(k))], block_tokens=len(k))
+    batch = backend.prepare_attention(
+        [Segment(num_rows=len(q), num_keys=len(k))], block_tokens=len(k)
+    )
     return backend.attention(q, k.flatten(1)[None], v.flatten(1)[None], batch, spec)
 
 
 def reverse(backend, grad, q, k, v, out, lse, spec):
     """Gradients of q, k and v; what was in the sums before stays in them."""
     dk, dv = (torch.full((1, len(k), k[0].numel()), value) for value in (2.0, -1.0))
-    batch = backend.prepare_attention([Segment(num_rows=len(q), num_keys=len(k))], block_tokens=len(k))
+    batch = backend.prepare_attention(
+        [Segment(num_rows=len(q), num_keys=len(k))], block_tokens=len(k)
+    )
     stores = k.flatten(1)[None], v.flatten(1)[None]
-    dq = backend.attention_gradient(grad, q, *stores, out, lse, batch, spec, key_grads=dk, value_grads=dv)
+    dq = backend.attention_gradient(
+        grad, q, *stores, out, lse, batch, spec, key_grads=dk, value_grads=dv
+    )
     return dq.float(), dk.sub_(2.0).view(k.shape), dv.add_(1.0).view(v.shape)
 
 
@@ -165,16 +176,30 @@ def test_segments_of_a_window_run_as_one_call():
     sizes, spec = (20, 100, 33, 5), AttentionSpec(scale=0.125)
     q, grad = torch.randn(2, sum(sizes), 4, 64).bfloat16()
     k, v = torch.randn(2, sum(sizes), 2, 64).bfloat16()
-    segments = [Segment(num_rows=n, num_keys=n, first_key=sum(sizes[:index])) for index, n in enumerate(sizes)]
-    batch, stores = CPU.prepare_attention(segments, block_tokens=len(k)), (k.flatten(1)[None], v.flatten(1)[None])
+    segments = [
+        Segment(num_rows=n, num_keys=n, first_key=sum(sizes[:index]))
+        for index, n in enumerate(sizes)
+    ]
+    batch, stores = (
+        CPU.prepare_attention(segments, block_tokens=len(k)),
+        (k.flatten(1)[None], v.flatten(1)[None]),
+    )
     out, lse = CPU.attention(q, *stores, batch, spec)
     dk, dv = torch.zeros(2, 1, len(k), 128)
-    dq = CPU.attention_gradient(grad, q, *stores, out, lse, batch, spec, key_grads=dk, value_grads=dv)
+    dq = CPU.attention_gradient(
+        grad, q, *stores, out, lse, batch, spec, key_grads=dk, value_grads=dv
+    )
     for own in (slice(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))):
         given = (q[own], k[own], v[own])
         alone, norm = attend(CPU, *given, spec)
         grads = reverse(CPU, grad[own], *given, alone, norm, spec)
-        whole = (out[own], lse[own], dq[own].float(), dk[0, own].view(grads[1].shape), dv[0, own].view(grads[2].shape))
+        whole = (
+            out[own],
+            lse[own],
+            dq[own].float(),
+            dk[0, own].view(grads[1].shape),
+            dv[0, own].view(grads[2].shape),
+        )
         for one, other in zip(whole, (alone, norm, *grads), strict=True):
             torch.testing.assert_close(one, other)
 
@@ -185,7 +210,11 @@ def test_segments_of_a_window_run_as_one_call():
 def test_products_of_few_rows(inner, outer, num_threads):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
-    tiles, weight, bias = TileProducts(KERNELS), torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
+    tiles, weight, bias = (
+        TileProducts(KERNELS),
+        torch.randn(outer, inner).bfloat16(),
+        torch.randn(outer).bfloat16(),
+    )
     wide = torch.randn(100, inner + 8).bfloat16()
     for n in (1, 2, 15, 16, 17, 32, 33, 49, 64, 100):
         x = wide[:n, 8:]  # rows of a wider tensor
@@ -193,38 +222,61 @@ def test_products_of_few_rows(inner, outer, num_threads):
         whole = tiles.product(x, weight)
         torch.testing.assert_close(whole, exact.bfloat16(), atol=1e-3, rtol=2**-7)
         with_bias = tiles.product(x, weight, bias)
-        torch.testing.assert_close(with_bias, (exact + bias.double()).bfloat16(), atol=1e-3, rtol=2**-7)
+        torch.testing.assert_close(
+            with_bias, (exact + bias.double()).bfloat16(), atol=1e-3, rtol=2**-7
+        )
         # Without AMX the fewest rows have a kernel of their own, with another order of sums.
         least = 1 if KERNELS.has_amx or n <= 12 else 13
-        assert torch.equal(tiles.product(x[-least:], weight)[-1:], whole[-1:]), "whatever other rows are there"
+        assert torch.equal(tiles.product(x[-least:], weight)[-1:], whole[-1:]), (
+            "whatever other rows are there"
+        )
 
 
 @pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs AMX")
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize(("inner", "outer"), [(32, 64), (1088, 96), (96, 1088), (544, 1536), (2080, 1120)])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(32, 64), (1088, 96), (96, 1088), (544, 1536), (2080, 1120)]
+)
 def test_products_of_many_rows(inner, outer, num_threads):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
-    tiles, weight, bias = TileProducts(KERNELS), torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
-    x_of_all, grad_of_all = torch.randn(1030, inner + 8).bfloat16(), torch.randn(1030, outer + 8).bfloat16()
+    tiles, weight, bias = (
+        TileProducts(KERNELS),
+        torch.randn(outer, inner).bfloat16(),
+        torch.randn(outer).bfloat16(),
+    )
+    x_of_all, grad_of_all = (
+        torch.randn(1030, inner + 8).bfloat16(),
+        torch.randn(1030, outer + 8).bfloat16(),
+    )
     for n in (128, 200, 255, 513, 1030):
         x, grad = x_of_all[:n, 8:], grad_of_all[:n, 8:]  # rows of wider tensors
         exact = x.double() @ weight.double().T
         whole = tiles.product(x, weight)
         torch.testing.assert_close(whole, exact.bfloat16(), atol=1e-3, rtol=2**-7)
         with_bias = tiles.product(x, weight, bias)
-        torch.testing.assert_close(with_bias, (exact + bias.double()).bfloat16(), atol=1e-3, rtol=2**-7)
-        assert torch.equal(tiles.product(x[-128:], weight)[-1:], whole[-1:]), "whatever other rows are there"
+        torch.testing.assert_close(
+            with_bias, (exact + bias.double()).bfloat16(), atol=1e-3, rtol=2**-7
+        )
+        assert torch.equal(tiles.product(x[-128:], weight)[-1:], whole[-1:]), (
+            "whatever other rows are there"
+        )
 
         exact = grad.double() @ weight.double()
         whole = tiles.input_gradient(grad, weight)
-        assert torch.equal(tiles.input_gradient(grad.contiguous(), weight), whole), "however far apart rows lie"
+        assert torch.equal(tiles.input_gradient(grad.contiguous(), weight), whole), (
+            "however far apart rows lie"
+        )
         torch.testing.assert_close(whole, exact.bfloat16(), atol=1e-3, rtol=2**-7)
-        assert torch.equal(tiles.input_gradient(grad[-128:], weight)[-1:], whole[-1:]), "whatever other rows are there"
+        assert torch.equal(tiles.input_gradient(grad[-128:], weight)[-1:], whole[-1:]), (
+            "whatever other rows are there"
+        )
         onto = torch.randn(n, inner + 8).bfloat16()
         before = onto.clone()
         assert tiles.input_gradient(grad, weight, onto[:, 8:]) is not None
-        torch.testing.assert_close(onto[:, 8:], (before[:, 8:].double() + exact).bfloat16(), atol=1e-3, rtol=2**-7)
+        torch.testing.assert_close(
+            onto[:, 8:], (before[:, 8:].double() + exact).bfloat16(), atol=1e-3, rtol=2**-7
+        )
         assert torch.equal(onto[:, :8], before[:, :8])
 
 
@@ -234,7 +286,10 @@ def fused_kernel(name: str, backend: Any = CPU) -> Any:
 
 
 gradient_beside_low_rank = fused_kernel("linear_beside_low_rank")
-product_and_low_rank, gated_product = fused_kernel("linear_and_low_rank"), fused_kernel("gated_linear")
+product_and_low_rank, gated_product = (
+    fused_kernel("linear_and_low_rank"),
+    fused_kernel("gated_linear"),
+)
 
 
 @needs_amx
@@ -249,13 +304,18 @@ product_and_low_rank, gated_product = fused_kernel("linear_and_low_rank"), fused
     ],
 )
 def test_what_a_lora_adds_is_within_the_sums_of_a_product(inner, outer, sites, num_threads):
-    """sites: first column, columns and rank of each. Rounded once, and no row depends on others or on threads."""
+    """sites: first column, columns and rank of each. Rounded once, and no row depends on others or
+    on threads."""
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
     weight, bias = torch.randn(outer, inner).bfloat16(), torch.randn(outer).bfloat16()
     wide, most = torch.randn(700, inner + 8).bfloat16(), 700
     added = [
-        LowRankRows(torch.randn(most, rank + 3).bfloat16()[:, 3:], torch.randn(columns, rank).bfloat16(), first)
+        LowRankRows(
+            torch.randn(most, rank + 3).bfloat16()[:, 3:],
+            torch.randn(columns, rank).bfloat16(),
+            first,
+        )
         for first, columns, rank in sites
     ]
     whole = None
@@ -273,7 +333,11 @@ def test_what_a_lora_adds_is_within_the_sums_of_a_product(inner, outer, sites, n
         assert torch.equal(found, whole[:n]), "whatever other rows are there"
     torch.set_num_threads(1)
     assert torch.equal(whole, product_and_low_rank(wide[:, 8:], weight, bias, added))
-    without = [rows for rows in range(outer) if not any(first <= rows < first + size for first, size, _ in sites)]
+    without = [
+        rows
+        for rows in range(outer)
+        if not any(first <= rows < first + size for first, size, _ in sites)
+    ]
     assert torch.equal(whole[:, without], CPU.product(wide[:, 8:], weight, bias)[:, without])
 
 
@@ -281,7 +345,12 @@ def test_what_a_lora_adds_is_within_the_sums_of_a_product(inner, outer, sites, n
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize(
     ("inner", "outer", "sites"),
-    [(32, 64, []), (2080, 192, [(96, 96, 16)]), (896, 1152, [(0, 576, 16), (576, 576, 33)]), (96, 16384, [])],
+    [
+        (32, 64, []),
+        (2080, 192, [(96, 96, 16)]),
+        (896, 1152, [(0, 576, 16), (576, 576, 33)]),
+        (96, 16384, []),
+    ],
 )
 def test_a_gated_product_keeps_and_gives_what_its_parts_do(inner, outer, sites, num_threads):
     """sites: as above. To the last bit, wherever it is kept."""
@@ -291,7 +360,9 @@ def test_a_gated_product_keeps_and_gives_what_its_parts_do(inner, outer, sites, 
     for n, gap, own_bias in ((128, 0, bias), (201, 8, None), (544, 32, bias), (1030, 0, None)):
         x = torch.randn(n, inner + 8).bfloat16()[:, 8:]
         added = [
-            LowRankRows(torch.randn(n, rank).bfloat16(), torch.randn(columns, rank).bfloat16(), first)
+            LowRankRows(
+                torch.randn(n, rank).bfloat16(), torch.randn(columns, rank).bfloat16(), first
+            )
             for first, columns, rank in sites
         ]
         both = product_and_low_rank(x, weight, own_bias, added)
@@ -301,12 +372,16 @@ def test_a_gated_product_keeps_and_gives_what_its_parts_do(inner, outer, sites, 
         found = gated_product(x, weight, own_bias, added, kept.unbind())
         assert torch.equal(found, CPU.silu_mul(gate, up))
         assert torch.equal(kept[0], gate) and torch.equal(kept[1], up)
-        assert (rooms[:, n:] == -1).all() and (rooms[:, :, outer // 2 :] == -1).all(), "and nothing else"
+        assert (rooms[:, n:] == -1).all() and (rooms[:, :, outer // 2 :] == -1).all(), (
+            "and nothing else"
+        )
 
 
 @needs_amx
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize(("inner", "outer", "rank"), [(32, 64, 1), (1088, 96, 16), (896, 1152, 33), (4864, 896, 64)])
+@pytest.mark.parametrize(
+    ("inner", "outer", "rank"), [(32, 64, 1), (1088, 96, 16), (896, 1152, 33), (4864, 896, 64)]
+)
 def test_what_a_lora_adds_is_within_the_sums_of_an_input_gradient(inner, outer, rank, num_threads):
     """Rounded once, and no row depends on others or on threads."""
     torch.manual_seed(0)
@@ -325,10 +400,15 @@ def test_what_a_lora_adds_is_within_the_sums_of_an_input_gradient(inner, outer, 
         before = onto.clone()
         total = onto[:, 8:]
         assert gradient_beside_low_rank(grad, weight, LowRankGradient(narrow, a), total) is total
-        torch.testing.assert_close(total, (before[:, 8:].double() + exact).bfloat16(), atol=1e-3, rtol=2**-7)
+        torch.testing.assert_close(
+            total, (before[:, 8:].double() + exact).bfloat16(), atol=1e-3, rtol=2**-7
+        )
         assert torch.equal(onto[:, :8], before[:, :8])
     torch.set_num_threads(1)
-    assert torch.equal(whole, gradient_beside_low_rank(grads[:, 8:], weight, LowRankGradient(narrows[:, 3:], a), None))
+    assert torch.equal(
+        whole,
+        gradient_beside_low_rank(grads[:, 8:], weight, LowRankGradient(narrows[:, 3:], a), None),
+    )
 
 
 @needs_kernels
@@ -349,19 +429,30 @@ def test_input_gradients_that_take_no_adapter_along_say_so():
 
 @needs_amx
 def test_gated_products_that_are_not_for_the_kernel_say_so():
-    x, weight, keep = torch.ones(128, 64).bfloat16(), torch.ones(128, 64).bfloat16(), torch.ones(2, 128, 64).bfloat16()
+    x, weight, keep = (
+        torch.ones(128, 64).bfloat16(),
+        torch.ones(128, 64).bfloat16(),
+        torch.ones(2, 128, 64).bfloat16(),
+    )
     assert gated_product(x, weight, None, (), keep.unbind()) is not None
     assert gated_product(x[:127], weight, None, (), keep[:, :127].unbind()) is None, "few rows"
-    assert gated_product(x, weight[:96], None, (), keep[:, :, :48].unbind()) is None, "halves of no whole tiles"
+    assert gated_product(x, weight[:96], None, (), keep[:, :, :48].unbind()) is None, (
+        "halves of no whole tiles"
+    )
     assert gated_product(x, weight, None, (), keep.float().unbind()) is None, "another dtype"
-    assert gated_product(x, weight, None, (), (keep[0], torch.ones(128, 65).bfloat16()[:, :64])) is None, "steps"
+    assert (
+        gated_product(x, weight, None, (), (keep[0], torch.ones(128, 65).bfloat16()[:, :64]))
+        is None
+    ), "steps"
 
 
 @needs_amx
 def test_a_neighbour_of_b_that_is_not_finite_reaches_its_own_column_alone():
     """Ranks are filled up with zeros, not with what comes after a row of B."""
     torch.manual_seed(0)
-    x, weight, narrow = (torch.randn(size, width).bfloat16() for size, width in ((128, 64), (64, 64), (128, 16)))
+    x, weight, narrow = (
+        torch.randn(size, width).bfloat16() for size, width in ((128, 64), (64, 64), (128, 16))
+    )
     b = torch.randn(64, 16).bfloat16()
     b[5] = float("inf")
     found = product_and_low_rank(x, weight, None, [LowRankRows(narrow, b)])
@@ -372,7 +463,11 @@ def test_a_neighbour_of_b_that_is_not_finite_reaches_its_own_column_alone():
 @needs_kernels
 def test_products_that_take_no_adapter_along_say_so():
     torch.set_num_threads(1)
-    x, weight, narrow = torch.ones(256, 64).bfloat16(), torch.ones(64, 64).bfloat16(), torch.ones(256, 8).bfloat16()
+    x, weight, narrow = (
+        torch.ones(256, 64).bfloat16(),
+        torch.ones(64, 64).bfloat16(),
+        torch.ones(256, 8).bfloat16(),
+    )
     added = LowRankRows(narrow, torch.ones(64, 8).bfloat16())
     fits = KERNELS.has_amx
     assert (product_and_low_rank(x, weight, None, [added]) is not None) == fits
@@ -394,7 +489,13 @@ def vector_product(x, weight, bias, num_threads, *, name="vector_product"):
     y, more = torch.full((len(x), len(weight)), float("nan")).to(x.dtype), list[int]()
     if x.dtype == torch.float32:
         name, more = "float32_product", [FEW_FLOAT32_ROWS]
-    addresses = (x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
+    addresses = (
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+    )
     getattr(KERNELS, name)(*addresses, *x.shape, len(weight), *more, num_threads)
     return y
 
@@ -407,7 +508,14 @@ def int8_pair_product(x, weight, bias, num_threads):
     y = torch.full((len(x), weight.shape[0]), float("nan")).bfloat16()
     values, scales = weight.tensors()
     KERNELS.int8_pair_product(
-        *(x.data_ptr(), x.stride(0), values.data_ptr(), scales.data_ptr(), bias.data_ptr(), y.data_ptr()),
+        *(
+            x.data_ptr(),
+            x.stride(0),
+            values.data_ptr(),
+            scales.data_ptr(),
+            bias.data_ptr(),
+            y.data_ptr(),
+        ),
         *(*x.shape, weight.shape[0], num_threads),
     )
     return y
@@ -415,7 +523,9 @@ def int8_pair_product(x, weight, bias, num_threads):
 
 @needs_pairs
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-@pytest.mark.parametrize(("inner", "outer"), [(32, 32), (96, 64), (64, 96), (576, 960), (1536, 544)])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(32, 32), (96, 64), (64, 96), (576, 960), (1536, 544)]
+)
 def test_input_gradients_of_few_rows_by_pairs(inner, outer, num_threads):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
@@ -430,8 +540,12 @@ def test_input_gradients_of_few_rows_by_pairs(inner, outer, num_threads):
         assert torch.equal(found, whole[:n]), "whatever other rows are there"
         exact, before = exact + onto.double(), torch.cat([wide_onto[:n, :8], onto], dim=1)
         added = products.input_gradient(grad, weight, before[:, 8:])
-        assert added.data_ptr() == before[:, 8:].data_ptr() and torch.equal(before[:, :8], wide_onto[:n, :8])
-        assert ((added.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * sizes).all(), "rounded once"
+        assert added.data_ptr() == before[:, 8:].data_ptr() and torch.equal(
+            before[:, :8], wide_onto[:n, :8]
+        )
+        assert ((added.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * sizes).all(), (
+            "rounded once"
+        )
 
 
 @needs_pairs
@@ -456,7 +570,9 @@ def test_products_of_few_rows_with_int8_weights_by_pairs(inner, outer, num_threa
 
 @needs_pairs
 @pytest.mark.parametrize("num_threads", [1, 2, 5, 8])
-@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (24, 90), (37, 41), (45, 2), (129, 64), (300, 31), (896, 65)])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(1, 1), (24, 90), (37, 41), (45, 2), (129, 64), (300, 31), (896, 65)]
+)
 def test_products_of_few_rows_by_pairs(inner, outer, num_threads):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
@@ -470,10 +586,16 @@ def test_products_of_few_rows_by_pairs(inner, outer, num_threads):
             (pair_product(x, weight, None, num_threads), exact),
             (pair_product(x, weight, bias, num_threads), exact + bias.double()),
         ):
-            assert ((found.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * sizes).all()
-        assert torch.equal(pair_product(x, weight, bias, num_threads), whole[:n]), "whatever other rows are there"
+            assert (
+                (found.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * sizes
+            ).all()
+        assert torch.equal(pair_product(x, weight, bias, num_threads), whole[:n]), (
+            "whatever other rows are there"
+        )
         last = wide[n - 1 : n, 3:]
-        assert torch.equal(pair_product(last, weight, bias, 1), whole[n - 1 : n]), "and however many threads"
+        assert torch.equal(pair_product(last, weight, bias, 1), whole[n - 1 : n]), (
+            "and however many threads"
+        )
     bad = wide[:, 3:].clone()
     bad[20, inner - 1] = float("nan")
     found = pair_product(bad, weight, bias, num_threads)
@@ -493,7 +615,8 @@ def vector_input_gradient(grad, weight, num_threads):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_threads", long_but(1, 5, of=[1, 2, 5, 8]))
 @pytest.mark.parametrize(
-    ("inner", "outer"), [(1, 1), (24, 90), (37, 41), (45, 2), (129, 64), (300, 31), (128, 475), (475, 128), (900, 65)]
+    ("inner", "outer"),
+    [(1, 1), (24, 90), (37, 41), (45, 2), (129, 64), (300, 31), (128, 475), (475, 128), (900, 65)],
 )
 def test_products_in_float32(inner, outer, num_threads, dtype):
     torch.manual_seed(0)
@@ -504,13 +627,18 @@ def test_products_in_float32(inner, outer, num_threads, dtype):
     for n in (1, 2, 3, 4, 5, 7, 10, 11, 17, 28, 29, 64, 130, 257, 530):
         x, grad = wide[:n, 3:], wide_grad[:n, 5:]  # rows of wider tensors
         exact, exact_grad = x.double() @ weight.double().T, grad.double() @ weight.double()
-        sizes, grad_sizes = x.double().abs() @ weight.double().abs().T, grad.double().abs() @ weight.double().abs()
+        sizes, grad_sizes = (
+            x.double().abs() @ weight.double().abs().T,
+            grad.double().abs() @ weight.double().abs(),
+        )
         for found, expected, size in (
             (vector_product(x, weight, None, num_threads), exact, sizes),
             (vector_product(x, weight, bias, num_threads), exact + bias.double(), sizes),
             (vector_input_gradient(grad, weight, num_threads), exact_grad, grad_sizes),
         ):
-            assert ((found.double() - expected).abs() <= rounding * expected.abs() + 1e-6 * size).all()
+            assert (
+                (found.double() - expected).abs() <= rounding * expected.abs() + 1e-6 * size
+            ).all()
 
 
 @needs_kernels
@@ -526,11 +654,17 @@ def test_a_row_does_not_depend_on_others_or_threads(dtype):
     for num_threads in (1, 2, 4, 5):
         torch.set_num_threads(num_threads)
         for first, last in ((0, 290), (0, 17), (5, 70), (160, 290)):
-            assert torch.equal(vector_product(x[first:last], weight, bias, num_threads), product[first:last])
+            assert torch.equal(
+                vector_product(x[first:last], weight, bias, num_threads), product[first:last]
+            )
         for first, last in ((0, 1), (3, 7), (5, 70), (160, 290)):
-            assert torch.equal(vector_input_gradient(grad[first:last], weight, num_threads), gradient[first:last])
+            assert torch.equal(
+                vector_input_gradient(grad[first:last], weight, num_threads), gradient[first:last]
+            )
         for first, last in ((7, 8), (20, 22), (30, 30 + few), (40, 43), (50, 50 + min(few, 7))):
-            assert torch.equal(vector_product(x[first:last], weight, bias, num_threads), product_of_few[first:last])
+            assert torch.equal(
+                vector_product(x[first:last], weight, bias, num_threads), product_of_few[first:last]
+            )
     x[20, 400] = grad[20, 299] = float("nan")
     found = vector_product(x, weight, bias, 2), vector_input_gradient(grad, weight, 2)
     others = [*range(20), *range(21, 290)]
@@ -548,7 +682,9 @@ def test_float32_products_of_a_job_do_not_depend_on_other_rows():
         assert torch.equal(CPU.product(x[:n], weight), product[:n])
         assert torch.equal(CPU.input_gradient(grad[:n], weight), gradient[:n])
         onto = torch.ones(n, 257)
-        assert CPU.input_gradient(grad[:n], weight, onto) is onto and torch.equal(onto, gradient[:n] + 1)
+        assert CPU.input_gradient(grad[:n], weight, onto) is onto and torch.equal(
+            onto, gradient[:n] + 1
+        )
 
 
 @needs_kernels
@@ -561,13 +697,17 @@ def test_products_with_a_matrix_of_low_rank(n, width, rank, num_threads):
     torch.set_num_threads(num_threads)
     low_rank = LowRankProducts(KERNELS)
     x = torch.randn(n, width + 8).bfloat16()[:, :width]  # rows of a wider tensor
-    narrow, a, b = (torch.randn(shape).bfloat16() for shape in ((n, rank), (rank, width), (width, rank)))
+    narrow, a, b = (
+        torch.randn(shape).bfloat16() for shape in ((n, rank), (rank, width), (width, rank))
+    )
     for matrix, transposed in ((a, True), (b, False)):
         exact = x.double() @ (matrix.T if transposed else matrix).double()
         y = low_rank.to_low_rank(x, matrix, transposed=transposed)
         torch.testing.assert_close(y, exact.bfloat16(), atol=1e-3, rtol=2**-7)
     for matrix, transposed in ((a, False), (b, True)):
-        total = torch.randn(n, width + 8).bfloat16()[:, 8:]  # as where several sites' outputs are one tensor
+        total = torch.randn(n, width + 8).bfloat16()[
+            :, 8:
+        ]  # as where several sites' outputs are one tensor
         exact = total.double() + narrow.double() @ (matrix.T if transposed else matrix).double()
         assert low_rank.add_from_low_rank(total, narrow, matrix, transposed=transposed)
         torch.testing.assert_close(total, exact.bfloat16(), atol=1e-3, rtol=2**-7)
@@ -591,13 +731,17 @@ def test_products_with_a_matrix_of_low_rank(n, width, rank, num_threads):
 def test_rows_of_many_adapters_are_one_call_that_gives_each_what_it_gets_alone(
     by_tiles, num_threads, sizes, width, rank
 ):
-    """To the last bit, NaN among the others or not; and of an adapter whose factor is NaN, its own rows alone."""
+    """To the last bit, NaN among the others or not; and of an adapter whose factor is NaN, its own
+    rows alone."""
     if by_tiles and not KERNELS.has_tiles:
         pytest.skip("this processor has none")
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
     kinds = ("", "vector_")[not by_tiles]
-    kernels = {f"{kinds}{name}": getattr(KERNELS, f"{kinds}{name}") for name in ("to_low_rank", "from_low_rank")}
+    kernels = {
+        f"{kinds}{name}": getattr(KERNELS, f"{kinds}{name}")
+        for name in ("to_low_rank", "from_low_rank")
+    }
     gradient = "add_low_rank_gradient" if by_tiles else "vector_low_rank_gradient"
     kernels[gradient] = getattr(KERNELS, gradient)
     calls: list[str] = []
@@ -608,10 +752,19 @@ def test_rows_of_many_adapters_are_one_call_that_gives_each_what_it_gets_alone(
     library: Any = SimpleNamespace(has_tiles=by_tiles, **{name: counted(name) for name in kernels})
     low_rank = LowRankProducts(library)
     rows, num_rows = AdapterRows(sizes, torch.device("cpu")), sum(sizes)
-    x, narrow = torch.randn(num_rows, width + 8).bfloat16()[:, 8:], torch.randn(num_rows, rank + 3).bfloat16()[:, :rank]
+    x, narrow = (
+        torch.randn(num_rows, width + 8).bfloat16()[:, 8:],
+        torch.randn(num_rows, rank + 3).bfloat16()[:, :rank],
+    )
     for transposed in (False, True):
-        shapes = ((rank, width) if transposed else (width, rank), (width, rank) if transposed else (rank, width))
-        down, up = (Grouped(tensors=tuple(torch.randn(shape).bfloat16() for _ in sizes), rows=rows) for shape in shapes)
+        shapes = (
+            (rank, width) if transposed else (width, rank),
+            (width, rank) if transposed else (rank, width),
+        )
+        down, up = (
+            Grouped(tensors=tuple(torch.randn(shape).bfloat16() for _ in sizes), rows=rows)
+            for shape in shapes
+        )
         down.tensors[1].fill_(float("nan"))
         up.tensors[1].fill_(float("nan"))
         sums = Grouped(tensors=tuple(torch.randn(shapes[1]) for _ in sizes), rows=rows)
@@ -622,16 +775,27 @@ def test_rows_of_many_adapters_are_one_call_that_gives_each_what_it_gets_alone(
         y = low_rank.to_low_rank(x, down, transposed=transposed)
         assert low_rank.add_from_low_rank(total, narrow, up, transposed=transposed)
         apart = JoinedRows(tensors=bad.split(sizes))
-        assert low_rank.add_low_rank_gradient(sums, narrow, apart if transposed else bad, transposed=transposed)
+        assert low_rank.add_low_rank_gradient(
+            sums, narrow, apart if transposed else bad, transposed=transposed
+        )
         made = low_rank.from_low_rank(narrow, up, transposed=transposed)
         assert len(calls) == 4
         for i, own in enumerate(rows.slices):
             alone, base = x[own].clone(), before[i].clone()
-            assert low_rank.add_from_low_rank(alone, narrow[own], up.tensors[i], transposed=transposed)
-            assert low_rank.add_low_rank_gradient(base, narrow[own], bad[own], transposed=transposed)
+            assert low_rank.add_from_low_rank(
+                alone, narrow[own], up.tensors[i], transposed=transposed
+            )
+            assert low_rank.add_low_rank_gradient(
+                base, narrow[own], bad[own], transposed=transposed
+            )
             found = low_rank.to_low_rank(x[own], down.tensors[i], transposed=transposed)
             wide = low_rank.from_low_rank(narrow[own], up.tensors[i], transposed=transposed)
-            for one, other in ((y[own], found), (total[own], alone), (made[own], wide), (sums.tensors[i], base)):
+            for one, other in (
+                (y[own], found),
+                (total[own], alone),
+                (made[own], wide),
+                (sums.tensors[i], base),
+            ):
                 assert one.isnan().all() if i == 1 else torch.equal(one, other)
     assert low_rank.to_low_rank(x[1:], down, transposed=True) is None, "other rows"
     gaps = Grouped(tensors=(*down.tensors[:-1], down.tensors[-1].T.contiguous().T), rows=rows)
@@ -672,8 +836,14 @@ def test_products_that_the_kernels_by_tiles_are_not_for_go_the_other_way():
             torch.testing.assert_close(one.float(), other, **tolerance)
 
     for n, inner, outer in ((4, 72, 96), (4, 96, 72), (300, 96, 96), (9, 16, 16), (9, 100, 16)):
-        check(*(torch.randn(shape).bfloat16() for shape in ((n, inner), (outer, inner), (n, outer))))
-    check(torch.randn(4, 96).bfloat16(), torch.randn(96, 96).bfloat16().T, torch.randn(4, 96).bfloat16())
+        check(
+            *(torch.randn(shape).bfloat16() for shape in ((n, inner), (outer, inner), (n, outer)))
+        )
+    check(
+        torch.randn(4, 96).bfloat16(),
+        torch.randn(96, 96).bfloat16().T,
+        torch.randn(4, 96).bfloat16(),
+    )
     check(torch.randn(4, 96), torch.randn(96, 96), torch.randn(4, 96))
     check(torch.randn(4, 96), torch.randn(16, 96), torch.randn(4, 16))
     x, narrow, part = (torch.randn(shape).bfloat16() for shape in ((4, 96), (4, 16), (16, 100)))
@@ -686,9 +856,13 @@ def test_products_that_the_kernels_by_tiles_are_not_for_go_the_other_way():
     total = torch.zeros(16, 96)
     assert not low_rank.add_low_rank_gradient(total, narrow, x[:3], transposed=False), "other rows"
     assert not low_rank.add_low_rank_gradient(total.T, narrow, x, transposed=True), "gaps"
-    assert not low_rank.add_low_rank_gradient(total.bfloat16(), narrow, x, transposed=False), "another dtype"
+    assert not low_rank.add_low_rank_gradient(total.bfloat16(), narrow, x, transposed=False), (
+        "another dtype"
+    )
     assert not total.any()
-    assert not low_rank.add_from_low_rank(x.float(), narrow, part[:, :96].contiguous(), transposed=False)
+    assert not low_rank.add_from_low_rank(
+        x.float(), narrow, part[:, :96].contiguous(), transposed=False
+    )
 
 
 def paged(lengths, num_heads, num_key_heads, width, block_tokens, dtype):
@@ -708,7 +882,9 @@ def paged(lengths, num_heads, num_key_heads, width, block_tokens, dtype):
 
 
 def attend_paged(backend, q, keys, values, pages, lengths, spec):
-    segments = [Segment(num_rows=1, num_keys=n, pages=own) for own, n in zip(pages, lengths, strict=True)]
+    segments = [
+        Segment(num_rows=1, num_keys=n, pages=own) for own, n in zip(pages, lengths, strict=True)
+    ]
     batch = backend.prepare_attention(segments, block_tokens=keys.shape[1])
     return backend.attention(q, keys, values, batch, spec)
 
@@ -738,8 +914,14 @@ def test_attention_reads_keys_in_their_pages(shape, sliding_window, num_threads,
     out, lse = attend_paged(CPU, q, keys, values, pages, lengths, spec)
     assert out.shape == q.shape and out.dtype == dtype and lse.dtype == torch.float32
     for i, (row, length) in enumerate(zip(pages, lengths, strict=True)):
-        own = [x[row].flatten(0, 1)[:length].view(length, num_key_heads, width).double() for x in (keys, values)]
-        k, v = (x[-(sliding_window or length) :].repeat_interleave(num_heads // num_key_heads, 1) for x in own)
+        own = [
+            x[row].flatten(0, 1)[:length].view(length, num_key_heads, width).double()
+            for x in (keys, values)
+        ]
+        k, v = (
+            x[-(sliding_window or length) :].repeat_interleave(num_heads // num_key_heads, 1)
+            for x in own
+        )
         scores = torch.einsum("hd,khd->hk", q[i].double(), k) * spec.scale
         exact = torch.einsum("hk,khd->hd", scores.softmax(-1), v)
         tolerance = 3e-6 if dtype == torch.float32 else 4e-3  # bfloat16: of rounding what comes out
@@ -769,13 +951,17 @@ def test_other_pages_take_the_plain_way(case):
     keys, values = keys.nan_to_num(), values.nan_to_num()
     if case == "strides":
         keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
-    results = [attend_paged(x, q, keys, values, pages, lengths, AttentionSpec(scale=0.2)) for x in (PLAIN, CPU)]
+    results = [
+        attend_paged(x, q, keys, values, pages, lengths, AttentionSpec(scale=0.2))
+        for x in (PLAIN, CPU)
+    ]
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.fixture
 def afresh(monkeypatch, tmp_path):
-    """A process that has not asked for kernels yet, with a cache of its own; they compile faster than they run."""
+    """A process that has not asked for kernels yet, with a cache of its own; they compile faster
+    than they run."""
     flags = tuple("-O0" if flag == "-O3" else flag for flag in cpu_library.FLAGS)
     monkeypatch.setattr(cpu_library, "FLAGS", flags)
     monkeypatch.delenv("COSERVE_KERNELS", raising=False)
@@ -836,7 +1022,9 @@ def test_a_damaged_library_is_compiled_again(kept, damage):
 def test_a_library_that_others_could_have_written_is_not_loaded(kept, tmp_path, caplog, opened):
     directory = kept.parent
     foreign = tmp_path / "foreign.so"
-    foreign.write_bytes(kept.read_bytes() + b"whatever")  # a library for all that, and of the right name
+    foreign.write_bytes(
+        kept.read_bytes() + b"whatever"
+    )  # a library for all that, and of the right name
     kept.unlink()
     made_of = kept.stem.rpartition("-")[0]
     foreign = foreign.rename(directory / f"{made_of}-{cpu_library._digest(foreign)}.so")
@@ -845,7 +1033,9 @@ def test_a_library_that_others_could_have_written_is_not_loaded(kept, tmp_path, 
         assert compiled.compiled_kernels() is not None
     assert f"another user can write {foreign}, so it is not loaded" in caplog.text
     assert kept.exists(), "it has been compiled anew"
-    assert foreign.exists() == (opened == "the file"), "nor is it loaded later, once the directory is closed"
+    assert foreign.exists() == (opened == "the file"), (
+        "nor is it loaded later, once the directory is closed"
+    )
     assert directory.stat().st_mode & 0o077 == kept.stat().st_mode & 0o077 == 0
 
 
@@ -875,7 +1065,14 @@ def test_kernels_are_those_of_this_processor_and_source(afresh):
 @pytest.mark.parametrize("processor", ["x86-64", "bdver2", "haswell", "sapphirerapids"])
 def test_kernels_can_be_compiled_for_every_kind_of_processor(processor):
     """With AMX and AVX-512, with AVX2, with FMA and no AVX2, and with nothing of that."""
-    flags = ["-std=c++17", "-fopenmp", "-fsyntax-only", "-Wno-psabi", f"-march={processor}", f"-I{cpu_library.SOURCES}"]
+    flags = [
+        "-std=c++17",
+        "-fopenmp",
+        "-fsyntax-only",
+        "-Wno-psabi",
+        f"-march={processor}",
+        f"-I{cpu_library.SOURCES}",
+    ]
     sources = map(str, cpu_library.source_files())
     result = subprocess.run(["g++", *flags, *sources], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
@@ -887,7 +1084,9 @@ def test_the_environment_may_ask_for_the_plain_kernels(afresh, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails", "a cache that is a file"])
+@pytest.mark.parametrize(
+    "fault", ["no compiler", "a compiler that fails", "a cache that is a file"]
+)
 def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, tmp_path, fault):
     if compiled._openmp() is None:
         pytest.skip("PyTorch has no OpenMP of GNU's")
@@ -907,7 +1106,8 @@ def test_without_kernels_the_plain_ones_run_and_a_line_says_why(afresh, caplog, 
 
 
 def test_the_header_states_the_arguments_of_every_kernel():
-    """The compiler holds the definitions against it; the library has whatever this processor can run."""
+    """The compiler holds the definitions against it; the library has whatever this processor can
+    run."""
     found = compiled.signatures()
     assert len(found) == 54 and all(found.values())
     header = (cpu_library.SOURCES / "kernels.h").read_text()
@@ -915,11 +1115,17 @@ def test_the_header_states_the_arguments_of_every_kernel():
         paths = re.findall(r"[\w/]+\.cpp", group.partition("\n")[0])
         sources = "".join((cpu_library.SOURCES / path).read_text() for path in paths)
         for name in re.findall(r"^void (\w+)", group, re.MULTILINE):
-            definitions = (f'extern "C" void {name}(', f"PAGED_ATTENTION({name}", f"INT8_PRODUCT({name}")
+            definitions = (
+                f'extern "C" void {name}(',
+                f"PAGED_ATTENTION({name}",
+                f"INT8_PRODUCT({name}",
+            )
             assert any(each in sources for each in definitions), f"{name} in {paths}"
 
 
-@pytest.mark.parametrize(("folder", "guard"), [("amx", "HAS_AMX"), ("avx512", "HAS_PAIRS"), ("tiles", "HAS_TILES")])
+@pytest.mark.parametrize(
+    ("folder", "guard"), [("amx", "HAS_AMX"), ("avx512", "HAS_PAIRS"), ("tiles", "HAS_TILES")]
+)
 def test_a_folder_says_which_instructions_its_kernels_need(folder, guard):
     for path in (cpu_library.SOURCES / folder).glob("*.cpp"):
         says_what_there_is = path.name == "tiles.cpp"
@@ -928,18 +1134,28 @@ def test_a_folder_says_which_instructions_its_kernels_need(folder, guard):
 
 @pytest.mark.long
 @needs_kernels
-def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_loaded(kept, afresh, caplog):
+def test_a_kernel_that_is_declared_and_not_there_is_found_when_the_library_is_loaded(
+    kept, afresh, caplog
+):
     declared = compiled.signatures()
     amx = {"int8_product_by_tiles", "cross_entropy_of_columns", "cross_entropy_gradient_of_columns"}
     amx |= {"cross_entropy_input_gradient_of_columns", "wide_product", "wide_product_and_low_rank"}
-    amx |= {"tile_input_gradient", "product_onto", "gated_product", "wide_product_onto", "wide_gated_product"}
+    amx |= {
+        "tile_input_gradient",
+        "product_onto",
+        "gated_product",
+        "wide_product_onto",
+        "wide_gated_product",
+    }
     amx |= {"paged_attention_by_tiles"}
     tiles = {"attention_forward", "attention_backward", "attend_in_pieces", "product"}
     tiles |= {"to_low_rank", "from_low_rank", "add_low_rank_gradient"}
     assert compiled.kernels_for("tiles") == tiles <= declared.keys()
     assert compiled.kernels_for("AMX") == amx <= declared.keys()
     assert (
-        compiled.kernels_for("pairs") == {"pair_product", "int8_pair_product", "pair_input_gradient"} <= declared.keys()
+        compiled.kernels_for("pairs")
+        == {"pair_product", "int8_pair_product", "pair_input_gradient"}
+        <= declared.keys()
     )
     afresh.setattr(compiled, "signatures", lambda: {**declared, "softmax": [ctypes.c_void_p]})
     with caplog.at_level(logging.WARNING):
@@ -960,7 +1176,10 @@ def test_flags_of_ones_own_make_other_kernels_and_other_profiles(kept, afresh, c
     compiled.forget_kernels()
     with caplog.at_level(logging.WARNING):
         assert compiled.compiled_kernels() is None
-    assert "the CPU kernels could not be compiled, so the slower plain ones run: No closing quotation" in caplog.text
+    assert (
+        "the CPU kernels could not be compiled, so the slower plain ones run: No closing quotation"
+        in caplog.text
+    )
 
 
 @needs_kernels

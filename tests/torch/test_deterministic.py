@@ -1,4 +1,5 @@
-"""A deterministic engine: what comes of a request or a job is the same bit for bit, whatever runs beside it."""
+"""A deterministic engine: what comes of a request or a job is the same bit for bit, whatever runs
+beside it."""
 
 from pathlib import Path
 from typing import Any
@@ -41,29 +42,47 @@ def ask(engine: Engine, index: int) -> None:
 
 
 def answers(engine: Engine) -> tuple[dict[str, list[Any]], int]:
-    """Tokens with log-probabilities by request, those of prompts too; and how many tokens were cached."""
+    """Tokens with log-probabilities by request, those of prompts too; and how many tokens were
+    cached."""
     found: dict[str, list[Any]] = {}
     num_cached = 0
     for event in drain(engine):
         if isinstance(event, Chunk) and event.request.isdigit():
             lines = (*event.prompt_logprobs, *event.logprobs)
-            found.setdefault(event.request, []).extend((each.token, each.logprob, each.top) for each in lines)
+            found.setdefault(event.request, []).extend(
+                (each.token, each.logprob, each.top) for each in lines
+            )
             num_cached += event.num_cached_tokens if event.finish_reason else 0
     return found, num_cached
 
 
 def add_company(engine: Engine, seed: int) -> None:
     for index, prompt in enumerate(prompts_of((1, 9, 26), seed)):
-        engine.add(prompt, greedy(5 + index), adapter="helpful" if index % 2 else None, request_id=f"other-{index}")
+        engine.add(
+            prompt,
+            greedy(5 + index),
+            adapter="helpful" if index % 2 else None,
+            request_id=f"other-{index}",
+        )
 
 
 def submit(engine: Engine) -> None:
     config = TuningConfig(
-        num_epochs=1, batch_size=4, seed=3, optimizer=OptimizerConfig(learning_rate=1e-2), evaluate_every_steps=2
+        num_epochs=1,
+        batch_size=4,
+        seed=3,
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        evaluate_every_steps=2,
     )
     adapter = LoraConfig(r=4, target_modules="all-linear", dropout=0.1)
     validation = examples_of([11, 34], 9)
-    engine.submit(examples_of([9, 30, 7, 41, 22, 13]), config, adapter=adapter, name="mine", validation=validation)
+    engine.submit(
+        examples_of([9, 30, 7, 41, 22, 13]),
+        config,
+        adapter=adapter,
+        name="mine",
+        validation=validation,
+    )
 
 
 def trained(engine: Engine, directory: Path) -> tuple[dict[str, torch.Tensor], list[Any]]:
@@ -73,7 +92,11 @@ def trained(engine: Engine, directory: Path) -> tuple[dict[str, torch.Tensor], l
         events += [event for event in engine.step() if not isinstance(event, Chunk)]
         engine.check_integrity()
     engine.save_adapter("mine", directory)
-    said = [(event.kind, event.step, event.loss, event.norm) for event in events if event.kind != "pack_dropped"]
+    said = [
+        (event.kind, event.step, event.loss, event.norm)
+        for event in events
+        if event.kind != "pack_dropped"
+    ]
     return load_file(directory / "adapter_model.safetensors"), said
 
 
@@ -121,7 +144,9 @@ def test_blocks_have_one_shape():
         return [{"y": each["x"] * each["w"]} for each in inputs]
 
     x, w = torch.arange(14.0).view(7, 2), torch.tensor([2.0, 3.0])
-    (one, other) = in_blocks(run, [{"x": x, "w": w}, {"x": x[:, :1], "w": w[:1]}], [["x"], ["x"]], 4)
+    (one, other) = in_blocks(
+        run, [{"x": x, "w": w}, {"x": x[:, :1], "w": w[:1]}], [["x"], ["x"]], 4
+    )
     assert torch.equal(one["y"], x * w)
     assert torch.equal(other["y"], x[:, :1] * 2)
     assert set(shapes) == {(4, 2), (4, 1)}

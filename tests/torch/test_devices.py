@@ -1,4 +1,5 @@
-"""A device by its messages alone, against transformers and PEFT: in this process, and in another one."""
+"""A device by its messages alone, against transformers and PEFT: in this process, and in another
+one."""
 
 import os
 import signal
@@ -53,7 +54,15 @@ from coserve.devices.messages import (
 from coserve.devices.process_device import ProcessDevice
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
-from coserve.devices.step_messages import LossRows, RequestRows, StepBatch, StepResult, Tasklets, Update, WindowRows
+from coserve.devices.step_messages import (
+    LossRows,
+    RequestRows,
+    StepBatch,
+    StepResult,
+    Tasklets,
+    Update,
+    WindowRows,
+)
 from coserve.devices.swap_messages import MovePages
 from coserve.devices.torch_device import TorchDevice
 from coserve.devices.torch_trainer import TorchTrainer
@@ -79,7 +88,10 @@ def make_device(backbone: Backbone | None = None) -> TorchDevice:
     backbone = backbone or make_backbone("llama")
     memory_bytes = NUM_PAGES * kv_page_bytes(backbone, BLOCK)
     return torch_device(
-        backbone, memory_bytes=memory_bytes, block_tokens=BLOCK, profile=roofline_profile(backbone, FAST)
+        backbone,
+        memory_bytes=memory_bytes,
+        block_tokens=BLOCK,
+        profile=roofline_profile(backbone, FAST),
     )
 
 
@@ -107,7 +119,9 @@ def process_device() -> Iterator[Device]:
 
 @pytest.fixture(params=["torch", "process"])
 def device(request) -> Device:
-    return request.getfixturevalue("process_device") if request.param == "process" else make_device()
+    return (
+        request.getfixturevalue("process_device") if request.param == "process" else make_device()
+    )
 
 
 @pytest.fixture
@@ -150,7 +164,9 @@ def test_pages_can_be_shared_with_an_earlier_request(driver):
     driver.open("first", greedy(1))
     first = driver.step(requests=[RequestRows("first", 0, prompt(12), pages, samples=True)])
     driver.open("second", greedy(1), pages=pages[:2])
-    rows = RequestRows("second", 2 * BLOCK, prompt(12)[2 * BLOCK :], driver.pages_for(4), samples=True)
+    rows = RequestRows(
+        "second", 2 * BLOCK, prompt(12)[2 * BLOCK :], driver.pages_for(4), samples=True
+    )
     second = driver.step(requests=[rows])
     assert second.tokens["second"].token == first.tokens["first"].token
 
@@ -184,13 +200,17 @@ def test_prompts_are_scored_and_the_likeliest_reported(driver):
 
 def test_penalties_count_what_the_device_chose_and_what_it_is_told(driver):
     """One that is opened again in the middle continues as one that was not interrupted."""
-    params = SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.7, frequency_penalty=0.5)
+    params = SamplingParams(
+        max_tokens=8, temperature=0.0, repetition_penalty=1.7, frequency_penalty=0.5
+    )
     whole = driver.generate("whole", prompt(7), params)
     plain = driver.generate("plain", prompt(7), greedy(8))
     assert whole != plain
     driver.open("again", params, prompt=prompt(7), output=tuple(whole[:4]))
     tokens = [*prompt(7), *whole[:4]]
-    result = driver.step(requests=[RequestRows("again", 0, tuple(tokens), driver.pages_for(20), True, place=4)])
+    result = driver.step(
+        requests=[RequestRows("again", 0, tuple(tokens), driver.pages_for(20), True, place=4)]
+    )
     assert result.tokens["again"].token == whole[4]
     result = driver.step(requests=[RequestRows("again", 11, (whole[4],), (), True, place=5)])
     assert result.tokens["again"].token == whole[5]
@@ -223,8 +243,8 @@ def open_from_peft(driver: Driver, config: TuningConfig = CONFIG):
 
 
 def test_a_pack_costs_what_it_costs_in_peft_and_an_update_moves_by_its_gradient(driver, tmp_path):
-    """AdamW's first step moves every parameter by the learning rate times the sign of its gradient, nearly; with SGD's
-    large eps, by the gradient itself.
+    """AdamW's first step moves every parameter by the learning rate times the sign of its gradient,
+    nearly; with SGD's large eps, by the gradient itself.
     """
     config = TuningConfig(optimizer=OptimizerConfig(learning_rate=1e6, eps=1e6, max_grad_norm=0.0))
     opened = open_from_peft(driver, config)
@@ -258,7 +278,9 @@ def saved(driver: Driver, directory: Path, job: str = "job") -> dict[str, torch.
 
 def test_an_evaluation_measures_the_loss_and_leaves_no_gradient(driver, tmp_path):
     opened = driver.open_trainer("job", CONFIG, adapter=LORA)
-    assert len(opened.training) == len(opened.evaluation) == 1 + 1 + 3, "workspace, embedding, three blocks"
+    assert len(opened.training) == len(opened.evaluation) == 1 + 1 + 3, (
+        "workspace, embedding, three blocks"
+    )
     assert opened.trained_parts == 3 and opened.counts.num_parameters > 0
     before = saved(driver, tmp_path)
     driver.begin("job", opened, SEQUENCES, evaluate=True)
@@ -298,11 +320,20 @@ def test_a_mixed_step_gives_what_its_pieces_give_alone(driver):
     driver.begin("job", opened, SEQUENCES)
     driver.open("r", greedy(1))
     rows = RequestRows("r", 0, prompt(11), driver.pages_for(11), samples=True)
-    result = driver.step(requests=[rows], windows=[WindowRows("job", NUM_ROWS)], tasklets=[Tasklets("other", 10, 2)])
+    result = driver.step(
+        requests=[rows], windows=[WindowRows("job", NUM_ROWS)], tasklets=[Tasklets("other", 10, 2)]
+    )
     assert (result.tokens["r"].token,) == expected_tokens(prompt(11), 1)
     assert result.num_tasklets == {"other": 2} and not result.packs
-    result = driver.step(losses=[LossRows("job", NUM_TRAINED)], tasklets=[Tasklets("other", 1000, 3)])
-    assert result.packs.keys() == {"other"} and result.loss_s > 0 and result.backward_s > 0 and not result.update_s > 1
+    result = driver.step(
+        losses=[LossRows("job", NUM_TRAINED)], tasklets=[Tasklets("other", 1000, 3)]
+    )
+    assert (
+        result.packs.keys() == {"other"}
+        and result.loss_s > 0
+        and result.backward_s > 0
+        and not result.update_s > 1
+    )
     result = driver.step(tasklets=[Tasklets("job", 1000, 3)])
     assert result.packs["job"].loss == pytest.approx(alone, rel=1e-6)
 
@@ -322,16 +353,22 @@ def test_tasklets_stop_at_the_time_limit_but_for_the_steps_first(driver):
 
 
 def test_tasklets_of_a_group_run_together_and_who_is_ahead_waits(driver, tmp_path):
-    """Each job's losses and gradient are those of its run alone; three jobs, of which two have equal adapters."""
+    """Each job's losses and gradient are those of its run alone; three jobs, of which two have
+    equal adapters."""
     jobs = {"a": LORA, "b": LORA, "c": {**LORA, "r": 2, "target_modules": ["q_proj", "down_proj"]}}
     packs = {"a": SEQUENCES, "b": SEQUENCES[:1], "c": SEQUENCES[1:]}
     num_rows = {job: sum(len(tokens) for tokens, _ in pack) for job, pack in packs.items()}
     num_trained = {job: sum(sum(trained[1:]) for _, trained in pack) for job, pack in packs.items()}
-    opened = {job: driver.open_trainer(job, CONFIG, adapter=adapter) for job, adapter in jobs.items()}
+    opened = {
+        job: driver.open_trainer(job, CONFIG, adapter=adapter) for job, adapter in jobs.items()
+    }
     alone = {job: driver.train(job, opened[job], packs[job]).packs[job] for job in jobs}
     updates = [Update(job, num_trained[job], 1) for job in jobs]
     norms = driver.step(updates=updates).norms
-    opened = {f"{job}2": driver.open_trainer(f"{job}2", CONFIG, adapter=adapter) for job, adapter in jobs.items()}
+    opened = {
+        f"{job}2": driver.open_trainer(f"{job}2", CONFIG, adapter=adapter)
+        for job, adapter in jobs.items()
+    }
     for job, trainer in opened.items():
         driver.begin(job, trainer, packs[job[0]])
     driver.step(windows=[WindowRows(job, num_rows[job[0]]) for job in opened])
@@ -346,7 +383,10 @@ def test_tasklets_of_a_group_run_together_and_who_is_ahead_waits(driver, tmp_pat
     assert done.num_tasklets == {"a2": 2, "b2": 2, "c2": 3 * num_windows - 1}
     for job, sums in alone.items():
         together = done.packs[f"{job}2"]
-        assert together.loss == pytest.approx(sums.loss, rel=1e-6) and together.num_correct == sums.num_correct
+        assert (
+            together.loss == pytest.approx(sums.loss, rel=1e-6)
+            and together.num_correct == sums.num_correct
+        )
     updated = driver.step(updates=[Update(f"{job}2", num_trained[job], 1) for job in jobs])
     for job, norm in norms.items():
         assert updated.norms[f"{job}2"] == pytest.approx(norm, rel=1e-5)
@@ -367,7 +407,9 @@ def test_a_device_counts_each_command_that_it_answers_but_those_done_beside_step
         driver.device.execute(OpenVersion("v", "/nowhere"))
     assert num_answered() == before + 4, "it comes beside steps"
     with pytest.raises(Exception, match="none"):
-        driver.step(commands=[DropVersion("none"), PublishVersion("none", "v"), DropVersion("none")])
+        driver.step(
+            commands=[DropVersion("none"), PublishVersion("none", "v"), DropVersion("none")]
+        )
     assert num_answered() == before + 6, "the last one has not been reached"
 
 
@@ -413,7 +455,9 @@ def test_a_result_that_nobody_took_is_never_the_next_steps(driver):
     forgotten = RequestRows("r", 0, prompt(5), driver.pages_for(11), samples=True)
     driver.device.submit(StepBatch(step=7, requests=(forgotten,)))
     rows = RequestRows("r", 0, prompt(11), samples=True)
-    driver.device.submit(StepBatch(step=7, requests=(rows,)))  # numbers of steps that failed are used again
+    driver.device.submit(
+        StepBatch(step=7, requests=(rows,))
+    )  # numbers of steps that failed are used again
     assert (driver.device.collect().tokens["r"].token,) == expected_tokens(prompt(11), 1)
 
 
@@ -475,7 +519,9 @@ def test_running_out_of_memory_is_a_result(monkeypatch, tmp_path):
     updates = [Update("a", NUM_TRAINED, 1), Update("b", NUM_TRAINED, 1)]
     result = driver.try_step(updates=updates, requests=[rows], windows=[WindowRows("c", 10)])
     assert result.failure.message == "CUDA out of memory. Tried to allocate"
-    assert result.failure.broken_update == "b" and result.norms.keys() == {"a"} and not result.tokens
+    assert (
+        result.failure.broken_update == "b" and result.norms.keys() == {"a"} and not result.tokens
+    )
     monkeypatch.setattr(TorchTrainer, "update", real_update)
 
     def finish_window(self, hidden):
@@ -504,7 +550,9 @@ def test_numbers_are_read_one_by_one_where_there_is_no_memory_to_put_them_togeth
     driver.train("job", opened, SEQUENCES)
     driver.open("r", greedy(1, logprobs=2))
     rows = RequestRows("r", 0, prompt(11), driver.pages_for(11), samples=True)
-    driver.device.submit(StepBatch(step=0, updates=(Update("job", NUM_TRAINED, 1),), requests=(rows,)))
+    driver.device.submit(
+        StepBatch(step=0, updates=(Update("job", NUM_TRAINED, 1),), requests=(rows,))
+    )
 
     def full(*args, **named):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -513,11 +561,14 @@ def test_numbers_are_read_one_by_one_where_there_is_no_memory_to_put_them_togeth
     result = driver.device.collect()
     monkeypatch.undo()
     assert result.failure is None and result.norms["job"] > 0
-    assert (result.tokens["r"].token,) == expected_tokens(prompt(11), 1) and len(result.tokens["r"].top) == 2
+    assert (result.tokens["r"].token,) == expected_tokens(prompt(11), 1) and len(
+        result.tokens["r"].top
+    ) == 2
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host of a GPU wait: values that decide something there, or how large a tensor is."""
+    """Counts what makes the host of a GPU wait: values that decide something there, or how large a
+    tensor is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -525,16 +576,25 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().split(".")[0].removeprefix("aten::")
-        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "item", "is_nonzero"):
+        if name in (
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+            "equal",
+            "item",
+            "is_nonzero",
+        ):
             self.seen.append(name)
         return func(*args, **(kwargs or {}))
 
 
 def test_a_step_asks_the_device_for_nothing_before_its_end():
-    """What is computed on the device is read in `collect`; `submit` could run far ahead of a GPU. On the plain kernels,
-    as on a GPU: those for CPUs check what they are given.
+    """What is computed on the device is read in `collect`; `submit` could run far ahead of a GPU.
+    On the plain kernels, as on a GPU: those for CPUs check what they are given.
     """
-    driver = Driver(make_device(load_backbone(str(model_directory("llama")), dtype="float32", kernels="plain")))
+    driver = Driver(
+        make_device(load_backbone(str(model_directory("llama")), dtype="float32", kernels="plain"))
+    )
     jobs = {name: driver.open_trainer(name, CONFIG, adapter=LORA) for name in ("u", "b", "l", "w")}
     driver.train("u", jobs["u"], SEQUENCES)
     for name in "blw":
@@ -550,7 +610,9 @@ def test_a_step_asks_the_device_for_nothing_before_its_end():
     }.items():
         driver.open(name, params, prompt=prompt(9))
         targets = prompt(9)[1:] if name == "greedy" else ()
-        rows.append(RequestRows(name, 0, prompt(9), driver.pages_for(9), samples=True, targets=targets))
+        rows.append(
+            RequestRows(name, 0, prompt(9), driver.pages_for(9), samples=True, targets=targets)
+        )
     with Waits() as waits:
         driver.device.submit(
             StepBatch(
@@ -573,7 +635,12 @@ def test_a_step_asks_the_device_for_nothing_before_its_end():
 
 def test_both_devices_tell_the_same_of_themselves(process_device):
     mine, its = make_device().info, process_device.info
-    assert msgspec.structs.replace(its, model=mine.model, threads=mine.threads, num_units=mine.num_units) == mine
+    assert (
+        msgspec.structs.replace(
+            its, model=mine.model, threads=mine.threads, num_units=mine.num_units
+        )
+        == mine
+    )
 
 
 def test_a_step_in_another_process_leaves_this_one_free(process_device, tmp_path):
@@ -626,9 +693,14 @@ def test_the_process_ends_with_the_one_that_started_it():
         "import sys, time; from test_devices import ProcessDevice, StepBatch, settings\n"
         "device = ProcessDevice(settings()); print(device.pid, flush=True); time.sleep(600)"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent), *sys.path])
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parent.parent), *sys.path]
+    )
     parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert parent.stdout is not None
     with parent.stdout:
@@ -636,7 +708,10 @@ def test_the_process_ends_with_the_one_that_started_it():
         parent.kill()
         parent.wait()
     for _ in range(200):
-        if not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes():
+        if (
+            not Path(f"/proc/{pid}/cmdline").exists()
+            or not Path(f"/proc/{pid}/cmdline").read_bytes()
+        ):
             return
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
@@ -650,7 +725,9 @@ def test_a_device_that_is_told_nonsense_ends():
     own, its = socket.socketpair()
     with own, its:
         command = [sys.executable, "-m", "coserve.devices.process_main", str(its.fileno())]
-        process = subprocess.Popen(command, pass_fds=(its.fileno(),), stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, pass_fds=(its.fileno(),), stderr=subprocess.PIPE, text=True
+        )
         own.sendall(NONSENSE)
         _, log = process.communicate(timeout=120)
     assert process.returncode == 1
@@ -706,7 +783,11 @@ def test_a_frame_that_was_sent_in_part_is_the_last():
 def test_batches_and_results_survive_the_wire():
     batch = StepBatch(
         step=7,
-        commands=(OpenRequest(request="r", params=SamplingParams(logit_bias={3: 1.5}, stop=("a",)), seed=2**62),),
+        commands=(
+            OpenRequest(
+                request="r", params=SamplingParams(logit_bias={3: 1.5}, stop=("a",)), seed=2**62
+            ),
+        ),
         requests=(RequestRows("r", 3, (1, 2), (5,), True, 2, (0,), 3, (4,)),),
         tasklets=(Tasklets("j", 5, 2),),
         backward_limit_s=0.25,
@@ -716,19 +797,27 @@ def test_batches_and_results_survive_the_wire():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult) == result
 
 
-def decode(driver: Driver, request: str, tokens: list[int], number: int, new_pages: tuple[int, ...] = ()) -> None:
+def decode(
+    driver: Driver, request: str, tokens: list[int], number: int, new_pages: tuple[int, ...] = ()
+) -> None:
     """Its prompt, if it has run none, then this many tokens, each added to `tokens`."""
     start = 0 if new_pages else len(tokens) - 1
     for place in range(number):
         rows = RequestRows(
-            request=request, start=start, tokens=tuple(tokens[start:]), new_pages=new_pages, samples=True, place=place
+            request=request,
+            start=start,
+            tokens=tuple(tokens[start:]),
+            new_pages=new_pages,
+            samples=True,
+            place=place,
         )
         start, new_pages = len(tokens), ()
         tokens.append(driver.step(requests=[rows]).tokens[request].token)
 
 
 def test_a_request_decodes_from_where_its_pages_have_moved_to_while_nothing_else_changes():
-    """What a device keeps of the same requests from step to step (page tables, say) knows of the move."""
+    """What a device keeps of the same requests from step to step (page tables, say) knows of the
+    move."""
     prompts = [random_tokens(11, seed).tolist() for seed in (1, 2)]
     driver = Driver(make_device())
     expected = driver.generate("alone", prompts[1], SamplingParams(temperature=0.0, max_tokens=7))
@@ -739,6 +828,8 @@ def test_a_request_decodes_from_where_its_pages_have_moved_to_while_nothing_else
     tokens = list(prompts[1])
     decode(driver, "second", tokens, 2, pages[1])
     driver.device.execute(MovePages(pages=pages[1], targets=pages[2]))
-    driver.device.execute(MovePages(pages=pages[0], targets=pages[1]))  # the first one's come into its place
+    driver.device.execute(
+        MovePages(pages=pages[0], targets=pages[1])
+    )  # the first one's come into its place
     decode(driver, "second", tokens, 5)
     assert tokens[len(prompts[1]) :] == expected

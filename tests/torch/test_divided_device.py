@@ -1,4 +1,5 @@
-"""A CPU that is divided: the forward pass beside losses and tasklets, each on threads of its own."""
+"""A CPU that is divided: the forward pass beside losses and tasklets, each on threads of its
+own."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,14 @@ from coserve import models
 from coserve.adapters import LoraConfig
 from coserve.devices.base import Device
 from coserve.devices.loading import torch_device as make_device
-from coserve.devices.step_messages import LossRows, RequestRows, StepResult, Tasklets, Update, WindowRows
+from coserve.devices.step_messages import (
+    LossRows,
+    RequestRows,
+    StepResult,
+    Tasklets,
+    Update,
+    WindowRows,
+)
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.recorded_lines import read_recording
@@ -54,7 +62,11 @@ def make_driver(*, deterministic: bool = False) -> Driver:
     backbone = make_backbone("llama")
     memory_bytes, profile = 3000 * kv_page_bytes(backbone, 4), roofline_profile(backbone, FAST)
     made = make_device(
-        backbone, memory_bytes=memory_bytes, block_tokens=4, profile=profile, deterministic=deterministic
+        backbone,
+        memory_bytes=memory_bytes,
+        block_tokens=4,
+        profile=profile,
+        deterministic=deterministic,
     )
     return Driver(made)
 
@@ -119,7 +131,12 @@ def test_answers_and_gradients_are_those_of_a_step_in_turns(driver, monkeypatch)
     sides = driver.step(requests=rows(driver), partition=HALVES, **work["sides"])
     assert (sides.tokens["r"].token,) == expected_tokens(PROMPT, 1)
     assert sides.num_tasklets == sides.num_beside == {"sides": 9}
-    assert sides.forward_s > 0 and sides.beside_s > 0 and sides.loss_s < 1e-3 and sides.backward_s < 1e-3
+    assert (
+        sides.forward_s > 0
+        and sides.beside_s > 0
+        and sides.loss_s < 1e-3
+        and sides.backward_s < 1e-3
+    )
     monkeypatch.undo()
     expected = norm_after(driver, turns, "turns")
     assert norm_after(driver, sides, "sides") == pytest.approx(expected, rel=1e-5)
@@ -131,25 +148,34 @@ def test_what_is_left_when_the_forward_pass_ends_runs_on_all_threads_or_waits(dr
     passes = driver.device._trainers["job"].training_pass
     tasklets = [Tasklets("job", 1000, 3)]
     ends_after(monkeypatch, lambda: passes.num_parts_done >= 1)
-    stopped = driver.step(requests=rows(driver), tasklets=tasklets, partition=Partition(1, 1, stops=True))
+    stopped = driver.step(
+        requests=rows(driver), tasklets=tasklets, partition=Partition(1, 1, stops=True)
+    )
     assert 1 <= stopped.num_tasklets["job"] <= 3 and stopped.num_beside == stopped.num_tasklets
     other = driver.device._trainers["other"].training_pass
     ends_after(monkeypatch, lambda: other.num_parts_done >= 1)
     driver.open("r", greedy(1))
-    left = driver.step(requests=rows(driver), tasklets=[Tasklets("other", 1000, 3)], partition=HALVES)
+    left = driver.step(
+        requests=rows(driver), tasklets=[Tasklets("other", 1000, 3)], partition=HALVES
+    )
     assert left.num_tasklets == {"other": 3} and left.packs.keys() == {"other"}
     assert left.num_beside["other"] >= 1
     assert len(left.tokens) == 1
 
 
-def test_the_first_tasklet_runs_however_short_the_forward_pass_is_and_others_until_the_limit(driver, monkeypatch):
+def test_the_first_tasklet_runs_however_short_the_forward_pass_is_and_others_until_the_limit(
+    driver, monkeypatch
+):
     ready(driver, "job")
     driver.step(losses=[LossRows("job", NUM_TRAINED)])
     passes = driver.device._trainers["job"].training_pass
     for partition in (HALVES, Partition(1, 1, stops=True)):
         driver.open("r", greedy(1))
         found = driver.step(
-            requests=rows(driver), tasklets=[Tasklets("job", 10, 3)], partition=partition, backward_limit_s=0.0
+            requests=rows(driver),
+            tasklets=[Tasklets("job", 10, 3)],
+            partition=partition,
+            backward_limit_s=0.0,
         )
         assert found.num_tasklets == {"job": 1}
     assert passes.cursor.num_backward_rows == NUM_ROWS - 20, "rows that are left"
@@ -164,7 +190,10 @@ def test_running_out_of_memory_on_either_side_is_a_result(driver, monkeypatch, s
 
     for name in ("forward", "run_losses") if side == "both" else (side,):
         monkeypatch.setattr(torch_step, name, fail)
-    work: dict[str, Any] = {"losses": [LossRows("job", NUM_TRAINED)], "tasklets": [Tasklets("job", 10, 9)]}
+    work: dict[str, Any] = {
+        "losses": [LossRows("job", NUM_TRAINED)],
+        "tasklets": [Tasklets("job", 10, 9)],
+    }
     failed = driver.try_step(requests=rows(driver), partition=HALVES, **work)
     assert failed.failure is not None and f"no memory for {side}" in failed.failure.message
     monkeypatch.undo()
@@ -173,7 +202,9 @@ def test_running_out_of_memory_on_either_side_is_a_result(driver, monkeypatch, s
 
 
 @pytest.mark.parametrize("side", ["forward", "run_losses"])
-def test_any_other_error_of_either_side_is_raised_when_the_step_is_collected(driver, monkeypatch, side):
+def test_any_other_error_of_either_side_is_raised_when_the_step_is_collected(
+    driver, monkeypatch, side
+):
     ready(driver, "job")
 
     def fail(*given: Any) -> None:
@@ -195,12 +226,22 @@ def test_more_units_than_there_are_are_refused(driver):
 
 @pytest.mark.long
 def test_a_recorded_run_of_a_divided_device_is_run_again_divided_or_not(tmp_path):
-    backbone, here = make_backbone("llama"), Hardware(name="here", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-4)
+    backbone, here = (
+        make_backbone("llama"),
+        Hardware(name="here", flops_per_s=1e12, bytes_per_s=1e12, call_s=1e-4),
+    )
     share = Share(units=1, rows=(1,), forward=(0.95,), backward=(0.95,))
-    profile = replace(roofline_profile(backbone, here), sharing=Sharing(num_units=2, shares=(share,)))
+    profile = replace(
+        roofline_profile(backbone, here), sharing=Sharing(num_units=2, shares=(share,))
+    )
 
     def device() -> Device:
-        return make_device(backbone, memory_bytes=3000 * kv_page_bytes(backbone, 4), block_tokens=4, profile=profile)
+        return make_device(
+            backbone,
+            memory_bytes=3000 * kv_page_bytes(backbone, 4),
+            block_tokens=4,
+            profile=profile,
+        )
 
     config = EngineConfig(policy="spatial-sharing", block_tokens=4, tpot_s=1.0, ttft_s=4.0)
     engine = record(Engine(device(), config), str(tmp_path / "file"))

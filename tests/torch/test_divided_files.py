@@ -1,4 +1,5 @@
-"""What ranks write together is what one rank writes, byte for byte, and any number of ranks reads it."""
+"""What ranks write together is what one rank writes, byte for byte, and any number of ranks reads
+it."""
 
 import errno
 import os
@@ -31,16 +32,29 @@ from coserve.kernels.groups.threads import run_ranks
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.models.dividing import divided_backbone
 from coserve.models.regions import View, owned_runs, region_blocks
-from coserve.models.shared_files import FileTensor, named_when_written, pending, write_shared_tensors
+from coserve.models.shared_files import (
+    FileTensor,
+    named_when_written,
+    pending,
+    write_shared_tensors,
+)
 from coserve.models.shares import piece
 
 EVERY = [(case, family) for case, found in CASES.items() for family in found.families]
 EACH_ONCE = covering(EVERY, tuple, together=1)
-SHORT = [("lora", "gptj"), ("dora", "qwen2"), ("vera", "gptj"), ("bottleneck", "gptj"), ("ia3", "qwen2")]
+SHORT = [
+    ("lora", "gptj"),
+    ("dora", "qwen2"),
+    ("vera", "gptj"),
+    ("bottleneck", "gptj"),
+    ("ia3", "qwen2"),
+]
 SHORT += [("prefix-tuning", "qwen2"), ("bitfit", "opt"), ("lora-whole", "llama-biases-tied")]
 FILES = {CONFIG_FILE, WEIGHTS_FILE}
 EXPERTS = LoraConfig(
-    r=4, target_modules=("q_proj",), target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    r=4,
+    target_modules=("q_proj",),
+    target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 )
 
 
@@ -66,9 +80,13 @@ def check(whole, config, tmp_path, sizes=(2,)):
     expected = load_adapter(whole, tmp_path / "alone")
     for size in sizes:
         for rank, found in enumerate(
-            run_ranks(size, lambda group: load_adapter(divided_backbone(whole, group), tmp_path / "alone"))
+            run_ranks(
+                size, lambda group: load_adapter(divided_backbone(whole, group), tmp_path / "alone")
+            )
         ):
-            assert found.config == expected.config and found.masters.keys() == expected.masters.keys()
+            assert (
+                found.config == expected.config and found.masters.keys() == expected.masters.keys()
+            )
             for name, master in expected.masters.items():
                 own = piece(master, found.graphs.states.get(name, WHOLE), rank)
                 assert torch.equal(found.masters[name], own), name
@@ -86,13 +104,18 @@ def test_an_adapter_of_four_ranks_is_one_ranks_on_disk(case, family, tmp_path):
     check(whole_backbone(family), config_of(case), tmp_path, sizes=(4,))
 
 
-@pytest.mark.parametrize("family", long_but("mixtral", of=["mixtral", "qwen3-moe", "gpt-oss", "qwen3-next"]))
+@pytest.mark.parametrize(
+    "family", long_but("mixtral", of=["mixtral", "qwen3-moe", "gpt-oss", "qwen3-next"])
+)
 def test_experts_loras_are_one_ranks_on_disk(family, tmp_path):
     check(whole_backbone(family), EXPERTS, tmp_path, sizes=(2, 4))
 
 
 def test_peft_loads_an_adapter_of_two_ranks(tmp_path):
-    whole, config = whole_backbone("qwen2"), LoraConfig(r=4, use_dora=True, target_modules="all-linear")
+    whole, config = (
+        whole_backbone("qwen2"),
+        LoraConfig(r=4, use_dora=True, target_modules="all-linear"),
+    )
     masters = random_masters(whole, config)
     written_by(2, whole, config, masters, tmp_path / "written")
     theirs = PeftModel.from_pretrained(make_model("qwen2"), tmp_path / "written").eval()
@@ -109,7 +132,10 @@ def test_embeddings_in_a_file_that_are_the_models_own_are_left_out(family, tmp_p
     """PEFT may write them beside the adapter; those of another model are not divided yet."""
     whole = whole_backbone(family)
     save_adapter(Adapter(whole, LoraConfig(r=4, target_modules=("q_proj",))), tmp_path)
-    tensors, table = load_file(tmp_path / WEIGHTS_FILE), whole.weights["embed"]["model.embed_tokens.weight"]
+    tensors, table = (
+        load_file(tmp_path / WEIGHTS_FILE),
+        whole.weights["embed"]["model.embed_tokens.weight"],
+    )
     assert isinstance(table, torch.Tensor)
     tensors["base_model.model.model.embed_tokens.weight"] = table.clone()
     save_file(tensors, tmp_path / WEIGHTS_FILE)
@@ -120,7 +146,9 @@ def test_embeddings_in_a_file_that_are_the_models_own_are_left_out(family, tmp_p
     assert all(adapter.layout.frozen is None for adapter in run_ranks(2, load))
     tensors["base_model.model.model.embed_tokens.weight"][-1] += 1
     save_file(tensors, tmp_path / WEIGHTS_FILE)
-    with pytest.raises(AdapterError, match="brings weights of its own is not divided among ranks yet"):
+    with pytest.raises(
+        AdapterError, match="brings weights of its own is not divided among ranks yet"
+    ):
         run_ranks(2, load)
 
 
@@ -148,7 +176,11 @@ def test_a_damaged_file_is_refused(tmp_path, fault):
         return ""
 
     first, second = run_ranks(2, refused)
-    words = {"nan": "numbers that are NaN", "infinite": "infinite numbers", "cut short": "damaged or cut short"}
+    words = {
+        "nan": "numbers that are NaN",
+        "infinite": "infinite numbers",
+        "cut short": "damaged or cut short",
+    }
     assert words.get(fault, "has shape") in second
     assert bool(first) == (fault in ("cut short", "misshapen")), "rank 0 has the rows before"
 
@@ -156,7 +188,17 @@ def test_a_damaged_file_is_refused(tmp_path, fault):
 # -- whole models -------------------------------------------------------------------------
 
 
-MODELS = ["llama", "llama-biases-tied", "gpt2", "phi3", "falcon-new", "gpt-neox", "mixtral", "qwen3-moe", "gpt-oss"]
+MODELS = [
+    "llama",
+    "llama-biases-tied",
+    "gpt2",
+    "phi3",
+    "falcon-new",
+    "gpt-neox",
+    "mixtral",
+    "qwen3-moe",
+    "gpt-oss",
+]
 MODELS += ["qwen3-next", "opt", "qwen3.5-moe"]
 
 
@@ -168,12 +210,15 @@ def full_weights(backbone, seed=None, **settings):
         generator = torch.Generator().manual_seed(seed)
         for name, (part, tensor) in weights.sites.items():
             whole = torch.randn(backbone.architecture.weight_shapes[name], generator=generator)
-            weights.masters[name] = piece(whole, backbone.local.state(part, tensor), backbone.ranks.rank)
+            weights.masters[name] = piece(
+                whole, backbone.local.state(part, tensor), backbone.ranks.rank
+            )
     return weights
 
 
 def write_all(made, directory):
-    """Have what ranks hold written by all of them, the last one first; returns the files' contents by name."""
+    """Have what ranks hold written by all of them, the last one first; returns the files' contents
+    by name."""
     directory.mkdir(exist_ok=True)
     with named_when_written(directory):
         for each in reversed(made):
@@ -185,8 +230,12 @@ def files_below(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("settings", [{}, {"target_modules": ("q_proj", "down_proj", "c_attn", "qkv_proj")}], ids=str)
-@pytest.mark.parametrize("family", long_but("llama-biases-tied", "gpt2", "phi3", "mixtral", of=MODELS))
+@pytest.mark.parametrize(
+    "settings", [{}, {"target_modules": ("q_proj", "down_proj", "c_attn", "qkv_proj")}], ids=str
+)
+@pytest.mark.parametrize(
+    "family", long_but("llama-biases-tied", "gpt2", "phi3", "mixtral", of=MODELS)
+)
 def test_a_model_of_ranks_is_one_ranks_on_disk(family, settings, tmp_path):
     """Fused projections and experts lie in files as they do in the model's own."""
     try:
@@ -198,7 +247,9 @@ def test_a_model_of_ranks_is_one_ranks_on_disk(family, settings, tmp_path):
     alone = files_below(tmp_path / "alone")
     sizes = [size for size in (2, 4) if (family, size) not in REFUSED]
     for size in sizes:
-        made = run_ranks(size, lambda group: full_weights(divided_backbone(whole, group), 1, **settings))
+        made = run_ranks(
+            size, lambda group: full_weights(divided_backbone(whole, group), 1, **settings)
+        )
         assert write_all(made, tmp_path / str(size)) == alone
 
     def served(group):
@@ -213,13 +264,22 @@ def test_a_model_of_ranks_is_one_ranks_on_disk(family, settings, tmp_path):
             states = found.graphs.states
             assert found.masters.keys() == expected.masters.keys()
             for name, master in expected.masters.items():
-                assert torch.equal(found.masters[name], piece(master, states.get(name, WHOLE), rank)), name
+                assert torch.equal(
+                    found.masters[name], piece(master, states.get(name, WHOLE), rank)
+                ), name
 
 
 # -- files of pieces ----------------------------------------------------------------------
 
 
-TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+TYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 TYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 
 
@@ -230,7 +290,8 @@ def whole_file(tensors):
             shape=tuple(each.shape),
             dtype=each.dtype,
             blocks=region_blocks(
-                partial(View.all_of(tuple(each.shape)).owned_regions, each, WHOLE, 0), tuple(each.shape)
+                partial(View.all_of(tuple(each.shape)).owned_regions, each, WHOLE, 0),
+                tuple(each.shape),
             ),
         )
         for name, each in tensors.items()
@@ -238,7 +299,9 @@ def whole_file(tensors):
 
 
 def test_a_file_is_laid_out_as_safetensors_lays_it(tmp_path):
-    tensors = {f"{number}/é{dtype}": torch.ones(number, 3).to(dtype) for number, dtype in enumerate(TYPES)}
+    tensors = {
+        f"{number}/é{dtype}": torch.ones(number, 3).to(dtype) for number, dtype in enumerate(TYPES)
+    }
     tensors["number"] = torch.tensor(7)
     with named_when_written(tmp_path):
         write_shared_tensors(tmp_path / "a", whole_file(tensors), Ranks(rank=0, size=2))
@@ -300,7 +363,10 @@ def test_what_rank_0_alone_holds_is_written_and_read_by_it():
     whole, none = torch.ones(3), torch.zeros(3)
     assert [region.at for region in view.owned_regions(whole, FIRST, 0)] == [(slice(0, 3),)]
     assert not list(view.owned_regions(none, FIRST, 1)) and not list(view.regions(none, FIRST, 1))
-    assert not list(view.owned_regions(whole, WHOLE, 1)) and len(list(view.regions(whole, WHOLE, 1))) == 1
+    assert (
+        not list(view.owned_regions(whole, WHOLE, 1))
+        and len(list(view.regions(whole, WHOLE, 1))) == 1
+    )
 
 
 def test_dimensions_that_are_taken_together_are_no_view():
@@ -312,7 +378,9 @@ def test_dimensions_that_are_taken_together_are_no_view():
 
 def test_runs_of_entries_belong_to_the_first_rank_that_has_them():
     cut = CUTS["fused"]
-    owned = [[(run.start, run.stop, start) for run, start in owned_runs(cut, rank)] for rank in range(3)]
+    owned = [
+        [(run.start, run.stop, start) for run, start in owned_runs(cut, rank)] for rank in range(3)
+    ]
     assert owned == [[(0, 3, 0), (6, 9, 3)], [(3, 6, 0)], [(9, 12, 3)]]
 
 
@@ -324,7 +392,9 @@ def test_files_have_no_names_before_all_ranks_have_written_them(tmp_path):
         save_adapter(Adapter(divided_backbone(whole, group), config, masters=masters), tmp_path)
 
     run_ranks(2, write)
-    assert {path.name for path in tmp_path.iterdir()} == {pending(tmp_path / name).name for name in FILES}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        pending(tmp_path / name).name for name in FILES
+    }
     with named_when_written(tmp_path):
         assert not list(tmp_path.iterdir()), "what an earlier writer has left is nobody's"
         run_ranks(2, write)
@@ -350,7 +420,12 @@ def test_a_rank_that_fails_leaves_no_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(DividedAdapter, "tensors", failing)
     with pytest.raises(OSError, match="No space left"), named_when_written(tmp_path / "there"):
-        run_ranks(2, lambda group: save_adapter(Adapter(divided_backbone(whole, group), config), tmp_path / "there"))
+        run_ranks(
+            2,
+            lambda group: save_adapter(
+                Adapter(divided_backbone(whole, group), config), tmp_path / "there"
+            ),
+        )
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == before
 
 
@@ -362,8 +437,12 @@ def test_a_rank_that_is_killed_leaves_nothing_that_looks_whole(dies_after, tmp_p
 
     def write():
         with named_when_written(target):
-            assert run_processes(2, save_adapter_of_ranks, model, str(target), dies_after)[1] == KILLED
-            assert {path.name for path in target.iterdir()} == {pending(target / name).name for name in FILES}
+            assert (
+                run_processes(2, save_adapter_of_ranks, model, str(target), dies_after)[1] == KILLED
+            )
+            assert {path.name for path in target.iterdir()} == {
+                pending(target / name).name for name in FILES
+            }
             raise DeviceGoneError("rank 1 has ended")
 
     with pytest.raises(DeviceGoneError):
@@ -372,7 +451,9 @@ def test_a_rank_that_is_killed_leaves_nothing_that_looks_whole(dies_after, tmp_p
     with named_when_written(target):
         assert run_processes(2, save_adapter_of_ranks, model, str(target), None) == [None, None]
     whole = whole_backbone("qwen2")
-    save_adapter(Adapter(whole, LoraConfig(r=4, target_modules="all-linear"), seed=3), tmp_path / "alone")
+    save_adapter(
+        Adapter(whole, LoraConfig(r=4, target_modules="all-linear"), seed=3), tmp_path / "alone"
+    )
     assert files_below(target) == files_below(tmp_path / "alone")
 
 

@@ -35,7 +35,9 @@ EPSILON = 1e-6
 def make_profile(forward: float = 0.6, backward: float = 0.56) -> Profile:
     """Two cores of which one is so fast."""
     share = Share(units=1, rows=(1,), forward=(forward,), backward=(backward,))
-    bare = roofline_profile(load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16"), CPU)
+    bare = roofline_profile(
+        load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16"), CPU
+    )
     return replace(bare, sharing=Sharing(num_units=2, shares=(share,)))
 
 
@@ -60,7 +62,9 @@ def decoding(id: str = "r", *, tpot_s: float = 0.2, banked_s: float = 0.6) -> Re
     )
 
 
-def job(id: str = "j", phase: str = "backward", *, rows: int = 512, left: int = 512, parts: int = 20) -> JobProgress:
+def job(
+    id: str = "j", phase: str = "backward", *, rows: int = 512, left: int = 512, parts: int = 20
+) -> JobProgress:
     return make_job(
         id,
         phase,
@@ -93,7 +97,10 @@ def test_tasklets_run_beside_the_forward_pass_where_more_gets_done():
     assert made.partition == (1, 1, False) and turns.partition is None
     assert (made.prediction.forward_speed, made.prediction.backward_speed) == (0.6, 0.56)
     assert made.prediction.backward_s >= turns.prediction.backward_s > 0
-    assert made.prediction.backward_s / made.predicted_s > turns.prediction.backward_s / turns.predicted_s
+    assert (
+        made.prediction.backward_s / made.predicted_s
+        > turns.prediction.backward_s / turns.predicted_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,18 +121,24 @@ def test_otherwise_one_follows_the_other(seen, speeds):
 
 
 def test_where_the_best_partition_is_too_slow_for_requests_the_best_of_the_others_is_taken():
-    """Of four units: two and two get most done, but leave the forward pass too little for a request without a bank."""
+    """Of four units: two and two get most done, but leave the forward pass too little for a request
+    without a bank."""
     shares = [
         Share(units=n, rows=(1,), forward=(f,), backward=(b,))
         for n, f, b in ((1, 0.3, 0.4), (2, 0.6, 0.8), (3, 0.9, 0.9))
     ]
-    latency = LatencyModel(replace(make_profile(), sharing=Sharing(num_units=4, shares=tuple(shares))))
+    latency = LatencyModel(
+        replace(make_profile(), sharing=Sharing(num_units=4, shares=tuple(shares)))
+    )
     latency.corrections.margin = 0.0
     decode_s = latency.decode_s(num_requests=1, context=301)
     chosen = []
     for stretch in (3.0, 2.0, 1.05):
         request = decoding(tpot_s=stretch * decode_s, banked_s=stretch * decode_s)
-        made = plan(structs.replace(view(request, job(parts=200), num_units=4), tpot_s=request.info.tpot_s), latency)
+        made = plan(
+            structs.replace(view(request, job(parts=200), num_units=4), tpot_s=request.info.tpot_s),
+            latency,
+        )
         chosen.append(None if made.partition is None else made.partition.forward_units)
         if made.partition is not None:
             assert decode_s / made.prediction.forward_speed <= request.info.tpot_s
@@ -142,8 +155,11 @@ def test_what_steps_were_slower_at_is_not_chosen_again():
 
 
 def due_beside_jobs_s(request: RequestProgress) -> float:
-    """Until when jobs may keep it waiting: so that a reserve is left, or for a token at the pace of its SLO."""
-    reserved_s = due_at_s(request, max_gap_tpots=SLACK.max_gap_tpots, reserve_tpots=SLACK.reserve_tpots)
+    """Until when jobs may keep it waiting: so that a reserve is left, or for a token at the pace of
+    its SLO."""
+    reserved_s = due_at_s(
+        request, max_gap_tpots=SLACK.max_gap_tpots, reserve_tpots=SLACK.reserve_tpots
+    )
     due_s = due_at_s(request, max_gap_tpots=SLACK.max_gap_tpots)
     return max(reserved_s, min(request.last_token_s + request.info.tpot_s, due_s))
 
@@ -153,7 +169,9 @@ def due_beside_jobs_s(request: RequestProgress) -> float:
 @given(st.randoms(use_true_random=False))
 def test_deadlines_are_held_and_units_are_not_given_twice(rng: Random):
     """With any speeds, requests and jobs."""
-    latency = make_latency(rng.uniform(0.3, 1.0), rng.uniform(0.3, 1.0), margin=rng.choice([0.02, 0.1, 0.5]))
+    latency = make_latency(
+        rng.uniform(0.3, 1.0), rng.uniform(0.3, 1.0), margin=rng.choice([0.02, 0.1, 0.5])
+    )
     requests = [
         decoding(f"r{n}", tpot_s=rng.choice([0.1, 0.2, 0.5]), banked_s=rng.uniform(0.0, 2.0))
         for n in range(rng.randint(1, 8))
@@ -162,41 +180,62 @@ def test_deadlines_are_held_and_units_are_not_given_twice(rng: Random):
     for n in range(rng.randint(1, 4)):
         rows = rng.choice([64, 300, 1024])
         jobs.append(
-            job(f"j{n}", rng.choice(["backward", "forward", "loss"]), rows=rows, parts=rng.randint(1, 24), left=rows)
+            job(
+                f"j{n}",
+                rng.choice(["backward", "forward", "loss"]),
+                rows=rows,
+                parts=rng.randint(1, 24),
+                left=rows,
+            )
         )
     seen = view(*requests, *jobs)
     made = plan(seen, latency)
     if made.partition is None:
         assert made.predicted_s == pytest.approx(
-            made.prediction.forward_s + made.prediction.loss_s + made.prediction.backward_s + made.prediction.update_s
+            made.prediction.forward_s
+            + made.prediction.loss_s
+            + made.prediction.backward_s
+            + made.prediction.update_s
         )
         return
     assert made.partition.forward_units + made.partition.backward_units <= seen.num_units
-    assert made.prediction.forward_speed + made.prediction.backward_speed > 1 and made.tasklets and not made.losses
+    assert (
+        made.prediction.forward_speed + made.prediction.backward_speed > 1
+        and made.tasklets
+        and not made.losses
+    )
     assert all(rows.kind != "window" for rows in made.rows)
     deadline_s = (
         min(
-            [due_s for due_s in map(due_beside_jobs_s, requests) if due_s >= 10.0 + made.prediction.forward_s],
+            [
+                due_s
+                for due_s in map(due_beside_jobs_s, requests)
+                if due_s >= 10.0 + made.prediction.forward_s
+            ],
             default=1e9,
         )
         - 10.0
     )
     forward_s = made.prediction.forward_s / made.prediction.forward_speed
     left_s = max(0.0, made.prediction.backward_s - made.prediction.backward_speed * forward_s)
-    # What a step takes beyond its prediction comes off what requests have saved up: jobs leave a part of that alone.
+    # What a step takes beyond its prediction comes off what requests have saved up: jobs leave a
+    # part of that alone.
     assert forward_s + made.prediction.update_s + left_s <= deadline_s + EPSILON
     assert made.backward_limit_s is not None and made.backward_limit_s <= deadline_s + EPSILON
 
 
 def harvest(*speeds: float, divides: bool) -> tuple[float, int]:
-    """Tokens that a job is trained on in a simulated minute beside four streams, and the number of divided steps."""
+    """Tokens that a job is trained on in a simulated minute beside four streams, and the number of
+    divided steps."""
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     device = ModelledDevice(backbone, make_profile(*speeds), num_pages=4000)
     config = EngineConfig(tpot_s=0.2, policy_settings={"divides": divides})
     engine = TokenEngine(device, LatencyModel(make_profile(0.6, 0.56)), config)
     example = Example(tokens=(1,) * 256, trained=(True,) * 256)
     engine.submit_examples(
-        [example] * 64, TuningConfig(num_epochs=100_000), adapter=LoraConfig(r=16, target_modules="all-linear")
+        [example] * 64,
+        TuningConfig(num_epochs=100_000),
+        adapter=LoraConfig(r=16, target_modules="all-linear"),
     )
     arrivals = [Arrival(at_s=0.1, num_prompt_tokens=64, num_output_tokens=270) for _ in range(4)]
     num_divided = 0
@@ -212,7 +251,9 @@ def test_a_simulated_minute_harvests_more_where_the_device_is_divided():
     turns, none = harvest(0.6, 0.56, divides=False)
     sides, many = harvest(0.6, 0.56, divides=True)
     assert none == 0 and many > 10
-    assert sides > 1.03 * turns, "windows ride with decode rows as before: the gain is that of backward work"
+    assert sides > 1.03 * turns, (
+        "windows ride with decode rows as before: the gain is that of backward work"
+    )
 
 
 def test_a_device_that_is_slower_divided_than_it_was_measured_is_found_out():

@@ -1,4 +1,5 @@
-"""A model that is divided among processes: their blocks run as one call, sums and all; and they train together."""
+"""A model that is divided among processes: their blocks run as one call, sums and all; and they
+train together."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.groups.base import SingleRank
 
 pytestmark = pytest.mark.long
-compiled = pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
+compiled = pytest.mark.skipif(
+    not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels"
+)
 
 
 @compiled
@@ -40,7 +43,8 @@ def test_traced_blocks_of_ranks_in_16_bits_are_as_exact_as_those_of_one_rank():
 
 
 @pytest.mark.parametrize(
-    ("case", "num_steps"), [("lora", 200), ("dora", 3), ("pissa", 3), ("p-tuning", 3), ("diff-pruning", 3)]
+    ("case", "num_steps"),
+    [("lora", 200), ("dora", 3), ("pissa", 3), ("p-tuning", 3), ("diff-pruning", 3)],
 )
 def test_jobs_of_processes_train_as_those_of_one(case, num_steps):
     """What both hold has the same bits on both, which putting it together checks."""
@@ -63,8 +67,12 @@ def test_windows_in_traced_steps_keep_a_ranks_columns(dtype):
         assert {"1.x.piece", "1.attention_residual.piece"} <= traced.keys() and "1.x" not in traced
         assert traced["1.x.piece"].shape[1] == 32
         for name, rows in one_by_one.items():
-            assert relative_error(traced[name].float(), rows.float()) < (1e-5 if dtype == "float32" else 0.05), name
-        assert relative_error(gradients[0], gradients[1]) < (1e-5 if dtype == "float32" else 0.1), rank
+            assert relative_error(traced[name].float(), rows.float()) < (
+                1e-5 if dtype == "float32" else 0.05
+            ), name
+        assert relative_error(gradients[0], gradients[1]) < (1e-5 if dtype == "float32" else 0.1), (
+            rank
+        )
 
 
 def test_processes_agree_on_what_their_link_costs():

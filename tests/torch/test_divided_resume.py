@@ -1,4 +1,5 @@
-"""A job that was begun by any number of ranks is resumed by any other: on disk everything is whole."""
+"""A job that was begun by any number of ranks is resumed by any other: on disk everything is
+whole."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -47,7 +48,9 @@ from coserve.tuning.shard import Shard
 LORA = LoraConfig(r=4, target_modules="all-linear")
 METHODS = {
     "lora": (LORA, "qwen2"),
-    **{case: (config_of(case), CASES[case].families[0]) for case in sorted(CASES.keys() - {"lora"})},
+    **{
+        case: (config_of(case), CASES[case].families[0]) for case in sorted(CASES.keys() - {"lora"})
+    },
     "fused": (LORA, "phi3"),
     "experts": (LoraConfig(r=4, target_parameters=("mlp.experts.down_proj",)), "mixtral"),
     "full": (FullConfig(), "llama-biases-tied"),
@@ -67,7 +70,9 @@ class Job:
         if config.is_model:
             tuning = replace(tuning, live=True)
         source = {"checkpoint": str(checkpoint)} if checkpoint is not None else {}
-        self.opened = self.driver.open_trainer("job", tuning, adapter=config.to_peft(), **source, **more)
+        self.opened = self.driver.open_trainer(
+            "job", tuning, adapter=config.to_peft(), **source, **more
+        )
 
     def train(self, steps):
         found = packs(NUM_STEPS, self.config.num_virtual_tokens)
@@ -143,13 +148,16 @@ def test_a_job_of_ranks_resumes_on_any_other_number_of_them(method, tmp_path):
 
 
 def on_nodes(whole, sizes, run):
-    """Return what a function gives on every rank of nodes, each of which has a group of this size: by node and rank."""
+    """Return what a function gives on every rank of nodes, each of which has a group of this size:
+    by node and rank."""
     meeting = Barrier(sum(sizes), timeout=60)
 
     def on_rank(node, group):
         try:
             with torch.inference_mode(False):
-                backbone = divided_backbone(own_copy(whole), group) if group.size > 1 else own_copy(whole)
+                backbone = (
+                    divided_backbone(own_copy(whole), group) if group.size > 1 else own_copy(whole)
+                )
                 return run(node, backbone, meeting)
         except BaseException as error:
             group.fail(str(error))
@@ -158,7 +166,8 @@ def on_nodes(whole, sizes, run):
 
     with ThreadPoolExecutor(sum(sizes)) as pool:
         tasks = [
-            [pool.submit(on_rank, node, group) for group in thread_groups(size)] for node, size in enumerate(sizes)
+            [pool.submit(on_rank, node, group) for group in thread_groups(size)]
+            for node, size in enumerate(sizes)
         ]
     return [[task.result() for task in of_node] for of_node in tasks]
 
@@ -204,7 +213,10 @@ def test_nodes_of_different_numbers_of_ranks_train_together(method, synchronizat
             meet_every_steps=1,
             directory=str(directory),
         )
-        job, found = Job(backbone, config, shard=shard), packs(2 * NUM_STEPS, config.num_virtual_tokens)
+        job, found = (
+            Job(backbone, config, shard=shard),
+            packs(2 * NUM_STEPS, config.num_virtual_tokens),
+        )
         at_first = job.parameters
         for step in range(NUM_STEPS):
             own = found[2 * step : 2 * step + 2]
@@ -247,7 +259,9 @@ def test_a_checkpoint_that_one_rank_cannot_read_leaves_the_served_weights_of_all
     with named_when_written(tmp_path):
         run_ranks(2, begin)
     tensors = load_file(tmp_path / OPTIMIZER_FILE)
-    tensors["model.layers.0.mlp.gate_proj.weight/value"][-1, 0] = float("nan")  # in the rows of rank 1
+    tensors["model.layers.0.mlp.gate_proj.weight/value"][-1, 0] = float(
+        "nan"
+    )  # in the rows of rank 1
     save_file(tensors, tmp_path / OPTIMIZER_FILE, metadata={"format": "pt"})
 
     def resume(group):
@@ -257,7 +271,11 @@ def test_a_checkpoint_that_one_rank_cannot_read_leaves_the_served_weights_of_all
         device = RankDevice(inner, group)
         before = [tensor.clone() for tensor in weights_of(backbone)]
         command = OpenTrainer(
-            job="job", config=tuning, mean_context_len=8.0, adapter=config.to_peft(), checkpoint=str(tmp_path)
+            job="job",
+            config=tuning,
+            mean_context_len=8.0,
+            adapter=config.to_peft(),
+            checkpoint=str(tmp_path),
         )
         with pytest.raises(AdapterError if group.rank else RankError):
             device.execute(command)

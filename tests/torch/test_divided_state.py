@@ -1,4 +1,5 @@
-"""What ranks write of a job's training, its optimizer's state and its contributions, is what one rank writes of it."""
+"""What ranks write of a job's training, its optimizer's state and its contributions, is what one
+rank writes of it."""
 
 import pytest
 import torch
@@ -29,7 +30,10 @@ CPU = torch.device("cpu")
 CASES = {
     "lora": ("qwen2", LoraConfig(r=4, target_modules="all-linear")),
     "bias of rank 0": ("opt", config_of("bitfit")),
-    "padded vocabulary": ("llama-biases-tied", LoraConfig(r=4, target_modules=("q_proj", "embed_tokens"))),
+    "padded vocabulary": (
+        "llama-biases-tied",
+        LoraConfig(r=4, target_modules=("q_proj", "embed_tokens")),
+    ),
     "fused": ("phi3", LoraConfig(r=4, target_modules=("qkv_proj", "gate_up_proj"))),
 }
 
@@ -37,7 +41,11 @@ CASES = {
 def of_rank(tensors, held):
     """The rank's pieces of whole tensors, by name."""
     return {
-        name: piece(each, held.states.get(name, held.states.get(name.rpartition("/")[0], WHOLE)), held.ranks.rank)
+        name: piece(
+            each,
+            held.states.get(name, held.states.get(name.rpartition("/")[0], WHOLE)),
+            held.ranks.rank,
+        )
         if each.ndim
         else each
         for name, each in tensors.items()
@@ -53,14 +61,19 @@ def trained(adapter, num_steps=2):
     optimizer = AdapterOptimizer(adapter.masters, OptimizerConfig(learning_rate=1e-2))
     generator = torch.Generator().manual_seed(3)
     for _ in range(num_steps):
-        gradients = {name: torch.randn(each.shape, generator=generator) for name, each in adapter.masters.items()}
+        gradients = {
+            name: torch.randn(each.shape, generator=generator)
+            for name, each in adapter.masters.items()
+        }
         optimizer.step(gradients, num_trained=1, num_steps=10)
     return optimizer
 
 
 def adapters_of(whole, config, size, masters=None):
     def make(group):
-        return Adapter(divided_backbone(whole, group) if size > 1 else whole, config, masters=masters)
+        return Adapter(
+            divided_backbone(whole, group) if size > 1 else whole, config, masters=masters
+        )
 
     return run_ranks(size, make)
 
@@ -85,10 +98,14 @@ def test_a_checkpoint_of_ranks_is_one_ranks(case, tmp_path):
     assert OPTIMIZER_FILE in expected
     for size in (2, 4):
         adapters = adapters_of(whole, config, size, alone.masters)
-        copies = [TorchCheckpoint(each, of_rank(state, held_on(each)), held_on(each)) for each in adapters]
+        copies = [
+            TorchCheckpoint(each, of_rank(state, held_on(each)), held_on(each)) for each in adapters
+        ]
         assert write_all(copies, tmp_path / str(size)) == expected
         for adapter in adapters:
-            read = read_state(tmp_path / "alone" / OPTIMIZER_FILE, adapter.masters, held_on(adapter))
+            read = read_state(
+                tmp_path / "alone" / OPTIMIZER_FILE, adapter.masters, held_on(adapter)
+            )
             assert_same(read, of_rank(state, held_on(adapter)))
             optimizer = AdapterOptimizer(adapter.masters, OptimizerConfig())
             optimizer.load_state(read)
@@ -138,8 +155,14 @@ def test_a_state_that_is_damaged_is_refused(fault, tmp_path):
             found.append("")
         except AdapterError as error:
             found.append(str(error))
-    words = {"nan": "numbers that are NaN", "shape": "must have the shape [32, 4]", "cut short": "damaged or cut short"}
-    assert words[fault] in found[1] and bool(found[0]) == (fault != "nan"), "a NaN is seen by the rank that has it"
+    words = {
+        "nan": "numbers that are NaN",
+        "shape": "must have the shape [32, 4]",
+        "cut short": "damaged or cut short",
+    }
+    assert words[fault] in found[1] and bool(found[0]) == (fault != "nan"), (
+        "a NaN is seen by the rank that has it"
+    )
 
 
 def shard(**settings):
@@ -149,7 +172,9 @@ def shard(**settings):
 
 @pytest.mark.parametrize("synchronization", ["synchronous", "local-sgd", "asynchronous"])
 @pytest.mark.parametrize("case", ["lora", "bias of rank 0", "fused"])
-def test_nodes_of_other_numbers_of_ranks_take_each_others_contributions(case, synchronization, tmp_path):
+def test_nodes_of_other_numbers_of_ranks_take_each_others_contributions(
+    case, synchronization, tmp_path
+):
     family, config = CASES[case]
     whole = whole_backbone(family)
     own = shard(synchronization=synchronization)
@@ -181,7 +206,11 @@ def test_nodes_of_other_numbers_of_ranks_take_each_others_contributions(case, sy
 def taken_in(shard, adapter, directories):
     """The sum of gradients, or what values and moments are after others' progress."""
     optimizer = AdapterOptimizer(adapter.masters, OptimizerConfig())
-    zeros = {f"{name}/{field}": torch.zeros_like(each) for name, each in adapter.masters.items() for field in MOMENTS}
+    zeros = {
+        f"{name}/{field}": torch.zeros_like(each)
+        for name, each in adapter.masters.items()
+        for field in MOMENTS
+    }
     steps = {f"{name}/step": torch.tensor(0.0) for name in adapter.masters}
     optimizer.load_state({"num_steps_done": torch.tensor(0), **steps, **zeros})
     exchange = TorchExchange(shard, adapter.masters, held_on(adapter))
@@ -199,6 +228,8 @@ def test_a_contribution_of_another_job_is_refused(tmp_path):
     for adapter in adapters_of(whole, config, 2):
         local = {name: each.clone() for name, each in adapter.masters.items()}
         save_file(local, tmp_path / CONTRIBUTION_FILE)
-        exchange = TorchExchange(shard(synchronization="synchronous"), adapter.masters, held_on(adapter))
+        exchange = TorchExchange(
+            shard(synchronization="synchronous"), adapter.masters, held_on(adapter)
+        )
         with pytest.raises(AdapterError, match="is no contribution to this job"):
             exchange.read((str(tmp_path),))

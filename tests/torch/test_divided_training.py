@@ -38,11 +38,18 @@ from coserve.tuning.shard import Shard
 
 EVERY = [(case, family) for case, found in CASES.items() for family in found.families]
 SHORT = [("lora", "gptj"), ("dora", "qwen2"), ("pissa", "qwen2"), ("prefix-projection", "qwen2")]
-SHORT += [("p-tuning", "gptj"), ("diff-pruning", "qwen2"), ("bitfit", "opt"), ("lora-whole", "llama-biases-tied")]
+SHORT += [
+    ("p-tuning", "gptj"),
+    ("diff-pruning", "qwen2"),
+    ("bitfit", "opt"),
+    ("lora-whole", "llama-biases-tied"),
+]
 LORA = LoraConfig(r=4, target_modules="all-linear")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 # With dropout and magnitudes.
-RICH = LoraConfig(r=4, dropout=0.3, use_dora=True, target_modules=("q_proj", "v_proj", "o_proj", "down_proj"))
+RICH = LoraConfig(
+    r=4, dropout=0.3, use_dora=True, target_modules=("q_proj", "v_proj", "o_proj", "down_proj")
+)
 STEPPED = ["lora", "dropout", "p-tuning"]
 
 
@@ -60,22 +67,31 @@ def test_a_method_trains_as_on_one_rank(method):
 
 
 @pytest.mark.parametrize(
-    "method", long_but(("lora", "qwen2"), of=[("lora", "qwen2"), ("prefix-projection", "qwen2"), ("dora", "gptj")])
+    "method",
+    long_but(
+        ("lora", "qwen2"), of=[("lora", "qwen2"), ("prefix-projection", "qwen2"), ("dora", "gptj")]
+    ),
 )
 def test_four_ranks_train_as_one(method):
     """Qwen 2 has two key heads here, each of which two ranks hold."""
     case, family = method
     found, _ = check(whole_backbone(family), config_of(case), size=4)
-    has_copies = any(isinstance(state, Cut) and not state.is_disjoint for state in found[0].states.values())
+    has_copies = any(
+        isinstance(state, Cut) and not state.is_disjoint for state in found[0].states.values()
+    )
     assert has_copies == (method == ("lora", "qwen2"))
 
 
-@pytest.mark.parametrize("family", long_but("phi3", of=["phi3", "falcon-old", "falcon-new-one-norm"]))
+@pytest.mark.parametrize(
+    "family", long_but("phi3", of=["phi3", "falcon-old", "falcon-new-one-norm"])
+)
 def test_key_heads_of_a_fused_projection_have_the_same_bits_on_the_ranks_that_hold_them(family):
     """`put_together` compares them."""
     size = 2 if family == "falcon-old" else 4
     found, _ = check(whole_backbone(family), LORA, size=size)
-    assert any(isinstance(state, Cut) and not state.is_disjoint for state in found[0].states.values())
+    assert any(
+        isinstance(state, Cut) and not state.is_disjoint for state in found[0].states.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,10 +134,15 @@ def test_gradients_of_several_packs_are_added_up_before_ranks_add_theirs():
 
 @pytest.mark.parametrize("kind", ["cut", "summed"])
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(kind):
-    name = {"cut": "self_attn.q_proj.lora_B.weight", "summed": "self_attn.o_proj.lora_B.weight"}[kind]
+    name = {"cut": "self_attn.q_proj.lora_B.weight", "summed": "self_attn.o_proj.lora_B.weight"}[
+        kind
+    ]
 
     def spoil(trainer, step):
-        if step == 1 and trainer.adapter.backbone.ranks.rank == trainer.adapter.backbone.ranks.size - 1:
+        if (
+            step == 1
+            and trainer.adapter.backbone.ranks.rank == trainer.adapter.backbone.ranks.size - 1
+        ):
             trainer._last[f"model.layers.0.{name}"][0, 0] = torch.inf
 
     found, alone = check(whole_backbone("qwen2"), LORA, before_update=spoil)
@@ -132,7 +153,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(kind):
 def test_what_rank_0_alone_holds_stays_zero_on_others():
     found, _ = check(whole_backbone("opt"), config_of("bitfit"))
     first = [name for name, state in found[0].states.items() if state is FIRST]
-    assert first and all(found[0].after[name].any() and not found[1].after[name].any() for name in first)
+    assert first and all(
+        found[0].after[name].any() and not found[1].after[name].any() for name in first
+    )
 
 
 def test_two_jobs_step_in_one_step():
@@ -159,7 +182,14 @@ def test_two_jobs_step_in_one_step():
             torch.testing.assert_close(after[name], value, atol=1e-6, rtol=1e-5)
 
 
-FULL = [("opt", 2), ("llama-biases-tied", 2), ("gpt2", 2), ("qwen3-next", 2), ("mixtral", 2), ("phi3", 4)]
+FULL = [
+    ("opt", 2),
+    ("llama-biases-tied", 2),
+    ("gpt2", 2),
+    ("qwen3-next", 2),
+    ("mixtral", 2),
+    ("phi3", 4),
+]
 
 
 @pytest.mark.parametrize("model", long_but(("opt", 2), ("phi3", 4), of=FULL), ids=str)
@@ -168,7 +198,9 @@ def test_the_weights_of_a_divided_model_are_trained_as_on_one_rank(model):
     family, size = model
     whole, tuning = whole_backbone(family), replace(CONFIG, live=True)
     alone = train_job(own_copy(whole), FullConfig(), tuning)
-    found = on_ranks(whole, size, lambda backbone: train_job(own_copy(backbone), FullConfig(), tuning))
+    found = on_ranks(
+        whole, size, lambda backbone: train_job(own_copy(backbone), FullConfig(), tuning)
+    )
     assert_trained_alike(found, alone)
     assert any(state is WHOLE for state in found[0].states.values())
 
@@ -196,14 +228,18 @@ def test_versions_are_pieces_of_what_one_rank_publishes(case):
         torch.testing.assert_close(together[name], value, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("objective", long_but("dpo", "policy-gradient", of=["dpo", "orpo", "kto", "policy-gradient"]))
+@pytest.mark.parametrize(
+    "objective", long_but("dpo", "policy-gradient", of=["dpo", "orpo", "kto", "policy-gradient"])
+)
 def test_an_objective_over_sequences_trains_as_on_one_rank(objective):
     """Losses, and with them the weights of rows, are the same on all ranks."""
     whole, tuning = whole_backbone("qwen2"), replace(CONFIG, objective=objective)
     sequences = [each for pack in packs(2) for each in pack][:4]
     num_rows, num_lost = sum(len(tokens) for tokens, _ in sequences), num_trained(sequences)
     extras: dict[str, Any] = {}
-    if objective == "policy-gradient":  # of each token an advantage, and its log-probability when it was drawn
+    if (
+        objective == "policy-gradient"
+    ):  # of each token an advantage, and its log-probability when it was drawn
         extras["values"] = tuple((1 - number % 3, -4.5) for number in range(num_lost))
     elif objective == "kto":
         extras["labels"] = (1.0, 0.0, 1.0, 0.0)
@@ -213,7 +249,11 @@ def test_an_objective_over_sequences_trains_as_on_one_rank(objective):
         driver.device.execute(msgspec.structs.replace(begun, is_reference=is_reference, **extras))
         driver.step(windows=[WindowRows("job", num_rows)])
         result = driver.step(losses=[LossRows("job", num_lost)])
-        return result if is_reference else driver.step(tasklets=[Tasklets("job", num_rows, opened.trained_parts)])
+        return (
+            result
+            if is_reference
+            else driver.step(tasklets=[Tasklets("job", num_rows, opened.trained_parts)])
+        )
 
     def train(backbone):
         driver, sums = make_driver(backbone), []
@@ -230,7 +270,10 @@ def test_an_objective_over_sequences_trains_as_on_one_rank(objective):
     found = on_ranks(whole, 2, train)
     assert found[0][0] == found[1][0]
     for ours, theirs in zip(found[0][0], sums, strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5) and ours.num_correct == theirs.num_correct
+        assert (
+            ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+            and ours.num_correct == theirs.num_correct
+        )
         assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-4, abs=1e-5)
     after = put_together([each[1] for each in found], alone, found[0][2])
     for name, value in alone.items():
@@ -250,7 +293,10 @@ def test_an_evaluation_measures_what_it_measures_on_one_rank(config):
 
     alone, found = measure(whole), on_ranks(whole, 2, measure)
     assert found[0] == found[1]
-    assert found[0].loss == pytest.approx(alone.loss, rel=1e-5) and found[0].num_correct == alone.num_correct
+    assert (
+        found[0].loss == pytest.approx(alone.loss, rel=1e-5)
+        and found[0].num_correct == alone.num_correct
+    )
 
 
 def test_packs_in_blocks_that_no_plan_changes_train_on_ranks():
@@ -259,13 +305,18 @@ def test_packs_in_blocks_that_no_plan_changes_train_on_ranks():
 
 
 @pytest.mark.parametrize(
-    ("case", "num_steps"), [("lora", 10), *(pytest.param(each, 200, marks=pytest.mark.long) for each in STEPPED)]
+    ("case", "num_steps"),
+    [("lora", 10), *(pytest.param(each, 200, marks=pytest.mark.long) for each in STEPPED)],
 )
 def test_what_all_ranks_hold_has_the_same_bits_after_many_steps(case, num_steps):
     whole, config = whole_backbone("qwen2"), {"dropout": RICH}.get(case) or config_of(case)
-    found = on_ranks(whole, 4, lambda backbone: train_job(backbone, config, num_steps=num_steps, rows=1000))
+    found = on_ranks(
+        whole, 4, lambda backbone: train_job(backbone, config, num_steps=num_steps, rows=1000)
+    )
     before, after, states = found[0].before, [each.after for each in found], found[0].states
-    whole_shapes = {name: value.shape for name, value in train_job(whole, config, num_steps=0).before.items()}
+    whole_shapes = {
+        name: value.shape for name, value in train_job(whole, config, num_steps=0).before.items()
+    }
     alike = [name for name in before if states.get(name, WHOLE) is WHOLE]
     assert alike and not any(torch.equal(after[0][name], before[name]) for name in alike)
     for each in after[1:]:
@@ -275,9 +326,17 @@ def test_what_all_ranks_hold_has_the_same_bits_after_many_steps(case, num_steps)
 
 
 def test_what_a_node_of_ranks_gives_other_nodes_is_its_whole_gradient():
-    """Added up once: neither before the next try of a command that failed, nor in the optimizer step."""
+    """Added up once: neither before the next try of a command that failed, nor in the optimizer
+    step."""
     whole = whole_backbone("qwen2")
-    shard = Shard(index=0, count=1, synchronization="synchronous", every_steps=1, meet_every_steps=0, directory="")
+    shard = Shard(
+        index=0,
+        count=1,
+        synchronization="synchronous",
+        every_steps=1,
+        meet_every_steps=0,
+        directory="",
+    )
 
     def train(backbone):
         driver, [sequences] = make_driver(backbone), packs(1)
@@ -301,7 +360,9 @@ def test_what_a_node_of_ranks_gives_other_nodes_is_its_whole_gradient():
 @pytest.mark.parametrize("k", [1, 7, 100, 399, 400])
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_kth_largest_is_found_among_the_numbers_of_all_ranks(size, k):
-    numbers = torch.randn(400, generator=torch.Generator().manual_seed(0)).abs() * 10.0 ** (torch.arange(400) % 9 - 4)
+    numbers = torch.randn(400, generator=torch.Generator().manual_seed(0)).abs() * 10.0 ** (
+        torch.arange(400) % 9 - 4
+    )
     numbers[::7], numbers[5::50] = 0, numbers[3]
     parts = numbers.split([0, 150, 250][-size:])
 
@@ -331,9 +392,13 @@ RESUMED = ["lora", "pissa", "diff-pruning", "prefix-projection", "bitfit", "full
 
 @pytest.mark.parametrize("case", long_but("lora", "diff-pruning", "prefix-projection", of=RESUMED))
 def test_a_job_goes_from_one_number_of_ranks_to_another(case, tmp_path):
-    """Two ranks, four and one make a step each, with a checkpoint between, of a job that one rank makes, too."""
+    """Two ranks, four and one make a step each, with a checkpoint between, of a job that one rank
+    makes, too."""
     config = FullConfig() if case == "full" else config_of(case)
-    whole, tuning = whole_backbone("opt" if case == "bitfit" else "qwen2"), replace(CONFIG, live=case == "full")
+    whole, tuning = (
+        whole_backbone("opt" if case == "bitfit" else "qwen2"),
+        replace(CONFIG, live=case == "full"),
+    )
 
     def run(sizes, directory):
         found = []
@@ -342,7 +407,9 @@ def test_a_job_goes_from_one_number_of_ranks_to_another(case, tmp_path):
 
             def train(backbone, step=step):
                 own = own_copy(backbone) if case == "full" else backbone
-                return train_and_leave(own, config, tuning, directory, resumes=step > 1, num_steps=step)
+                return train_and_leave(
+                    own, config, tuning, directory, resumes=step > 1, num_steps=step
+                )
 
             results = [train(whole)] if size == 1 else on_ranks(whole, size, train)
             with named_when_written(directory), ThreadPoolExecutor(size) as threads:

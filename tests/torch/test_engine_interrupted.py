@@ -79,12 +79,17 @@ def test_an_engine_that_was_interrupted_while_its_device_worked_answers_as_befor
     engine.check_integrity()
     assert_answers(engine)
     got = tokens_by_request(drain(engine))
-    assert {name: got[name] for name in asked} == {name: expected_tokens(each, 20) for name, each in asked.items()}
+    assert {name: got[name] for name in asked} == {
+        name: expected_tokens(each, 20) for name, each in asked.items()
+    }
     assert_nothing_is_held(engine)
 
 
-def interrupted_once(engine: Engine, method: str, at: Callable[[Any], bool], *, after: bool) -> list[Any]:
-    """Have a method of the device interrupted, before or after it has done its work; returns the steps where it was."""
+def interrupted_once(
+    engine: Engine, method: str, at: Callable[[Any], bool], *, after: bool
+) -> list[Any]:
+    """Have a method of the device interrupted, before or after it has done its work; returns the
+    steps where it was."""
     inner = watched(engine).inner
     found: list[Any] = []
     work = getattr(inner, method)
@@ -105,7 +110,9 @@ def interrupted_once(engine: Engine, method: str, at: Callable[[Any], bool], *, 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("method", ["submit", "collect"])
 @pytest.mark.parametrize("piece", long_but("tasklets", of=["windows", "losses", "tasklets"]))
-def test_a_job_makes_the_same_adapter_wherever_a_step_of_its_packs_was_interrupted(method, piece, after, tmp_path):
+def test_a_job_makes_the_same_adapter_wherever_a_step_of_its_packs_was_interrupted(
+    method, piece, after, tmp_path
+):
     """Also where the pack was done in that step, so that its gradients had been computed."""
     plain = make_engine()
     plain.tune(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine")
@@ -120,19 +127,25 @@ def test_a_job_makes_the_same_adapter_wherever_a_step_of_its_packs_was_interrupt
         engine.check_integrity()
     assert len(found) == 1
     assert engine.jobs[job].state == "succeeded"
-    ours, theirs = parameters(engine, "mine", tmp_path / "ours"), parameters(plain, "mine", tmp_path / "theirs")
+    ours, theirs = (
+        parameters(engine, "mine", tmp_path / "ours"),
+        parameters(plain, "mine", tmp_path / "theirs"),
+    )
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-6
     assert tokens_by_request(events)[request] == expected_tokens(prompts_of((9,))[0], 30)
 
 
 def test_a_token_that_nobody_heard_of_does_not_count_as_used():
-    """Where tokens weigh less the more they were used, and the caller was interrupted when one had been chosen."""
+    """Where tokens weigh less the more they were used, and the caller was interrupted when one had
+    been chosen."""
     (prompt,) = prompts_of((9,))
     params = greedy(20, repetition_penalty=1.5, frequency_penalty=1.0)
     plain = make_engine().generate([prompt], params)[0].tokens
     engine = make_engine()
     one = engine.add(prompt, params)
-    found = interrupted_once(engine, "collect", lambda batch: len(watched(engine).batches) == 5, after=True)
+    found = interrupted_once(
+        engine, "collect", lambda batch: len(watched(engine).batches) == 5, after=True
+    )
     events: list[Any] = []
     while engine.has_work:
         with suppress(KeyboardInterrupt):
@@ -164,13 +177,17 @@ def left_over(done: list[Any]) -> set[str]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     engine = make_engine()
-    engine.tune(examples_of(LENGTHS), PUBLISHED, adapter=LORA, validation=examples_of((4, 8)), name="mine")
+    engine.tune(
+        examples_of(LENGTHS), PUBLISHED, adapter=LORA, validation=examples_of((4, 8)), name="mine"
+    )
     return parameters(engine, "mine", tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.parametrize("after", long_but(True, of=[False, True]), ids=["before", "after"])
 @pytest.mark.parametrize(
-    "kind", [*MAKES, BeginPack, DropPack, CloseTrainer, DropTrainer, DropVersion], ids=lambda kind: kind.__name__
+    "kind",
+    [*MAKES, BeginPack, DropPack, CloseTrainer, DropTrainer, DropVersion],
+    ids=lambda kind: kind.__name__,
 )
 def test_a_caller_may_be_interrupted_in_any_command(kind, after, undisturbed, tmp_path):
     """Nothing is lost or made twice, and nothing stays on the device."""
@@ -197,7 +214,12 @@ def test_a_caller_may_be_interrupted_in_any_command(kind, after, undisturbed, tm
 
     until_done(engine.load_adapter, "read", adapter_directory())
     validation = examples_of((4, 8))
-    submitted: dict[str, Any] = {"adapter": LORA, "validation": validation, "name": "mine", "job_id": "x"}
+    submitted: dict[str, Any] = {
+        "adapter": LORA,
+        "validation": validation,
+        "name": "mine",
+        "job_id": "x",
+    }
     until_done(engine.submit_examples, examples_of(LENGTHS), PUBLISHED, **submitted)
     while not engine.jobs["x"].is_terminal:
         until_done(engine.step)
@@ -210,7 +232,11 @@ def test_a_caller_may_be_interrupted_in_any_command(kind, after, undisturbed, tm
     assert engine.versions.labels() == ["read@0", *(f"mine@{step + 1}" for step in range(4))]
     ours = parameters(engine, "mine", tmp_path)
     assert max(float((ours[name] - undisturbed[name]).abs().max()) for name in undisturbed) < 1e-6
-    for do, name in ((engine.forget_job, "x"), (engine.unload_adapter, "read"), (engine.unload_adapter, "mine")):
+    for do, name in (
+        (engine.forget_job, "x"),
+        (engine.unload_adapter, "read"),
+        (engine.unload_adapter, "mine"),
+    ):
         with suppress(KeyboardInterrupt):
             do(name)
     assert not engine.jobs and not engine.versions.labels()
@@ -220,7 +246,8 @@ def test_a_caller_may_be_interrupted_in_any_command(kind, after, undisturbed, tm
 
 
 def test_a_job_whose_caller_was_interrupted_before_the_device_opened_it_is_not_opened_later():
-    """Opening takes long, and full fine-tuning would have the device refuse all adapters from then on."""
+    """Opening takes long, and full fine-tuning would have the device refuse all adapters from then
+    on."""
     engine = make_engine()
     inner, done = watched(engine).inner, []
     execute, left = inner.execute, iter([True])
@@ -247,7 +274,8 @@ def shared_job(
     num_asked: int = 1,
     synchronization: Literal["synchronous", "local-sgd"] = "synchronous",
 ) -> dict[str, Any]:
-    """Train one node's part of a job, which gets its own contribution twice; a command may be hit by an error once."""
+    """Train one node's part of a job, which gets its own contribution twice; a command may be hit
+    by an error once."""
     engine = make_engine()
     inner, left = watched(engine).inner, iter([True] if kind else [])
     execute = inner.execute
@@ -270,11 +298,15 @@ def shared_job(
         index=0,
         count=2,
         synchronization=synchronization,
-        every_steps=1 if synchronization == "synchronous" else 1000,  # then only after the last step
+        every_steps=1
+        if synchronization == "synchronous"
+        else 1000,  # then only after the last step
         meet_every_steps=0,
         directory=str(directory),
     )
-    job = engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine", job_id="x.0", shard=shard)
+    job = engine.submit_examples(
+        examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine", job_id="x.0", shard=shard
+    )
     while not engine.jobs[job].is_terminal:
         until_done(engine.step)
         exchange = engine.jobs[job].exchange
@@ -286,7 +318,9 @@ def shared_job(
                 until_done(engine.contribution, job)
             until_done(engine.contribution, job).write(written)
             engine.device.execute(ReadContributions(job, (str(written),) * 2))
-            until_done(engine.combine, job, Combination(directories=(str(written),) * 2, num_trained=20))
+            until_done(
+                engine.combine, job, Combination(directories=(str(written),) * 2, num_trained=20)
+            )
     assert engine.jobs[job].state == "succeeded" and next(left, None) is None
     if synchronization == "local-sgd":
         exchange = engine.jobs[job].exchange
@@ -296,15 +330,23 @@ def shared_job(
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("kind", [TakeContribution, CombineContributions], ids=lambda kind: kind.__name__)
-def test_gradients_of_a_shared_job_are_given_and_taken_once_where_a_caller_is_interrupted(kind, after, tmp_path):
+@pytest.mark.parametrize(
+    "kind", [TakeContribution, CombineContributions], ids=lambda kind: kind.__name__
+)
+def test_gradients_of_a_shared_job_are_given_and_taken_once_where_a_caller_is_interrupted(
+    kind, after, tmp_path
+):
     plain = shared_job(tmp_path / "plain")
     ours = shared_job(tmp_path / "interrupted", kind, after=after)
     assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) < 1e-6
 
 
-@pytest.mark.parametrize("kind", [TakeContribution, CombineContributions], ids=lambda kind: kind.__name__)
-def test_no_gradients_of_a_shared_job_are_lost_where_there_is_no_memory_for_a_moment(kind, tmp_path):
+@pytest.mark.parametrize(
+    "kind", [TakeContribution, CombineContributions], ids=lambda kind: kind.__name__
+)
+def test_no_gradients_of_a_shared_job_are_lost_where_there_is_no_memory_for_a_moment(
+    kind, tmp_path
+):
     plain = shared_job(tmp_path / "plain")
     ours = shared_job(tmp_path / "failed", kind, error=DeviceMemoryError("full"))
     assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) < 1e-6
@@ -312,7 +354,12 @@ def test_no_gradients_of_a_shared_job_are_lost_where_there_is_no_memory_for_a_mo
 
 def test_a_node_has_what_all_hold_where_there_was_no_memory_for_a_copy_of_it_for_a_moment(tmp_path):
     plain = shared_job(tmp_path / "plain", synchronization="local-sgd")
-    ours = shared_job(tmp_path / "failed", TakeCheckpoint, error=DeviceMemoryError("full"), synchronization="local-sgd")
+    ours = shared_job(
+        tmp_path / "failed",
+        TakeCheckpoint,
+        error=DeviceMemoryError("full"),
+        synchronization="local-sgd",
+    )
     assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) < 1e-6
 
 
@@ -340,7 +387,9 @@ def test_a_caller_may_be_interrupted_while_a_live_job_that_resumes_is_served_aga
 
     inner.execute = call  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        resumed.submit_examples(examples_of(LENGTHS), live, adapter=LORA, name="live", job_id="x", checkpoint=written)
+        resumed.submit_examples(
+            examples_of(LENGTHS), live, adapter=LORA, name="live", job_id="x", checkpoint=written
+        )
     while not resumed.jobs["x"].is_terminal:
         resumed.step()
         resumed.check_integrity()
@@ -389,7 +438,9 @@ def test_jobs_are_told_apart_from_a_device_that_is_gone():
     with pytest.raises(DeviceGoneError, match="the first error"):
         drive(engine)
     assert [engine.jobs[job].state for job in jobs] == ["failed", "failed"]
-    ends = [event for event in engine.step() if isinstance(event, JobEvent) and event.kind == "failed"]
+    ends = [
+        event for event in engine.step() if isinstance(event, JobEvent) and event.kind == "failed"
+    ]
     assert {event.job for event in ends} == set(jobs)
     assert all("the first error" in event.message for event in ends)
     assert engine.pool.num_free == engine.pool.num_pages
@@ -416,8 +467,15 @@ def test_requests_come_and_end_while_a_step_runs():
     events += drain(engine)
     got = tokens_by_request(events)
     assert got[stays] == expected_tokens(prompts[2], 20)
-    assert (got[comes], got[again]) == (expected_tokens(prompts[3], 20), expected_tokens(prompts[4], 20))
-    ends = [chunk.finish_reason for chunk in events if isinstance(chunk, Chunk) and chunk.finish_reason is not None]
+    assert (got[comes], got[again]) == (
+        expected_tokens(prompts[3], 20),
+        expected_tokens(prompts[4], 20),
+    )
+    ends = [
+        chunk.finish_reason
+        for chunk in events
+        if isinstance(chunk, Chunk) and chunk.finish_reason is not None
+    ]
     assert sorted(ends) == ["cancelled", "length", "length", "length", "stop"]
     assert watched(engine).versions == set()
     assert_nothing_is_held(engine)

@@ -1,4 +1,5 @@
-"""Jobs of an engine: the adapters that PEFT, autograd and AdamW make, whatever else the engine does meanwhile."""
+"""Jobs of an engine: the adapters that PEFT, autograd and AdamW make, whatever else the engine does
+meanwhile."""
 
 import json
 import math
@@ -42,8 +43,11 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.examples import Example, epoch_order
 
 LORA = LoraConfig(r=3, alpha=6, target_modules="all-linear")
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5, eps=1e-6)
-# Seven examples in batches of three, in packs that hold one or two: three steps an epoch, of several packs each.
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5, eps=1e-6
+)
+# Seven examples in batches of three, in packs that hold one or two: three steps an epoch, of
+# several packs each.
 CONFIG = TuningConfig(num_epochs=3, batch_size=3, max_pack_tokens=20, seed=4, optimizer=OPTIMIZER)
 LENGTHS = (9, 14, 5, 20, 11, 7, 3)
 
@@ -60,18 +64,25 @@ def peft_model(adapter, name="llama"):
 
 
 def parameters_of(model):
-    return {n.replace(".default", ""): p.detach() for n, p in model.named_parameters() if "lora_" in n}
+    return {
+        n.replace(".default", ""): p.detach() for n, p in model.named_parameters() if "lora_" in n
+    }
 
 
 def mean_loss(model, examples):
     with torch.no_grad():
-        return float(summed_loss(model, sequences(examples))) / sum(example.num_trained for example in examples)
+        return float(summed_loss(model, sequences(examples))) / sum(
+            example.num_trained for example in examples
+        )
 
 
 def peft_training(model, examples, config, validation=()):
-    """The job by autograd and torch's AdamW. Returns the loss of each step, and of the validation set after each."""
+    """The job by autograd and torch's AdamW. Returns the loss of each step, and of the validation
+    set after each."""
     optimizer, trained = config.optimizer, [p for p in model.parameters() if p.requires_grad]
-    adamw = torch.optim.AdamW(trained, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+    adamw = torch.optim.AdamW(
+        trained, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
+    )
     losses: list[Any] = []
     validated: list[Any] = []
     for epoch in range(config.num_epochs):
@@ -79,9 +90,13 @@ def peft_training(model, examples, config, validation=()):
         for start in range(0, len(order), config.batch_size):
             batch = [examples[index] for index in order[start : start + config.batch_size]]
             for group in adamw.param_groups:
-                group["lr"] = optimizer.learning_rate * min(1.0, (len(losses) + 1) / (optimizer.warmup_steps + 1))
+                group["lr"] = optimizer.learning_rate * min(
+                    1.0, (len(losses) + 1) / (optimizer.warmup_steps + 1)
+                )
             adamw.zero_grad()
-            loss = summed_loss(model, sequences(batch)) / sum(example.num_trained for example in batch)
+            loss = summed_loss(model, sequences(batch)) / sum(
+                example.num_trained for example in batch
+            )
             loss.backward()
             if optimizer.max_grad_norm:
                 torch.nn.utils.clip_grad_norm_(trained, optimizer.max_grad_norm)
@@ -105,7 +120,9 @@ def distance(ours, theirs):
 
 
 def of_kind(events, kind, job=None):
-    return [e for e in events if isinstance(e, JobEvent) and e.kind == kind and job in (None, e.job)]
+    return [
+        e for e in events if isinstance(e, JobEvent) and e.kind == kind and job in (None, e.job)
+    ]
 
 
 def run_jobs(engine, *, most_steps=20_000):
@@ -132,14 +149,24 @@ def test_a_job_makes_the_adapter_that_peft_makes(name, tmp_path):
     steps = of_kind(events, "step")
     assert [step.step for step in steps] == list(range(1, 10))
     assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-5)
-    assert sum(step.num_trained for step in steps) == 3 * sum(example.num_trained for example in examples)
+    assert sum(step.num_trained for step in steps) == 3 * sum(
+        example.num_trained for example in examples
+    )
     assert steps[0].norm > CONFIG.optimizer.max_grad_norm, "the gradient was clipped"
-    assert [step.learning_rate for step in steps[:4]] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
-    assert distance(saved(engine, "mine", tmp_path), parameters_of(model)) < (1e-4 if name == "opt" else 2e-5)
+    assert [step.learning_rate for step in steps[:4]] == pytest.approx(
+        [1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2]
+    )
+    assert distance(saved(engine, "mine", tmp_path), parameters_of(model)) < (
+        1e-4 if name == "opt" else 2e-5
+    )
     (prompt,) = prompts_of((9,))
     (answer,) = engine.generate([prompt], greedy(8), adapter="mine")
     theirs = model.generate(
-        input_ids=torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        input_ids=torch.tensor([prompt]),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     assert answer.tokens == tuple(theirs[0, 9:].tolist())
     assert_nothing_is_held(engine)
@@ -154,8 +181,13 @@ def test_validation_losses_are_pefts():
         events = make_engine().tune(examples, config, adapter=LORA, validation=validation)
         found = of_kind(events, "evaluation")
         assert [event.step for event in found] == list(steps)
-        assert [event.loss for event in found] == pytest.approx([validated[step - 1] for step in steps], rel=1e-5)
-        assert all(event.num_trained == sum(example.num_trained for example in validation) for event in found)
+        assert [event.loss for event in found] == pytest.approx(
+            [validated[step - 1] for step in steps], rel=1e-5
+        )
+        assert all(
+            event.num_trained == sum(example.num_trained for example in validation)
+            for event in found
+        )
         assert events[-1].kind == "succeeded"
 
 
@@ -174,7 +206,8 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("seed", long_but(0, of=range(2)))
 def test_a_job_ends_the_same_under_any_plan_in_any_company(seed, undisturbed, tmp_path):
-    """Traffic on a small pool, packs dropped, requests preempted, tiny windows, another job, pauses."""
+    """Traffic on a small pool, packs dropped, requests preempted, tiny windows, another job,
+    pauses."""
     rng, engine = Random(seed), make_engine(num_pages=105)
     engine.policy = random_policy(seed)
     mine = engine.submit(examples_of(LENGTHS), CONFIG, adapter=DROPOUT, name="mine")
@@ -184,7 +217,12 @@ def test_a_job_ends_the_same_under_any_plan_in_any_company(seed, undisturbed, tm
     asked: dict[str, Any] = {}
     preempted = 0
     while not engine.jobs[mine].is_terminal:
-        if not engine.has_requests and engine.jobs[mine].has_pack and len(asked) < 90 and rng.random() < 0.3:
+        if (
+            not engine.has_requests
+            and engine.jobs[mine].has_pack
+            and len(asked) < 90
+            and rng.random() < 0.3
+        ):
             for prompt in prompts_of(range(5, 47, 3), rng.randrange(2)):
                 asked[engine.add(prompt, greedy(15))] = prompt
         if rng.random() < 0.02:
@@ -200,10 +238,17 @@ def test_a_job_ends_the_same_under_any_plan_in_any_company(seed, undisturbed, tm
     assert preempted > 0
     assert len(of_kind(events, "pack_dropped")) == engine.stats().num_packs_dropped
     assert distance(saved(engine, "mine", tmp_path), adapter) < 1e-5
-    assert [event.loss for event in of_kind(events, "step", mine)] == pytest.approx(losses, rel=1e-5)
-    assert {job.name: job.state for job in engine.jobs.values()} == {"mine": "succeeded", "other": "succeeded"}
+    assert [event.loss for event in of_kind(events, "step", mine)] == pytest.approx(
+        losses, rel=1e-5
+    )
+    assert {job.name: job.state for job in engine.jobs.values()} == {
+        "mine": "succeeded",
+        "other": "succeeded",
+    }
     got = tokens_by_request(events)
-    assert {name: got[name] for name in asked} == {n: expected_tokens(prompt, 15) for n, prompt in asked.items()}
+    assert {name: got[name] for name in asked} == {
+        n: expected_tokens(prompt, 15) for n, prompt in asked.items()
+    }
     assert_nothing_is_held(engine)
 
 
@@ -212,7 +257,9 @@ def test_a_job_that_computes_again_keeps_less_and_learns_the_same(undisturbed, t
     most_pages = []
     for share in (0.0, 0.1, 0.5):
         engine, held = make_engine(), [0]
-        job = engine.submit(examples_of(LENGTHS), replace(CONFIG, max_recompute=share), adapter=DROPOUT, name="mine")
+        job = engine.submit(
+            examples_of(LENGTHS), replace(CONFIG, max_recompute=share), adapter=DROPOUT, name="mine"
+        )
         told: list[float] = []
         while not engine.job(job).is_terminal:
             told += [event.loss for event in of_kind(engine.step(), "step")]
@@ -224,7 +271,8 @@ def test_a_job_that_computes_again_keeps_less_and_learns_the_same(undisturbed, t
 
 
 def test_each_example_is_used_once_in_every_epoch():
-    """Also when packs are dropped, and when the job is paused: what counts is what joins the gradients."""
+    """Also when packs are dropped, and when the job is paused: what counts is what joins the
+    gradients."""
     engine, rng = make_engine(num_pages=200), Random(0)
     engine.policy = random_policy(0)
     examples = examples_of(LENGTHS)
@@ -248,7 +296,8 @@ def test_each_example_is_used_once_in_every_epoch():
 
 
 def test_a_job_moves_on_however_slow_the_device_is():
-    """With nothing else to do, even a step that takes longer than an arrival should wait is made."""
+    """With nothing else to do, even a step that takes longer than an arrival should wait is
+    made."""
     slow = Hardware(name="slow", flops_per_s=1e4, bytes_per_s=1e4, call_s=1.0)
     engine = make_engine(hardware=slow, ttft_s=0.01, tpot_s=0.001)
     engine.submit(examples_of((9, 14)), TuningConfig(), adapter=LORA, name="mine")
@@ -259,13 +308,16 @@ def test_a_job_moves_on_however_slow_the_device_is():
 def test_a_job_whose_pack_finds_no_neighbouring_pages_holds_up_no_other(monkeypatch):
     engine = make_engine(max_step_rows=4)
     stuck, other = (
-        engine.submit(examples_of((9, 14), seed), TuningConfig(num_epochs=2), adapter=LORA) for seed in (0, 1)
+        engine.submit(examples_of((9, 14), seed), TuningConfig(num_epochs=2), adapter=LORA)
+        for seed in (0, 1)
     )
     begin = engine.jobs.begin
     monkeypatch.setattr(engine.jobs, "begin", lambda job: job != stuck and begin(job))
     for _ in range(200):
         engine.step()
-    assert engine.jobs[other].state == "succeeded", "the stuck one has been served less, and comes first"
+    assert engine.jobs[other].state == "succeeded", (
+        "the stuck one has been served less, and comes first"
+    )
     assert engine.jobs[stuck].num_rows_run == 0
     monkeypatch.undo()
     run_jobs(engine)
@@ -280,7 +332,9 @@ def test_a_job_that_is_cancelled_at_any_moment_gives_everything_back(undisturbed
     for seed, num_steps in enumerate((1, 2, 3, 5, 8, 13, 21, 34, 55)):
         engine = make_engine()
         engine.policy = random_policy(seed)
-        gone = engine.submit(examples_of(LENGTHS), CONFIG, adapter=DROPOUT, name="gone", validation=examples_of((9,)))
+        gone = engine.submit(
+            examples_of(LENGTHS), CONFIG, adapter=DROPOUT, name="gone", validation=examples_of((9,))
+        )
         stays = engine.submit(examples_of((6, 10), 9), TuningConfig(num_epochs=20), adapter=LORA)
         for _ in range(num_steps):
             engine.step()
@@ -291,7 +345,9 @@ def test_a_job_that_is_cancelled_at_any_moment_gives_everything_back(undisturbed
         engine.cancel_job(gone)
         engine.check_integrity()
         events = [*engine.step(), *engine.step()]
-        assert [event.kind for event in events if isinstance(event, JobEvent) and event.job == gone][-1] == "cancelled"
+        assert [
+            event.kind for event in events if isinstance(event, JobEvent) and event.job == gone
+        ][-1] == "cancelled"
         with pytest.raises(JobError, match=f"job '{gone}' is over: its state is cancelled"):
             engine.pause_job(gone)
         with pytest.raises(JobError, match="is over"):
@@ -314,7 +370,11 @@ def test_a_paused_job_rests_and_an_engine_with_nothing_else_has_no_work():
     assert not engine.has_work
     rows = job.num_rows_run
     engine.step()
-    assert (job.num_rows_run, job.state, engine.pool.num_free) == (rows, "paused", engine.pool.num_pages)
+    assert (job.num_rows_run, job.state, engine.pool.num_free) == (
+        rows,
+        "paused",
+        engine.pool.num_pages,
+    )
     engine.resume_job(job.id)
     run_jobs(engine)
     assert job.state == "succeeded"
@@ -330,7 +390,9 @@ def test_a_job_continues_from_a_version(tmp_path):
     model = PeftModel.from_pretrained(make_model(), adapter_directory(r=3), is_trainable=True)
     peft_training(model, examples, CONFIG)
     assert distance(saved(engine, "next", tmp_path / "next"), parameters_of(model)) < 2e-5
-    assert distance(saved(engine, "start", tmp_path / "after"), before) == 0, "the version itself stays as it is"
+    assert distance(saved(engine, "start", tmp_path / "after"), before) == 0, (
+        "the version itself stays as it is"
+    )
     peft_training(model, examples, CONFIG)
     assert distance(saved(engine, "third", tmp_path / "third"), parameters_of(model)) < 1e-4
 
@@ -344,7 +406,9 @@ def test_versions_are_published_as_often_as_asked(tmp_path):
         assert [event.version for event in of_kind(events, "version")] == labels
         assert engine.versions.labels() == labels
         assert len(watched(engine).versions) == len(labels)
-        newest, named = (saved(engine, label, tmp_path / f"{label}{every}") for label in ("mine", labels[-1]))
+        newest, named = (
+            saved(engine, label, tmp_path / f"{label}{every}") for label in ("mine", labels[-1])
+        )
         assert distance(newest, named) == 0
         if len(labels) > 1:
             assert distance(saved(engine, labels[0], tmp_path / f"first{every}"), newest) > 1e-3
@@ -360,12 +424,16 @@ def test_a_live_job_serves_every_step_and_frees_what_is_passed():
         events += new
         for event in of_kind(new, "version"):
             labels.append(event.version)
-            assert engine.versions.labels() == [event.version], "the version before it is found no more"
+            assert engine.versions.labels() == [event.version], (
+                "the version before it is found no more"
+            )
             if slow is None:
                 slow = engine.add(prompt, greedy(60), adapter="live")
         readers = {request.version.label for request in engine.requests}
         kept = {key.split("#")[0] for key in watched(engine).versions}
-        assert kept == readers | set(engine.versions.labels()), "served versions, and those that are read"
+        assert kept == readers | set(engine.versions.labels()), (
+            "served versions, and those that are read"
+        )
     assert labels == [f"live@{step}" for step in range(1, 10)]
     assert len(tokens_by_request(events + drain(engine))[slow]) == 60
     assert [key.split("#")[0] for key in watched(engine).versions] == ["live@9"]
@@ -379,9 +447,16 @@ def test_a_live_job_that_resumes_serves_what_it_resumes_from_before_its_next_ste
         first.step()
     written = first.checkpoint(job).write(tmp_path)
     resumed = make_engine()
-    resumed.submit_examples(examples_of(LENGTHS), config, adapter=LORA, name="live", checkpoint=str(written))
+    resumed.submit_examples(
+        examples_of(LENGTHS), config, adapter=LORA, name="live", checkpoint=str(written)
+    )
     assert resumed.versions.labels() == ["live@3"]
-    assert distance(saved(resumed, "live", tmp_path / "resumed"), saved(first, "live@3", tmp_path / "first")) == 0
+    assert (
+        distance(
+            saved(resumed, "live", tmp_path / "resumed"), saved(first, "live@3", tmp_path / "first")
+        )
+        == 0
+    )
 
 
 def test_an_adapter_of_the_same_name_and_step_shares_nothing_with_the_one_before_it():
@@ -429,7 +504,9 @@ def test_a_job_without_numbers_fails_alone(undisturbed, tmp_path):
     engine = make_engine()
     engine.policy = random_policy(2)
     mine = engine.submit(examples_of(LENGTHS), CONFIG, adapter=DROPOUT, name="mine")
-    absurd = TuningConfig(num_epochs=30, batch_size=2, optimizer=OptimizerConfig(learning_rate=1e30), live=True)
+    absurd = TuningConfig(
+        num_epochs=30, batch_size=2, optimizer=OptimizerConfig(learning_rate=1e30), live=True
+    )
     broken = engine.submit(examples_of((12, 9, 6), 3), absurd, adapter=LORA, name="broken")
     asked, events = {}, []
     while not all(job.is_terminal for job in engine.jobs.values()):
@@ -437,7 +514,9 @@ def test_a_job_without_numbers_fails_alone(undisturbed, tmp_path):
             (prompt,) = prompts_of((engine.num_steps % 20 + 1,))
             asked[engine.add(prompt, greedy(5))] = prompt
             if "broken" in engine.versions:  # nonsense, but no more than that
-                engine.add(prompt, SamplingParams(max_tokens=3, logprobs=2, top_p=0.9), adapter="broken")
+                engine.add(
+                    prompt, SamplingParams(max_tokens=3, logprobs=2, top_p=0.9), adapter="broken"
+                )
         events += engine.step()
         engine.check_integrity()
     events += drain(engine)
@@ -445,11 +524,16 @@ def test_a_job_without_numbers_fails_alone(undisturbed, tmp_path):
     assert [step.norm for step in steps[-5:]] == [None] * 5
     assert steps[-6].norm is not None, "five in a row, and not one more"
     (failed,) = of_kind(events, "failed")
-    assert (failed.job, failed.message) == (broken, "the gradient was not finite in 5 optimizer steps in a row")
+    assert (failed.job, failed.message) == (
+        broken,
+        "the gradient was not finite in 5 optimizer steps in a row",
+    )
     assert (engine.jobs[broken].state, engine.jobs[mine].state) == ("failed", "succeeded")
     assert distance(saved(engine, "mine", tmp_path), undisturbed[0]) < 1e-5
     got = tokens_by_request(events)
-    assert {name: got[name] for name in asked} == {n: expected_tokens(prompt, 5) for n, prompt in asked.items()}
+    assert {name: got[name] for name in asked} == {
+        n: expected_tokens(prompt, 5) for n, prompt in asked.items()
+    }
     assert_nothing_is_held(engine)
     with pytest.raises(JobError, match=r"job job-\d+ has failed: the gradient was not finite"):
         engine.tune(examples_of((12, 9, 6), 3), absurd, adapter=LORA, name="again")
@@ -477,7 +561,9 @@ def test_the_examples_of_a_job_are_checked_once(monkeypatch, tmp_path):
     """Since requests wait meanwhile; whatever the job begins with."""
     engine, checked = make_engine(num_pages=100), []
     monkeypatch.setattr(
-        opening, "check_examples", lambda *given, **named: checked.append(given) or check_examples(*given, **named)
+        opening,
+        "check_examples",
+        lambda *given, **named: checked.append(given) or check_examples(*given, **named),
     )
     job = engine.submit(examples_of((5, 6)), TuningConfig(), adapter=LORA, name="one")
     assert len(checked) == 1
@@ -485,7 +571,9 @@ def test_the_examples_of_a_job_are_checked_once(monkeypatch, tmp_path):
     run_jobs(engine)
     engine.submit(examples_of((5, 6)), TuningConfig(), adapter="one", name="two")
     assert len(checked) == 2
-    engine.submit_examples(examples_of((5, 6)), TuningConfig(), checkpoint=begun, job_id="three", name="three")
+    engine.submit_examples(
+        examples_of((5, 6)), TuningConfig(), checkpoint=begun, job_id="three", name="three"
+    )
     assert len(checked) == 3
 
 
@@ -493,17 +581,34 @@ def test_the_examples_of_a_job_are_checked_once(monkeypatch, tmp_path):
     ("examples", "settings", "message"),
     [
         ([], {}, "a job needs examples"),
-        (examples_of((9, 129)), {}, "example 1 has 129 tokens; the model has 128 positions: lower max_sequence_length"),
+        (
+            examples_of((9, 129)),
+            {},
+            "example 1 has 129 tokens; the model has 128 positions: lower max_sequence_length",
+        ),
         ([Example(tokens=(1, 2), trained=(True, False))], {}, "example 0 has no token to train on"),
         ([Example(tokens=(), trained=())], {}, "example 0 has no token to train on"),
-        ([Example(tokens=(1, 97), trained=(True, True))], {}, "example 0 has a token beyond the model's 97"),
-        ([Example(tokens=(-1, 9), trained=(True, True))], {}, "example 0 has a token beyond the model's 97"),
+        (
+            [Example(tokens=(1, 97), trained=(True, True))],
+            {},
+            "example 0 has a token beyond the model's 97",
+        ),
+        (
+            [Example(tokens=(-1, 9), trained=(True, True))],
+            {},
+            "example 0 has a token beyond the model's 97",
+        ),
         (
             examples_of((60, 60)),
             {"max_pack_tokens": 120},
-            r"a pack of 120 tokens needs \d+ pages; there are 100: lower max_pack_tokens or max_sequence_length, or",
+            r"a pack of 120 tokens needs \d+ pages; there are 100: lower max_pack_tokens or "
+            r"max_sequence_length, or",
         ),
-        (examples_of((100,)), {"max_pack_tokens": 10}, r"a pack of 100 tokens needs \d+ pages; there are 100"),
+        (
+            examples_of((100,)),
+            {"max_pack_tokens": 10},
+            r"a pack of 100 tokens needs \d+ pages; there are 100",
+        ),
     ],
 )
 def test_a_job_that_can_never_run_is_refused(examples, settings, message):
@@ -512,9 +617,12 @@ def test_a_job_that_can_never_run_is_refused(examples, settings, message):
         engine.submit(examples, TuningConfig(**settings), adapter=LORA)
     if examples:
         with pytest.raises(
-            JobError, match=message.replace("example 0", "example 1").replace("example 1 has 129", ".*")
+            JobError,
+            match=message.replace("example 0", "example 1").replace("example 1 has 129", ".*"),
         ):
-            engine.submit(examples_of((5,)), TuningConfig(**settings), adapter=LORA, validation=examples)
+            engine.submit(
+                examples_of((5,)), TuningConfig(**settings), adapter=LORA, validation=examples
+            )
     assert not engine.has_work
     assert not engine.jobs
 
@@ -526,7 +634,9 @@ def test_marks_that_are_not_one_for_each_token_are_refused():
 
 def test_packs_are_made_as_small_as_the_pool_needs_them():
     engine = make_engine(num_pages=150)
-    job = engine.job(engine.submit(examples_of((10,) * 40), TuningConfig(batch_size=40), adapter=LORA))
+    job = engine.job(
+        engine.submit(examples_of((10,) * 40), TuningConfig(batch_size=40), adapter=LORA)
+    )
     assert 10 <= job.config.pack_tokens < 400
     held = []
     while not job.is_terminal:
@@ -538,7 +648,9 @@ def test_packs_are_made_as_small_as_the_pool_needs_them():
 
 def test_examples_are_cut_to_the_length_that_was_asked_for():
     engine = make_engine()
-    job = engine.job(engine.submit(examples_of((30, 9)), TuningConfig(max_sequence_length=12), adapter=LORA))
+    job = engine.job(
+        engine.submit(examples_of((30, 9)), TuningConfig(max_sequence_length=12), adapter=LORA)
+    )
     assert [len(example.tokens) for example in job.order.examples] == [12, 9]
 
 
@@ -575,11 +687,22 @@ def test_lines_of_text_are_trained_on_as_their_tokens(tmp_path):
     engine = make_engine(tokenizer=tokenizer)
     records = [{"text": "hello you"}, {"prompt": "say ", "completion": "it\u2028now"}]
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\r\n\n" for record in records), "utf-8")
+    path.write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\r\n\n" for record in records), "utf-8"
+    )
     config = TuningConfig(batch_size=2)
-    for data in (path, str(path), records, [json.dumps(record) for record in records], iter(records)):
+    for data in (
+        path,
+        str(path),
+        records,
+        [json.dumps(record) for record in records],
+        iter(records),
+    ):
         found = engine.job(engine.submit(data, config, adapter=LORA)).order.examples
-        assert [tokenizer.decode(example.tokens) for example in found] == ["hello you<end>", "say it\u2028now<end>"]
+        assert [tokenizer.decode(example.tokens) for example in found] == [
+            "hello you<end>",
+            "say it\u2028now<end>",
+        ]
         assert found[0].num_trained == 9
         assert found[1].trained == (False,) * 4 + (True,) * (len(found[1].tokens) - 4)
     run_jobs(engine)
@@ -616,7 +739,13 @@ def test_lines_that_cannot_be_used_are_named(tmp_path):
 
 def test_adapters_make_the_round_trip_through_pefts_format(tmp_path):
     engine = make_engine()
-    lora = LoraConfig(r=3, alpha=5, use_rslora=True, target_modules=("q_proj", "down_proj"), rank_pattern={"q_proj": 2})
+    lora = LoraConfig(
+        r=3,
+        alpha=5,
+        use_rslora=True,
+        target_modules=("q_proj", "down_proj"),
+        rank_pattern={"q_proj": 2},
+    )
     engine.tune(examples_of(LENGTHS), CONFIG, adapter=lora, name="mine")
     engine.save_adapter("mine@9", tmp_path / "ours")
     model = PeftModel.from_pretrained(make_model(), str(tmp_path / "ours")).eval()
@@ -624,19 +753,31 @@ def test_adapters_make_the_round_trip_through_pefts_format(tmp_path):
     engine.load_adapter("back", str(tmp_path / "theirs"))
     (prompt,) = prompts_of((9,))
     theirs = model.generate(
-        input_ids=torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        input_ids=torch.tensor([prompt]),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     for label in ("mine", "back"):
-        assert engine.generate([prompt], greedy(8), adapter=label)[0].tokens == tuple(theirs[0, 9:].tolist())
+        assert engine.generate([prompt], greedy(8), adapter=label)[0].tokens == tuple(
+            theirs[0, 9:].tolist()
+        )
     assert (
-        distance(saved(engine, "back", tmp_path / "again"), load_file(tmp_path / "ours/adapter_model.safetensors")) == 0
+        distance(
+            saved(engine, "back", tmp_path / "again"),
+            load_file(tmp_path / "ours/adapter_model.safetensors"),
+        )
+        == 0
     )
 
 
 def test_jobs_that_are_to_be_alone_take_turns():
     engine = make_engine()
     alone = engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA, alone_until_step=5)
-    other, third = (engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA) for _ in range(2))
+    other, third = (
+        engine.submit_examples(examples_of(LENGTHS), CONFIG, adapter=LORA) for _ in range(2)
+    )
     company = set()
     while engine.has_work:
         was_alone = engine.job(alone).is_alone
@@ -647,5 +788,7 @@ def test_jobs_that_are_to_be_alone_take_turns():
         assert not (was_alone and alone in jobs and len(jobs) > 1)
         company.add(frozenset(jobs))
     assert {frozenset((alone,)), frozenset((other, third))} <= company
-    assert any(alone in jobs and len(jobs) > 1 for jobs in company), "when it need not be alone any more"
+    assert any(alone in jobs and len(jobs) > 1 for jobs in company), (
+        "when it need not be alone any more"
+    )
     assert all(engine.job(id).state == "succeeded" for id in (alone, other, third))

@@ -1,4 +1,5 @@
-"""Requests of an engine: tokens equal to transformers' and PEFT's in every company; nothing is left over."""
+"""Requests of an engine: tokens equal to transformers' and PEFT's in every company; nothing is left
+over."""
 
 from random import Random
 from typing import Any
@@ -48,8 +49,11 @@ WITH_STATES = (*FAMILIES, "qwen3.5")
 
 
 def assert_greedy(engine, name, lengths=LENGTHS, *, seed=0):
-    """Requests of these lengths, all at once, get what each gets alone from transformers. Returns all events."""
-    prompts = {engine.add(prompt, greedy(NUM_TOKENS)): prompt for prompt in prompts_of(lengths, seed)}
+    """Requests of these lengths, all at once, get what each gets alone from transformers. Returns
+    all events."""
+    prompts = {
+        engine.add(prompt, greedy(NUM_TOKENS)): prompt for prompt in prompts_of(lengths, seed)
+    }
     events = drain(engine)
     got = tokens_by_request(events)
     for request, prompt in prompts.items():
@@ -58,11 +62,17 @@ def assert_greedy(engine, name, lengths=LENGTHS, *, seed=0):
 
 
 def final_chunks(events, request):
-    return [e for e in events if isinstance(e, Chunk) and e.request == request and e.finish_reason is not None]
+    return [
+        e
+        for e in events
+        if isinstance(e, Chunk) and e.request == request and e.finish_reason is not None
+    ]
 
 
 def text_of(events, request, index=0):
-    chunks = [e for e in events if isinstance(e, Chunk) and e.request == request and e.index == index]
+    chunks = [
+        e for e in events if isinstance(e, Chunk) and e.request == request and e.index == index
+    ]
     return "".join(chunk.text for chunk in chunks)
 
 
@@ -86,7 +96,9 @@ def test_tokens_equal_transformers_alone_and_in_company(name):
 def test_tokens_are_the_same_when_prompts_are_chunked(name):
     engine = make_engine(name, max_step_rows=6)
     assert_greedy(engine, name)
-    widest = max(sum(len(rows.tokens) for rows in batch.requests) for batch in watched(engine).batches)
+    widest = max(
+        sum(len(rows.tokens) for rows in batch.requests) for batch in watched(engine).batches
+    )
     assert widest == 6
     assert_nothing_is_held(engine)
 
@@ -109,8 +121,12 @@ def test_tokens_are_the_same_after_a_prefix_that_is_known(name):
         request = engine.add(prompt, greedy(NUM_TOKENS))
         events += (answer := drain(engine))
         assert tokens_by_request(answer)[request] == expected_tokens(prompt, NUM_TOKENS, name)
-    cached = [final_chunks(events, f"request-{index}")[0].num_cached_tokens for index in range(len(prompts))]
-    # At least one token is left to compute, so a prompt of whole blocks has its last one computed again.
+    cached = [
+        final_chunks(events, f"request-{index}")[0].num_cached_tokens
+        for index in range(len(prompts))
+    ]
+    # At least one token is left to compute, so a prompt of whole blocks has its last one computed
+    # again.
     assert cached == [0, 4 * BLOCK, 4 * BLOCK, 3 * BLOCK, BLOCK]
     assert_nothing_is_held(engine)
 
@@ -121,7 +137,10 @@ def test_tokens_are_the_same_under_any_plan(seed):
     engine, rng = make_engine(num_pages=40), Random(seed)
     engine.policy = random_policy(seed)
     shared = random_tokens(11, 3).tolist()
-    prompts = [[*shared[: rng.randrange(12)], *prompt] for prompt in prompts_of([rng.randint(1, 20) for _ in range(8)])]
+    prompts = [
+        [*shared[: rng.randrange(12)], *prompt]
+        for prompt in prompts_of([rng.randint(1, 20) for _ in range(8)])
+    ]
     names, events = {}, []
     for prompt in prompts:
         names[engine.add(prompt, greedy(NUM_TOKENS))] = prompt
@@ -160,7 +179,9 @@ def test_an_adapter_answers_as_peft_does_in_every_family(name):
     engine = make_engine(name)
     engine.load_adapter("a", adapter_directory(name))
     (prompt,) = prompts_of((14,))
-    bare, tuned = (engine.generate([prompt], greedy(NUM_TOKENS), adapter=label)[0] for label in (None, "a"))
+    bare, tuned = (
+        engine.generate([prompt], greedy(NUM_TOKENS), adapter=label)[0] for label in (None, "a")
+    )
     assert bare.tokens == expected_tokens(prompt, NUM_TOKENS, name)
     assert tuned.tokens == expected_tokens(prompt, NUM_TOKENS, name, r=4) != bare.tokens
 
@@ -172,7 +193,10 @@ def test_tokens_are_the_same_while_jobs_train_beside_them(name, anyhow):
     if anyhow:
         engine.policy = random_policy(1)
     config = TuningConfig(
-        num_epochs=1000, batch_size=3, max_pack_tokens=24, optimizer=OptimizerConfig(learning_rate=1e-2)
+        num_epochs=1000,
+        batch_size=3,
+        max_pack_tokens=24,
+        optimizer=OptimizerConfig(learning_rate=1e-2),
     )
     for rank in (2, 5):
         adapter = LoraConfig(r=rank, target_modules="all-linear")
@@ -192,7 +216,9 @@ def test_tokens_are_the_same_while_jobs_train_beside_them(name, anyhow):
     for request, prompt in prompts.items():
         assert got[request] == expected_tokens(prompt, NUM_TOKENS, name)
     assert windows, "no window shared a batch with a request"
-    assert all(job.num_rows_run > before[job.id] and job.state == "running" for job in engine.jobs.values())
+    assert all(
+        job.num_rows_run > before[job.id] and job.state == "running" for job in engine.jobs.values()
+    )
     for job in list(engine.jobs):
         engine.cancel_job(job)
     assert_nothing_is_held(engine)
@@ -207,16 +233,18 @@ def test_logprobs_are_those_of_transformers():
             engine.generate(prompts, greedy(6, logprobs=4), adapter=label), prompts, strict=True
         ):
             with torch.inference_mode():
-                logits = oracle("llama", lora)(torch.tensor([[*prompt, *completion.tokens]])).logits[
-                    0, len(prompt) - 1 :
-                ]
+                logits = oracle("llama", lora)(
+                    torch.tensor([[*prompt, *completion.tokens]])
+                ).logits[0, len(prompt) - 1 :]
             theirs = logits.log_softmax(-1)
             for place, found in enumerate(completion.logprobs):
                 assert found.token == completion.tokens[place]
                 assert found.logprob == pytest.approx(float(theirs[place, found.token]), abs=1e-4)
                 top = theirs[place].topk(4)
                 assert [token for token, _ in found.top] == top.indices.tolist()
-                assert [value for _, value in found.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+                assert [value for _, value in found.top] == pytest.approx(
+                    top.values.tolist(), abs=1e-4
+                )
     assert engine.generate([prompts[0]], greedy(6, logprobs=0))[0].logprobs[0].top == ()
     assert engine.generate([prompts[0]], greedy(6))[0].logprobs == ()
 
@@ -227,7 +255,9 @@ def test_a_name_that_is_used_again_is_another_request():
     for num_top in (None, 3):
         engine.add(prompt, greedy(4, logprobs=num_top), request_id="again")
         chunks = [event for event in drain(engine) if isinstance(event, Chunk)]
-        assert [len(chunk.logprobs[0].top) if chunk.logprobs else None for chunk in chunks] == [num_top] * 4
+        assert [len(chunk.logprobs[0].top) if chunk.logprobs else None for chunk in chunks] == [
+            num_top
+        ] * 4
 
 
 # -- sampling -------------------------------------------------------------------------
@@ -244,7 +274,9 @@ def test_seeded_sequences_are_the_same_in_any_company():
     for other in prompts_of((20, 6, 11, 3)):
         engine.add(other, SamplingParams(max_tokens=9, n=2))
     crowded = engine.generate([prompt, prompt], params)
-    assert [completion.tokens for completion in crowded] == 2 * [completion.tokens for completion in alone]
+    assert [completion.tokens for completion in crowded] == 2 * [
+        completion.tokens for completion in alone
+    ]
     assert engine.num_preemptions > 0
     drain(engine)
     assert_nothing_is_held(engine)
@@ -252,7 +284,9 @@ def test_seeded_sequences_are_the_same_in_any_company():
 
 def test_requests_without_a_seed_differ_and_an_engine_repeats_itself():
     (prompt,) = prompts_of((9,))
-    first, second = ([c.tokens for c in make_engine().generate([prompt] * 3, SamplingParams())] for _ in range(2))
+    first, second = (
+        [c.tokens for c in make_engine().generate([prompt] * 3, SamplingParams())] for _ in range(2)
+    )
     assert len(set(first)) == 3
     assert first == second
 
@@ -261,7 +295,11 @@ def test_the_sequences_of_a_request_share_its_prompt():
     engine = make_engine()
     (prompt,) = prompts_of((4 * BLOCK + 1,))
     events = [engine.add(prompt, SamplingParams(max_tokens=4, n=3)), *drain(engine)]
-    assert sorted(chunk.num_cached_tokens for chunk in final_chunks(events, "request-0")) == [0, 4 * BLOCK, 4 * BLOCK]
+    assert sorted(chunk.num_cached_tokens for chunk in final_chunks(events, "request-0")) == [
+        0,
+        4 * BLOCK,
+        4 * BLOCK,
+    ]
     assert_nothing_is_held(engine)
 
 
@@ -277,9 +315,17 @@ def test_sampling_parameters_reach_the_sampler():
     for pin in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0.0}):
         assert tokens(**pin) == likely, pin
     assert tokens(logit_bias={7: 100}) == (7,) * 6
-    assert len(set(tokens(logit_bias={7: 100, 8: 99.0, 9: 98.0}, presence_penalty=2.0, temperature=0.0))) == 3
+    assert (
+        len(
+            set(
+                tokens(logit_bias={7: 100, 8: 99.0, 9: 98.0}, presence_penalty=2.0, temperature=0.0)
+            )
+        )
+        == 3
+    )
     assert tokens(temperature=0.0, logit_bias={likely[0]: -100})[0] != likely[0]
-    # Greedy search repeats itself in this text; a penalty on what was used does not let it, preempted or not.
+    # Greedy search repeats itself in this text; a penalty on what was used does not let it,
+    # preempted or not.
     repeated = prompts_of(LENGTHS)[1]
     assert len(set(expected_tokens(repeated, NUM_TOKENS))) < NUM_TOKENS
     penalized = greedy(NUM_TOKENS, repetition_penalty=10.0)
@@ -297,11 +343,17 @@ def test_sampling_parameters_reach_the_sampler():
 def test_a_request_ends_at_an_end_of_text_token_unless_it_is_told_not_to():
     (prompt,) = prompts_of((17,))
     tokens = expected_tokens(prompt, NUM_TOKENS)
-    end = next(token for index, token in enumerate(tokens) if index >= 3 and token not in tokens[:index])
+    end = next(
+        token for index, token in enumerate(tokens) if index >= 3 and token not in tokens[:index]
+    )
     place = tokens.index(end)
     engine = make_engine(end_tokens=[end])
     (ended,) = engine.generate([prompt], greedy(NUM_TOKENS))
-    assert (ended.tokens, ended.finish_reason, ended.stop_reason) == (tokens[: place + 1], "stop", None)
+    assert (ended.tokens, ended.finish_reason, ended.stop_reason) == (
+        tokens[: place + 1],
+        "stop",
+        None,
+    )
     (ignored,) = engine.generate([prompt], greedy(NUM_TOKENS, ignore_eos=True))
     assert (ignored.tokens, ignored.finish_reason) == (tokens, "length")
     # Below min_tokens the end cannot be chosen; at it, it can.
@@ -315,9 +367,17 @@ def test_a_request_ends_at_an_end_of_text_token_unless_it_is_told_not_to():
 def test_a_request_ends_at_its_own_stop_token():
     (prompt,) = prompts_of((17,))
     tokens = expected_tokens(prompt, NUM_TOKENS)
-    place, stop = next((i, token) for i, token in enumerate(tokens) if i >= 2 and token not in tokens[:i])
-    (ended,) = make_engine().generate([prompt], greedy(NUM_TOKENS, stop_token_ids=(stop,), ignore_eos=True))
-    assert (ended.tokens, ended.finish_reason, ended.stop_reason) == (tokens[: place + 1], "stop", stop)
+    place, stop = next(
+        (i, token) for i, token in enumerate(tokens) if i >= 2 and token not in tokens[:i]
+    )
+    (ended,) = make_engine().generate(
+        [prompt], greedy(NUM_TOKENS, stop_token_ids=(stop,), ignore_eos=True)
+    )
+    assert (ended.tokens, ended.finish_reason, ended.stop_reason) == (
+        tokens[: place + 1],
+        "stop",
+        stop,
+    )
 
 
 def test_end_of_text_tokens_that_the_model_does_not_have_are_of_no_effect():
@@ -372,7 +432,9 @@ def test_a_text_that_could_be_the_start_of_a_stop_string_is_held_back_until_the_
     whole = engine.generate(["hello you"], greedy(6))[0].text
     chunks = list(engine.stream("hello you", greedy(6, stop=(whole[-2:] + "??",))))
     assert "".join(chunk.text for chunk in chunks) == whole
-    assert chunks[-1].text.endswith(whole[-2:]), "the last two characters come when nothing can follow them"
+    assert chunks[-1].text.endswith(whole[-2:]), (
+        "the last two characters come when nothing can follow them"
+    )
 
 
 def test_a_stream_that_is_closed_early_is_cancelled():
@@ -389,12 +451,15 @@ def test_a_stream_that_is_closed_early_is_cancelled():
 
 
 def test_cancellation_at_any_moment_gives_everything_back():
-    """Waiting, between two chunks of its prompt, decoding, preempted: after every number of steps."""
+    """Waiting, between two chunks of its prompt, decoding, preempted: after every number of
+    steps."""
     moments = set()
     for num_steps in range(14):
         engine = make_engine(num_pages=14, max_step_rows=5)
         engine.load_adapter("a", adapter_directory())
-        names = [engine.add(prompt, greedy(12), adapter="a") for prompt in prompts_of((13, 6, 17, 9))]
+        names = [
+            engine.add(prompt, greedy(12), adapter="a") for prompt in prompts_of((13, 6, 17, 9))
+        ]
         events = [event for _ in range(num_steps) for event in engine.step()]
         for name in names:
             for request in engine.requests.members(name):
@@ -414,7 +479,9 @@ def test_cancellation_at_any_moment_gives_everything_back():
             engine.check_integrity()
         assert_nothing_is_held(engine)
         events += engine.step()
-        reasons = {name: [chunk.finish_reason for chunk in final_chunks(events, name)] for name in names}
+        reasons = {
+            name: [chunk.finish_reason for chunk in final_chunks(events, name)] for name in names
+        }
         assert all(reason in (["cancelled"], ["length"]) for reason in reasons.values()), reasons
         engine.unload_adapter("a")
         assert not watched(engine).versions, "nobody reads the adapter any more"
@@ -430,7 +497,9 @@ def test_all_sequences_of_a_request_are_cancelled_with_it_and_others_continue():
     events = [*engine.step(), *engine.step()]
     assert engine.cancel(many)
     events += drain(engine)
-    assert sorted(c.index for c in final_chunks(events, many) if c.finish_reason == "cancelled") == [0, 1, 2]
+    assert sorted(
+        c.index for c in final_chunks(events, many) if c.finish_reason == "cancelled"
+    ) == [0, 1, 2]
     assert tokens_by_request(events)[stays] == expected_tokens(other, NUM_TOKENS)
     assert_nothing_is_held(engine)
 
@@ -456,15 +525,40 @@ def test_a_preempted_request_is_the_youngest_even_if_all_came_at_once():
     ("prompt", "named", "message"),
     [
         ([], {}, "the prompt has no tokens"),
-        ([1, VOCAB], {}, f"token {VOCAB} of the prompt is out of vocabulary; the model has {VOCAB} tokens"),
+        (
+            [1, VOCAB],
+            {},
+            f"token {VOCAB} of the prompt is out of vocabulary; the model has {VOCAB} tokens",
+        ),
         ([1, -1], {}, f"token -1 of the prompt is out of vocabulary; the model has {VOCAB} tokens"),
-        ([1] * 100, {"max_tokens": 29}, "100 tokens of prompt and 29 to come are 129; the model has 128 positions"),
-        ([1] * 60, {"max_tokens": 41}, "101 tokens need 26 pages; there are 25: give the engine more memory"),
+        (
+            [1] * 100,
+            {"max_tokens": 29},
+            "100 tokens of prompt and 29 to come are 129; the model has 128 positions",
+        ),
+        (
+            [1] * 60,
+            {"max_tokens": 41},
+            "101 tokens need 26 pages; there are 25: give the engine more memory",
+        ),
         ([1], {"stop": ("x",)}, "stop strings need a tokenizer, and this model has none"),
-        ([1], {"logit_bias": {VOCAB: 1.0}}, f"logit_bias names token {VOCAB}; the model has {VOCAB}"),
-        ([1], {"stop_token_ids": (VOCAB,)}, f"stop_token_ids names token {VOCAB}; the model has {VOCAB}"),
+        (
+            [1],
+            {"logit_bias": {VOCAB: 1.0}},
+            f"logit_bias names token {VOCAB}; the model has {VOCAB}",
+        ),
+        (
+            [1],
+            {"stop_token_ids": (VOCAB,)},
+            f"stop_token_ids names token {VOCAB}; the model has {VOCAB}",
+        ),
         ([True, 3], {}, "element 0 of the prompt is True: token ids are whole numbers"),
-        ([1, 2.0], {}, "element 1 of the prompt is 2.0: token ids are whole numbers; a prompt is text, token ids, or"),
+        (
+            [1, 2.0],
+            {},
+            "element 1 of the prompt is 2.0: token ids are whole numbers; a prompt is text, token "
+            "ids, or",
+        ),
         ("text", {}, "llama.*has no tokenizer: prompts must be token ids"),
         ([{"role": "user", "content": "x"}], {}, "has no tokenizer: prompts must be token ids"),
     ],
@@ -520,7 +614,13 @@ def test_names_of_requests_and_adapters_are_checked():
 def test_an_engine_needs_two_pages_and_its_settings_must_mean_something():
     with pytest.raises(BudgetError, match="for two pages"):
         make_engine(num_pages=1)
-    for wrong in ({"policy": "none"}, {"ttft_s": 0}, {"max_requests": 0}, {"max_step_rows": True}, {"tpot_s": -1.0}):
+    for wrong in (
+        {"policy": "none"},
+        {"ttft_s": 0},
+        {"max_requests": 0},
+        {"max_step_rows": True},
+        {"tpot_s": -1.0},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             make_engine(**wrong)
     with pytest.raises(ValueError, match="tpot_s must be a number of seconds above 0"):
@@ -551,7 +651,9 @@ def test_generate_that_fails_midway_leaves_nothing_over(monkeypatch):
         engine.generate(prompts_of((9, 5)), greedy(20))
     assert_nothing_is_held(engine)
     (prompt,) = prompts_of((9,))
-    assert engine.generate([prompt], greedy(NUM_TOKENS))[0].tokens == expected_tokens(prompt, NUM_TOKENS)
+    assert engine.generate([prompt], greedy(NUM_TOKENS))[0].tokens == expected_tokens(
+        prompt, NUM_TOKENS
+    )
 
 
 def test_what_others_wait_for_comes_out_of_their_own_steps():
@@ -575,7 +677,9 @@ def test_what_others_wait_for_comes_out_of_their_own_steps():
 def test_an_adapter_is_unloaded_by_its_name_and_not_by_that_of_a_version():
     engine = make_engine()
     engine.load_adapter("a", adapter_directory(r=3))
-    with pytest.raises(AdapterError, match="'a@0' is a version; the adapter is withdrawn by its name, 'a'"):
+    with pytest.raises(
+        AdapterError, match="'a@0' is a version; the adapter is withdrawn by its name, 'a'"
+    ):
         engine.unload_adapter("a@0")
     engine.unload_adapter("a")
 
@@ -619,7 +723,9 @@ def test_a_prefix_that_one_adapter_has_computed_is_never_anothers():
             events = drain(engine)
             (last,) = final_chunks(events, request)
             assert tokens_by_request(events)[request] == expected_tokens(prompt, NUM_TOKENS, **lora)
-            assert last.num_cached_tokens == (4 * BLOCK if repeat else 0), "one's own prefix, and none but that"
+            assert last.num_cached_tokens == (4 * BLOCK if repeat else 0), (
+                "one's own prefix, and none but that"
+            )
             answers[str(lora)] = tokens_by_request(events)[request]
         if label:
             engine.unload_adapter(label)
@@ -627,12 +733,21 @@ def test_a_prefix_that_one_adapter_has_computed_is_never_anothers():
 
 
 def test_a_version_that_is_published_meanwhile_serves_requests_that_come_after_it(tmp_path):
-    """Each request reads the version that was the newest when it came; none sees the other's keys and values."""
+    """Each request reads the version that was the newest when it came; none sees the other's keys
+    and values."""
     engine = make_engine()
     config = TuningConfig(
-        num_epochs=3, batch_size=2, publish_every_steps=1, optimizer=OptimizerConfig(learning_rate=3e-2)
+        num_epochs=3,
+        batch_size=2,
+        publish_every_steps=1,
+        optimizer=OptimizerConfig(learning_rate=3e-2),
     )
-    engine.submit(examples_of((9, 14)), config, adapter=LoraConfig(r=3, target_modules="all-linear"), name="mine")
+    engine.submit(
+        examples_of((9, 14)),
+        config,
+        adapter=LoraConfig(r=3, target_modules="all-linear"),
+        name="mine",
+    )
     (prompt,) = prompts_of((5 * BLOCK,))
     asked, events = {}, []
     while any(not job.is_terminal for job in engine.jobs.values()):
@@ -660,7 +775,9 @@ def test_an_adapter_without_effect_shares_no_pages_with_the_bare_model(tmp_path)
     save_adapter(fresh, tmp_path)
     engine.load_adapter("zero", str(tmp_path))
     (prompt,) = prompts_of((5 * BLOCK,))
-    bare, zero = (engine.generate([prompt], greedy(NUM_TOKENS), adapter=label)[0] for label in (None, "zero"))
+    bare, zero = (
+        engine.generate([prompt], greedy(NUM_TOKENS), adapter=label)[0] for label in (None, "zero")
+    )
     assert bare.tokens == zero.tokens == expected_tokens(prompt, NUM_TOKENS)
     assert engine.cache.prefixes.num_evictable >= 2 * 5
 
@@ -669,11 +786,15 @@ def test_an_adapter_without_effect_shares_no_pages_with_the_bare_model(tmp_path)
 
 
 def limit_rows(engine, most):
-    """The device runs out of memory in every forward pass of more rows. Returns the widths that were tried."""
+    """The device runs out of memory in every forward pass of more rows. Returns the widths that
+    were tried."""
     widths = []
 
     def fail(batch):
-        rows = [*(len(rows.tokens) for rows in batch.requests), *(rows.num_rows for rows in batch.windows)]
+        rows = [
+            *(len(rows.tokens) for rows in batch.requests),
+            *(rows.num_rows for rows in batch.windows),
+        ]
         widths.append(sum(rows))
         return StepFailure(message="no more") if widths[-1] > most else None
 
@@ -690,7 +811,8 @@ def test_steps_never_have_more_rows_than_they_may():
 
 
 def test_steps_get_smaller_when_the_device_runs_out_of_memory():
-    """Also where all rows are tokens of requests that decode: none of them fails while fewer would do."""
+    """Also where all rows are tokens of requests that decode: none of them fails while fewer would
+    do."""
     engine = make_engine()
     widths = limit_rows(engine, 4)
     assert_greedy(engine, "llama")
@@ -704,7 +826,9 @@ def test_a_request_that_the_device_has_no_memory_for_fails_with_the_reason():
     one = engine.add([1, 2, 3], greedy())
     (last,) = final_chunks(drain(engine), one)
     assert (last.finish_reason, last.error) == ("error", "the device ran out of memory: no more")
-    with pytest.raises(RequestError, match=r"request request-\d: the device ran out of memory: no more"):
+    with pytest.raises(
+        RequestError, match=r"request request-\d: the device ran out of memory: no more"
+    ):
         engine.generate(prompts_of((4, 9)), greedy())
     assert_nothing_is_held(engine)
     assert engine.step() == []
@@ -736,7 +860,9 @@ def assert_scored(got, prompt, logprobs, num_top):
     assert [score.token for score in got] == list(prompt[1:])
     for score, row in zip(got, logprobs, strict=True):
         assert score.logprob == pytest.approx(float(row[score.token]), abs=1e-4)
-        assert [value for _, value in score.top] == pytest.approx(row.topk(num_top).values.tolist(), abs=1e-4)
+        assert [value for _, value in score.top] == pytest.approx(
+            row.topk(num_top).values.tolist(), abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_step_rows": 6}, {"num_pages": 16}])
@@ -760,7 +886,9 @@ def test_a_prompt_may_be_scored_and_nothing_else_with_an_adapter_in_company():
     engine = make_engine()
     engine.load_adapter("all", adapter_directory("llama", **ADAPTERS["all"]))
     (prompt,) = prompts_of((13,))
-    with_adapter = engine.add(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0, n=2), adapter="all")
+    with_adapter = engine.add(
+        prompt, SamplingParams(max_tokens=0, prompt_logprobs=0, n=2), adapter="all"
+    )
     bare = engine.add(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0))
     other = engine.add(prompt, greedy(NUM_TOKENS))
     events = drain(engine)
@@ -795,7 +923,9 @@ def test_adapters_on_disk_come_and_go_by_use():
         engine.ensure_adapter(name, directory)
     assert sorted(engine.versions.labels()) == ["d@0", "e@0", "kept@0"]
     events = drain(engine)
-    assert len(tokens_by_request(events)[reading]) == NUM_TOKENS - 1, "a request continues with what it began with"
+    assert len(tokens_by_request(events)[reading]) == NUM_TOKENS - 1, (
+        "a request continues with what it began with"
+    )
     with pytest.raises(AdapterError, match="has no adapter_config"):
         engine.ensure_adapter("f", directory + "-elsewhere")
     assert sorted(engine.versions.labels()) == ["d@0", "e@0", "kept@0"]
@@ -825,7 +955,9 @@ def test_a_policy_is_told_how_many_tokens_are_sure_to_come(named, num_sure):
     policy = engine.policy
 
     def watch(view, latency):
-        seen.extend(request.num_sure + request.num_output for request in (*view.waiting, *view.requests))
+        seen.extend(
+            request.num_sure + request.num_output for request in (*view.waiting, *view.requests)
+        )
         return policy.plan(view, latency)
 
     engine.policy = PlannedBy(function=watch)

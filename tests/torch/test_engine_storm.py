@@ -1,5 +1,6 @@
-"""Everything at once, in any order, on a small pool, on a device that runs out of memory whenever it likes: every page
-is accounted for after every step, and in the end everybody has been answered and everything is free.
+"""Everything at once, in any order, on a small pool, on a device that runs out of memory whenever
+it likes: every page is accounted for after every step, and in the end everybody has been answered
+and everything is free.
 """
 
 from collections import Counter
@@ -52,7 +53,9 @@ NUM_PAGES = 80
 PROMPTS = prompts_of((3, 8, 17, 30, 1, 60))
 JOBS = {
     "plain": TuningConfig(num_epochs=2, batch_size=2, max_pack_tokens=16),
-    "live": TuningConfig(num_epochs=2, batch_size=2, max_pack_tokens=10, live=True, evaluate_every_steps=1),
+    "live": TuningConfig(
+        num_epochs=2, batch_size=2, max_pack_tokens=10, live=True, evaluate_every_steps=1
+    ),
     "often": TuningConfig(num_epochs=1, batch_size=1, max_pack_tokens=20, publish_every_steps=1),
 }
 OPERATIONS = (
@@ -72,7 +75,15 @@ OPERATIONS = (
         "load",
     ),
     *("cancel", "unload", "pause", "resume", "cancel-job"),
-    *("fail-before", "fail-midway", "fail-update", "fail-after", "fail-made", "fail-within", "fail-hard"),
+    *(
+        "fail-before",
+        "fail-midway",
+        "fail-update",
+        "fail-after",
+        "fail-made",
+        "fail-within",
+        "fail-hard",
+    ),
     "fail-jobs",
 )
 
@@ -82,11 +93,13 @@ class StormError(Exception):
 
 
 class FailingDevice:
-    """A device that fails when it is told to (`fail`): some of the step has run then, and requests have their pages.
+    """A device that fails when it is told to (`fail`): some of the step has run then, and requests
+    have their pages.
 
-    The moments: before anything ran; midway, after losses and tasklets; in an update, the ones before it are made;
-    after all of it; made, after all of one with updates. Within: the device itself runs out of memory, somewhere.
-    Hard: `collect` raises an error. Jobs: every step with a piece of a job in it, until something else is to fail.
+    The moments: before anything ran; midway, after losses and tasklets; in an update, the ones
+    before it are made; after all of it; made, after all of one with updates. Within: the device
+    itself runs out of memory, somewhere. Hard: `collect` raises an error. Jobs: every step with a
+    piece of a job in it, until something else is to fail.
     """
 
     def __init__(self, inner: Device, rng: Random) -> None:
@@ -107,7 +120,10 @@ class FailingDevice:
             self.inner.fail_next, self._moment = StepFailure(message="a storm"), ""
         elif moment == "within":
             num_calls = self._rng.choice((1, 20, 100, 300, 1000))
-            self._calls, self._moment = RaisingMode(torch.OutOfMemoryError("a storm"), num_calls), ""
+            self._calls, self._moment = (
+                RaisingMode(torch.OutOfMemoryError("a storm"), num_calls),
+                "",
+            )
 
     def execute(self, command: Command) -> Reply:
         if isinstance(command, BeginPack):
@@ -145,14 +161,30 @@ class FailingDevice:
         self.inner.close()
 
     def _first_part(self, batch: StepBatch) -> StepBatch:
-        """What runs of a step before it fails. No pack gets done in it: those of failed steps never are."""
-        moment = self._rng.choice(("before", "midway", "after")) if self._fails == "hard" else self._fails
-        part = replace(batch, losses=(), tasklets=(), updates=(), requests=_without_rows(batch.requests), windows=())
+        """What runs of a step before it fails. No pack gets done in it: those of failed steps never
+        are."""
+        moment = (
+            self._rng.choice(("before", "midway", "after"))
+            if self._fails == "hard"
+            else self._fails
+        )
+        part = replace(
+            batch,
+            losses=(),
+            tasklets=(),
+            updates=(),
+            requests=_without_rows(batch.requests),
+            windows=(),
+        )
         if moment in ("before", "jobs"):
             return part
         losses = tuple(piece for piece in batch.losses if not self._evaluating[piece.job])
-        tasklets = tuple(replace(piece, num_tasklets=piece.num_tasklets - 1) for piece in batch.tasklets)
-        part = replace(part, losses=losses, tasklets=tuple(piece for piece in tasklets if piece.num_tasklets))
+        tasklets = tuple(
+            replace(piece, num_tasklets=piece.num_tasklets - 1) for piece in batch.tasklets
+        )
+        part = replace(
+            part, losses=losses, tasklets=tuple(piece for piece in tasklets if piece.num_tasklets)
+        )
         if moment == "update":
             number = self._rng.randrange(len(batch.updates))
             self._broken = batch.updates[number].job
@@ -171,7 +203,9 @@ def _without_rows(requests: Sequence[RequestRows]) -> tuple[RequestRows, ...]:
 class Storm:
     """An engine, and what is known of what was asked of it."""
 
-    def __init__(self, device: Device, clock: Clock, seed: int, *, anyhow: bool, **settings: Any) -> None:
+    def __init__(
+        self, device: Device, clock: Clock, seed: int, *, anyhow: bool, **settings: Any
+    ) -> None:
         self.rng = Random(seed)
         self.failing = FailingDevice(device, self.rng)
         self.device = WatchedDevice(self.failing, clock)
@@ -195,7 +229,7 @@ class Storm:
                 self.job_events.append(event)
         self.engine.check_integrity()
 
-    def do(self, operation: str) -> None:
+    def do(self, operation: str) -> None:  # noqa: C901
         engine, rng = self.engine, self.rng
         if operation == "burst":
             for _ in range(5):
@@ -227,7 +261,11 @@ class Storm:
             engine.unload_adapter(rng.choice(engine.versions.labels()).split("@")[0])
         elif operation in ("pause", "resume", "cancel-job"):
             if jobs := [job for job in engine.jobs.values() if not job.is_terminal]:
-                act = {"pause": engine.pause_job, "resume": engine.resume_job, "cancel-job": engine.cancel_job}
+                act = {
+                    "pause": engine.pause_job,
+                    "resume": engine.resume_job,
+                    "cancel-job": engine.cancel_job,
+                }
                 act[operation](rng.choice(jobs).id)
         elif operation.startswith("fail-"):
             self.failing.fail(operation.removeprefix("fail-"))
@@ -248,42 +286,63 @@ class Storm:
 
     def assert_all_is_well(self) -> None:
         engine = self.engine
-        finals = Counter((chunk.request, chunk.index) for chunk in self.chunks if chunk.finish_reason is not None)
-        assert finals == {(name, i): 1 for name, (_, params, _) in self.asked.items() for i in range(params.n)}
+        finals = Counter(
+            (chunk.request, chunk.index) for chunk in self.chunks if chunk.finish_reason is not None
+        )
+        assert finals == {
+            (name, i): 1 for name, (_, params, _) in self.asked.items() for i in range(params.n)
+        }
         last = {(chunk.request, chunk.index): chunk for chunk in self.chunks}
-        assert all(chunk.finish_reason is not None for chunk in last.values()), "nothing comes after a final chunk"
+        assert all(chunk.finish_reason is not None for chunk in last.values()), (
+            "nothing comes after a final chunk"
+        )
         lengths: Counter[tuple[str, int]] = Counter()
         for chunk in self.chunks:
             lengths[chunk.request, chunk.index] += len(chunk.tokens)
         for key, chunk in last.items():
             if chunk.finish_reason == "length":
                 assert lengths[key] == self.asked[key[0]][1].max_tokens
-        over = Counter(e.job for e in self.job_events if e.kind in ("succeeded", "failed", "cancelled"))
+        over = Counter(
+            e.job for e in self.job_events if e.kind in ("succeeded", "failed", "cancelled")
+        )
         assert over == dict.fromkeys(engine.jobs, 1)
         for job in engine.jobs.values():
-            steps = [event.step for event in self.job_events if event.job == job.id and event.kind == "step"]
+            steps = [
+                event.step
+                for event in self.job_events
+                if event.job == job.id and event.kind == "step"
+            ]
             assert steps == list(range(1, self.failing.num_updates[job.id] + 1))
             assert job.state == "failed" or job.id not in self.failing.broken_jobs
             if job.state == "succeeded":
                 assert len(steps) == job.order.num_steps
                 assert job.num_tokens_trained == job.config.num_epochs * (5 + 9 + 3)
-        drops = sum(event.kind == "pack_dropped" for event in self.job_events if isinstance(event, JobEvent))
+        drops = sum(
+            event.kind == "pack_dropped" for event in self.job_events if isinstance(event, JobEvent)
+        )
         assert drops <= engine.stats().num_packs_dropped
         assert_nothing_is_held(engine)
         assert engine.pool.num_free == NUM_PAGES
         for name in {label.split("@")[0] for label in engine.versions.labels()}:
             engine.unload_adapter(name)
         self.step()  # without work: what the device has not been told yet
-        assert self.device.versions == set(), "a version stays as long as a request or a name reads it, no longer"
+        assert self.device.versions == set(), (
+            "a version stays as long as a request or a name reads it, no longer"
+        )
         told = self.device.commands
         opened = Counter(command.request for command in told if isinstance(command, OpenRequest))
-        assert opened == Counter(command.request for command in told if isinstance(command, CloseRequest))
+        assert opened == Counter(
+            command.request for command in told if isinstance(command, CloseRequest)
+        )
 
     def assert_tokens_are_right(self) -> None:
-        """Whatever was preempted, dropped and failed around them: tokens of the bare model are transformers'."""
+        """Whatever was preempted, dropped and failed around them: tokens of the bare model are
+        transformers'."""
         got: dict[tuple[str, int], tuple[int, ...]] = {}
         for chunk in self.chunks:
-            got[chunk.request, chunk.index] = got.get((chunk.request, chunk.index), ()) + chunk.tokens
+            got[chunk.request, chunk.index] = (
+                got.get((chunk.request, chunk.index), ()) + chunk.tokens
+            )
         for (name, _), tokens in got.items():
             prompt, _, label = self.asked[name]
             if label is None:
@@ -317,7 +376,9 @@ STORMS = {
     "max_step_rows": st.sampled_from((2, 9, 2048)),
     "max_requests": st.sampled_from((1, 4, 256)),
 }
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+UNHURRIED = settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 def modelled_storm(seed: int, **settings: Any) -> Storm:
@@ -326,14 +387,18 @@ def modelled_storm(seed: int, **settings: Any) -> Storm:
 
 
 def torch_storm(seed: int, **settings: Any) -> Storm:
-    device = TorchDevice(make_backbone(), num_pages=NUM_PAGES, block_tokens=BLOCK, profile=_profile())
+    device = TorchDevice(
+        make_backbone(), num_pages=NUM_PAGES, block_tokens=BLOCK, profile=_profile()
+    )
     return Storm(device, TickingClock(), seed, **settings)
 
 
 @settings(UNHURRIED, max_examples=120)
 @given(**STORMS)
 def test_storms_on_a_modelled_device(operations, seed, anyhow, max_step_rows, max_requests):
-    storm = modelled_storm(seed, anyhow=anyhow, max_step_rows=max_step_rows, max_requests=max_requests)
+    storm = modelled_storm(
+        seed, anyhow=anyhow, max_step_rows=max_step_rows, max_requests=max_requests
+    )
     run_storm(storm, operations)
 
 
@@ -346,7 +411,8 @@ def test_storms_on_torch(operations, seed, anyhow, max_step_rows, max_requests):
 
 
 def test_storms_reach_what_they_are_about():
-    """Some long ones: packs are dropped, requests preempted, pages moved, steps fail and jobs end in every way."""
+    """Some long ones: packs are dropped, requests preempted, pages moved, steps fail and jobs end
+    in every way."""
     num_preemptions, num_dropped, num_moved = 0, 0, 0
     job_ends, request_ends = set(), set()
     failures: set[str] = set()

@@ -1,11 +1,20 @@
-"""Every family equals transformers: whole prompts, chunks, decoding, ragged batches, float32 and bfloat16."""
+"""Every family equals transformers: whole prompts, chunks, decoding, ragged batches, float32 and
+bfloat16."""
 
 from typing import Any
 
 import pytest
 import torch
 from family_configs import MORE_CONFIGS
-from support import CONFIGS, FAMILIES, make_backbone, make_model, model_directory, random_tokens, record_products
+from support import (
+    CONFIGS,
+    FAMILIES,
+    make_backbone,
+    make_model,
+    model_directory,
+    random_tokens,
+    record_products,
+)
 
 from coserve.errors import BudgetError
 from coserve.models import CachedSequence, forward, load_backbone, logits
@@ -18,7 +27,9 @@ RAGGED = (20, 3, 1, 11)
 def run_ragged(backbone, prompts):
     """All prompts whole, in one batch: logits per prompt."""
     sequences = [CachedSequence(backbone, len(prompt)) for prompt in prompts]
-    hidden = forward(backbone, [seq.extend(prompt) for seq, prompt in zip(sequences, prompts, strict=True)])
+    hidden = forward(
+        backbone, [seq.extend(prompt) for seq, prompt in zip(sequences, prompts, strict=True)]
+    )
     return logits(backbone, hidden).split([len(prompt) for prompt in prompts])
 
 
@@ -39,13 +50,17 @@ def test_logits_of_ragged_batches_equal_transformers(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_chunked_prefill_and_decoding_beside_others_equal_transformers(name):
-    """Two prompts in chunks that do not fall together, then token by token: the same logits as each whole and alone."""
+    """Two prompts in chunks that do not fall together, then token by token: the same logits as each
+    whole and alone."""
     model, backbone = make_model(name), make_backbone(name)
     first, second = random_tokens(20, 1), random_tokens(13, 2)
     a, b = CachedSequence(backbone, 20), CachedSequence(backbone, 13)
     got_a, got_b = [], []
     for chunk_a, chunk_b in [(7, 4), (6, 1), (1, 3), (5, 1), (1, 4)]:
-        spans = [a.extend(first[a.length : a.length + chunk_a]), b.extend(second[b.length : b.length + chunk_b])]
+        spans = [
+            a.extend(first[a.length : a.length + chunk_a]),
+            b.extend(second[b.length : b.length + chunk_b]),
+        ]
         ours = logits(backbone, forward(backbone, spans))
         got_a.append(ours[:chunk_a])
         got_b.append(ours[chunk_a:])
@@ -57,8 +72,8 @@ def test_chunked_prefill_and_decoding_beside_others_equal_transformers(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_is_as_close_as_transformers_is_to_itself(name):
-    """The yardstick: how far transformers' bfloat16 logits move between a prompt alone and in a padded batch, and
-    from float32."""
+    """The yardstick: how far transformers' bfloat16 logits move between a prompt alone and in a
+    padded batch, and from float32."""
     model, exact = make_model(name, torch.bfloat16), make_model(name, torch.bfloat16).float()
     backbone = load_backbone(str(model_directory(name, torch.bfloat16)))
     assert backbone.dtype == torch.bfloat16
@@ -73,20 +88,28 @@ def test_bfloat16_is_as_close_as_transformers_is_to_itself(name):
         batch = model(padded, attention_mask=mask).logits
         truth = torch.cat([exact(prompt[None]).logits[0] for prompt in prompts])
     batched = torch.cat([batch[row, : len(prompt)] for row, prompt in enumerate(prompts)]).float()
-    spread = max((alone - batched).abs().max(), (alone - truth).abs().max(), (batched - truth).abs().max())
+    spread = max(
+        (alone - batched).abs().max(), (alone - truth).abs().max(), (batched - truth).abs().max()
+    )
     assert (ours - truth).abs().max() <= 1.5 * spread
-    assert (ours - truth).pow(2).mean() <= 1.5 * max((alone - truth).pow(2).mean(), (batched - truth).pow(2).mean())
+    assert (ours - truth).pow(2).mean() <= 1.5 * max(
+        (alone - truth).pow(2).mean(), (batched - truth).pow(2).mean()
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_decoding_equals_generate(name):
     model, backbone = make_model(name), make_backbone(name)
     prompt = random_tokens(6, 3)
-    theirs = model.generate(prompt[None], max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=True)[0, 6:]
+    theirs = model.generate(
+        prompt[None], max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=True
+    )[0, 6:]
     sequence, tokens, ours = CachedSequence(backbone, 18), prompt, []
     for _ in range(12):
         row = logits(backbone, forward(backbone, [sequence.extend(tokens)])[-1:])
-        row[:, model.generation_config.eos_token_id or 0] = -torch.inf  # min_new_tokens forbids the end
+        row[
+            :, model.generation_config.eos_token_id or 0
+        ] = -torch.inf  # min_new_tokens forbids the end
         ours.append(int(row.argmax()))
         tokens = torch.tensor(ours[-1:])
     banned = model.generation_config.eos_token_id
@@ -128,7 +151,9 @@ def test_equal_blocks_share_one_graph():
 
 def test_a_tied_head_is_the_embedding_itself():
     weights: Any = make_backbone("llama-biases-tied").weights
-    assert weights["head"]["lm_head.weight"].dense() is weights["embed"]["model.embed_tokens.weight"]
+    assert (
+        weights["head"]["lm_head.weight"].dense() is weights["embed"]["model.embed_tokens.weight"]
+    )
 
 
 def test_a_sequence_longer_than_its_cache_is_refused():

@@ -1,4 +1,5 @@
-"""A recording of anyone's is data: it names no file, method or size that `coserve replay` did not expect."""
+"""A recording of anyone's is data: it names no file, method or size that `coserve replay` did not
+expect."""
 
 import os
 import tempfile
@@ -36,19 +37,35 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 # More of them with COSERVE_FUZZ_RECORDINGS, each time others.
 _NUM_EXAMPLES = int(os.environ.get("COSERVE_FUZZ_RECORDINGS", "0"))
 LORA: dict[str, Any] = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
-TUNING = TuningConfig(num_epochs=2, batch_size=2, max_pack_tokens=16, optimizer=OptimizerConfig(learning_rate=1e-2))
+TUNING = TuningConfig(
+    num_epochs=2, batch_size=2, max_pack_tokens=16, optimizer=OptimizerConfig(learning_rate=1e-2)
+)
 HARDWARE = Hardware(name="here", flops_per_s=2e9, bytes_per_s=5e9, call_s=1e-5)
 # Deeper than msgspec's decoder goes.
 _DEEP = msgspec.Raw(b"\x91" * 100_000 + b"\x90")
 _HOSTILE: tuple[Any, ...] = (
     *(-1, 0, 1, 7, 2**31, 2**62, 2**63 - 1, -(2**63), 1e300, -1e300, nan, inf, -inf, True, None),
-    *("", "../../outside", "/tmp/outside", "job", "__class__", "shell\x00", b"", b"\xff" * 64, [], {}, [-1], _DEEP),
+    *(
+        "",
+        "../../outside",
+        "/tmp/outside",
+        "job",
+        "__class__",
+        "shell\x00",
+        b"",
+        b"\xff" * 64,
+        [],
+        {},
+        [-1],
+        _DEEP,
+    ),
 )
 
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory) -> Path:
-    """Requests, adapters, a job, its checkpoint, and pages that came from another instance, in few steps."""
+    """Requests, adapters, a job, its checkpoint, and pages that came from another instance, in few
+    steps."""
     parent = tmp_path_factory.mktemp("recorded")
     backbone = make_backbone()
     device = torch_device(
@@ -57,21 +74,32 @@ def recording(tmp_path_factory) -> Path:
         block_tokens=BLOCK,
         profile=roofline_profile(backbone, HARDWARE),
     )
-    plain = Engine(device, EngineConfig(block_tokens=BLOCK, tpot_s=0.05, ttft_s=0.5), end_tokens={7, 90})
+    plain = Engine(
+        device, EngineConfig(block_tokens=BLOCK, tpot_s=0.05, ttft_s=0.5), end_tokens={7, 90}
+    )
     engine = record(plain, str(parent / "file"))
     engine.load_adapter("served", adapter_directory(**LORA))
     load = engine.begin_load("late", adapter_directory(**LORA))
     engine.finish_load(load.read())
     for number, prompt in enumerate(prompts_of((9, 5))):
-        engine.add_tokens(prompt, greedy(6, logprobs=1), adapter="served" if number else None, request_id=str(number))
-    engine.submit_examples(examples_of((9, 5)), TUNING, adapter=LoraConfig(**LORA), job_id="job", name="mine")
+        engine.add_tokens(
+            prompt,
+            greedy(6, logprobs=1),
+            adapter="served" if number else None,
+            request_id=str(number),
+        )
+    engine.submit_examples(
+        examples_of((9, 5)), TUNING, adapter=LoraConfig(**LORA), job_id="job", name="mine"
+    )
     while engine.has_work:
         engine.step()
         if engine.jobs["job"].num_steps_done == 1 and "again" not in engine.jobs:
             directory = engine.checkpoint("job").write(parent)
             engine.pause_job("job")
             engine.resume_job("job")
-            engine.submit_examples(examples_of((9, 5)), TUNING, job_id="again", checkpoint=directory)
+            engine.submit_examples(
+                examples_of((9, 5)), TUNING, job_id="again", checkpoint=directory
+            )
             engine.cancel("0")
     engine.forget_job("job")
     engine.unload_adapter("served")
@@ -84,17 +112,21 @@ def find(frames: list[Any], is_wanted: Callable[[dict[str, Any]], Any]) -> dict[
 
 
 def run(file: Path, device: str = "modelled") -> tuple[int, str]:
-    """Status and message of a replay, as its user sees them; anything but an error of coserve's own is a traceback."""
+    """Status and message of a replay, as its user sees them; anything but an error of coserve's own
+    is a traceback."""
     result = CliRunner().invoke(app, ["replay", str(file), "--device", device])
     if isinstance(result.exception, CoserveError):
         return 1, str(result.exception)
-    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(
+        result.exception
+    )
     return result.exit_code, result.stderr
 
 
 @pytest.fixture
 def closed(tmp_path, monkeypatch) -> Iterator[Path]:
-    """Temporary files come into a directory some levels down; what a replay leaves anywhere around it is a fault."""
+    """Temporary files come into a directory some levels down; what a replay leaves anywhere around
+    it is a fault."""
     inner = tmp_path / "closed" / "inner" / "temporary"
     inner.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(inner))
@@ -108,11 +140,21 @@ def test_it_is_replayed_as_it_was(recording, closed):
     _, lines = read_recording(recording)
     found = list(lines)
     kinds = {type(line).__name__ for line in found}
-    assert kinds >= {"Read", "LoadAdapter", "StartJob", "PauseJob", "CancelRequest", "UnloadAdapter", "CopyCheckpoint"}
+    assert kinds >= {
+        "Read",
+        "LoadAdapter",
+        "StartJob",
+        "PauseJob",
+        "CancelRequest",
+        "UnloadAdapter",
+        "CopyCheckpoint",
+    }
     assert len(steps_in(found)) < 60
 
 
-@pytest.mark.parametrize("name", ["../../outside", "../outside", "/tmp/outside", "inner/outside", "outside", "", "."])
+@pytest.mark.parametrize(
+    "name", ["../../outside", "../outside", "/tmp/outside", "inner/outside", "outside", "", "."]
+)
 @pytest.mark.parametrize("number", range(3))
 def test_no_file_of_another_name_is_written(recording, closed, number, name):
     """Adapters that are read at once and beside steps, and a checkpoint."""
@@ -149,7 +191,9 @@ def test_no_other_command_is_handled(recording, closed, kind):
         ("model", "../../nowhere", "is not a directory"),
     ],
 )
-def test_sizes_are_checked_before_memory_is_taken(recording, closed, monkeypatch, device, name, value, message):
+def test_sizes_are_checked_before_memory_is_taken(
+    recording, closed, monkeypatch, device, name, value, message
+):
     frames = plain_frames(recording)
     frames[0]["info"][name] = value
     monkeypatch.setattr("coserve.devices.process_memory.available_bytes", lambda device: 1 << 30)
@@ -177,7 +221,9 @@ def test_profiles_have_finite_numbers(recording, closed):
 def test_tokens_that_the_model_does_not_have_do_not_reach_the_device(recording, closed):
     for token in (-1, make_backbone().architecture.vocab_size, 2**40):
         frames = plain_frames(recording)
-        ended = find(frames, lambda frame: frame["type"] == "Done" and (frame["reply"] or {}).get("tokens"))
+        ended = find(
+            frames, lambda frame: frame["type"] == "Done" and (frame["reply"] or {}).get("tokens")
+        )
         next(iter(ended["reply"]["tokens"].values()))["token"] = token
         status, message = run(write_frames(closed / "file", frames), "torch")
         assert status == 1 and f"token {token} was recorded" in message
@@ -202,14 +248,22 @@ def places_in(value: Any) -> list[tuple[Any, Any]]:
     waiting = [value]
     while waiting:
         each = waiting.pop()
-        keys = list(each) if isinstance(each, dict) else range(len(each)) if isinstance(each, list) else ()
+        keys = (
+            list(each)
+            if isinstance(each, dict)
+            else range(len(each))
+            if isinstance(each, list)
+            else ()
+        )
         found += [(each, key) for key in keys]
         waiting += [each[key] for key in keys]
     return found
 
 
 def change_value(random: Random, frames: list[Any]) -> None:
-    container, key = random.choice(places_in(random.choice(frames[:1] if random.random() < 0.2 else frames)))
+    container, key = random.choice(
+        places_in(random.choice(frames[:1] if random.random() < 0.2 else frames))
+    )
     old = container[key]
     if isinstance(old, int) and random.random() < 0.5:
         container[key] = old + random.choice((-1, 1, 2, 1000))
@@ -240,7 +294,15 @@ def drop_frame(random: Random, frames: list[Any]) -> None:
     del frames[random.randrange(len(frames))]
 
 
-CHANGES = (change_value, change_value, change_value, drop_or_add, swap_frames, repeat_frame, drop_frame)
+CHANGES = (
+    change_value,
+    change_value,
+    change_value,
+    drop_or_add,
+    swap_frames,
+    repeat_frame,
+    drop_frame,
+)
 
 
 def changed_file(random: Random, file: Path, frames: list[Any]) -> Path:
@@ -280,6 +342,8 @@ def test_changed_recordings_end_with_a_line(recording, closed, seed):
 def test_a_recording_has_frames_of_the_kinds_that_are_changed(recording):
     _, lines = read_recording(recording)
     found = list(lines)
-    assert steps_in(found) and any(isinstance(line, Call) and line.command not in steps_in(found) for line in found)
+    assert steps_in(found) and any(
+        isinstance(line, Call) and line.command not in steps_in(found) for line in found
+    )
     with pytest.raises(DataError, match="is no recording"):
         read_recording(Path(__file__))

@@ -34,7 +34,9 @@ from coserve.tuning.optimizer import AdapterOptimizer
 from coserve.tuning.shard import Combination, Shard
 
 SEQUENCES, TOKENS = random_sequences((9, 6)), random_tokens(12, 1)
-CONFIG = TuningConfig(num_epochs=3, batch_size=2, live=True, optimizer=OptimizerConfig(learning_rate=3e-3))
+CONFIG = TuningConfig(
+    num_epochs=3, batch_size=2, live=True, optimizer=OptimizerConfig(learning_rate=3e-3)
+)
 DATA = examples_of((9, 12, 7, 10))
 
 
@@ -55,7 +57,9 @@ def gradients(weights):
 
 
 def logits_of(backbone):
-    return logits(backbone, forward(backbone, [CachedSequence(backbone, len(TOKENS)).extend(TOKENS)]))
+    return logits(
+        backbone, forward(backbone, [CachedSequence(backbone, len(TOKENS)).extend(TOKENS)])
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases-tied", "opt", "qwen3"])
@@ -81,7 +85,10 @@ def test_chosen_layers_and_modules_alone_are_trained():
 def test_ten_steps_equal_those_of_torch():
     backbone, model = fresh(), make_model()
     weights, config = full_of(backbone), OptimizerConfig(learning_rate=1e-3, weight_decay=0.01)
-    ours, theirs = AdapterOptimizer(weights.masters, config), torch.optim.AdamW(model.parameters(), 1e-3)
+    ours, theirs = (
+        AdapterOptimizer(weights.masters, config),
+        torch.optim.AdamW(model.parameters(), 1e-3),
+    )
     for group in theirs.param_groups:
         group["weight_decay"] = 0.01
     for _ in range(10):
@@ -92,7 +99,9 @@ def test_ten_steps_equal_those_of_torch():
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         theirs.step()
     with torch.no_grad():
-        torch.testing.assert_close(logits_of(backbone), model(TOKENS[None]).logits[0], atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            logits_of(backbone), model(TOKENS[None]).logits[0], atol=1e-3, rtol=0
+        )
 
 
 def test_what_serves_in_bfloat16_is_the_masters_rounded():
@@ -102,9 +111,13 @@ def test_what_serves_in_bfloat16_is_the_masters_rounded():
         master.add_(0.125)
     weights.sync_compute_copy()
     part = weights.parameters(1)
-    assert torch.equal(part["mlp.up_proj.weight"], weights.masters["model.layers.1.mlp.up_proj.weight"].bfloat16())
+    assert torch.equal(
+        part["mlp.up_proj.weight"], weights.masters["model.layers.1.mlp.up_proj.weight"].bfloat16()
+    )
     held = backbone.weights[1]["mlp.up_proj.weight"]
-    assert held.tensors()[0].data_ptr() == part["mlp.up_proj.weight"].data_ptr(), "there is no second copy"
+    assert held.tensors()[0].data_ptr() == part["mlp.up_proj.weight"].data_ptr(), (
+        "there is no second copy"
+    )
 
 
 @pytest.fixture
@@ -145,8 +158,12 @@ def test_a_job_serves_each_step_and_its_checkpoint_is_a_model(engine, tmp_path):
         name = engine.add(prompt, greedy(6), adapter=adapter)
         events = drain(engine)
         assert tokens_by_request(events)[name] == tuple(out[0, len(prompt) :].tolist())
-        first = next(event for event in events if isinstance(event, Chunk) and event.request == name)
-        assert not first.num_cached_tokens, "what was computed with the old weights is none of its prefix"
+        first = next(
+            event for event in events if isinstance(event, Chunk) and event.request == name
+        )
+        assert not first.num_cached_tokens, (
+            "what was computed with the old weights is none of its prefix"
+        )
 
 
 def test_a_job_that_resumes_ends_as_one_that_was_never_stopped(monkeypatch, tmp_path):
@@ -160,9 +177,15 @@ def test_a_job_that_resumes_ends_as_one_that_was_never_stopped(monkeypatch, tmp_
                 engine.step()
             checkpoint = engine.checkpoint("job").write(tmp_path / "stopped")
             engine = make_engine()
-            engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), checkpoint=checkpoint, job_id="job", name="mine")
+            engine.submit_examples(
+                DATA, CONFIG, adapter=FullConfig(), checkpoint=checkpoint, job_id="job", name="mine"
+            )
         run_to_end(engine)
-        results.append(AutoModelForCausalLM.from_pretrained(engine.checkpoint("job").write(tmp_path / str(stops))))
+        results.append(
+            AutoModelForCausalLM.from_pretrained(
+                engine.checkpoint("job").write(tmp_path / str(stops))
+            )
+        )
     for ours, theirs in zip(*(model.parameters() for model in results), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
@@ -171,7 +194,9 @@ def test_adapters_and_full_weights_keep_out_of_each_others_way(engine, tmp_path)
     directory = str(tmp_path / "adapter")
     save_adapter(make_adapter(fresh()), directory)
     engine.load_adapter("old", directory)
-    with pytest.raises(AdapterError, match="would change the weights that others were trained on: old@0"):
+    with pytest.raises(
+        AdapterError, match="would change the weights that others were trained on: old@0"
+    ):
         engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), job_id="first", name="first")
     engine.unload_adapter("old")
     engine.step()
@@ -204,11 +229,15 @@ def test_between_exchanges_of_nodes_nothing_of_older_weights_is_a_prefix(engine,
         directory=str(tmp_path),
     )
     engine.generate([prompt], greedy(4))  # what it computes of the prompt is kept
-    engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), job_id="job.0", name="mine", shard=shard)
+    engine.submit_examples(
+        DATA, CONFIG, adapter=FullConfig(), job_id="job.0", name="mine", shard=shard
+    )
 
     def cached() -> int:
         name = engine.add(prompt, greedy(1))
-        return next(e.num_cached_tokens for e in drain(engine) if isinstance(e, Chunk) and e.request == name)
+        return next(
+            e.num_cached_tokens for e in drain(engine) if isinstance(e, Chunk) and e.request == name
+        )
 
     while not engine.jobs["job.0"].exchange.is_waiting:
         engine.step()
@@ -221,17 +250,23 @@ def test_between_exchanges_of_nodes_nothing_of_older_weights_is_a_prefix(engine,
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"), [("llama", ()), ("llama", ("lm_head",)), ("llama-biases-tied", ("embed_tokens",))]
+    ("name", "targets"),
+    [("llama", ()), ("llama", ("lm_head",)), ("llama-biases-tied", ("embed_tokens",))],
 )
 def test_an_objective_over_sequences_does_not_train_the_output_layer(monkeypatch, name, targets):
     monkeypatch.setattr("engines.make_backbone", lambda *_: fresh(name))
-    pairs = [Example(tokens=tuple(range(1, 9)), trained=(False, True, True, True) * 2, parts=(4, 4))]
+    pairs = [
+        Example(tokens=tuple(range(1, 9)), trained=(False, True, True, True) * 2, parts=(4, 4))
+    ]
     config = TuningConfig(num_epochs=1, batch_size=1, live=True, objective="simpo")
     with pytest.raises(
-        AdapterError, match="simpo does not train the output layer, nor a table of embeddings that is one"
+        AdapterError,
+        match="simpo does not train the output layer, nor a table of embeddings that is one",
     ):
         make_engine(name).submit_examples(pairs, config, adapter=FullConfig(target_modules=targets))
-    with pytest.raises(AdapterError, match="dpo compares with the model as it was, and full fine-tuning changes it"):
+    with pytest.raises(
+        AdapterError, match="dpo compares with the model as it was, and full fine-tuning changes it"
+    ):
         make_engine(name).submit_examples(
             pairs, replace(config, objective="dpo"), adapter=FullConfig(layers_to_transform=(1,))
         )
@@ -239,16 +274,24 @@ def test_an_objective_over_sequences_does_not_train_the_output_layer(monkeypatch
 
 def test_a_full_disk_is_told_as_one(tmp_path):
     """So that a checkpoint waits for room: safetensors' own error does not say which it is."""
-    with small_disk(tmp_path / "disk", size="16k") as disk, pytest.raises(OSError, match="No space left") as caught:
+    with (
+        small_disk(tmp_path / "disk", size="16k") as disk,
+        pytest.raises(OSError, match="No space left") as caught,
+    ):
         FullConfig().create(fresh(), seed=0).save(disk.path / "checkpoint")
     assert is_disk_full(caught.value)
 
 
 def test_a_model_of_its_own_is_saved_and_loaded_as_no_adapter(engine, tmp_path):
     engine.tune(DATA, CONFIG, adapter=FullConfig(), name="full")
-    with pytest.raises(AdapterError, match=r"a model of its own, and no adapter.*checkpoint\(job_id\)"):
+    with pytest.raises(
+        AdapterError, match=r"a model of its own, and no adapter.*checkpoint\(job_id\)"
+    ):
         engine.save_adapter("full", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "adapter_config.json").write_text(json.dumps(FullConfig().to_peft()))
-    with pytest.raises(AdapterError, match="FULL is full fine-tuning, which makes a model of its own, and no adapter"):
+    with pytest.raises(
+        AdapterError,
+        match="FULL is full fine-tuning, which makes a model of its own, and no adapter",
+    ):
         engine.load_adapter("again", tmp_path)

@@ -19,11 +19,15 @@ ALL = {row.fused for row in FUSIONS}
 
 
 def block(*, bias: bool = True) -> Graph:
-    """The end of a block: a product onto the rows before it, and a gated unit between two products."""
+    """The end of a block: a product onto the rows before it, and a gated unit between two
+    products."""
     b = GraphBuilder()
     before, x = b.rows("before", 8), b.rows("x", 8)
     middle = b.apply("add", "middle", {"a": before, "b": b.linear("o_proj", x, 8, bias=bias)})
-    unit = {"gate": b.linear("gate_proj", middle, 12, bias=bias), "up": b.linear("up_proj", middle, 12, bias=bias)}
+    unit = {
+        "gate": b.linear("gate_proj", middle, 12, bias=bias),
+        "up": b.linear("up_proj", middle, 12, bias=bias),
+    }
     down = b.linear("down_proj", b.apply("silu_mul", "act", unit), 8, bias=bias)
     return b.build(b.apply("add", "y", {"a": down, "b": middle}))
 
@@ -31,9 +35,13 @@ def block(*, bias: bool = True) -> Graph:
 def weights_of(graph: Graph, stored: type[Weight] = DenseWeight) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     found: dict[str, Any] = {
-        spec.name: torch.randn(spec.shape, generator=generator) for spec in graph.with_kind("weight")
+        spec.name: torch.randn(spec.shape, generator=generator)
+        for spec in graph.with_kind("weight")
     }
-    return {name: stored.from_dense(value) if value.ndim == 2 else value for name, value in found.items()}
+    return {
+        name: stored.from_dense(value) if value.ndim == 2 else value
+        for name, value in found.items()
+    }
 
 
 def run(graph: Graph, weights: dict[str, Any], **kernels: Any) -> dict[str, Tensor]:
@@ -52,9 +60,17 @@ def operators(graph: Graph) -> list[str]:
 def test_neighbours_become_one_operator():
     graph = block()
     assert operators(fuse(graph, ALL)) == ["linear_onto", "gated_linear", "linear_onto"]
-    assert operators(fuse(graph, {"gated_linear"})) == ["linear", "add", "gated_linear", "linear", "add"]
+    assert operators(fuse(graph, {"gated_linear"})) == [
+        "linear",
+        "add",
+        "gated_linear",
+        "linear",
+        "add",
+    ]
     assert fuse(graph, ()) is graph
-    assert [node.name for node in fuse(graph, ALL).nodes] == ["middle", "act", "y"], "the last of each"
+    assert [node.name for node in fuse(graph, ALL).nodes] == ["middle", "act", "y"], (
+        "the last of each"
+    )
 
 
 @pytest.mark.parametrize("stored", [DenseWeight, Int8Weight])
@@ -65,9 +81,13 @@ def test_what_there_is_no_kernel_for_runs_as_what_it_was_made_of(stored, bias, j
     weights = weights_of(graph, stored)
     if joined:
         names = ["gate_proj", "up_proj"]
-        own, biases = join([weights[f"{n}.weight"] for n in names], [weights.get(f"{n}.bias") for n in names])
+        own, biases = join(
+            [weights[f"{n}.weight"] for n in names], [weights.get(f"{n}.bias") for n in names]
+        )
         weights |= {f"{n}.weight": weight for n, weight in zip(names, own, strict=True)}
-        weights |= {f"{n}.bias": each for n, each in zip(names, biases, strict=True) if each is not None}
+        weights |= {
+            f"{n}.bias": each for n, each in zip(names, biases, strict=True) if each is not None
+        }
     asked = []
 
     def kernel(*given: Any) -> None:
@@ -75,8 +95,12 @@ def test_what_there_is_no_kernel_for_runs_as_what_it_was_made_of(stored, bias, j
 
     expected = run(graph, weights)["y"]
     assert torch.equal(run(fuse(graph, ALL), weights)["y"], expected)
-    assert torch.equal(run(fuse(graph, ALL), weights, linear_onto=kernel, gated_linear=kernel)["y"], expected)
-    assert len(asked) == (0 if stored is Int8Weight else 2 + joined), "kernels are for floats, gated ones in one piece"
+    assert torch.equal(
+        run(fuse(graph, ALL), weights, linear_onto=kernel, gated_linear=kernel)["y"], expected
+    )
+    assert len(asked) == (0 if stored is Int8Weight else 2 + joined), (
+        "kernels are for floats, gated ones in one piece"
+    )
 
 
 def test_a_kernel_runs_in_place_of_it():
@@ -138,7 +162,12 @@ def attached(*, at: str) -> Graph:
 def test_neighbours_of_what_a_lora_adds_to_run_at_once_with_it(at):
     graph = attached(at=at)
     fused = fuse(graph, {"linear_and_low_rank"})
-    assert operators(fused) == ["low_rank", "linear_and_low_rank", "linear_and_low_rank", "silu_mul"]
+    assert operators(fused) == [
+        "low_rank",
+        "linear_and_low_rank",
+        "linear_and_low_rank",
+        "silu_mul",
+    ]
     assert [len(run) for run in fused.runs] == [1, 2, 1]
     weights = weights_of(graph) | {"lora_A": torch.ones(2, 8) / 3, "lora_B": torch.ones(12, 2) / 5}
     expected = run(graph, weights)["y"]
@@ -150,7 +179,11 @@ def test_neighbours_of_what_a_lora_adds_to_run_at_once_with_it(at):
 
 
 def test_what_is_kept_of_a_gated_unit_has_room_in_the_kernel_or_stays():
-    graph, ops, kept = attached(at="up"), {"linear_and_low_rank", "gated_linear"}, {"gate_proj", "sum"}
+    graph, ops, kept = (
+        attached(at="up"),
+        {"linear_and_low_rank", "gated_linear"},
+        {"gate_proj", "sum"},
+    )
     assert "gated_linear" not in operators(fuse(graph, ops, kept))
     assert "gated_linear" not in operators(fuse(graph, ops, kept, {"sum"}))
     fused = fuse(graph, ops, kept, kept)
@@ -164,16 +197,25 @@ def test_what_is_kept_of_a_gated_unit_has_room_in_the_kernel_or_stays():
 def test_the_gradient_of_a_factor_and_of_its_site_are_one_instruction(lora, monkeypatch):
     """To the last bit what two give, where there is no kernel for these tensors."""
     adapter, asked, found = make_adapter(make_backbone("llama"), **lora), list[Any](), list[Any]()
-    kernels: list[dict[str, Any]] = [{}, {"linear_beside_low_rank": lambda *given: asked.append(given)}]
+    kernels: list[dict[str, Any]] = [
+        {},
+        {"linear_beside_low_rank": lambda *given: asked.append(given)},
+    ]
     for fused in kernels:
         monkeypatch.setattr(adapter.backbone.backend, "fused", fused)
         programs = training_programs(adapter)
-        training = TrainingPass(adapter, programs, make_pack(random_sequences((9, 4))), dropout_seed=1)
+        training = TrainingPass(
+            adapter, programs, make_pack(random_sequences((9, 4))), dropout_seed=1
+        )
         run_alone(training, forward_rows=7, backward_rows=5)
         found.append((training, programs.program[1].backward))
     (one, whole), (other, shorter) = found
     assert all(torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients)
     at_once = [step for step in shorter if step.parts]
-    assert bool(at_once) == bool(asked) == ("dropout" not in lora), "a mask comes between the factor and the rows"
-    assert all(step.node.op == "linear_beside_low_rank" and len(step.parts) == 2 for step in at_once)
+    assert bool(at_once) == bool(asked) == ("dropout" not in lora), (
+        "a mask comes between the factor and the rows"
+    )
+    assert all(
+        step.node.op == "linear_beside_low_rank" and len(step.parts) == 2 for step in at_once
+    )
     assert {step.node.name for step in whole} == {step.node.name for step in shorter}

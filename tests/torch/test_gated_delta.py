@@ -1,4 +1,5 @@
-"""Gated delta layers: training through their states in windows of any size, and what requests may not do with them."""
+"""Gated delta layers: training through their states in windows of any size, and what requests may
+not do with them."""
 
 from typing import Any
 
@@ -15,7 +16,14 @@ from engines import (
     watched,
 )
 from family_configs import MORE_CONFIGS
-from support import fresh_peft_twin, make_backbone, peft_gradients, random_sequences, wide_gradients, worst_error
+from support import (
+    fresh_peft_twin,
+    make_backbone,
+    peft_gradients,
+    random_sequences,
+    wide_gradients,
+    worst_error,
+)
 from transformers import AutoConfig
 
 from coserve.adapters import Adapter
@@ -31,7 +39,11 @@ SEQUENCES = random_sequences((150, 70, 9, 27, 64, 1))
 
 
 def gradients_of(
-    adapter: Any, forward_rows: int, backward_rows: int, budget: int | None = None, sequences: Any = SEQUENCES
+    adapter: Any,
+    forward_rows: int,
+    backward_rows: int,
+    budget: int | None = None,
+    sequences: Any = SEQUENCES,
 ) -> Any:
     programs = training_programs(adapter, budget_bytes_per_token=budget)
     training = TrainingPass(adapter, programs, make_pack(sequences))
@@ -46,7 +58,9 @@ def test_training_in_windows_of_any_size_gives_autograds_gradients():
     assert worst_error(whole, peft_gradients(model, SEQUENCES)) < 1e-4
     for forward_rows, backward_rows in ((17, 31), (64, 64), (50, 7), (1, 100), (1000, 3)):
         assert worst_error(gradients_of(adapter, forward_rows, backward_rows), whole) < 1e-4
-    assert worst_error(gradients_of(adapter, 23, 19, budget=4 * 32 * 20), whole) < 1e-4, "with less saved"
+    assert worst_error(gradients_of(adapter, 23, 19, budget=4 * 32 * 20), whole) < 1e-4, (
+        "with less saved"
+    )
 
 
 @pytest.mark.parametrize("lengths", [(7, 11, 1, 5), (150, 70, 9, 27, 64, 1)])
@@ -83,7 +97,9 @@ def test_requests_whose_step_ran_out_of_memory_begin_anew(monkeypatch):
     device, collect = watched(engine).inner, watched(engine).inner.collect
 
     def out_of_memory_at_last():
-        return StepResult(step=collect().step, failure=StepFailure(message="it was full", broken_update=None))
+        return StepResult(
+            step=collect().step, failure=StepFailure(message="it was full", broken_update=None)
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "collect", out_of_memory_at_last)
@@ -102,18 +118,30 @@ def test_a_request_has_pages_for_its_states_before_those_of_its_tokens():
     assert num_states > 1
     engine.add(prompts_of((2 * BLOCK,))[0], greedy(1 + BLOCK))
     engine.step()
-    assert sum(len(each.sequence.pages) for each in engine.requests.running.values()) == num_states + 2
+    assert (
+        sum(len(each.sequence.pages) for each in engine.requests.running.values()) == num_states + 2
+    )
     small = make_engine("qwen3.5", num_pages=num_states + 4)
-    with pytest.raises(RequestError, match=rf"need {num_states + 5} pages; there are {num_states + 4}"):
+    with pytest.raises(
+        RequestError, match=rf"need {num_states + 5} pages; there are {num_states + 4}"
+    ):
         small.add(prompts_of((2 * BLOCK,))[0], greedy(2 * BLOCK + 1))
-    with pytest.raises(BudgetError, match=rf"{num_states + 2} pages, of which a request's states fill {num_states}"):
+    with pytest.raises(
+        BudgetError, match=rf"{num_states + 2} pages, of which a request's states fill {num_states}"
+    ):
         make_engine("qwen3.5", num_pages=num_states)
 
 
 def test_what_states_cannot_do_is_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match="whose results depend on how its prompts are cut"):
+    with pytest.raises(
+        UnsupportedModelError, match="whose results depend on how its prompts are cut"
+    ):
         make_engine("qwen3.5", deterministic=True)
     with pytest.raises(AdapterError, match="this model has blocks without"):
         Adapter(make_backbone("qwen3.5"), PrefixTuningConfig(num_virtual_tokens=3))
     with pytest.raises(UnsupportedModelError, match="the latter of one at least"):
-        build_architecture(AutoConfig.for_model(**MORE_CONFIGS["qwen3.5"] | {"layer_types": ["linear_attention"] * 4}))
+        build_architecture(
+            AutoConfig.for_model(
+                **MORE_CONFIGS["qwen3.5"] | {"layer_types": ["linear_attention"] * 4}
+            )
+        )

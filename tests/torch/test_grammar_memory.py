@@ -1,4 +1,5 @@
-"""Compiled grammars that the engine keeps: counted in bytes, bounded for all and for each tenant, and given back."""
+"""Compiled grammars that the engine keeps: counted in bytes, bounded for all and for each tenant,
+and given back."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,7 +55,9 @@ def grammar(number: int, num_bytes: int) -> Grammar:
     return replace(Grammar.choice([f"text {number}"]), num_bytes=num_bytes)
 
 
-def test_what_no_request_follows_makes_room_the_longest_unused_first(device: ByteCounter, grammars: Grammars):
+def test_what_no_request_follows_makes_room_the_longest_unused_first(
+    device: ByteCounter, grammars: Grammars
+):
     some = [grammar(number, 40 * MB) for number in range(5)]
     for each in some[:4]:
         grammars.prepare(each, "a")
@@ -76,7 +79,9 @@ def test_a_tenant_takes_no_room_of_others(device: ByteCounter, grammars: Grammar
     assert len(device.opened) == len(grammars)
 
 
-def test_grammars_under_way_stay_and_what_finds_no_room_beside_them_is_refused(device: ByteCounter, grammars: Grammars):
+def test_grammars_under_way_stay_and_what_finds_no_room_beside_them_is_refused(
+    device: ByteCounter, grammars: Grammars
+):
     for number in range(2):
         grammars.open(f"request {number}", grammar(number, 100 * MB), "a")
     with pytest.raises(GrammarMemoryError, match="this tenant"):
@@ -88,14 +93,17 @@ def test_grammars_under_way_stay_and_what_finds_no_room_beside_them_is_refused(d
     assert list(device.opened) == [grammar(number, 100 * MB) for number in (1, 3, 2)]
 
 
-def test_what_a_grammar_may_grow_by_counts_from_its_beginning(device: ByteCounter, grammars: Grammars):
+def test_what_a_grammar_may_grow_by_counts_from_its_beginning(
+    device: ByteCounter, grammars: Grammars
+):
     grammars.open("request", grammar(0, MB), "a")
     assert grammars.num_bytes == MB + GROWTH
     assert list(device.opened.values()) == [MAX_STATES]
 
 
 def test_the_fuller_it_is_the_fewer_states_a_grammar_gets(device: ByteCounter, grammars: Grammars):
-    """Many grammars are followed at once, and can never take more than the bound, however long their texts are."""
+    """Many grammars are followed at once, and can never take more than the bound, however long
+    their texts are."""
     while True:
         number = len(device.opened)
         try:
@@ -104,18 +112,30 @@ def test_the_fuller_it_is_the_fewer_states_a_grammar_gets(device: ByteCounter, g
             break
     states = list(device.opened.values())
     assert number == len(states) >= 30
-    assert states == sorted(states, reverse=True) and states[0] == MAX_STATES and states[-1] == MIN_STATES
-    assert grammars.num_bytes == sum(MB // 4 + each * STATE_BYTES for each in states) <= MAX_TENANT_BYTES
+    assert (
+        states == sorted(states, reverse=True)
+        and states[0] == MAX_STATES
+        and states[-1] == MIN_STATES
+    )
+    assert (
+        grammars.num_bytes
+        == sum(MB // 4 + each * STATE_BYTES for each in states)
+        <= MAX_TENANT_BYTES
+    )
     grammars.open("of another", grammar(number, MB // 4), "b")
     assert list(device.opened.values())[-1] == MAX_STATES
     for each in range(number):
         grammars.close(f"request {each}")
-    assert set(device.opened.values()) == {MAX_STATES}  # the others may get more states the next time
+    assert set(device.opened.values()) == {
+        MAX_STATES
+    }  # the others may get more states the next time
     grammars.open("again", grammar(number - 1, MB // 4), "a")
     assert list(device.opened.values())[-1] == MAX_STATES
 
 
-def test_what_needs_more_states_than_there_is_room_for_is_told_to_try_again(device: ByteCounter, grammars: Grammars):
+def test_what_needs_more_states_than_there_is_room_for_is_told_to_try_again(
+    device: ByteCounter, grammars: Grammars
+):
     needs = MAX_STATES // 2
     device.needed_states = needs
     grammars.open("request", grammar(0, 100 * MB), "a")

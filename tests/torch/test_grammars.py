@@ -1,4 +1,5 @@
-"""Grammars: what compiles, what is refused, and which tokens may come next beside a search that tries all."""
+"""Grammars: what compiles, what is refused, and which tokens may come next beside a search that
+tries all."""
 
 import time
 from collections.abc import Callable
@@ -30,7 +31,15 @@ PERSON = {
     "additionalProperties": False,
 }
 SMALL = Vocabulary(
-    (*(bytes([byte]) for byte in range(256)), b"ab", b'{"', b"", b"<|name|>", b"<|end|>", b"\xc3\xa9a"),
+    (
+        *(bytes([byte]) for byte in range(256)),
+        b"ab",
+        b'{"',
+        b"",
+        b"<|name|>",
+        b"<|end|>",
+        b"\xc3\xa9a",
+    ),
     (259, 260),
     (260,),
 )
@@ -89,14 +98,21 @@ def test_any_text_may_come_first_where_that_is_asked_for(grammar, text):
     may = replace(after, begun_by="<think>")
     assert follows(may, text)
     assert follows(may, f"<think>Hm {{ < \n</think>\n\n{text}")
-    for other in (f"Hm</think>{text}", f"<think>{text}", f"<think></think><think></think>{text}", "<think>Hm</think>"):
+    for other in (
+        f"Hm</think>{text}",
+        f"<think>{text}",
+        f"<think></think><think></think>{text}",
+        "<think>Hm</think>",
+    ):
         assert not follows(may, other)
 
 
 @pytest.mark.parametrize("begun_by", ["", "<think>"])
 def test_what_comes_first_may_end_with_a_special_token(begun_by: str):
     begin, end = len(SMALL.pieces), len(SMALL.pieces) + 1
-    vocabulary = Vocabulary((*SMALL.pieces, b"<think>", b"</think>"), (*SMALL.special, begin, end), SMALL.ends)
+    vocabulary = Vocabulary(
+        (*SMALL.pieces, b"<think>", b"</think>"), (*SMALL.special, begin, end), SMALL.ends
+    )
     grammar = replace(Grammar.regex(r"\d{3}"), after="</think>", begun_by=begun_by)
     matcher = GrammarCompiler(vocabulary).compile(grammar)
     opened = [begin] if begun_by else []
@@ -108,17 +124,24 @@ def test_what_comes_first_may_end_with_a_special_token(begun_by: str):
         ([*opened, *b"Hm", begin, end, *b"123"], False),
     ):
         one = matcher.deep_copy()
-        assert (all(one.consume_token(token) for token in tokens) and one.is_accepting()) == right, tokens
+        assert (
+            all(one.consume_token(token) for token in tokens) and one.is_accepting()
+        ) == right, tokens
 
 
 def test_tags_are_pieces_of_json_between_fixed_texts():
-    tags = [Tag(begin="<f>", schema=PERSON, end="</f>"), Tag(begin="<g>", schema={"type": "integer"}, end="</g>")]
+    tags = [
+        Tag(begin="<f>", schema=PERSON, end="</f>"),
+        Tag(begin="<g>", schema={"type": "integer"}, end="</g>"),
+    ]
     person = '<f>{"name": "x", "age": 3}</f>'
     assert follows(Grammar.tagged(tags), person)
     assert not follows(Grammar.tagged(tags), f"{person}<g>1</g>")
     several = Grammar.tagged(tags, separator="\n", at_least=2, at_most=3)
     assert follows(several, f"{person}\n<g>1</g>")
-    assert not any(follows(several, text) for text in (person, "<g>1</g>\n" * 2, "<g>1</g>\n" * 3 + person))
+    assert not any(
+        follows(several, text) for text in (person, "<g>1</g>\n" * 2, "<g>1</g>\n" * 3 + person)
+    )
     assert follows(Grammar.tagged(tags, at_least=0, at_most=None), "")
     with pytest.raises(ValueError, match="at_most"):
         Grammar.tagged(tags, at_least=2, at_most=1)
@@ -188,9 +211,16 @@ def test_what_is_too_large_or_no_grammar_is_refused_before_it_is_compiled(make):
 
 HOSTILE: dict[str, Callable[[], Grammar]] = {
     "enum": lambda: Grammar.json_schema({"enum": [f"{n:x}" for n in range(15_000)]}),
-    "properties": lambda: Grammar.json_schema({"properties": {f"p{n}": {"type": "string"} for n in range(3000)}}),
+    "properties": lambda: Grammar.json_schema(
+        {"properties": {f"p{n}": {"type": "string"} for n in range(3000)}}
+    ),
     "all of": lambda: Grammar.json_schema(
-        {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {"type": "null"}}} for j in range(4)]} for i in range(12)]}
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"{i}{j}": {"type": "null"}}} for j in range(4)]}
+                for i in range(12)
+            ]
+        }
     ),
     "repeat": lambda: Grammar.regex("a{100000000}"),
     "repeat deep": lambda: Grammar.regex("((((a{0,50}){0,50}){0,50}){0,50}){0,50}"),
@@ -219,7 +249,9 @@ def test_a_hostile_grammar_is_refused_or_served_within_its_limits(name):
             break
         matcher.accept((bits & -bits).bit_length() - 1)
     grammars.shutdown()
-    assert time.thread_time() - began_s < 60, "the limits count work, so this is far from any machine's speed"
+    assert time.thread_time() - began_s < 60, (
+        "the limits count work, so this is far from any machine's speed"
+    )
 
 
 def test_a_grammar_is_compiled_once_until_it_is_closed(monkeypatch):
@@ -246,7 +278,8 @@ def test_a_grammar_is_compiled_once_until_it_is_closed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "grammar", [Grammar.json_schema(PERSON), Grammar.regex("(ab|a[a-z]é?)*b"), Grammar.choice(["ab", "aé"])]
+    "grammar",
+    [Grammar.json_schema(PERSON), Grammar.regex("(ab|a[a-z]é?)*b"), Grammar.choice(["ab", "aé"])],
 )
 def test_masks_are_what_trying_every_token_finds(grammar):
     grammars = DeviceGrammars()
@@ -276,19 +309,31 @@ def test_masks_are_what_trying_every_token_finds(grammar):
 
 
 @pytest.mark.parametrize(
-    "params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 7}]
+    "params",
+    [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 3},
+        {"top_p": 0.4},
+        {"min_p": 0.2},
+        {"top_p": 0.9, "top_k": 7},
+    ],
 )
 def test_only_tokens_of_the_mask_are_chosen_and_in_their_proportion(params):
     vocab, generator = 77, torch.Generator().manual_seed(1)
     logits = torch.randn(1, vocab, generator=generator) * 3
     allowed = [5, 31, 32, 64, 76]
     mask = sum(1 << token for token in allowed).to_bytes(12, "little")
-    rows = [SamplingRow(params=SamplingParams(**params), seed=seed, mask=mask) for seed in range(400)]
+    rows = [
+        SamplingRow(params=SamplingParams(**params), seed=seed, mask=mask) for seed in range(400)
+    ]
     plain = [SamplingRow(params=SamplingParams(**params), seed=seed) for seed in range(400)]
     mixed = [row for pair in zip(rows, plain, strict=True) for row in pair]
     chosen = sample(logits.expand(800, -1), mixed).tokens
     assert set(chosen[::2].tolist()) <= set(allowed)
-    assert torch.equal(chosen[1::2], sample(logits.expand(400, -1), plain).tokens), "others are as without masks"
+    assert torch.equal(chosen[1::2], sample(logits.expand(400, -1), plain).tokens), (
+        "others are as without masks"
+    )
     alone = torch.full_like(logits, -1e9)
     alone[:, allowed] = logits[:, allowed]
     assert torch.equal(chosen[::2], sample(alone.expand(400, -1), plain).tokens)
@@ -296,7 +341,9 @@ def test_only_tokens_of_the_mask_are_chosen_and_in_their_proportion(params):
 
 def test_a_vocabulary_that_the_library_does_not_take_is_refused():
     too_long = (*SMALL.pieces[:-1], b"a" * 2000)
-    with pytest.raises(RequestError, match=r"^structured output cannot be used with this vocabulary: "):
+    with pytest.raises(
+        RequestError, match=r"^structured output cannot be used with this vocabulary: "
+    ):
         GrammarCompiler(Vocabulary(too_long, SMALL.special, SMALL.ends))
 
 
@@ -328,4 +375,6 @@ def test_a_grammar_grows_by_no_more_than_its_states_may_take(grammar):
 def tokens_of(mask: bytes) -> list[int]:
     """Return the tokens that a mask allows, but those that end a text."""
     bits = int.from_bytes(mask, "little")
-    return [token for token in range(len(SMALL.pieces)) if bits >> token & 1 and token not in SMALL.ends]
+    return [
+        token for token in range(len(SMALL.pieces)) if bits >> token & 1 and token not in SMALL.ends
+    ]

@@ -1,4 +1,5 @@
-"""Graphs, their reverse, pruning, compression and programs, on graphs small enough to know the answer."""
+"""Graphs, their reverse, pruning, compression and programs, on graphs small enough to know the
+answer."""
 
 import dataclasses
 
@@ -35,8 +36,14 @@ def mlp(activation: str = "silu") -> Graph:
 
 def lora(inputs: int, outputs: int, rank: int = 2) -> Bypass:
     b = GraphBuilder()
-    h = b.apply("linear", "A", {"x": b.rows("x", inputs), "weight": b.parameter("A.weight", rank, inputs)})
-    return Bypass(graph=b.build(b.apply("linear", "B", {"x": h, "weight": b.parameter("B.weight", outputs, rank)})))
+    h = b.apply(
+        "linear", "A", {"x": b.rows("x", inputs), "weight": b.parameter("A.weight", rank, inputs)}
+    )
+    return Bypass(
+        graph=b.build(
+            b.apply("linear", "B", {"x": h, "weight": b.parameter("B.weight", outputs, rank)})
+        )
+    )
 
 
 # -- the graph ------------------------------------------------------------------
@@ -84,7 +91,9 @@ def test_a_bypass_is_checked_against_its_site():
     with pytest.raises(GraphError, match="gives rows of"):
         attach(mlp(), {"up": lora(8, 15)})
     b = GraphBuilder()
-    change = Bypass(graph=b.build(b.apply("add", "sum", {"a": b.rows("y", 8), "b": b.weight("bias", 8)})))
+    change = Bypass(
+        graph=b.build(b.apply("add", "sum", {"a": b.rows("y", 8), "b": b.weight("bias", 8)}))
+    )
     with pytest.raises(GraphError, match="reads bias, which the site does not have"):
         attach(mlp(), {"down": change})
     b = GraphBuilder()
@@ -179,14 +188,17 @@ def test_a_restored_tensor_is_not_kept_and_its_reader_waits():
     assert program.retention.restored == {"act"}
     assert program.retention.extra_flops_fraction == 0
     names = [(step.kind, step.node.name, step.gradients) for step in program.backward]
-    assert names.index(("reverse", "act", ("up",))) < names.index(("reverse", "down.A", ("down.A.weight",)))
+    assert names.index(("reverse", "act", ("up",))) < names.index(
+        ("reverse", "down.A", ("down.A.weight",))
+    )
 
 
 def test_the_frontier_of_a_small_graph_is_the_known_one():
     attached = attach(mlp(), {"down": lora(16, 8)}).graph
     backward = prune(differentiate(attached), ["down.A.weight", "down.B.weight", "x"])
     points = [(sorted(c.saved), c.bytes_per_token) for c in frontier(backward, BF16)]
-    # Everything; without A's output (from a restored act: 64 FLOPs); without up, from x (256 FLOPs more); x alone.
+    # Everything; without A's output (from a restored act: 64 FLOPs); without up, from x (256 FLOPs
+    # more); x alone.
     assert points == [(["down.A", "up"], 36), (["up"], 32), (["down.A", "x"], 20), (["x"], 16)]
 
 
@@ -227,7 +239,9 @@ def test_a_program_is_data():
 
 def test_a_program_says_what_each_instruction_frees():
     program = compile_program(mlp(), ["up.weight", "down.weight", "x"], BF16)
-    steps = [(step.node.name, step.wanted, step.frees, step.frees_gradients) for step in program.backward]
+    steps = [
+        (step.node.name, step.wanted, step.frees, step.frees_gradients) for step in program.backward
+    ]
     assert steps == [
         ("sum", ("a", "b"), ("sum",), ("sum",)),
         ("down", ("x",), ("down.weight",), ()),
@@ -251,7 +265,9 @@ def test_a_run_can_stop_between_any_two_instructions(stops, activation):
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     leaf = rows.clone().requires_grad_()
     hidden = getattr(torch.nn.functional, activation)(leaf @ leaves["up.weight"].T)
-    theirs = torch.autograd.grad(leaf + hidden @ leaves["down.weight"].T, [leaf, *leaves.values()], grad)
+    theirs = torch.autograd.grad(
+        leaf + hidden @ leaves["down.weight"].T, [leaf, *leaves.values()], grad
+    )
 
     program = compile_program(graph, ["up.weight", "down.weight", "x"], BF16)
     values, kept = {"x": rows}, {"x": rows}
@@ -262,7 +278,11 @@ def test_a_run_can_stop_between_any_two_instructions(stops, activation):
     run_graph(program.graph, values, weights, CONTEXT, keep)
     accumulators = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     run = BackwardRun(
-        program, values=kept | weights, gradients={"sum": grad}, accumulators=accumulators, context=CONTEXT
+        program,
+        values=kept | weights,
+        gradients={"sum": grad},
+        accumulators=accumulators,
+        context=CONTEXT,
     )
     steps = 0
     while not run.advance(stops):

@@ -1,4 +1,5 @@
-"""A device of several ranks, which are processes, against one process, and when one of them fails."""
+"""A device of several ranks, which are processes, against one process, and when one of them
+fails."""
 
 import os
 from collections.abc import Iterator
@@ -75,7 +76,9 @@ def test_requests_of_two_versions_share_a_step(driver):
     rows = []
     for version in ("", "v"):
         driver.open(f"of {version}", greedy(1), version=version)
-        rows.append(RequestRows(f"of {version}", 0, PROMPT, driver.pages_for(len(PROMPT)), samples=True))
+        rows.append(
+            RequestRows(f"of {version}", 0, PROMPT, driver.pages_for(len(PROMPT)), samples=True)
+        )
     result = driver.step(requests=rows)
     assert (result.tokens["of "].token,) == expected_tokens(PROMPT, 1)
     assert (result.tokens["of v"].token,) == expected_tokens(PROMPT, 1, **lora)
@@ -115,7 +118,8 @@ def test_each_rank_has_its_own_process_and_a_share_of_the_cores(driver):
 
 
 def test_ranks_share_cores_so_that_near_ones_stay_together(tmp_path, monkeypatch):
-    """Two packages of two cores, each of two threads that the system numbers apart; and one that is left over."""
+    """Two packages of two cores, each of two threads that the system numbers apart; and one that is
+    left over."""
     monkeypatch.setattr(cpu_threads, "_CPUS", tmp_path)
     for cpu in range(8):
         topology = tmp_path / f"cpu{cpu}" / "topology"
@@ -125,7 +129,9 @@ def test_ranks_share_cores_so_that_near_ones_stay_together(tmp_path, monkeypatch
     cores = set(range(8))
     assert [share_of_cores(cores, rank, 2) for rank in range(2)] == [{0, 1, 4, 5}, {2, 3, 6, 7}]
     assert [share_of_cores(cores, rank, 4) for rank in range(4)] == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
-    assert [share_of_cores({3, 5, 9}, rank, 2) for rank in range(2)] == [{9}, {5}], "as many for each"
+    assert [share_of_cores({3, 5, 9}, rank, 2) for rank in range(2)] == [{9}, {5}], (
+        "as many for each"
+    )
     assert share_of_cores(cores, 0, 9) == set()
 
 
@@ -169,7 +175,9 @@ def test_a_trainer_that_one_rank_cannot_open_is_taken_back_on_the_others(driver)
 
 
 def test_an_error_of_all_ranks_names_none(driver):
-    with pytest.raises(AdapterError, match=r"^/nowhere has no adapter_config.json; give .*save_pretrained$"):
+    with pytest.raises(
+        AdapterError, match=r"^/nowhere has no adapter_config.json; give .*save_pretrained$"
+    ):
         driver.device.execute(OpenVersion("w", "/nowhere"))
     assert generates_as_one_process(driver)
 
@@ -177,7 +185,9 @@ def test_an_error_of_all_ranks_names_none(driver):
 def test_a_grammar_that_is_wrong_is_refused_for_what_it_is(driver):
     """Rank 0 alone compiles it; users do not hear of ranks."""
     letters = tuple(bytes([each]) for each in range(255))
-    driver.device.execute(SetVocabulary(Vocabulary(pieces=(*letters, b""), special=(), ends=(255,))))
+    driver.device.execute(
+        SetVocabulary(Vocabulary(pieces=(*letters, b""), special=(), ends=(255,)))
+    )
     with pytest.raises(RequestError) as raised:
         driver.device.execute(OpenGrammar(Grammar(kind="regex", text="(")))
     assert "rank" not in str(raised.value)
@@ -189,7 +199,11 @@ def test_a_command_of_a_step_that_one_rank_cannot_do_ends_the_step_where_it_stan
     """So the commands after it are done on no rank, and those before it on all."""
     for rank in range(num_ranks(driver)):
         before = num_answered(driver)
-        commands = [DropVersion("nothing"), CloseRequest(f"fails-on-{rank}"), DropVersion("nothing")]
+        commands = [
+            DropVersion("nothing"),
+            CloseRequest(f"fails-on-{rank}"),
+            DropVersion("nothing"),
+        ]
         with pytest.raises(DeviceMemoryError) as raised:
             driver.try_step(commands=commands)
         assert str(raised.value) == "no room for CloseRequest" + on_rank(driver, rank)

@@ -1,4 +1,5 @@
-"""How a device of several ranks ends: all together, whichever of them dies, stands still or cannot start."""
+"""How a device of several ranks ends: all together, whichever of them dies, stands still or cannot
+start."""
 
 import os
 import signal
@@ -26,7 +27,14 @@ from rank_devices import (
 
 from coserve.devices.grammar import Grammar
 from coserve.devices.group_device import GroupDevice
-from coserve.devices.messages import CloseGrammar, CloseRequest, CountCommands, DescribeRanks, DropVersion, OpenVersion
+from coserve.devices.messages import (
+    CloseGrammar,
+    CloseRequest,
+    CountCommands,
+    DescribeRanks,
+    DropVersion,
+    OpenVersion,
+)
 from coserve.devices.rank_process import DeviceProcess
 from coserve.devices.step_messages import StepBatch
 from coserve.errors import BudgetError, DeviceGoneError
@@ -38,13 +46,17 @@ def test_a_group_that_cannot_start_says_why(tmp_path):
 
 def test_ranks_that_are_programs_say_why_they_cannot_start():
     """As those of an engine without a server."""
-    with pytest.raises(BudgetError, match=r"^the page pool needs [0-9]+ bytes or more, for two pages$"):
+    with pytest.raises(
+        BudgetError, match=r"^the page pool needs [0-9]+ bytes or more, for two pages$"
+    ):
         GroupDevice(rank_devices.settings(2, memory_bytes=1))
 
 
 @pytest.mark.long
 def test_a_rank_that_dies_at_the_start_ends_that_of_all(tmp_path):
-    with pytest.raises(DeviceGoneError, match=r"^rank 1 \(process \d+\) has ended before it was ready$"):
+    with pytest.raises(
+        DeviceGoneError, match=r"^rank 1 \(process \d+\) has ended before it was ready$"
+    ):
         failing_group(tmp_path, 2, before="if RANK == 1: sys.exit(3)")
 
 
@@ -74,7 +86,8 @@ def test_ranks_end_together_and_nobody_waits_for_them(tmp_path, killed, is_in_st
 
 
 @pytest.mark.parametrize(
-    ("command", "did_not"), [(CountCommands(), "come within 1 s"), (DescribeRanks(), "answer within 1 s of another")]
+    ("command", "did_not"),
+    [(CountCommands(), "come within 1 s"), (DescribeRanks(), "answer within 1 s of another")],
 )
 def test_a_rank_that_stands_still_ends_the_group(tmp_path, command, did_not):
     """Also where no other rank waits for it, as in what is done beside steps."""
@@ -127,12 +140,16 @@ def test_a_call_that_is_interrupted_between_two_ranks_ends_the_group(tmp_path, m
 def test_ranks_end_with_the_process_that_started_them():
     """Even if that is killed, in the middle of a step."""
     code = (
-        "import time; from coserve.devices.group_device import GroupDevice; from rank_devices import settings\n"
+        "import time; from coserve.devices.group_device import GroupDevice; from rank_devices "
+        "import settings\n"
         "device = GroupDevice(settings(2)); print(*device.pids, flush=True); time.sleep(600)"
     )
     path = os.pathsep.join([str(Path(rank_devices.__file__).parent), *sys.path])
     parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert parent.stdout is not None
     with parent.stdout:
@@ -167,7 +184,11 @@ def work_until_gone(device: GroupDevice) -> None:
             device.execute(OpenVersion("v", adapter_directory()))
             driver.generate(f"plain {number}", PROMPT, greedy(3), chunk=5)
             driver.generate(f"with {number}", PROMPT, greedy(3), version="v")
-            closed = [CloseRequest(f"plain {number}"), CloseRequest(f"with {number}"), DropVersion("v")]
+            closed = [
+                CloseRequest(f"plain {number}"),
+                CloseRequest(f"with {number}"),
+                DropVersion("v"),
+            ]
             driver.step(commands=closed)
     except DeviceGoneError:
         return

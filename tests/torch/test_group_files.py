@@ -1,4 +1,5 @@
-"""Files of a device that is a group of processes: they are there, whole, once a command has been answered."""
+"""Files of a device that is a group of processes: they are there, whole, once a command has been
+answered."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,12 @@ from coserve.adapters import LoraConfig
 from coserve.adapters.file_names import CONFIG_FILE, FULL_FILE, WEIGHTS_FILE
 from coserve.adapters.methods.full import FullConfig
 from coserve.devices.group_device import GroupDevice
-from coserve.devices.job_messages import OPTIMIZER_FILE, PublishVersion, TakeCheckpoint, WriteCheckpoint
+from coserve.devices.job_messages import (
+    OPTIMIZER_FILE,
+    PublishVersion,
+    TakeCheckpoint,
+    WriteCheckpoint,
+)
 from coserve.devices.loading import open_device
 from coserve.devices.messages import OpenVersion, SaveAdapter
 from coserve.devices.settings import DeviceSettings
@@ -80,18 +86,24 @@ def train(driver, opened, steps):
 def test_a_group_and_one_process_resume_each_others_checkpoints(config, drivers, tmp_path):
     source, found = {"adapter": config.to_peft()}, []
     tuning = replace(CONFIG, live=config.is_model)
-    names = {OPTIMIZER_FILE, "job.json"} | ({CONFIG_FILE, WEIGHTS_FILE} if config is LORA else {FULL_FILE})
+    names = {OPTIMIZER_FILE, "job.json"} | (
+        {CONFIG_FILE, WEIGHTS_FILE} if config is LORA else {FULL_FILE}
+    )
     for number, (first, second) in enumerate((drivers, drivers[::-1])):
         first_job = first.open_trainer("job", tuning, **source)
         train(first, first_job, range(2))
-        directory = Checkpoint(position=POSITION, state=Taken(first, f"{number}")).write(tmp_path / f"{number}")
+        directory = Checkpoint(position=POSITION, state=Taken(first, f"{number}")).write(
+            tmp_path / f"{number}"
+        )
         written = {path.name for path in directory.iterdir()}
         assert names <= written and not [name for name in written if "ranks" in name]
         train(first, first_job, range(2, 4))
         resumed = second.open_trainer("job", tuning, checkpoint=str(directory), **source)
         train(second, resumed, range(2, 4))
         for driver in (first, second):
-            place = Checkpoint(position=POSITION, state=Taken(driver, f"end-{number}")).write(tmp_path / "ends")
+            place = Checkpoint(position=POSITION, state=Taken(driver, f"end-{number}")).write(
+                tmp_path / "ends"
+            )
             found.append(load_file(place / OPTIMIZER_FILE))
     for other in found[1:]:
         assert other.keys() == found[0].keys()
@@ -106,8 +118,13 @@ def test_a_group_saves_versions_and_reads_them_again(drivers, tmp_path):
     group.device.execute(PublishVersion("job", "version"))
     for number in range(2):  # the second time, over files that are there
         group.device.execute(SaveAdapter("version", str(tmp_path / "saved")))
-        assert {path.name for path in (tmp_path / "saved").iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}, number
-    opened = [each.device.execute(OpenVersion("again", str(tmp_path / "saved"))) for each in drivers]
+        assert {path.name for path in (tmp_path / "saved").iterdir()} == {
+            CONFIG_FILE,
+            WEIGHTS_FILE,
+        }, number
+    opened = [
+        each.device.execute(OpenVersion("again", str(tmp_path / "saved"))) for each in drivers
+    ]
     assert opened[0].num_bypasses == opened[1].num_bypasses > 0
     group.device.execute(SaveAdapter("again", str(tmp_path / "again")))
     for name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -126,4 +143,9 @@ def test_a_full_disk_is_told_as_one_and_leaves_no_file(drivers, tmp_path):
         disk.empty()
         assert not list(disk.path.rglob("*.safetensors*"))
         directory = checkpoint.write(disk.path / "checkpoints")
-        assert {path.name for path in directory.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, "job.json"}
+        assert {path.name for path in directory.iterdir()} == {
+            CONFIG_FILE,
+            WEIGHTS_FILE,
+            OPTIMIZER_FILE,
+            "job.json",
+        }

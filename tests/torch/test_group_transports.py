@@ -1,4 +1,5 @@
-"""A device of processes that `torch.distributed` connects (gloo, on CPUs), as one on GPUs would be by NCCL."""
+"""A device of processes that `torch.distributed` connects (gloo, on CPUs), as one on GPUs would be
+by NCCL."""
 
 import os
 import re
@@ -11,7 +12,14 @@ import pytest
 import torch
 from devices import Driver
 from engines import adapter_directory, expected_tokens, greedy
-from rank_devices import PROMPT, are_gone, begin, failing_group, group_says_why_it_cannot_start, settings
+from rank_devices import (
+    PROMPT,
+    are_gone,
+    begin,
+    failing_group,
+    group_says_why_it_cannot_start,
+    settings,
+)
 from rank_training import CONFIG, num_trained, packs
 from safetensors.torch import load_file
 from torch import distributed as dist
@@ -23,13 +31,22 @@ from coserve.devices.group_device import GroupDevice
 from coserve.devices.job_messages import PublishVersion
 from coserve.devices.loading import open_device
 from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import CloseRequest, CountCommands, OpenGrammar, OpenVersion, SaveAdapter, SetVocabulary
+from coserve.devices.messages import (
+    CloseRequest,
+    CountCommands,
+    OpenGrammar,
+    OpenVersion,
+    SaveAdapter,
+    SetVocabulary,
+)
 from coserve.devices.step_messages import Update
 from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError, RequestError
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without torch.distributed"),
+    pytest.mark.skipif(
+        not dist.is_available(), reason="PyTorch was built without torch.distributed"
+    ),
 ]
 BY_TORCH: dict[str, Any] = {"rank_transport": "torch_distributed"}
 
@@ -54,7 +71,9 @@ def serves(driver: Driver) -> bool:
     adapted = driver.generate("adapted", PROMPT, greedy(6), version="v")
     for request in ("plain", "adapted"):
         driver.device.execute(CloseRequest(request))
-    return tuple(plain) == expected_tokens(PROMPT, 6) and tuple(adapted) == expected_tokens(PROMPT, 6, **lora)
+    return tuple(plain) == expected_tokens(PROMPT, 6) and tuple(adapted) == expected_tokens(
+        PROMPT, 6, **lora
+    )
 
 
 def test_requests_get_the_tokens_of_transformers(driver: Driver):
@@ -63,8 +82,13 @@ def test_requests_get_the_tokens_of_transformers(driver: Driver):
 
 def test_an_optimizer_step_comes_to_what_it_comes_to_on_one_rank(driver: Driver, tmp_path: Path):
     found = []
-    for name, each in (("ranks", driver), ("alone", Driver(open_device(settings(1), lambda *progress: None)))):
-        opened = each.open_trainer("job", CONFIG, adapter=LoraConfig(r=4, target_modules="all-linear").to_peft())
+    for name, each in (
+        ("ranks", driver),
+        ("alone", Driver(open_device(settings(1), lambda *progress: None))),
+    ):
+        opened = each.open_trainer(
+            "job", CONFIG, adapter=LoraConfig(r=4, target_modules="all-linear").to_peft()
+        )
         for sequences in packs(2):
             each.train("job", opened, sequences, window=9, tasklet=9)
             each.step(updates=[Update("job", num_trained(sequences), 4)])
@@ -80,14 +104,18 @@ def test_an_optimizer_step_comes_to_what_it_comes_to_on_one_rank(driver: Driver,
 def test_what_is_refused_leaves_the_group_as_it_was(shared: GroupDevice):
     driver = Driver(shared)
     letters = tuple(bytes([each]) for each in range(255))
-    driver.device.execute(SetVocabulary(Vocabulary(pieces=(*letters, b""), special=(), ends=(255,))))
+    driver.device.execute(
+        SetVocabulary(Vocabulary(pieces=(*letters, b""), special=(), ends=(255,)))
+    )
     pids = shared.pids
     with pytest.raises(RequestError):  # by rank 0 alone
         driver.device.execute(OpenGrammar(Grammar(kind="regex", text="(")))
     with pytest.raises(AdapterError, match=r"^/nowhere has no adapter_config.json"):  # by both
         driver.device.execute(OpenVersion("w", "/nowhere"))
     for rank in range(2):
-        with pytest.raises(DeviceMemoryError, match=rf"^no room for OpenVersion \(on rank {rank}\)$"):
+        with pytest.raises(
+            DeviceMemoryError, match=rf"^no room for OpenVersion \(on rank {rank}\)$"
+        ):
             driver.device.execute(OpenVersion(f"fails-on-{rank}", adapter_directory()))
     assert shared.pids == pids and serves(driver)
 
@@ -105,7 +133,9 @@ def test_an_error_within_a_step_of_one_rank_is_that_of_all(driver: Driver, rank:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_cannot_meet_again_end_with_an_error_that_names_the_first(tmp_path: Path, rank: int):
+def test_ranks_that_cannot_meet_again_end_with_an_error_that_names_the_first(
+    tmp_path: Path, rank: int
+):
     """As after a collective of GPUs that one of them has not launched."""
     before = f"""
 from coserve.kernels.groups.torch_distributed import TorchGroup

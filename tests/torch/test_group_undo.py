@@ -17,7 +17,12 @@ from support import random_tokens
 
 from coserve.adapters import LoraConfig
 from coserve.devices.grammar import Grammar
-from coserve.devices.job_messages import CombineContributions, ReadContributions, TakeContribution, WriteCheckpoint
+from coserve.devices.job_messages import (
+    CombineContributions,
+    ReadContributions,
+    TakeContribution,
+    WriteCheckpoint,
+)
 from coserve.devices.messages import CloseGrammar, CountCommands
 from coserve.devices.rank_process import DeviceProcess
 from coserve.devices.step_messages import RequestRows, Update
@@ -27,7 +32,11 @@ from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError
 from coserve.tuning.shard import Shard
 
 LORA = LoraConfig(r=4, target_modules="all-linear").to_peft()
-SYNCHRONOUS: dict[str, Any] = {"synchronization": "synchronous", "every_steps": 1, "meet_every_steps": 0}
+SYNCHRONOUS: dict[str, Any] = {
+    "synchronization": "synchronous",
+    "every_steps": 1,
+    "meet_every_steps": 0,
+}
 OTHER = tuple(random_tokens(11, 5).tolist())
 
 
@@ -46,7 +55,9 @@ PagedKv.move = failing
     device = failing_group(tmp_path, 2, before=before)
     driver = Driver(device)
 
-    def next_token(request: str, start: int, tokens: tuple[int, ...], pages: tuple[int, ...] = ()) -> int:
+    def next_token(
+        request: str, start: int, tokens: tuple[int, ...], pages: tuple[int, ...] = ()
+    ) -> int:
         rows = RequestRows(request, start, tokens, pages, samples=True)
         return driver.step(requests=[rows]).tokens[request].token
 
@@ -63,7 +74,8 @@ PagedKv.move = failing
 
 
 def test_gradients_that_one_rank_cannot_give_are_given_once_when_asked_again(tmp_path):
-    """The other rank has them again, so that a contribution is what it is of a group without a failure."""
+    """The other rank has them again, so that a contribution is what it is of a group without a
+    failure."""
     before = """
 from coserve.devices.torch_exchange import TorchExchange
 take, failures = TorchExchange.take, [MemoryError("none here")]
@@ -80,7 +92,10 @@ TorchExchange.take = failing
         directory = tmp_path / name
         directory.mkdir()
         device = failing_group(directory, 2, before=program)
-        driver, shard = Driver(device), Shard(index=0, count=2, directory=str(directory), **SYNCHRONOUS)
+        driver, shard = (
+            Driver(device),
+            Shard(index=0, count=2, directory=str(directory), **SYNCHRONOUS),
+        )
         opened = driver.open_trainer("job", CONFIG, adapter=LORA, shard=shard)
         for sequences in packs(1):
             driver.train("job", opened, sequences)
@@ -126,7 +141,10 @@ TorchExchange.read = failing
         device.execute(reading)
         device.execute(CombineContributions("job", 2 * number))
         norms.append(driver.step(updates=[Update("job", num_trained(sequences), 4)]).norms["job"])
-        total = sum(float(tensor.double().square().sum()) for tensor in load_file(written / CONTRIBUTION_FILE).values())
+        total = sum(
+            float(tensor.double().square().sum())
+            for tensor in load_file(written / CONTRIBUTION_FILE).values()
+        )
         assert norms[-1] == pytest.approx(2 * total**0.5 / num_trained(sequences), rel=1e-4)
         driver.reuse_pages()
     device.close()
@@ -146,7 +164,9 @@ TorchDevice.undo = undo
 
 
 @pytest.mark.parametrize("in_step", [True, False])
-def test_an_end_says_how_the_rank_ended_though_another_rank_told_of_it_first(tmp_path, monkeypatch, in_step):
+def test_an_end_says_how_the_rank_ended_though_another_rank_told_of_it_first(
+    tmp_path, monkeypatch, in_step
+):
     device = failing_group(tmp_path, 2)
     returncode = DeviceProcess.returncode
 

@@ -71,14 +71,18 @@ class Pair:
     is_there: whether the prefill instance can be found; runs: whether it takes steps.
     """
 
-    def __init__(self, directory: Path, decode: Engine, prefill: Engine, *, min_tokens: int | None = 1) -> None:
+    def __init__(
+        self, directory: Path, decode: Engine, prefill: Engine, *, min_tokens: int | None = 1
+    ) -> None:
         self.decode, self.prefill, self.directory = decode, prefill, directory
         self.now_s, self.is_there, self.runs = 0.0, True, True
         directory.mkdir(exist_ok=True)
         self._connecting: list[LocalTransport] = []
         self.ends: list[LocalTransport] = []
         self.prefill_end = PrefillEnd(prefill, self._accept)
-        self.decode_end = DecodeEnd(decode, self._connect, directory, min_tokens=min_tokens, now=lambda: self.now_s)
+        self.decode_end = DecodeEnd(
+            decode, self._connect, directory, min_tokens=min_tokens, now=lambda: self.now_s
+        )
         self.meet()
 
     def _connect(self) -> LocalTransport:
@@ -176,7 +180,9 @@ def test_greedy_tokens_are_those_of_one_instance_and_prompts_run_elsewhere(pair)
     pair.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("num_ranks", long_but((2, 1), (1, 2), of=[(2, 1), (1, 2), (2, 4)]), ids=str)
+@pytest.mark.parametrize(
+    "num_ranks", long_but((2, 1), (1, 2), of=[(2, 1), (1, 2), (2, 4)]), ids=str
+)
 def test_instances_may_have_different_numbers_of_ranks(tmp_path, num_ranks):
     pair = Pair(tmp_path, *[make_engine(num_ranks=each) for each in num_ranks])
     asked = {pair.add(prompt, greedy(NUM_TOKENS)): prompt for prompt in prompts_of(LENGTHS)}
@@ -193,7 +199,14 @@ def test_instances_may_have_different_numbers_of_ranks(tmp_path, num_ranks):
     "params",
     [
         SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=7, logprobs=3),
-        SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.9, repetition_penalty=1.2, n=3, logprobs=1),
+        SamplingParams(
+            max_tokens=NUM_TOKENS,
+            temperature=0.8,
+            top_p=0.9,
+            repetition_penalty=1.2,
+            n=3,
+            logprobs=1,
+        ),
         SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=2, prompt_logprobs=2),
     ],
     ids=["seeded", "penalized", "scored"],
@@ -240,7 +253,9 @@ def test_what_a_job_here_has_just_published_goes_along_too(pair):
     for name in ("first", "second"):
         job = pair.decode.submit_examples(
             examples_of((9, 14, 5, 11)),
-            TuningConfig(num_epochs=2, max_pack_tokens=16, optimizer=OptimizerConfig(learning_rate=0.3)),
+            TuningConfig(
+                num_epochs=2, max_pack_tokens=16, optimizer=OptimizerConfig(learning_rate=0.3)
+            ),
             adapter=LoraConfig(r=2) if name == "first" else "first",
             name=name,
         )
@@ -250,7 +265,10 @@ def test_what_a_job_here_has_just_published_goes_along_too(pair):
         events += pair.drain()
     assert pair.counts() == (2, 0)
     pair.decode.cache.evict(pair.decode.pool.num_pages)
-    alone = {pair.decode.add_tokens(prompt, greedy(NUM_TOKENS), adapter=name): name for name in answers.values()}
+    alone = {
+        pair.decode.add_tokens(prompt, greedy(NUM_TOKENS), adapter=name): name
+        for name in answers.values()
+    }
     got, expected = tokens_by_request(events), tokens_by_request(drain(pair.decode))
     assert [got[name] for name in answers] == [expected[name] for name in alone]
     assert len({*got.values()}) == 2, "the versions differ"
@@ -266,7 +284,10 @@ def test_what_is_known_here_is_not_asked_for_and_what_is_known_there_is_not_comp
     assert imported(pair.decode) == whole // BLOCK + (len(second) - 1) // BLOCK - 22 // BLOCK
     num_run = num_rows_run(pair.prefill)
     pair.decode.cache.evict(pair.decode.pool.num_pages)
-    for prompt, num_more in ((first, 0), (third, 28)):  # whole blocks of which nothing was known there
+    for prompt, num_more in (
+        (first, 0),
+        (third, 28),
+    ):  # whole blocks of which nothing was known there
         request = pair.add(prompt, greedy(NUM_TOKENS))
         assert tokens_by_request(pair.drain())[request] == expected_tokens(prompt, NUM_TOKENS)
         assert num_rows_run(pair.prefill) - num_run == num_more
@@ -313,8 +334,8 @@ def test_prompts_that_are_cheaper_to_compute_than_to_copy_stay_here(tmp_path):
 
 @pytest.mark.parametrize("seed", long_but(0, of=range(4)))
 def test_tokens_are_the_same_under_any_plan(tmp_path, seed):
-    """On both sides: too few pages, a job here that takes them, adapters, shared prefixes, requests that end early, a
-    prefill instance that dies and comes back, or stands still.
+    """On both sides: too few pages, a job here that takes them, adapters, shared prefixes, requests
+    that end early, a prefill instance that dies and comes back, or stands still.
     """
     rng = Random(seed)
     decode = make_engine(num_pages=44, num_host_pages=rng.choice((0, 100)), hardware=FAST_BUS)
@@ -323,7 +344,9 @@ def test_tokens_are_the_same_under_any_plan(tmp_path, seed):
     pair = Pair(tmp_path, decode, prefill)
     decode.load_adapter("a", adapter_directory(r=3))
     decode.submit_examples(
-        examples_of((9, 14, 5, 11)), TuningConfig(num_epochs=2, max_pack_tokens=16), adapter=LoraConfig(r=2)
+        examples_of((9, 14, 5, 11)),
+        TuningConfig(num_epochs=2, max_pack_tokens=16),
+        adapter=LoraConfig(r=2),
     )
     shared = random_tokens(11, 3).tolist()
     asked: dict[str, tuple[list[int], str | None]] = {}
@@ -466,7 +489,9 @@ def test_what_it_cannot_compute_is_computed_here(tmp_path, caplog, what):
         pair.decode.load_adapter("a", adapter_directory(r=3))
         adapter, files = "a", pair.decode_end._adapters.files_of(pair.decode.versions.resolve("a"))
         path = Path(files.directory) / "adapter_model.safetensors"
-        path.write_bytes(path.read_bytes()[:-1] + b"!") if what == "damaged adapter" else path.unlink()
+        path.write_bytes(
+            path.read_bytes()[:-1] + b"!"
+        ) if what == "damaged adapter" else path.unlink()
     elif what == "no room":
         pair.decode_end._directory = tmp_path / "gone"
     prompt = prompts_of([30])[0]
@@ -518,7 +543,8 @@ def test_tokens_are_the_same_after_steps_that_failed(pair):
 
 
 def test_a_request_whose_pages_fail_to_come_in_where_a_pack_begins_is_computed_again(pair):
-    """The error is not the pack's, although its command has the pages carried in; nobody reads what lies there."""
+    """The error is not the pack's, although its command has the pages carried in; nobody reads what
+    lies there."""
     device, hits = watched(pair.decode), [0]
 
     def refuse(command: Any) -> None:
@@ -533,7 +559,9 @@ def test_a_request_whose_pages_fail_to_come_in_where_a_pack_begins_is_computed_a
     asked = {}
     for prompt in prompts_of((30, 25, 40, 17, 33, 28)):
         asked[pair.add(prompt, greedy(NUM_TOKENS))] = prompt
-        asked[pair.add(prompt, greedy(NUM_TOKENS))] = prompt  # reads what the first one leaves among the prefixes
+        asked[pair.add(prompt, greedy(NUM_TOKENS))] = (
+            prompt  # reads what the first one leaves among the prefixes
+        )
         for _ in range(8):
             with suppress(LostCommandError):
                 events += pair.step()
@@ -543,7 +571,9 @@ def test_a_request_whose_pages_fail_to_come_in_where_a_pack_begins_is_computed_a
     assert hits[0] > 1 and pair.decode.jobs[job].state == "succeeded"
     assert pair.decode.jobs[job].memory_failures.num_in_a_row == 0
     got = tokens_by_request(events)
-    assert got == {request: expected_tokens(prompt, NUM_TOKENS) for request, prompt in asked.items()}
+    assert got == {
+        request: expected_tokens(prompt, NUM_TOKENS) for request, prompt in asked.items()
+    }
 
 
 # -- recordings ---------------------------------------------------------------------------
@@ -574,7 +604,10 @@ def recording(tmp_path_factory) -> Path:
 def test_a_recording_of_a_prefill_instance_is_run_again(tmp_path):
     """It copies pages to files, which no recording has, while commands wait for the next step."""
     backbone = make_backbone()
-    pages: dict[str, Any] = {"memory_bytes": 60 * kv_page_bytes(backbone, BLOCK), "block_tokens": BLOCK}
+    pages: dict[str, Any] = {
+        "memory_bytes": 60 * kv_page_bytes(backbone, BLOCK),
+        "block_tokens": BLOCK,
+    }
     pages["profile"] = roofline_profile(backbone, FAST_BUS)
     config = EngineConfig(block_tokens=BLOCK, tpot_s=1.0, max_step_rows=16)
     file = tmp_path / "file"

@@ -39,8 +39,19 @@ def inspect(monkeypatch, capsys):
 
 
 def test_llama_70b_keeps_less_than_half_of_what_autograd_keeps(inspect):
-    """The case of FlexLLM's figure 13: 381 MiB under transformers and PEFT for one block and 1,024 tokens."""
-    report = inspect("dummy:llama-3.1-70b", "--adapter", "lora", "--r", "16", "--targets", "down_proj", "--seq", "1024")
+    """The case of FlexLLM's figure 13: 381 MiB under transformers and PEFT for one block and 1,024
+    tokens."""
+    report = inspect(
+        "dummy:llama-3.1-70b",
+        "--adapter",
+        "lora",
+        "--r",
+        "16",
+        "--targets",
+        "down_proj",
+        "--seq",
+        "1024",
+    )
     assert report["conventional_bytes_per_token"] * 1024 / 2**20 == pytest.approx(381, abs=1)
     conventional = 381 * 2**20 / 1024
     assert report["frontier"][0] == {
@@ -56,7 +67,8 @@ def test_llama_70b_keeps_less_than_half_of_what_autograd_keeps(inspect):
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe-published"])
 def test_states_that_training_keeps_are_counted(inspect, name):
-    """In each gated delta layer: one at every 64th row, where the layer runs backward, and two that change."""
+    """In each gated delta layer: one at every 64th row, where the layer runs backward, and two that
+    change."""
     directory = str(model_directory(name))
     memory = inspect(directory, "--targets", "down_proj,out_proj", "--seq", "200")["memory_bytes"]
     sizes = make_backbone(name).local.state_sizes.values()
@@ -73,11 +85,16 @@ def test_the_frontier_falls_in_bytes_and_rises_in_flops(inspect):
 
 
 def test_the_figures_of_the_benchmark_page(inspect):
-    """benchmarks/activation-memory.md, from matrix sizes: attention is 4 × 512.5 × 8,192 FLOPs of a row forward, 2.5
-    times that back."""
+    """benchmarks/activation-memory.md, from matrix sizes: attention is 4 × 512.5 × 8,192 FLOPs of a
+    row forward, 2.5 times that back."""
     frontier = inspect("dummy:llama-3.1-70b", "--r", "16", "--targets", "down_proj")["frontier"]
     cost = {point["bytes_per_token"]: point["extra_flops_fraction"] for point in frontier}
-    q_and_o, k_and_v, mlp, attention = 2 * 8192 * 8192, 2 * 8192 * 1024, 3 * 8192 * 28672, 4 * 512.5 * 8192
+    q_and_o, k_and_v, mlp, attention = (
+        2 * 8192 * 8192,
+        2 * 8192 * 1024,
+        3 * 8192 * 28672,
+        4 * 512.5 * 8192,
+    )
     total = 4 * (q_and_o + k_and_v + mlp) + 3.5 * attention
     assert cost[167_968] == pytest.approx(attention / total, rel=0.01)
     assert cost[151_584] == pytest.approx((attention + 2 * 8192 * 8192) / total, rel=0.01)
@@ -120,7 +137,9 @@ def held_by_autograd(name: str, lora: dict, rows: int) -> int:
     for norm in ("norm", "final_layer_norm"):
         if getattr(blocks, norm, None) is not None:
             setattr(blocks, norm, torch.nn.Identity())
-    weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    weights = {
+        tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
+    }
     saved = {}
 
     def pack(tensor):
@@ -165,11 +184,20 @@ def test_an_adapter_above_all_blocks_is_told_as_such(monkeypatch, capsys, inspec
 def test_the_tables_show_every_tensor_of_a_directorys_model(monkeypatch, capsys, columns, name):
     monkeypatch.setenv("COLUMNS", columns)
     targets = ".*[/x]?(q_proj|fc1)"
-    status, out, err = run(monkeypatch, capsys, "inspect", str(model_directory(name)), "--targets", targets)
+    status, out, err = run(
+        monkeypatch, capsys, "inspect", str(model_directory(name)), "--targets", targets
+    )
     assert (status, err) == (0, "")
     assert targets in out, "what looks like markup is shown as it is"
     assert max(map(len, out.splitlines())) <= int(columns)
-    for words in ("Forward, block 2", "Backward, block 2", "saved in all", "Memory to train", "in all", "Keep less"):
+    for words in (
+        "Forward, block 2",
+        "Backward, block 2",
+        "saved in all",
+        "Memory to train",
+        "in all",
+        "Keep less",
+    ):
         assert words in out
 
 
@@ -178,12 +206,16 @@ def test_more_tokens_than_the_model_was_made_for_are_remarked(monkeypatch, capsy
     assert "made for at most 128 tokens" in out
 
 
-@pytest.mark.parametrize("name", [name for name in method_names() if name not in ("full", "bitfit", "lora")])
+@pytest.mark.parametrize(
+    "name", [name for name in method_names() if name not in ("full", "bitfit", "lora")]
+)
 def test_other_methods_than_lora_are_shown_too(monkeypatch, capsys, inspect, name):
     report = inspect("dummy:smollm2-135m", "--adapter", name, "--seq", "64")
     assert report["adapter"]["type"] == name and report["conventional_bytes_per_token"] is None
     assert report["memory_bytes"]["adapter"] > 0 and report["saved_bytes_per_token"] > 0
-    status, out, err = run(monkeypatch, capsys, "inspect", "dummy:smollm2-135m", "--adapter", name, "--seq", "64")
+    status, out, err = run(
+        monkeypatch, capsys, "inspect", "dummy:smollm2-135m", "--adapter", name, "--seq", "64"
+    )
     assert (status, err) == (0, "") and name in out and "not counted" in out
 
 
@@ -198,17 +230,35 @@ def test_a_setting_changes_what_is_kept(inspect):
     ("arguments", "message"),
     [
         (["dummy:gpt-5"], "no preset or config.json 'gpt-5'"),
-        (["dummy:smollm2-135m", "--targets", "fc1"], "'fc1' matches no linear layer of this llama; it has q_proj"),
+        (
+            ["dummy:smollm2-135m", "--targets", "fc1"],
+            "'fc1' matches no linear layer of this llama; it has q_proj",
+        ),
         (["dummy:smollm2-135m", "--r", "0"], "rank r must be a whole number from 1 to"),
         (["dummy:smollm2-135m", "--r", "x"], "'--r'"),
         (["dummy:smollm2-135m", "--seq", "0"], "'--seq'"),
-        (["dummy:smollm2-135m", "--budget", "5"], "keeps at least 1920 bytes per token; 5 is not enough"),
+        (
+            ["dummy:smollm2-135m", "--budget", "5"],
+            "keeps at least 1920 bytes per token; 5 is not enough",
+        ),
         (["dummy:smollm2-135m", "--dtype", "int4"], "dtype 'int4' is not one of auto, float32"),
-        (["dummy:smollm2-135m", "--adapter", "lorra"], "'lorra' is not supported; supported: bitfit, bottleneck"),
-        (["dummy:smollm2-135m", "--adapter", "ia3", "--r", "4"], "ia3 has no setting 'r'; it has target_modules"),
+        (
+            ["dummy:smollm2-135m", "--adapter", "lorra"],
+            "'lorra' is not supported; supported: bitfit, bottleneck",
+        ),
+        (
+            ["dummy:smollm2-135m", "--adapter", "ia3", "--r", "4"],
+            "ia3 has no setting 'r'; it has target_modules",
+        ),
         (["dummy:smollm2-135m", "--adapter", "full"], "'full' trains the model's own weights"),
-        (["dummy:smollm2-135m", "--adapter", "bitfit"], "this llama has no biases for BitFit to train"),
-        (["dummy:smollm2-135m", "--adapter-setting", "x"], "--adapter-setting 'x' must be KEY=VALUE"),
+        (
+            ["dummy:smollm2-135m", "--adapter", "bitfit"],
+            "this llama has no biases for BitFit to train",
+        ),
+        (
+            ["dummy:smollm2-135m", "--adapter-setting", "x"],
+            "--adapter-setting 'x' must be KEY=VALUE",
+        ),
         (["dummy:smollm2-135m", "--bogus"], "No such option: --bogus; see coserve inspect --help"),
         ([], "Missing argument"),
     ],
@@ -241,14 +291,25 @@ def test_the_console_script_runs():
 def test_a_look_at_how_ranks_would_divide_a_model(inspect):
     report = inspect("dummy:llama-3.1-70b", "--tensor-parallel", "4")["ranks"]
     assert report["weight_bytes"] / report["whole_weight_bytes"] == pytest.approx(0.25, abs=0.001)
-    assert report["kv_bytes_per_token"] == 80 * 2 * 2 * 128 * 2, "two of eight key heads in each of 80 blocks"
+    assert report["kv_bytes_per_token"] == 80 * 2 * 2 * 128 * 2, (
+        "two of eight key heads in each of 80 blocks"
+    )
     sums = [(each["node"], each["bytes_per_row"]) for each in report["forward"]]
     assert sums == [("self_attn.o_proj.ranks", 2 * 8192), ("mlp.down_proj.ranks", 2 * 8192)]
-    assert [each["node"] for each in report["backward"]] == ["input_layernorm.copy", "post_attention_layernorm.copy"]
+    assert [each["node"] for each in report["backward"]] == [
+        "input_layernorm.copy",
+        "post_attention_layernorm.copy",
+    ]
     nodes = {node["node"]: node for node in report["nodes"]}
-    assert nodes["self_attn.q_proj"]["weights"] == {"self_attn.q_proj.weight": "2,048 of 8,192 rows"}
-    assert nodes["mlp.down_proj.lora_A"]["weights"] == {"mlp.down_proj.lora_A.weight": "7,168 of 28,672"}
-    assert nodes["mlp.down_proj.lora_B"]["gives"] == nodes["mlp.down_proj"]["gives"] == "part of a sum"
+    assert nodes["self_attn.q_proj"]["weights"] == {
+        "self_attn.q_proj.weight": "2,048 of 8,192 rows"
+    }
+    assert nodes["mlp.down_proj.lora_A"]["weights"] == {
+        "mlp.down_proj.lora_A.weight": "7,168 of 28,672"
+    }
+    assert (
+        nodes["mlp.down_proj.lora_B"]["gives"] == nodes["mlp.down_proj"]["gives"] == "part of a sum"
+    )
     assert "self_attn.q_proj.lora_A.weight" in report["summed"]
 
 
@@ -271,15 +332,28 @@ def test_a_norm_over_all_ranks_sends_one_number_per_row(inspect):
 def test_one_rank_has_all_of_a_model(inspect):
     report = inspect("dummy:qwen2.5-0.5b", "--tensor-parallel", "1")["ranks"]
     assert report["weight_bytes"] == report["whole_weight_bytes"]
-    assert report["forward"] == report["backward"] == report["summed"] == report["saved"]["gathered"] == []
+    assert (
+        report["forward"]
+        == report["backward"]
+        == report["summed"]
+        == report["saved"]["gathered"]
+        == []
+    )
     assert inspect("dummy:qwen2.5-0.5b")["ranks"] is None
 
 
 def test_the_layout_is_a_table_and_a_refusal_one_line(monkeypatch, capsys):
-    status, out, err = run(monkeypatch, capsys, "inspect", "dummy:qwen2.5-0.5b", "--tensor-parallel", "2")
+    status, out, err = run(
+        monkeypatch, capsys, "inspect", "dummy:qwen2.5-0.5b", "--tensor-parallel", "2"
+    )
     assert (status, err) == (0, "")
     assert "on each of 2 ranks" in out and "part of a sum" in out and "2 collectives" in out
     assert "13,820 where ranks save columns" in " ".join(out.split())
-    status, _, err = run(monkeypatch, capsys, "inspect", "dummy:qwen2.5-0.5b", "--tensor-parallel", "4")
+    status, _, err = run(
+        monkeypatch, capsys, "inspect", "dummy:qwen2.5-0.5b", "--tensor-parallel", "4"
+    )
     assert status and err.count("\n") == 1
-    assert "14 heads of attention cannot be divided among 4 ranks; a number of ranks that fits is 1 or 2 or 7" in err
+    assert (
+        "14 heads of attention cannot be divided among 4 ranks; a number of ranks that fits is 1 "
+        "or 2 or 7" in err
+    )

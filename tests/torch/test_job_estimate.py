@@ -1,4 +1,5 @@
-"""What `coserve data check` says of a job's time is what the engine takes, where steps take what the profile says."""
+"""What `coserve data check` says of a job's time is what the engine takes, where steps take what
+the profile says."""
 
 import pytest
 
@@ -22,7 +23,8 @@ GPU = Hardware(name="gpu", flops_per_s=1e14, bytes_per_s=1e12, call_s=5e-6)
 
 @pytest.mark.parametrize("hardware", [CPU, GPU])
 @pytest.mark.parametrize(
-    ("number", "length", "epochs", "batch_size"), [(24, 30, 1, 1), (96, 30, 2, 16), (48, 300, 1, 16)]
+    ("number", "length", "epochs", "batch_size"),
+    [(24, 30, 1, 1), (96, 30, 2, 16), (48, 300, 1, 16)],
 )
 def test_it_is_what_the_engine_takes(hardware, number, length, epochs, batch_size):
     backbone = load_backbone("tiny", device="meta", dtype="bfloat16")
@@ -32,7 +34,11 @@ def test_it_is_what_the_engine_takes(hardware, number, length, epochs, batch_siz
     config = TuningConfig(num_epochs=epochs, batch_size=batch_size)
     device = ModelledDevice(backbone, profile, num_pages=4000)
     engine = TokenEngine(device, LatencyModel(profile), EngineConfig())
-    engine.submit_examples(examples, config, adapter=LoraConfig(r=16, alpha=32, target_modules="all-linear"))
+    engine.submit_examples(
+        examples, config, adapter=LoraConfig(r=16, alpha=32, target_modules="all-linear")
+    )
     for _ in Simulation(engine, []).run(1e6):
         pass
-    assert device.clock.now() == pytest.approx(seconds_alone(TrainingOrder(examples, config), profile), rel=0.05)
+    assert device.clock.now() == pytest.approx(
+        seconds_alone(TrainingOrder(examples, config), profile), rel=0.05
+    )

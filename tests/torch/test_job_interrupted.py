@@ -1,4 +1,5 @@
-"""Ctrl-C between any two statements of a job's bookkeeping: the job trains the same adapter, or has failed."""
+"""Ctrl-C between any two statements of a job's bookkeeping: the job trains the same adapter, or has
+failed."""
 
 import sys
 from contextlib import suppress
@@ -21,14 +22,20 @@ from coserve.tuning.config import TuningConfig
 
 LORA = LoraConfig(r=2, target_modules="all-linear", dropout=0.2)
 CONFIG = TuningConfig(
-    num_epochs=2, batch_size=3, max_pack_tokens=20, seed=4, publish_every_steps=1, evaluate_every_steps=1
+    num_epochs=2,
+    batch_size=3,
+    max_pack_tokens=20,
+    seed=4,
+    publish_every_steps=1,
+    evaluate_every_steps=1,
 )
 FOLDER = str(Path(jobs.__file__).parent)
 _MOST_STEPS = 400
 
 
 class InterruptingTrace:
-    """A trace function that raises KeyboardInterrupt before the n-th line that code in engine/jobs runs."""
+    """A trace function that raises KeyboardInterrupt before the n-th line that code in engine/jobs
+    runs."""
 
     def __init__(self, line: int) -> None:
         self.line = line
@@ -50,7 +57,11 @@ def train(line: int) -> tuple[Engine, Job, InterruptingTrace]:
     engine, trace = make_engine(), InterruptingTrace(line)
     job = engine.job(
         engine.submit(
-            examples_of((9, 14, 5, 20, 11, 7)), CONFIG, adapter=LORA, name="a", validation=examples_of((8, 6))
+            examples_of((9, 14, 5, 20, 11, 7)),
+            CONFIG,
+            adapter=LORA,
+            name="a",
+            validation=examples_of((8, 6)),
         )
     )
     for _ in range(_MOST_STEPS):
@@ -79,7 +90,9 @@ def num_lines() -> int:
 
 
 @pytest.mark.parametrize("part", long_but(3, 11, 17, 26, of=range(32)))
-def test_a_job_that_was_interrupted_between_any_two_lines_trains_the_same_adapter_or_has_failed(part, tmp_path):
+def test_a_job_that_was_interrupted_between_any_two_lines_trains_the_same_adapter_or_has_failed(
+    part, tmp_path
+):
     engine, plain, _ = train(0)
     wanted = parameters(engine, tmp_path / "plain")
     engine, job, trace = train(1 + part * num_lines() // 32)
@@ -88,7 +101,10 @@ def test_a_job_that_was_interrupted_between_any_two_lines_trains_the_same_adapte
         assert job.error is not None and "the device failed within an optimizer step" in job.error
         return
     assert job.state == "succeeded"
-    assert (job.num_steps_done, job.num_tokens_trained) == (plain.num_steps_done, plain.num_tokens_trained)
+    assert (job.num_steps_done, job.num_tokens_trained) == (
+        plain.num_steps_done,
+        plain.num_tokens_trained,
+    )
     got = parameters(engine, tmp_path / "interrupted")
     assert max(float((got[name] - wanted[name]).abs().max()) for name in wanted) < 1e-6
 
@@ -107,7 +123,9 @@ def interrupted_once(call: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", ["pages", "counters"])
-def test_a_job_whose_pause_is_interrupted_has_no_pack_on_pages_of_others_and_trains_on(monkeypatch, where):
+def test_a_job_whose_pause_is_interrupted_has_no_pack_on_pages_of_others_and_trains_on(
+    monkeypatch, where
+):
     engine = make_engine()
     job = engine.job(engine.submit(examples_of((9, 14, 5, 20)), CONFIG, adapter=LORA, name="a"))
     while not job.has_pack:

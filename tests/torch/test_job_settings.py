@@ -15,7 +15,15 @@ from coserve.jobs.settings import JobSettings, job_settings
 from coserve.tuning.examples import Example
 
 
-def settings(extension=None, *, is_fresh=True, seed=3, max_positions=None, objective="supervised", **hyperparameters):
+def settings(
+    extension=None,
+    *,
+    is_fresh=True,
+    seed=3,
+    max_positions=None,
+    objective="supervised",
+    **hyperparameters,
+):
     return job_settings(
         hyperparameters=hyperparameters,
         extension=extension or {},
@@ -29,24 +37,42 @@ def settings(extension=None, *, is_fresh=True, seed=3, max_positions=None, objec
 
 def test_examples_are_no_longer_than_what_the_server_takes():
     assert settings(max_positions=64).max_sequence_length == 64
-    with pytest.raises(JobError, match=r"coserve\.max_sequence_length is 65; the model has 64 positions"):
+    with pytest.raises(
+        JobError, match=r"coserve\.max_sequence_length is 65; the model has 64 positions"
+    ):
         settings({"max_sequence_length": 65}, max_positions=64)
 
 
 def test_an_example_leaves_room_for_virtual_tokens():
     virtual = {"adapter": {"type": "prompt_tuning", "num_virtual_tokens": 20}}
     assert settings(virtual, max_positions=64).max_sequence_length == 44
-    assert settings(virtual | {"max_sequence_length": 44}, max_positions=64).max_sequence_length == 44
-    with pytest.raises(JobError, match="length is 45; the model has 64 positions, 20 of them for virtual"):
+    assert (
+        settings(virtual | {"max_sequence_length": 44}, max_positions=64).max_sequence_length == 44
+    )
+    with pytest.raises(
+        JobError, match="length is 45; the model has 64 positions, 20 of them for virtual"
+    ):
         settings(virtual | {"max_sequence_length": 45}, max_positions=64)
-    with pytest.raises(JobError, match=r"num_virtual_tokens is 20; that leaves 1 of 21 positions for an example"):
+    with pytest.raises(
+        JobError, match=r"num_virtual_tokens is 20; that leaves 1 of 21 positions for an example"
+    ):
         settings(virtual, max_positions=21)
 
 
 def test_auto_means_what_it_says():
     made = settings()
-    assert made.hyperparameters(0) == {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}
-    for num_examples, n_epochs, batch_size in ((1, 10, 1), (10, 10, 1), (25, 4, 1), (64, 3, 4), (1000, 3, 16)):
+    assert made.hyperparameters(0) == {
+        "n_epochs": "auto",
+        "batch_size": "auto",
+        "learning_rate_multiplier": "auto",
+    }
+    for num_examples, n_epochs, batch_size in (
+        (1, 10, 1),
+        (10, 10, 1),
+        (25, 4, 1),
+        (64, 3, 4),
+        (1000, 3, 16),
+    ):
         config = made.tuning_config(num_examples)
         assert (config.num_epochs, config.batch_size) == (n_epochs, batch_size)
         assert made.hyperparameters(num_examples) == {
@@ -55,9 +81,16 @@ def test_auto_means_what_it_says():
             "learning_rate_multiplier": 1.0,
         }
         assert config.optimizer.learning_rate == 1e-4
-    assert (config.seed, config.shuffle, config.live, config.evaluate_every_steps) == (3, True, False, 50)
+    assert (config.seed, config.shuffle, config.live, config.evaluate_every_steps) == (
+        3,
+        True,
+        False,
+        50,
+    )
     assert config.max_sequence_length == 128, "the model's positions"
-    assert LoraConfig.from_peft(made.adapter) == LoraConfig(r=16, alpha=32, target_modules="all-linear")
+    assert LoraConfig.from_peft(made.adapter) == LoraConfig(
+        r=16, alpha=32, target_modules="all-linear"
+    )
 
 
 def test_a_job_shows_its_objectives_settings_also_those_that_were_not_given():
@@ -70,10 +103,21 @@ def test_a_job_shows_its_objectives_settings_also_those_that_were_not_given():
 
 
 def test_what_is_asked_for_is_what_the_job_is_told():
-    adapter = {"type": "lora", "r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"], "dropout": 0.5}
+    adapter = {
+        "type": "lora",
+        "r": 4,
+        "alpha": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        "dropout": 0.5,
+    }
     extension = {
         "adapter": adapter,
-        "optimizer": {"learning_rate": 1e-3, "betas": [0.8, 0.9], "schedule": "cosine", "warmup_steps": 5},
+        "optimizer": {
+            "learning_rate": 1e-3,
+            "betas": [0.8, 0.9],
+            "schedule": "cosine",
+            "warmup_steps": 5,
+        },
         "max_sequence_length": 64,
         "shuffle": False,
         "checkpoint_every_steps": 7,
@@ -90,7 +134,9 @@ def test_what_is_asked_for_is_what_the_job_is_told():
     assert config.max_recompute == 0.25
     lora = LoraConfig.from_peft(made.adapter)
     assert lora == LoraConfig(r=4, alpha=8, target_modules=("q_proj", "v_proj"), dropout=0.5)
-    assert settings({"checkpoint_every_steps": 7, "evaluate_every_steps": 0}).evaluate_every_steps == 0
+    assert (
+        settings({"checkpoint_every_steps": 7, "evaluate_every_steps": 0}).evaluate_every_steps == 0
+    )
     assert settings(is_fresh=False).adapter is None
 
 
@@ -103,7 +149,10 @@ def test_what_is_asked_for_is_what_the_job_is_told():
         ({"learning_rate_multiplier": float("nan")}, "hyperparameters.learning_rate_multiplier"),
         ({"extension": {"adapter": {"r": 0}}}, "coserve.adapter"),
         ({"extension": {"adapter": {"r": 10**9}}}, "coserve.adapter.r"),
-        ({"extension": {"adapter": {"rank_pattern": {"q_proj": 99}}}}, "coserve.adapter.rank_pattern.q_proj"),
+        (
+            {"extension": {"adapter": {"rank_pattern": {"q_proj": 99}}}},
+            "coserve.adapter.rank_pattern.q_proj",
+        ),
         ({"extension": {"adapter": {"target_modules": 5}}}, "coserve.adapter"),
         ({"extension": {"adapter": {"target_modules": "("}}}, "coserve.adapter"),
         ({"extension": {"optimizer": 3}}, "coserve.optimizer"),
@@ -120,8 +169,28 @@ def test_settings_that_cannot_be_are_refused_by_name(given, param):
     assert str(caught.value).startswith(param.rpartition(".")[0])
 
 
-NOT_NUMBERS: list[object] = [float("nan"), float("inf"), -1, 2**70, 10**5000, -float("inf"), "1", True, [1], {}, None]
-OPTIMIZER = ("learning_rate", "weight_decay", "eps", "max_grad_norm", "warmup_steps", "betas", "schedule")
+NOT_NUMBERS: list[object] = [
+    float("nan"),
+    float("inf"),
+    -1,
+    2**70,
+    10**5000,
+    -float("inf"),
+    "1",
+    True,
+    [1],
+    {},
+    None,
+]
+OPTIMIZER = (
+    "learning_rate",
+    "weight_decay",
+    "eps",
+    "max_grad_norm",
+    "warmup_steps",
+    "betas",
+    "schedule",
+)
 COUNTS = ("checkpoint_every_steps", "max_sequence_length", "evaluate_every_steps")
 ADAPTER = ("r", "alpha", "dropout", "use_rslora", "rank_pattern", "alpha_pattern")
 
@@ -133,11 +202,20 @@ ADAPTER = ("r", "alpha", "dropout", "use_rslora", "rank_pattern", "alpha_pattern
         *(("optimizer", name) for name in OPTIMIZER),
         *((None, name) for name in (*COUNTS, "max_recompute")),
         *(("adapter", name) for name in ADAPTER),
-        *(("hyperparameters", name) for name in ("n_epochs", "batch_size", "learning_rate_multiplier")),
+        *(
+            ("hyperparameters", name)
+            for name in ("n_epochs", "batch_size", "learning_rate_multiplier")
+        ),
     ],
 )
 def test_every_number_that_is_out_of_range_is_refused_by_name(place, name, value):
-    optional = {"evaluate_every_steps", "max_sequence_length", "n_epochs", "batch_size", "learning_rate_multiplier"}
+    optional = {
+        "evaluate_every_steps",
+        "max_sequence_length",
+        "n_epochs",
+        "batch_size",
+        "learning_rate_multiplier",
+    }
     is_right = (value is None and name in optional) or (value is True and name == "use_rslora")
     if is_right or (value == {} and name.endswith("_pattern")):
         return
@@ -148,15 +226,24 @@ def test_every_number_that_is_out_of_range_is_refused_by_name(place, name, value
         settings(**asked)
     assert name in str(caught.value)
     assert "must be" in str(caught.value)
-    assert str(caught.value.param).startswith("hyperparameters" if place == "hyperparameters" else "coserve")
+    assert str(caught.value.param).startswith(
+        "hyperparameters" if place == "hyperparameters" else "coserve"
+    )
     assert len(str(caught.value)) < 500
 
 
 def test_numbers_that_are_far_too_large_are_slips():
-    for optimizer in ({"learning_rate": 1e4}, {"eps": 2}, {"weight_decay": 1e4}, {"max_grad_norm": 1e10}):
+    for optimizer in (
+        {"learning_rate": 1e4},
+        {"eps": 2},
+        {"weight_decay": 1e4},
+        {"max_grad_norm": 1e10},
+    ):
         with pytest.raises(JobError, match="and at most"):
             settings({"optimizer": optimizer})
-    with pytest.raises(JobError, match="learning_rate must be a number of at least 0 and at most 1,000"):
+    with pytest.raises(
+        JobError, match="learning_rate must be a number of at least 0 and at most 1,000"
+    ):
         settings({"optimizer": {"learning_rate": 10}}, learning_rate_multiplier=1e6)
     with pytest.raises(JobError, match="alpha must be a number above 0 and at most"):
         settings({"adapter": {"alpha": 1e300}})
@@ -166,11 +253,16 @@ def test_numbers_that_are_far_too_large_are_slips():
     ("adapter", "message"),
     [
         ({"type": "p_tuning"}, "simpo trains no virtual tokens"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "simpo does not train an adapter at the output layer"),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            "simpo does not train an adapter at the output layer",
+        ),
         ({"modules_to_save": ["lm_head"]}, "simpo does not train an adapter at the output layer"),
     ],
 )
-def test_what_an_objective_over_sequences_does_not_train_is_refused_when_the_job_is_created(adapter, message):
+def test_what_an_objective_over_sequences_does_not_train_is_refused_when_the_job_is_created(
+    adapter, message
+):
     extension = {"adapter": adapter}
     assert settings(extension).adapter is not None
     with pytest.raises(JobError, match=rf"^coserve\.adapter: {message}") as refused:
@@ -231,7 +323,9 @@ def test_faults_are_named_by_line(tmp_path):
     with pytest.raises(DataError, match="line 2: has no token to train on within 10 tokens"):
         read(path)
     path.write_bytes(b'\n{"text": "fine"}\n{"text": "zz"}\n')
-    with pytest.raises(DataError, match=r"line 3: has token \d+; the model has 86: is this its tokenizer\?"):
+    with pytest.raises(
+        DataError, match=r"line 3: has token \d+; the model has 86: is this its tokenizer\?"
+    ):
         read(path, vocab_size=86)
     with pytest.raises(DataError, match="has no tokenizer"):
         read_training_file(path, None, max_sequence_length=10, vocab_size=97)
@@ -261,6 +355,15 @@ def test_numbers_that_are_none_are_null():
     nan = float("nan")
     event = JobEvent(job="j", kind="step", step=2, now_s=0, loss=nan, token_accuracy=0.5, norm=None)
     data = metrics_of(event, num_steps=4, tokens_per_s=None)
-    assert (data["train_loss"], data["train_mean_token_accuracy"], data["gradient_norm"]) == (None, 0.5, None)
-    assert message_of(event, 4) == "Step 2/4: training loss=no number (the gradient was not finite: skipped)"
-    assert results_csv([]) == b"step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy\n"
+    assert (data["train_loss"], data["train_mean_token_accuracy"], data["gradient_norm"]) == (
+        None,
+        0.5,
+        None,
+    )
+    assert (
+        message_of(event, 4)
+        == "Step 2/4: training loss=no number (the gradient was not finite: skipped)"
+    )
+    assert (
+        results_csv([]) == b"step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy\n"
+    )

@@ -1,4 +1,5 @@
-"""Several jobs at once through one backbone: who runs with whom, and that each learns what it learns alone."""
+"""Several jobs at once through one backbone: who runs with whom, and that each learns what it
+learns alone."""
 
 from dataclasses import replace
 from random import Random
@@ -16,7 +17,9 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 # The weights' way from memory is what few rows cost, so that jobs are fused.
 MEMORY_BOUND = Hardware(name="memory-bound", flops_per_s=1e15, bytes_per_s=1e8, call_s=1e-6)
-CONFIG = TuningConfig(num_epochs=2, batch_size=2, optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-3))
+CONFIG = TuningConfig(
+    num_epochs=2, batch_size=2, optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-3)
+)
 ADAPTERS = {
     "a": LoraConfig(r=3, alpha=6, target_modules="all-linear"),
     "b": LoraConfig(r=3, alpha=6, target_modules="all-linear", dropout=0.2),
@@ -24,16 +27,28 @@ ADAPTERS = {
     "d": LoraConfig(r=3, alpha=6, target_modules="all-linear"),
     "e": LoraConfig(r=5, target_modules=r".*layers\.[12]\..*down_proj"),
 }
-LENGTHS = {"a": (9, 14, 5, 20), "b": (7, 7, 3), "c": (12, 2, 9, 4), "d": (9, 14, 5, 20), "e": (30, 8)}
+LENGTHS = {
+    "a": (9, 14, 5, 20),
+    "b": (7, 7, 3),
+    "c": (12, 2, 9, 4),
+    "d": (9, 14, 5, 20),
+    "e": (30, 8),
+}
 
 
 def submit(engine: Engine, name: str, **changed: Any) -> str:
     config = replace(CONFIG, seed=ord(name), **changed)
-    return engine.submit_examples(examples_of(LENGTHS[name], seed=ord(name)), config, adapter=ADAPTERS[name], name=name)
+    return engine.submit_examples(
+        examples_of(LENGTHS[name], seed=ord(name)), config, adapter=ADAPTERS[name], name=name
+    )
 
 
 def losses_of(events: list[Any], job: str) -> list[float]:
-    return [each.loss for each in events if isinstance(each, JobEvent) and each.kind == "step" and each.job == job]
+    return [
+        each.loss
+        for each in events
+        if isinstance(each, JobEvent) and each.kind == "step" and each.job == job
+    ]
 
 
 def run(engine: Engine) -> list[Any]:
@@ -121,7 +136,10 @@ def test_pausing_cancelling_and_failing_jobs_leave_the_others_as_they_are(seed, 
 
 
 def test_with_deterministic_company_changes_no_bit(tmp_path):
-    engine, alone = (make_engine(hardware=MEMORY_BOUND, policy="tuning-only", deterministic=True) for _ in range(2))
+    engine, alone = (
+        make_engine(hardware=MEMORY_BOUND, policy="tuning-only", deterministic=True)
+        for _ in range(2)
+    )
     ids = {name: submit(engine, name) for name in ADAPTERS}
     events = run(engine)
     assert groups_of(engine), "plans do not know of it"
@@ -129,4 +147,7 @@ def test_with_deterministic_company_changes_no_bit(tmp_path):
         events_alone = run_alone(alone, name)
         assert losses_of(events, job) == losses_of(events_alone, next(reversed(list(alone.jobs))))
         theirs = result(alone, name, tmp_path)
-        assert all(bool((ours == theirs[key]).all()) for key, ours in result(engine, name, tmp_path).items())
+        assert all(
+            bool((ours == theirs[key]).all())
+            for key, ours in result(engine, name, tmp_path).items()
+        )

@@ -25,31 +25,46 @@ def passes_of(adapters: Sequence[Adapter], *, seed: int = 0) -> list[TrainingPas
     for index, adapter in enumerate(adapters):
         sequences = random_sequences(LENGTHS[index % len(LENGTHS)], seed + index)
         number = adapter.config.num_virtual_tokens
-        sequences = [([*virtual_tokens(number), *ids], [False] * number + marks) for ids, marks in sequences]
+        sequences = [
+            ([*virtual_tokens(number), *ids], [False] * number + marks) for ids, marks in sequences
+        ]
         programs = training_programs(adapter, mean_context_len=5.0 + index)
-        found.append(TrainingPass(adapter, programs, make_pack(sequences), dropout_seed=index, first_row=7 * index))
+        found.append(
+            TrainingPass(
+                adapter, programs, make_pack(sequences), dropout_seed=index, first_row=7 * index
+            )
+        )
     return found
 
 
 def run_joined(passes: Sequence[TrainingPass], *, loss_rows: int, backward_rows: int) -> None:
     """All of them at once; in each turn, those that have done the fewest parts."""
     hidden = forward(passes[0].backbone, [training.next_window(1000) for training in passes])
-    for training, rows in zip(passes, hidden.split([each.pack.num_rows for each in passes]), strict=True):
+    for training, rows in zip(
+        passes, hidden.split([each.pack.num_rows for each in passes]), strict=True
+    ):
         training.finish_window(rows)
     while losing := [(training, loss_rows) for training in passes if not training.loss_done]:
         run_losses(losing)
     while going := [training for training in passes if not training.done]:
         fewest = min(training.num_parts_done for training in going)
-        joined_tasklet([(each, backward_rows) for each in going if each.num_parts_done == fewest]).run()
+        joined_tasklet(
+            [(each, backward_rows) for each in going if each.num_parts_done == fewest]
+        ).run()
 
 
-def assert_equal_alone(passes: Sequence[TrainingPass], lonely: Sequence[TrainingPass], *, share: float = 2e-6) -> None:
+def assert_equal_alone(
+    passes: Sequence[TrainingPass], lonely: Sequence[TrainingPass], *, share: float = 2e-6
+) -> None:
     """share: of a gradient's largest element, by which rounding may change the others."""
     for ours, alone in zip(passes, lonely, strict=True):
         run_alone(alone, forward_rows=1000, backward_rows=1000)
         assert ours.done and ours.num_saved_bytes == 0
         assert ours.sums.loss == pytest.approx(alone.sums.loss, rel=1e-6)
-        assert (ours.sums.num_correct, ours.sums.num_trained) == (alone.sums.num_correct, alone.sums.num_trained)
+        assert (ours.sums.num_correct, ours.sums.num_trained) == (
+            alone.sums.num_correct,
+            alone.sums.num_trained,
+        )
         for name, gradient in alone.gradients.items():
             bound = share * float(gradient.abs().max())
             torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-5, atol=bound)
@@ -61,7 +76,9 @@ def test_jobs_of_one_structure(family, rows):
     adapters = [make_adapter(make_backbone(family), seed=seed, dropout=0.2) for seed in range(4)]
     joined = passes_of(adapters)
     programs = [training.programs.program[0] for training in joined]
-    assert all(program is programs[0] for program in programs), "whatever the lengths of their sequences"
+    assert all(program is programs[0] for program in programs), (
+        "whatever the lengths of their sequences"
+    )
     run_joined(joined, loss_rows=rows, backward_rows=rows)
     assert_equal_alone(joined, passes_of(adapters))
 
@@ -85,9 +102,12 @@ def mixed_adapters(family: str = "llama") -> list[Adapter]:
 @pytest.mark.parametrize("fused", [(), ("linear_beside_low_rank",)])
 @pytest.mark.parametrize("rows", [1000, 6])
 def test_jobs_of_any_methods_ranks_and_targets(rows, fused, monkeypatch):
-    """Also where a backend has kernels for two gradients at once, of which one is for the rows of all jobs."""
+    """Also where a backend has kernels for two gradients at once, of which one is for the rows of
+    all jobs."""
     adapters = mixed_adapters()
-    monkeypatch.setattr(adapters[0].backbone.backend, "fused", dict.fromkeys(fused, lambda *given: None))
+    monkeypatch.setattr(
+        adapters[0].backbone.backend, "fused", dict.fromkeys(fused, lambda *given: None)
+    )
     joined = passes_of(adapters)
     run_joined(joined, loss_rows=rows, backward_rows=rows)
     assert_equal_alone(joined, passes_of(adapters))
@@ -127,7 +147,9 @@ def test_products_with_the_backbone_run_once_whatever_the_adapters(monkeypatch):
 
 
 def test_one_jobs_nan_changes_no_bit_of_anothers():
-    for number, adapters in enumerate(([make_adapter(make_backbone(), seed=i) for i in range(4)], mixed_adapters())):
+    for number, adapters in enumerate(
+        ([make_adapter(make_backbone(), seed=i) for i in range(4)], mixed_adapters())
+    ):
         clean = passes_of(adapters)
         run_joined(clean, loss_rows=1000, backward_rows=5)
         for bad in (0, len(adapters) - 1):
@@ -141,7 +163,10 @@ def test_one_jobs_nan_changes_no_bit_of_anothers():
             for index, (ours, theirs) in enumerate(zip(passes, clean, strict=True)):
                 if index != bad:
                     assert ours.sums == theirs.sums
-                    assert all(torch.equal(ours.gradients[name], theirs.gradients[name]) for name in theirs.gradients)
+                    assert all(
+                        torch.equal(ours.gradients[name], theirs.gradients[name])
+                        for name in theirs.gradients
+                    )
             for name, master in adapters[bad].masters.items():
                 master.copy_(kept[name])
             adapters[bad].sync_compute_copy()

@@ -39,7 +39,11 @@ def reference(q, k, v, spec):
     hidden = (distance < 0) | (distance >= (spec.sliding_window or m))
     scores = scores.masked_fill(hidden, float("-inf"))
     out = (scores.softmax(-1) @ values).transpose(0, 1)
-    return out, scores.logsumexp(-1).T, lambda grad: torch.autograd.grad(out, (q, k, v), grad.float())
+    return (
+        out,
+        scores.logsumexp(-1).T,
+        lambda grad: torch.autograd.grad(out, (q, k, v), grad.float()),
+    )
 
 
 def _tolerance(dtype: torch.dtype) -> dict[str, Any]:
@@ -59,12 +63,17 @@ def _tolerance(dtype: torch.dtype) -> dict[str, Any]:
         [(1, 1), (1, 64), (1, 65), (1, 300)],
     ],
 )
-def test_attention_of_packed_segments_and_its_gradients(backend, dtype, sliding_window, width, lengths):
+def test_attention_of_packed_segments_and_its_gradients(
+    backend, dtype, sliding_window, width, lengths
+):
     """Segments (rows, keys) whose keys stand one after another."""
     torch.manual_seed(0)
     spec = AttentionSpec(scale=0.3, sliding_window=sliding_window)
     n, m = (sum(sizes) for sizes in zip(*lengths, strict=True))
-    q, grad, k, v = (torch.randn(rows, heads, width).to(dtype) for rows, heads in ((n, 6), (n, 6), (m, 2), (m, 2)))
+    q, grad, k, v = (
+        torch.randn(rows, heads, width).to(dtype)
+        for rows, heads in ((n, 6), (n, 6), (m, 2), (m, 2))
+    )
     starts = [sum(keys for _, keys in lengths[:index]) for index in range(len(lengths))]
     segments = [
         Segment(num_rows=rows, num_keys=keys, first_key=start)
@@ -76,7 +85,9 @@ def test_attention_of_packed_segments_and_its_gradients(backend, dtype, sliding_
     out, lse = backend.attention(q, *stores, batch, spec)
     assert out.shape == q.shape and out.dtype == dtype and lse.dtype == torch.float32
     sums = [torch.full((1, m, 2 * width), 2.0) for _ in range(2)]  # what was in them before stays
-    dq = backend.attention_gradient(grad, q, *stores, out, lse, batch, spec, key_grads=sums[0], value_grads=sums[1])
+    dq = backend.attention_gradient(
+        grad, q, *stores, out, lse, batch, spec, key_grads=sums[0], value_grads=sums[1]
+    )
     dk, dv = (total.sub_(2).view(m, 2, width) for total in sums)
     tolerance = 2e-5 if dtype == torch.float32 else 5e-2
     row = 0
@@ -105,14 +116,22 @@ def test_attention_of_rows_whose_keys_lie_in_pages(backend, dtype, sliding_windo
         Segment(num_rows=rows, num_keys=length, pages=own)
         for own, length, rows in zip(pages, lengths, num_rows, strict=True)
     ]
-    out, lse = backend.attention(q, k, v, backend.prepare_attention(segments, block_tokens=block), spec)
+    out, lse = backend.attention(
+        q, k, v, backend.prepare_attention(segments, block_tokens=block), spec
+    )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     row = 0
     for own, length, rows in zip(pages, lengths, num_rows, strict=True):
-        keys, values = (x[list(own)].flatten(0, 1)[:length].view(length, heads, width) for x in (k, v))
+        keys, values = (
+            x[list(own)].flatten(0, 1)[:length].view(length, heads, width) for x in (k, v)
+        )
         expected, norm, _ = reference(q[row : row + rows], keys, values, spec)
-        torch.testing.assert_close(out[row : row + rows].float(), expected.detach(), atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(lse[row : row + rows], norm.detach(), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            out[row : row + rows].float(), expected.detach(), atol=tolerance, rtol=tolerance
+        )
+        torch.testing.assert_close(
+            lse[row : row + rows], norm.detach(), atol=tolerance, rtol=tolerance
+        )
         row += rows
 
 
@@ -124,11 +143,17 @@ def test_a_rows_attention_does_not_depend_on_its_company_in_float32(backend):
     pages = [[next(numbers) for _ in range(-(-length // block))] for length in lengths]
     q, (k, v) = torch.randn(5, 6, 16), torch.randn(2, 100, block, 32)
     spec = AttentionSpec(scale=0.3)
-    segments = [Segment(num_rows=1, num_keys=n, pages=own) for n, own in zip(lengths, pages, strict=True)]
-    out, lse = backend.attention(q, k, v, backend.prepare_attention(segments, block_tokens=block), spec)
+    segments = [
+        Segment(num_rows=1, num_keys=n, pages=own) for n, own in zip(lengths, pages, strict=True)
+    ]
+    out, lse = backend.attention(
+        q, k, v, backend.prepare_attention(segments, block_tokens=block), spec
+    )
     for index, segment in enumerate(segments):
         own = slice(index, index + 1)
-        alone = backend.attention(q[own], k, v, backend.prepare_attention([segment], block_tokens=block), spec)
+        alone = backend.attention(
+            q[own], k, v, backend.prepare_attention([segment], block_tokens=block), spec
+        )
         assert torch.equal(alone[0], out[own])
         torch.testing.assert_close(alone[1], lse[own], atol=1e-6, rtol=1e-6)
 
@@ -136,13 +161,21 @@ def test_a_rows_attention_does_not_depend_on_its_company_in_float32(backend):
 def test_tiles_of_bounded_memory_give_the_same_result(monkeypatch):
     torch.manual_seed(0)
     q, grad, (k, v) = torch.randn(200, 4, 8), torch.randn(200, 4, 8), torch.randn(2, 1, 300, 16)
-    segments = [Segment(num_rows=150, num_keys=250), Segment(num_rows=50, num_keys=50, first_key=250)]
+    segments = [
+        Segment(num_rows=150, num_keys=250),
+        Segment(num_rows=50, num_keys=50, first_key=250),
+    ]
 
     def run():
-        batch, spec = PLAIN.prepare_attention(segments, block_tokens=300), AttentionSpec(scale=0.3, sliding_window=90)
+        batch, spec = (
+            PLAIN.prepare_attention(segments, block_tokens=300),
+            AttentionSpec(scale=0.3, sliding_window=90),
+        )
         out, lse = PLAIN.attention(q, k, v, batch, spec)
         dk, dv = torch.zeros(2, 1, 300, 16)
-        dq = PLAIN.attention_gradient(grad, q, k, v, out, lse, batch, spec, key_grads=dk, value_grads=dv)
+        dq = PLAIN.attention_gradient(
+            grad, q, k, v, out, lse, batch, spec, key_grads=dk, value_grads=dv
+        )
         return out, lse, dq, dk, dv
 
     whole = run()
@@ -160,7 +193,9 @@ def test_the_plain_kernel_against_torch():
     )
     expected = attended[0].transpose(0, 1)
     batch = PLAIN.prepare_attention([Segment(num_rows=9, num_keys=9)], block_tokens=9)
-    out, _ = PLAIN.attention(q, k.flatten(1)[None], v.flatten(1)[None], batch, AttentionSpec(scale=8**-0.5))
+    out, _ = PLAIN.attention(
+        q, k.flatten(1)[None], v.flatten(1)[None], batch, AttentionSpec(scale=8**-0.5)
+    )
     torch.testing.assert_close(out, expected)
 
 
@@ -186,7 +221,9 @@ def test_factors_of_many_adapters_multiply_their_own_rows(backend, dtype):
     grouped = Grouped(tensors=tuple(factors), rows=AdapterRows(sizes, DEVICE))
     x, onto = torch.randn(28, 24).to(dtype), torch.randn(28, 4).to(dtype)
     expected = torch.cat([rows @ f.T for rows, f in zip(x.split(sizes), factors, strict=True)])
-    tolerance: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+    tolerance: dict[str, Any] = (
+        {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+    )
     torch.testing.assert_close(backend.low_rank_product(x, grouped), expected, **tolerance)
     total = onto.clone()
     assert backend.low_rank_product(x, grouped, total) is total
@@ -203,16 +240,22 @@ def test_gradients_of_each_row_s_own_factor(backend, dtype, is_apart):
     rows = AdapterRows(sizes, DEVICE)
     grouped = Grouped(tensors=tuple(factors), rows=rows)
     grad, x = torch.randn(28, 4).to(dtype), torch.randn(28, 24).to(dtype)
-    tolerance: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+    tolerance: dict[str, Any] = (
+        {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+    )
     expected = torch.cat([part @ f for part, f in zip(grad.split(sizes), factors, strict=True)])
-    torch.testing.assert_close(backend.low_rank_input_gradient(grad, grouped), expected, **tolerance)
+    torch.testing.assert_close(
+        backend.low_rank_input_gradient(grad, grouped), expected, **tolerance
+    )
     total = x.clone()
     assert backend.low_rank_input_gradient(grad, grouped, total) is total
     torch.testing.assert_close(total, x + expected, **tolerance)
     before = [torch.randn(4, 24) for _ in sizes]
     sums = Grouped(tensors=tuple(each.clone() for each in before), rows=rows)
     backend.add_low_rank_gradient(grad, JoinedRows(tensors=x.split(sizes)) if is_apart else x, sums)
-    for found, start, dy, own in zip(sums.tensors, before, grad.split(sizes), x.split(sizes), strict=True):
+    for found, start, dy, own in zip(
+        sums.tensors, before, grad.split(sizes), x.split(sizes), strict=True
+    ):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, start + dy.float().T @ own.float(), **tolerance)
     alone = before[1].clone()
@@ -224,11 +267,19 @@ def row_adapters(inner: int, outs: tuple[int, ...], dtype: torch.dtype) -> list[
     """Of several ranks, at all of some places or not, after one place that none of them has."""
 
     def factors(rank: int, out: int) -> LowRank:
-        return LowRank(a=torch.randn(rank, inner).to(dtype), b=torch.randn(out, rank).to(dtype), scale=0.4)
+        return LowRank(
+            a=torch.randn(rank, inner).to(dtype), b=torch.randn(out, rank).to(dtype), scale=0.4
+        )
 
     return [
         LowRankAdapter(
-            [None, *(None if (i + 2 * rank) % 5 == 0 else factors(rank + i, out) for i, out in enumerate(outs))]
+            [
+                None,
+                *(
+                    None if (i + 2 * rank) % 5 == 0 else factors(rank + i, out)
+                    for i, out in enumerate(outs)
+                ),
+            ]
         )
         for rank in (16, 1, 4, 41, 31, 7, 8)
     ]
@@ -264,7 +315,9 @@ def test_adapters_add_to_their_own_rows_in_one_call(backend, dtype, threads, inn
         for adapter, own in zip(adapters, rows, strict=True):
             alone = [y.clone() for y in given]
             backend.add_adapters(x, alone, 1, AdapterBatch([adapter], [own[-1:]], DEVICE))
-            assert all(torch.equal(y[own[-1]], z[own[-1]]) for y, z in zip(alone, outputs, strict=True))
+            assert all(
+                torch.equal(y[own[-1]], z[own[-1]]) for y, z in zip(alone, outputs, strict=True)
+            )
     torch.set_num_threads(before)
 
 
@@ -287,19 +340,27 @@ def test_a_row_gets_the_same_of_an_adapter_that_others_have_too(backend, rank):
     alone = added(given, [[row] for row in range(num_rows)])
     if type(backend) is not PlainBackend:
         assert torch.equal(added(given, all_rows), alone)
-    torch.testing.assert_close(alone.float(), torch.zeros(num_rows, 2000), atol=2e-2 * given.abs().max().item(), rtol=0)
+    torch.testing.assert_close(
+        alone.float(), torch.zeros(num_rows, 2000), atol=2e-2 * given.abs().max().item(), rtol=0
+    )
 
 
 @each_backend
 @each_dtype
 @pytest.mark.parametrize("biased", [(), (0, 1, 2), (1,)])
 @pytest.mark.parametrize("kind", [DenseWeight, Int8Weight.quantised])
-def test_joined_weights_are_multiplied_as_one_and_others_one_by_one(backend, dtype, biased, kind, monkeypatch):
+def test_joined_weights_are_multiplied_as_one_and_others_one_by_one(
+    backend, dtype, biased, kind, monkeypatch
+):
     torch.manual_seed(0)
     given = [kind(torch.randn(out, 24, dtype=dtype)) for out in (30, 6, 90)]
-    given_biases = [torch.randn(out, dtype=dtype) if i in biased else None for i, out in enumerate((30, 6, 90))]
+    given_biases = [
+        torch.randn(out, dtype=dtype) if i in biased else None for i, out in enumerate((30, 6, 90))
+    ]
     x = torch.randn(40, 24, dtype=dtype)
-    wanted = [weight.product(backend, x, bias) for weight, bias in zip(given, given_biases, strict=True)]
+    wanted = [
+        weight.product(backend, x, bias) for weight, bias in zip(given, given_biases, strict=True)
+    ]
     weights, biases = join(given, given_biases)
     names, calls = ("product", "int8_product"), []
     for name in names:
@@ -319,18 +380,31 @@ def test_joined_weights_are_multiplied_as_one_and_others_one_by_one(backend, dty
 @pytest.mark.parametrize("kind", [DenseWeight, Int8Weight.quantised])
 @pytest.mark.parametrize("is_joined", [True, False])
 @pytest.mark.parametrize("which", [(0, 1, 2), (0, 2), (1,)])
-def test_what_a_lora_adds_to_weights_goes_with_their_products(backend, dtype, n, kind, is_joined, which):
-    """The same as products, and what is added to them, one after the other; rounded once less at most."""
+def test_what_a_lora_adds_to_weights_goes_with_their_products(
+    backend, dtype, n, kind, is_joined, which
+):
+    """The same as products, and what is added to them, one after the other; rounded once less at
+    most."""
     torch.manual_seed(0)
     sizes, ranks = (64, 32, 96), (16, 4, 40)
-    weights, biases = [kind(torch.randn(out, 96, dtype=dtype)) for out in sizes], list[torch.Tensor | None]([None] * 3)
+    weights, biases = (
+        [kind(torch.randn(out, 96, dtype=dtype)) for out in sizes],
+        list[torch.Tensor | None]([None] * 3),
+    )
     if is_joined:
         weights, biases = join(weights, biases)
     x = torch.randn(n, 96, dtype=dtype)
     runs: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for place, (weight, bias, out, rank) in enumerate(zip(weights, biases, sizes, ranks, strict=True)):
-        more = {"narrow": torch.randn(n, rank, dtype=dtype), "factor": torch.randn(out, rank, dtype=dtype)}
-        runs.append(({"x": x, "weight": weight, "bias": bias, **(more if place in which else {})}, {}))
+    for place, (weight, bias, out, rank) in enumerate(
+        zip(weights, biases, sizes, ranks, strict=True)
+    ):
+        more = {
+            "narrow": torch.randn(n, rank, dtype=dtype),
+            "factor": torch.randn(out, rank, dtype=dtype),
+        }
+        runs.append(
+            ({"x": x, "weight": weight, "bias": bias, **(more if place in which else {})}, {})
+        )
     found = operator("linear_and_low_rank").forward_all(runs, Context(backend=backend))
     for results, (values, _) in zip(found, runs, strict=True):
         y, exact = results["y"], x.double() @ values["weight"].dense().double().T
@@ -348,7 +422,11 @@ def test_int8_weights_are_the_nearest_of_a_scale_per_output_channel(dtype):
     found = Int8Weight.quantised(weight)
     values, scales = found.tensors()
     assert values.dtype == torch.int8 and scales.dtype == torch.float32 and found.shape == (50, 70)
-    assert int(values.abs().max()) == 127 and found.dense().dtype == dtype and not found.dense()[7].any()
+    assert (
+        int(values.abs().max()) == 127
+        and found.dense().dtype == dtype
+        and not found.dense()[7].any()
+    )
     error = (values.float() * scales[:, None] - weight.float()).abs()
     assert (error <= scales[:, None] * 0.5001).all()
     assert float(error.max()) <= found.max_rounding * 1.001
@@ -360,7 +438,10 @@ def test_int8_weights_are_the_nearest_of_a_scale_per_output_channel(dtype):
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 13, 33, 100])
 def test_products_with_int8_weights_are_those_with_the_dequantised(backend, dtype, inner, outer, n):
     torch.manual_seed(0)
-    weight, bias = Int8Weight.quantised(torch.randn(outer, inner, dtype=dtype)), torch.randn(outer, dtype=dtype)
+    weight, bias = (
+        Int8Weight.quantised(torch.randn(outer, inner, dtype=dtype)),
+        torch.randn(outer, dtype=dtype),
+    )
     values, scales = weight.tensors()
     exact = values.double() * scales[:, None].double()
     wide = torch.randn(n, inner + 8).to(dtype)
@@ -380,7 +461,8 @@ def test_products_with_int8_weights_are_those_with_the_dequantised(backend, dtyp
 @each_backend
 @pytest.mark.parametrize("n", [1, 20])
 def test_products_with_int8_weights_of_rows_with_outliers_are_as_near_as_bfloat16_is(backend, n):
-    """A few elements are ten thousand times the others, as in rows of language models; one row has them alone."""
+    """A few elements are ten thousand times the others, as in rows of language models; one row has
+    them alone."""
     torch.manual_seed(0)
     weight, x = Int8Weight.quantised(torch.randn(64, 1088)), torch.randn(n, 1088)
     x[:, [3, 700]] *= 1e4
@@ -388,7 +470,9 @@ def test_products_with_int8_weights_of_rows_with_outliers_are_as_near_as_bfloat1
     x[0, 5] = 3e-20
     x = x.bfloat16()
     exact = x.double() @ weight.dense().double().T
-    rounding = 2**-8 * (x.double().abs() @ weight.dense().double().abs().T)  # of the weights or the result
+    rounding = 2**-8 * (
+        x.double().abs() @ weight.dense().double().abs().T
+    )  # of the weights or the result
     assert ((weight.product(backend, x).double() - exact).abs() <= rounding + 1e-30).all()
     values, scales = weight.tensors()
     values[:, [3, 700]] = 0  # what does not read the outliers does not lose by them
@@ -414,18 +498,25 @@ def test_products_with_int8_weights_do_not_hide_what_is_no_number(backend, bad):
     [
         (Int8Weight.quantised, 45, 70, torch.float32),
         pytest.param(
-            *(Int8Weight.quantised, 1088, 96, torch.bfloat16), marks=pytest.mark.skipif(not HAS_AMX, reason="AMX")
+            *(Int8Weight.quantised, 1088, 96, torch.bfloat16),
+            marks=pytest.mark.skipif(not HAS_AMX, reason="AMX"),
         ),
         (DenseWeight, 45, 70, torch.bfloat16),  # of no whole tiles
         (DenseWeight, 1088, 96, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_rows_product_does_not_depend_on_its_company_or_threads(num_threads, kind, inner, outer, dtype):
+def test_a_rows_product_does_not_depend_on_its_company_or_threads(
+    num_threads, kind, inner, outer, dtype
+):
     backend = find_backend(DEVICE, "plain" if kernels is None else "cpu")
     torch.manual_seed(0)
     weight, x = kind(torch.randn(outer, inner).to(dtype)), torch.randn(13, inner).to(dtype)
-    whole = [weight.product(backend, x[:n])[:1] for n in (1, 2, 3, 4, 8, 13)] if kernels is not None else []
+    whole = (
+        [weight.product(backend, x[:n])[:1] for n in (1, 2, 3, 4, 8, 13)]
+        if kernels is not None
+        else []
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -447,7 +538,9 @@ def test_signs_survive_packing(width):
 def test_dropout_masks_depend_on_key_feature_and_place_alone():
     keys = dropout_row_ids(5, torch.arange(40))
     mask = dropout_mask(keys, 30, p=0.3, salt=1)
-    assert torch.equal(dropout_mask(keys[10:20], 30, p=0.3, salt=1), mask[10:20]), "rows can be split anywhere"
+    assert torch.equal(dropout_mask(keys[10:20], 30, p=0.3, salt=1), mask[10:20]), (
+        "rows can be split anywhere"
+    )
     for other in (
         dropout_mask(keys, 30, p=0.3, salt=2),
         dropout_mask(dropout_row_ids(6, torch.arange(40)), 30, p=0.3, salt=1),
@@ -456,7 +549,9 @@ def test_dropout_masks_depend_on_key_feature_and_place_alone():
         agreement = (other == mask).float().mean()
         assert 0.5 < agreement < 0.66, "independent masks of 70% agree on 58% of the places"
     for part in range(1, 4):
-        one, other = (dropout_mask(dropout_ids_of_part(keys, p), 30, p=0.3, salt=1) for p in (0, part))
+        one, other = (
+            dropout_mask(dropout_ids_of_part(keys, p), 30, p=0.3, salt=1) for p in (0, part)
+        )
         agreement = (other == one).float().mean()
         assert 0.5 < agreement < 0.66, "independent masks of 70% agree on 58% of the places"
 
@@ -497,7 +592,9 @@ def test_products_in_bfloat16_are_rounded_once(backend, inner, outer, n):
     ):
         assert found.dtype == torch.bfloat16 and found.shape == (n, outer)
         error = (found.double() - expected).abs()
-        assert (error <= 2**-8 * expected.abs() + 1e-5 * (x.double().abs() @ weight.double().abs().T)).all()
+        assert (
+            error <= 2**-8 * expected.abs() + 1e-5 * (x.double().abs() @ weight.double().abs().T)
+        ).all()
 
 
 @each_backend
@@ -516,7 +613,9 @@ def test_products_in_bfloat16_do_not_hide_what_is_no_number(backend, bad):
 @pytest.mark.parametrize("tile", [1 << 21, 40 * 24])
 def test_wide_products_of_bfloat16_are_the_plain_ones(rows, tile, monkeypatch):
     monkeypatch.setattr(products, "_TILE_ELEMENTS", tile)
-    x, weight, bias, grad = (torch.randn(*shape).bfloat16() for shape in ((rows, 24), (90, 24), (90,), (rows, 90)))
+    x, weight, bias, grad = (
+        torch.randn(*shape).bfloat16() for shape in ((rows, 24), (90, 24), (90,), (rows, 90))
+    )
     for wide, plain in (
         (products.wide_product(x, weight), PLAIN.product(x, weight)),
         (products.wide_product(x, weight, bias), PLAIN.product(x, weight, bias)),

@@ -1,5 +1,5 @@
-"""From a name to weights: directories, the hub's cache, shapes without weights, and every way in which files can be
-wrong."""
+"""From a name to weights: directories, the hub's cache, shapes without weights, and every way in
+which files can be wrong."""
 
 import json
 import shlex
@@ -55,9 +55,13 @@ def test_sharded_weights_are_the_same_weights(tmp_path):
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_of_any_float_type_are_read(directory, stored):
-    edit_weights(directory, lambda tensors: tensors.update({k: v.to(stored) for k, v in tensors.items()}))
+    edit_weights(
+        directory, lambda tensors: tensors.update({k: v.to(stored) for k, v in tensors.items()})
+    )
     backbone = load_backbone(str(directory), dtype="float32")
-    assert {t.dtype for held in backbone.weights.values() for t in weight_tensors(held)} == {torch.float32}
+    assert {t.dtype for held in backbone.weights.values() for t in weight_tensors(held)} == {
+        torch.float32
+    }
     expected = make_model("llama").get_input_embeddings().weight.to(stored).float()
     found = backbone.weights["embed"]["model.embed_tokens.weight"]
     assert isinstance(found, torch.Tensor)
@@ -69,7 +73,9 @@ def test_auto_takes_the_dtype_of_the_configuration(directory):
     edit_config(directory, dtype="bfloat16")
     assert load_backbone(str(directory)).dtype == torch.bfloat16
     assert load_backbone(str(directory), dtype="float16").dtype == torch.float16
-    with pytest.raises(ModelError, match="dtype 'int8' is not one of auto, float32, bfloat16, float16"):
+    with pytest.raises(
+        ModelError, match="dtype 'int8' is not one of auto, float32, bfloat16, float16"
+    ):
         load_backbone(str(directory), dtype="int8")
 
 
@@ -78,7 +84,11 @@ def test_configurations_from_before_transformers_5_are_read(directory):
     config = json.loads(path.read_text())
     del config["rope_parameters"], config["dtype"]
     scaling = {"rope_type": "linear", "factor": 2.0}
-    path.write_text(json.dumps({**config, "rope_theta": 5000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}))
+    path.write_text(
+        json.dumps(
+            {**config, "rope_theta": 5000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
+        )
+    )
     backbone = load_backbone(str(directory))
     assert backbone.dtype == torch.bfloat16
     frequencies = backbone.rotary[""].inverse_frequencies
@@ -93,15 +103,20 @@ def test_a_model_in_the_hubs_cache_is_found_by_its_id(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert torch.equal(
-        first_logits(load_backbone("someone/tiny")), first_logits(load_backbone(str(model_directory("llama"))))
+        first_logits(load_backbone("someone/tiny")),
+        first_logits(load_backbone(str(model_directory("llama")))),
     )
-    with pytest.raises(UnknownModelError, match="'someone/other' is neither a directory, nor tiny, nor a model that"):
+    with pytest.raises(
+        UnknownModelError,
+        match="'someone/other' is neither a directory, nor tiny, nor a model that",
+    ):
         load_backbone("someone/other")
 
 
 def same_logits(directory, family):
     return torch.equal(
-        first_logits(load_backbone(str(directory))), first_logits(load_backbone(str(model_directory(family))))
+        first_logits(load_backbone(str(directory))),
+        first_logits(load_backbone(str(model_directory(family)))),
     )
 
 
@@ -117,13 +132,18 @@ def test_a_tied_checkpoint_may_store_its_head_if_it_is_the_embedding(tmp_path):
     edit_weights(directory, lambda tensors: tensors.update({"lm_head.weight": head.clone()}))
     assert same_logits(directory, "llama-biases-tied")
     edit_weights(directory, lambda tensors: tensors.update({"lm_head.weight": head + 1}))
-    with pytest.raises(WeightsError, match=r"lm_head\.weight is not the embedding, but the configuration ties them"):
+    with pytest.raises(
+        WeightsError, match=r"lm_head\.weight is not the embedding, but the configuration ties them"
+    ):
         load_backbone(str(directory))
 
 
 def test_the_files_are_those_that_transformers_reads(directory):
-    """One whole file before an index that was left over; other safetensors in the directory are not the model's."""
-    spoilt = {name: tensor + 1 for name, tensor in load_file(directory / "model.safetensors").items()}
+    """One whole file before an index that was left over; other safetensors in the directory are not
+    the model's."""
+    spoilt = {
+        name: tensor + 1 for name, tensor in load_file(directory / "model.safetensors").items()
+    }
     for name in ("consolidated.safetensors", "zz.safetensors", "model-00001-of-00001.safetensors"):
         save_file(spoilt, directory / name)
     index = {"weight_map": dict.fromkeys(spoilt, "model-00001-of-00001.safetensors")}
@@ -133,8 +153,13 @@ def test_the_files_are_those_that_transformers_reads(directory):
 
 def test_a_tensor_in_two_shards_is_named(directory):
     (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
-    shutil.copy(directory / "model-00001-of-00002.safetensors", directory / "model-00002-of-00002.safetensors")
-    with pytest.raises(WeightsError, match=r"lm_head\.weight is in both .*00001.* and .*00002.*; keep one"):
+    shutil.copy(
+        directory / "model-00001-of-00002.safetensors",
+        directory / "model-00002-of-00002.safetensors",
+    )
+    with pytest.raises(
+        WeightsError, match=r"lm_head\.weight is in both .*00001.* and .*00002.*; keep one"
+    ):
         load_backbone(str(directory))
 
 
@@ -148,7 +173,9 @@ def test_presets_have_the_number_of_parameters_that_their_names_say(preset):
     architecture = build_architecture(find_model(f"dummy:{preset}").config)
     ours = sum(torch.Size(shape).numel() for shape in architecture.weight_shapes.values())
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PRESETS[preset])).num_parameters()
+        theirs = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**PRESETS[preset])
+        ).num_parameters()
     assert ours == theirs
     billions = float(preset.rsplit("-", 1)[1].rstrip("bm")) / (1000 if preset.endswith("m") else 1)
     assert ours / 1e9 == pytest.approx(billions, rel=0.25)
@@ -156,7 +183,11 @@ def test_presets_have_the_number_of_parameters_that_their_names_say(preset):
 
 def test_random_weights_come_from_their_seed(directory):
     shape = f"dummy:{directory / 'config.json'}"
-    one, same, other = load_backbone(shape, seed=1), load_backbone(shape, seed=1), load_backbone(shape, seed=2)
+    one, same, other = (
+        load_backbone(shape, seed=1),
+        load_backbone(shape, seed=1),
+        load_backbone(shape, seed=2),
+    )
     assert torch.equal(first_logits(one), first_logits(same))
     assert not torch.equal(first_logits(one), first_logits(other))
     assert torch.isfinite(first_logits(one)).all()
@@ -177,7 +208,9 @@ def one_line(error):
 
 
 def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(UnknownModelError, match=r"no preset or config.json 'gpt-5'; presets: smollm2-135m, .*70b"):
+    with pytest.raises(
+        UnknownModelError, match=r"no preset or config.json 'gpt-5'; presets: smollm2-135m, .*70b"
+    ):
         load_backbone("dummy:gpt-5")
 
 
@@ -194,7 +227,10 @@ def test_a_directory_without_a_configuration(tmp_path):
 
 def test_an_unknown_family_names_the_known_ones(directory):
     edit_config(directory, model_type="mamba")
-    with pytest.raises(UnsupportedModelError, match=r"'mamba' is not supported; .*supported: falcon, .*, qwen2, qwen3"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"'mamba' is not supported; .*supported: falcon, .*, qwen2, qwen3",
+    ):
         load_backbone(str(directory))
 
 
@@ -222,14 +258,18 @@ def test_a_configuration_that_is_no_json(directory):
     ("fields", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; hidden_act must be silu"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads=4 must be a multiple of num_key_value_heads=3",
+        ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "a"}}, "is not valid"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 makes no model"),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({"quantization_config": {"quant_method": "hqq"}}, "weights quantised by hqq are not read"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope scaling 'dynamic' is not supported; known: default, linear, llama3, longrope, yarn",
+            "rope scaling 'dynamic' is not supported; known: default, linear, llama3, longrope, "
+            "yarn",
         ),
     ],
 )
@@ -244,26 +284,37 @@ def test_settings_that_are_not_run(directory, fields, message):
 def test_weights_of_another_size_name_the_tensor_and_both_shapes(tmp_path, family):
     directory = shutil.copytree(model_directory(family), tmp_path / "model")
     edit_config(directory, vocab_size=96)
-    with pytest.raises(WeightsError, match=r"weight has shape \[97, \d+\], the model needs \[96, \d+\]"):
+    with pytest.raises(
+        WeightsError, match=r"weight has shape \[97, \d+\], the model needs \[96, \d+\]"
+    ):
         load_backbone(str(directory))
 
 
 def test_a_missing_tensor_is_named(directory):
     edit_weights(directory, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(WeightsError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight, which the model needs"):
+    with pytest.raises(
+        WeightsError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight, which the model needs"
+    ):
         load_backbone(str(directory))
 
 
 def test_a_tensor_too_many_is_named(directory):
-    edit_weights(directory, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}))
-    with pytest.raises(WeightsError, match=r"holds model\.layers\.0\.self_attn\.q_proj\.bias, which this llama"):
+    edit_weights(
+        directory,
+        lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}),
+    )
+    with pytest.raises(
+        WeightsError, match=r"holds model\.layers\.0\.self_attn\.q_proj\.bias, which this llama"
+    ):
         load_backbone(str(directory))
 
 
 def test_weights_that_are_no_floats_are_named(directory):
     name = "model.layers.2.mlp.down_proj.weight"
     edit_weights(directory, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
-    with pytest.raises(WeightsError, match=rf"{name} is I8; weights must be float32, float16 or bfloat16"):
+    with pytest.raises(
+        WeightsError, match=rf"{name} is I8; weights must be float32, float16 or bfloat16"
+    ):
         load_backbone(str(directory))
 
 
@@ -307,30 +358,51 @@ def test_weights_of_the_bare_model_without_its_head_say_so(directory):
 def test_weights_in_pytorchs_format_name_the_command_that_converts_them(tmp_path):
     make_model("llama").config.save_pretrained(tmp_path)
     torch.save(make_model("llama").state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"no model\.safetensors, .* \(found pytorch_model\.bin\); convert") as error:
+    with pytest.raises(
+        WeightsError, match=r"no model\.safetensors, .* \(found pytorch_model\.bin\); convert"
+    ) as error:
         load_backbone(str(tmp_path))
-    subprocess.run(shlex.split(one_line(error).partition("by: ")[2].replace("python", sys.executable, 1)), check=True)
-    assert torch.equal(first_logits(load_backbone(str(tmp_path))), first_logits(load_backbone(str(model_directory()))))
+    subprocess.run(
+        shlex.split(one_line(error).partition("by: ")[2].replace("python", sys.executable, 1)),
+        check=True,
+    )
+    assert torch.equal(
+        first_logits(load_backbone(str(tmp_path))),
+        first_logits(load_backbone(str(model_directory()))),
+    )
 
 
 def test_a_tokenizer_of_sentencepiece_alone(directory):
     corpus = directory / "corpus.txt"
-    corpus.write_text("\n".join(f"the quick brown fox {n} jumps over the lazy dog {7 * n}" for n in range(200)))
+    corpus.write_text(
+        "\n".join(f"the quick brown fox {n} jumps over the lazy dog {7 * n}" for n in range(200))
+    )
     prefix = str(directory / "tokenizer")
     SentencePieceTrainer.train(
-        input=str(corpus), model_prefix=prefix, vocab_size=97, model_type="bpe", minloglevel=2, byte_fallback=False
+        input=str(corpus),
+        model_prefix=prefix,
+        vocab_size=97,
+        model_type="bpe",
+        minloglevel=2,
+        byte_fallback=False,
     )
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     tokenizer, text = load_tokenizer(find_model(str(directory))), "the quick fox 7"
-    assert tokenizer.encode(text, add_special_tokens=False) == SentencePieceProcessor(f"{prefix}.model").encode(text)
+    assert tokenizer.encode(text, add_special_tokens=False) == SentencePieceProcessor(
+        f"{prefix}.model"
+    ).encode(text)
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"version https://git-lfs.github.com/spec/v1\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"version https://git-lfs.github.com/spec/v1\n"]
+)
 def test_a_damaged_sentencepiece_model_is_called_damaged(directory, content):
     (directory / "tokenizer.model").write_bytes(content)
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    with pytest.raises(ModelError, match=r"tokenizer.model is neither SentencePiece's .* it is damaged") as error:
+    with pytest.raises(
+        ModelError, match=r"tokenizer.model is neither SentencePiece's .* it is damaged"
+    ) as error:
         load_tokenizer(find_model(str(directory)))
     one_line(error)
 

@@ -1,5 +1,5 @@
-"""LongRoPE: one of its two sets of factors holds for all sequences, by how long they may be; on its side of the
-original length, transformers gives the same.
+"""LongRoPE: one of its two sets of factors holds for all sequences, by how long they may be; on its
+side of the original length, transformers gives the same.
 """
 
 from typing import Any
@@ -9,7 +9,14 @@ import torch
 from engines import examples_of
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
-from support import VOCAB, peft_gradients, random_sequences, random_tokens, random_weights_, worst_error
+from support import (
+    VOCAB,
+    peft_gradients,
+    random_sequences,
+    random_tokens,
+    random_weights_,
+    worst_error,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coserve import Engine, EngineConfig, SamplingParams, TuningConfig
@@ -41,13 +48,18 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": None,
     "rope_scaling": SCALING,
 }
-# Which sequences may be run, and lengths of that side of the original length, in whole and in chunks.
-SIDES = pytest.mark.parametrize(("most", "lengths"), [(None, (40, 17, 23)), (ORIGINAL, (16, 1, 9, 5))])
+# Which sequences may be run, and lengths of that side of the original length, in whole and in
+# chunks.
+SIDES = pytest.mark.parametrize(
+    ("most", "lengths"), [(None, (40, 17, 23)), (ORIGINAL, (16, 1, 9, 5))]
+)
 
 
 def make_model(**changes: Any) -> Any:
     config = AutoConfig.for_model(**{**CONFIG, "rope_scaling": dict(SCALING), **changes})
-    return random_weights_(AutoModelForCausalLM.from_config(config, attn_implementation="eager")).eval()
+    return random_weights_(
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +88,9 @@ def test_ragged_batches_in_chunks_equal_transformers(directory, most, lengths):
             if cache.length < len(prompt)
         ]
         rows = logits(backbone, forward(backbone, [span for _, span in spans]))
-        for (own, _), part in zip(spans, rows.split([span.num_rows for _, span in spans]), strict=True):
+        for (own, _), part in zip(
+            spans, rows.split([span.num_rows for _, span in spans]), strict=True
+        ):
             own.append(part)
     for prompt, got in zip(prompts, ours, strict=True):
         torch.testing.assert_close(torch.cat(got), logits_of(model, prompt), atol=1e-4, rtol=0)
@@ -85,14 +99,18 @@ def test_ragged_batches_in_chunks_equal_transformers(directory, most, lengths):
 def test_beside_a_long_sequence_transformers_takes_the_long_factors_for_short_ones_too(directory):
     model, backbone = make_model(), load_backbone(directory, dtype="float32")
     prompts = [random_tokens(n, n) for n in (30, 6)]
-    padded = torch.stack([torch.nn.functional.pad(prompt, (0, 30 - len(prompt))) for prompt in prompts])
+    padded = torch.stack(
+        [torch.nn.functional.pad(prompt, (0, 30 - len(prompt))) for prompt in prompts]
+    )
     with torch.no_grad():
         theirs = model(padded).logits
     for prompt, expected in zip(prompts, theirs, strict=True):
         sequence = CachedSequence(backbone, len(prompt))
         got = logits(backbone, forward(backbone, [sequence.extend(prompt)]))
         torch.testing.assert_close(got, expected[: len(prompt)], atol=1e-4, rtol=0)
-    assert (logits_of(model, prompts[1]) - theirs[1, :6]).abs().max() > 0.1, "alone, it takes the short ones"
+    assert (logits_of(model, prompts[1]) - theirs[1, :6]).abs().max() > 0.1, (
+        "alone, it takes the short ones"
+    )
 
 
 @SIDES
@@ -115,8 +133,14 @@ def test_an_engine_answers_past_the_original_length_as_transformers_does(directo
     """With a cache that another request of the same prompt has filled."""
     prompt = random_tokens(ORIGINAL + 1, 3)
     with torch.no_grad():
-        expected = make_model().generate(prompt[None], max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
-    engine = Engine.load(directory, EngineConfig(memory_bytes=1 << 22, block_tokens=4), dtype="float32")
+        expected = (
+            make_model()
+            .generate(prompt[None], max_new_tokens=20, do_sample=False)[0, len(prompt) :]
+            .tolist()
+        )
+    engine = Engine.load(
+        directory, EngineConfig(memory_bytes=1 << 22, block_tokens=4), dtype="float32"
+    )
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     for _ in range(2):
         (answer,) = engine.generate([prompt.tolist()], params)
@@ -128,8 +152,12 @@ def test_an_engine_of_short_sequences_takes_no_longer_ones(directory):
     engine = Engine.load(directory, config, dtype="float32", max_positions=ORIGINAL)
     prompt = random_tokens(6, 3)
     with torch.no_grad():
-        expected = make_model().generate(prompt[None], max_new_tokens=10, do_sample=False)[0, 6:].tolist()
-    (answer,) = engine.generate([prompt.tolist()], SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True))
+        expected = (
+            make_model().generate(prompt[None], max_new_tokens=10, do_sample=False)[0, 6:].tolist()
+        )
+    (answer,) = engine.generate(
+        [prompt.tolist()], SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    )
     assert list(answer.tokens) == expected
     with pytest.raises(RequestError, match="the model has 16 positions"):
         engine.generate([prompt.tolist()], SamplingParams(max_tokens=11))
@@ -144,7 +172,9 @@ def test_more_positions_than_the_model_has_are_refused(directory):
 
 @pytest.mark.parametrize("wrong", [0, -5, 1.5, True])
 def test_positions_that_are_no_number_of_them_are_refused(directory, wrong):
-    with pytest.raises(ModelError, match=f"max_positions must be a whole number from 1 to 64, not {wrong}"):
+    with pytest.raises(
+        ModelError, match=f"max_positions must be a whole number from 1 to 64, not {wrong}"
+    ):
         Engine.load(directory, dtype="float32", max_positions=wrong)
 
 

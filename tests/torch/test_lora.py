@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from support import CONFIGS, FAMILIES, make_adapter, make_backbone, make_model, peft_twin, random_tokens
+from support import (
+    CONFIGS,
+    FAMILIES,
+    make_adapter,
+    make_backbone,
+    make_model,
+    peft_twin,
+    random_tokens,
+)
 
 from coserve.adapters import Adapter, LoraConfig, load_adapter, save_adapter
 from coserve.errors import AdapterError
@@ -29,7 +37,9 @@ def peft_modules(family: str, **lora) -> dict[str, tuple[int, float]]:
 
 
 def our_modules(family: str, **lora) -> dict[str, tuple[int, float]]:
-    config = LoraConfig(**{"alpha" if name == "lora_alpha" else name: value for name, value in lora.items()})
+    config = LoraConfig(
+        **{"alpha" if name == "lora_alpha" else name: value for name, value in lora.items()}
+    )
     return {
         module: (config.rank(module), config.scaling(module))
         for module in config.sites(make_backbone(family).architecture)
@@ -48,10 +58,17 @@ def our_modules(family: str, **lora) -> dict[str, tuple[int, float]]:
         {"target_modules": r".*\.(q|k)_proj"},
         {"target_modules": r".*layers\.[02]\..*v_proj"},
         {"target_modules": ["q_proj"], "layers_to_transform": 1},
-        {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0, 2], "layers_pattern": "layers"},
+        {
+            "target_modules": ["q_proj", "k_proj"],
+            "layers_to_transform": [0, 2],
+            "layers_pattern": "layers",
+        },
         {"target_modules": "all-linear", "exclude_modules": ["v_proj"]},
         {"target_modules": "all-linear", "exclude_modules": r".*layers\.1\..*"},
-        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 2, r"layers\.1\..*v_proj": 7}},
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "rank_pattern": {"q_proj": 2, r"layers\.1\..*v_proj": 7},
+        },
         {
             "target_modules": ["q_proj", "v_proj"],
             "alpha_pattern": {"v_proj": 3},
@@ -66,7 +83,9 @@ def test_sites_ranks_and_scalings_are_pefts(family, lora):
     assert our_modules(family, **lora) == peft_modules(family, **lora)
 
 
-_PIECES = st.sampled_from(["q_proj", "k_proj", "v_proj", "self_attn", "layers", "model", r"\d", "0", "1", "", "p"])
+_PIECES = st.sampled_from(
+    ["q_proj", "k_proj", "v_proj", "self_attn", "layers", "model", r"\d", "0", "1", "", "p"]
+)
 _JOINTS = st.sampled_from([r"\.", ".*", r".*\.", "_", ""])
 
 
@@ -77,7 +96,10 @@ def test_a_regular_expression_means_the_whole_name(parts):
     linear = make_backbone("llama").architecture.linear_sites
     expected = {name for name in linear if re.fullmatch(pattern, name)}
     if expected and pattern.lower() != "all-linear":
-        assert LoraConfig(target_modules=pattern).sites(make_backbone("llama").architecture).keys() == expected
+        assert (
+            LoraConfig(target_modules=pattern).sites(make_backbone("llama").architecture).keys()
+            == expected
+        )
     else:
         with pytest.raises(AdapterError, match="matches no linear layer"):
             LoraConfig(target_modules=pattern or "x").sites(make_backbone("llama").architecture)
@@ -102,7 +124,11 @@ def test_an_adapter_from_peft_gives_pefts_logits(family):
     "lora",
     [
         {"use_rslora": True, "r": 5, "lora_alpha": 3},
-        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 1}, "target_modules": "all-linear"},
+        {
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"up_proj": 1},
+            "target_modules": "all-linear",
+        },
         {"target_modules": ["q_proj", "lm_head"]},
         {"target_modules": ["down_proj"], "layers_to_transform": [1]},
     ],
@@ -120,8 +146,18 @@ def test_settings_from_peft_give_pefts_logits(lora):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rank_pattern": {"q_proj": 2}, "use_rslora": True, "lora_dropout": 0.25, "exclude_modules": ["k_proj"]},
-        {"alpha_pattern": {"v_proj": 3}, "r": 5, "lora_alpha": 7, "target_modules": ["v_proj", "o_proj"]},
+        {
+            "rank_pattern": {"q_proj": 2},
+            "use_rslora": True,
+            "lora_dropout": 0.25,
+            "exclude_modules": ["k_proj"],
+        },
+        {
+            "alpha_pattern": {"v_proj": 3},
+            "r": 5,
+            "lora_alpha": 7,
+            "target_modules": ["v_proj", "o_proj"],
+        },
         {"target_modules": ["q_proj"], "layers_to_transform": [0, 2], "layers_pattern": "layers"},
         {"target_modules": r".*\.(q|k)_proj", "exclude_modules": r".*layers\.1\..*"},
     ],
@@ -130,10 +166,14 @@ def test_a_directory_from_peft_comes_out_as_it_went_in(tmp_path, settings):
     model, adapter = peft_twin("qwen2", **settings)
     save_adapter(adapter, tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
+    ours, theirs = (
+        load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs")
+    )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    ours, theirs = (PeftLoraConfig.from_pretrained(tmp_path / who).to_dict() for who in ("ours", "theirs"))
+    ours, theirs = (
+        PeftLoraConfig.from_pretrained(tmp_path / who).to_dict() for who in ("ours", "theirs")
+    )
     for fields in (ours, theirs):
         for name in ("base_model_name_or_path", "auto_mapping", "peft_version"):
             del fields[name]
@@ -202,9 +242,13 @@ def test_directories_are_read_and_written_on_a_bfloat16_backbone_without_roundin
     save_adapter(adapter, tmp_path / "in")
     half = load_adapter(make_backbone("llama", "bfloat16"), tmp_path / "in")
     for name, (part, local) in half.parameter_parts.items():
-        assert torch.equal(half.parameters(part)[local], adapter.masters[name].bfloat16()), "what is served"
+        assert torch.equal(half.parameters(part)[local], adapter.masters[name].bfloat16()), (
+            "what is served"
+        )
     save_adapter(half, tmp_path / "out")
-    before, after = (load_file(tmp_path / which / "adapter_model.safetensors") for which in ("in", "out"))
+    before, after = (
+        load_file(tmp_path / which / "adapter_model.safetensors") for which in ("in", "out")
+    )
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
@@ -222,7 +266,10 @@ def test_in_float32_the_trained_tensors_are_the_served_tensors():
     [
         ({"r": 0}, "rank r must be a whole number from 1 to 2147483647, not 0"),
         ({"r": 2.5}, "rank r must be a whole number"),
-        ({"rank_pattern": {"q_proj": -1}}, "rank q_proj must be a whole number from 1 to 2147483647, not -1"),
+        (
+            {"rank_pattern": {"q_proj": -1}},
+            "rank q_proj must be a whole number from 1 to 2147483647, not -1",
+        ),
         ({"alpha": 0}, "alpha must be a number above 0"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, not 1.0"),
         ({"r": 0, "rank_pattern": {"r": 4}}, "rank r must be a whole number"),
@@ -239,8 +286,14 @@ def test_in_float32_the_trained_tensors_are_the_served_tensors():
         ({"layers_pattern": "layers"}, "layers_pattern needs layers_to_transform"),
         ({"use_dora": 1}, "use_dora must be true or false, not 1"),
         ({"use_dora": True, "lora_bias": True}, "lora_bias must be false with use_dora"),
-        ({"init_lora_weights": "loftq"}, "init_lora_weights must be true or one of gaussian, pissa, .* not 'loftq'"),
-        ({"init_lora_weights": "pissa", "dropout": 0.1}, "dropout must be 0 with init_lora_weights='pissa'"),
+        (
+            {"init_lora_weights": "loftq"},
+            "init_lora_weights must be true or one of gaussian, pissa, .* not 'loftq'",
+        ),
+        (
+            {"init_lora_weights": "pissa", "dropout": 0.1},
+            "dropout must be 0 with init_lora_weights='pissa'",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(settings, message):
@@ -250,7 +303,9 @@ def test_settings_that_make_no_sense(settings, message):
 
 @pytest.mark.parametrize("targets", [("q_proj", "fc9"), ("fc9",), "fc9"])
 def test_a_target_that_matches_nothing_names_what_there_is(targets):
-    with pytest.raises(AdapterError, match=r"'fc9' matches no linear layer of this llama; it has q_proj, "):
+    with pytest.raises(
+        AdapterError, match=r"'fc9' matches no linear layer of this llama; it has q_proj, "
+    ):
         Adapter(make_backbone("llama"), LoraConfig(target_modules=targets))
 
 
@@ -298,7 +353,9 @@ def test_settings_of_peft_that_change_the_numbers_are_refused_by_name(directory,
 
 
 def test_everything_peft_writes_for_a_plain_lora_is_understood(directory):
-    model = get_peft_model(make_model("llama"), PeftLoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    model = get_peft_model(
+        make_model("llama"), PeftLoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    )
     model.save_pretrained(directory)
     config = load_adapter(make_backbone("llama"), directory).config
     assert isinstance(config, LoraConfig)
@@ -307,7 +364,9 @@ def test_everything_peft_writes_for_a_plain_lora_is_understood(directory):
 
 @pytest.mark.parametrize("family", ["qwen3", "opt"])
 def test_an_adapter_for_another_model_says_so(directory, family):
-    assert "for another model" in refused(directory, family) or "has no place for" in refused(directory, family)
+    assert "for another model" in refused(directory, family) or "has no place for" in refused(
+        directory, family
+    )
 
 
 def test_an_adapter_of_another_rank_names_the_tensor(directory):

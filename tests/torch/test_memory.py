@@ -1,4 +1,5 @@
-"""The page pool: conservation under any storm, shared prefixes, and the same numbers as contiguous memory."""
+"""The page pool: conservation under any storm, shared prefixes, and the same numbers as contiguous
+memory."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import FAMILIES, make_adapter, make_backbone, make_model, random_sequences, random_tokens, worst_error
+from support import (
+    FAMILIES,
+    make_adapter,
+    make_backbone,
+    make_model,
+    random_sequences,
+    random_tokens,
+    worst_error,
+)
 
 from coserve.engine.page_broker import PageBroker, WindowNeed
 from coserve.errors import BudgetError
@@ -33,7 +42,9 @@ class Cache(KvCache):
     """The bookkeeping of pages, and the tensors that a device has for them."""
 
     def __init__(self, num_pages: int = 40, family: str = "llama", dtype: str = "float32") -> None:
-        self.tensors = PagedKv(make_backbone(family, dtype), num_pages=num_pages, block_tokens=BLOCK)
+        self.tensors = PagedKv(
+            make_backbone(family, dtype), num_pages=num_pages, block_tokens=BLOCK
+        )
         self.backbone = self.tensors.backbone
         super().__init__(make_pool(num_pages, self.tensors.page_bytes), block_tokens=BLOCK)
 
@@ -42,21 +53,32 @@ class Cache(KvCache):
         ids = [] if tokens is None else tokens.tolist()
         return self.open(self.prefixes.keys(PrefixOwner(version), ids), len(ids))
 
-    def extend(self, sequence: PagedSequence, tokens: torch.Tensor, bypasses: Bypasses | None = None) -> Span:
+    def extend(
+        self, sequence: PagedSequence, tokens: torch.Tensor, bypasses: Bypasses | None = None
+    ) -> Span:
         """A span of a sequence's next tokens, in pages that it takes for them."""
         sequence.reserve(len(tokens))
         return self.tensors.rows([(sequence.pages, sequence.length, tokens.tolist())], bypasses)
 
     def run(
-        self, sequence: PagedSequence, tokens: torch.Tensor, known: torch.Tensor | None = None, version: str = ""
+        self,
+        sequence: PagedSequence,
+        tokens: torch.Tensor,
+        known: torch.Tensor | None = None,
+        version: str = "",
     ) -> torch.Tensor:
-        """The hidden rows of a sequence's next tokens, run alone; known: all its tokens, to make full blocks known."""
+        """The hidden rows of a sequence's next tokens, run alone; known: all its tokens, to make
+        full blocks known."""
         hidden = forward(self.backbone, [self.extend(sequence, tokens)])
         self.commit(sequence, len(tokens), known, version)
         return hidden
 
     def commit(
-        self, sequence: PagedSequence, num_tokens: int, known: torch.Tensor | None = None, version: str = ""
+        self,
+        sequence: PagedSequence,
+        num_tokens: int,
+        known: torch.Tensor | None = None,
+        version: str = "",
     ) -> None:
         if known is None:
             sequence.length += num_tokens
@@ -68,7 +90,9 @@ def lent(tensors: PagedKv, programs, pack) -> LentRuns:
     """Runs for a pass, one after another from the first page."""
     backbone = tensors.backbone
     groups = [workspace_shapes(programs, backbone, pack.num_rows)]
-    groups += [saved_shapes(programs, backbone, part, pack.num_rows) for part in backbone.local.parts[:-1]]
+    groups += [
+        saved_shapes(programs, backbone, part, pack.num_rows) for part in backbone.local.parts[:-1]
+    ]
     runs, first = [], 0
     for shapes in groups:
         num_pages = -(-group_bytes(shapes) // tensors.page_bytes)
@@ -124,7 +148,9 @@ def test_runs_at_once_are_as_one_after_the_other(lengths, used):
     one_by_one = [pools[0].take_runs("activations", [length]) for length in lengths]
     runs = pools[1].take_runs("activations", lengths)
     assert [runs] == [[run[0] for run in one_by_one[: len(runs)]]]
-    assert len(runs) == len(lengths) or not one_by_one[len(runs)], "up to the first that there is no room for"
+    assert len(runs) == len(lengths) or not one_by_one[len(runs)], (
+        "up to the first that there is no room for"
+    )
     pools[1].give_back_runs("activations", runs)
     pools[1].check_integrity()
     assert pools[1].num_free == 20 - len(used)
@@ -182,7 +208,9 @@ def test_what_was_unused_longest_goes_first_and_ends_before_their_prefixes():
     index = PrefixIndex(1)
     for version, pages in (("a", [0, 1, 2]), ("b", [3])):
         index.use(pages)
-        index.register(index.keys(PrefixOwner(version), [5, 6, 7][: len(pages)]), pages, range(len(pages)))
+        index.register(
+            index.keys(PrefixOwner(version), [5, 6, 7][: len(pages)]), pages, range(len(pages))
+        )
     assert index.release([0, 1, 2]) == []
     assert index.release([3]) == []
     assert index.num_evictable == 4
@@ -220,7 +248,9 @@ def test_pages_of_prefixes_that_no_request_uses_are_had_when_needed():
     sequence.close()
     assert (cache.pool.num_free, cache.num_available) == (2, 6)
     keys = cache.prefixes.keys(PrefixOwner(""), [*tokens.tolist(), 5])
-    assert cache.num_pages_to_open(keys, 17) == (5, 16), "one more page, and four that could not be had any more"
+    assert cache.num_pages_to_open(keys, 17) == (5, 16), (
+        "one more page, and four that could not be had any more"
+    )
     other = cache.begin(random_tokens(20, 2))
     assert other.num_pages_missing(20) == 5
     cache.run(other, random_tokens(20, 2))
@@ -245,7 +275,10 @@ def test_paged_sequences_equal_transformers_in_chunks_and_decoding(family):
     got: dict[int, list[torch.Tensor]] = {id(a): [], id(b): []}
     for chunk_a, chunk_b in [(7, 3), (6, 1), (1, 4), (1, 1), (5, 1), (1, 4)]:
         steps = [(a, first, chunk_a), (b, second, chunk_b)]
-        spans = [cache.extend(seq, tokens[seq.length : seq.length + chunk]) for seq, tokens, chunk in steps]
+        spans = [
+            cache.extend(seq, tokens[seq.length : seq.length + chunk])
+            for seq, tokens, chunk in steps
+        ]
         rows = logits(cache.backbone, forward(cache.backbone, spans)).split([chunk_a, chunk_b])
         for (seq, _, chunk), ours in zip(steps, rows, strict=True):
             cache.commit(seq, chunk)
@@ -270,15 +303,18 @@ def test_paged_and_contiguous_caches_give_exactly_the_same():
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**20))
 def test_a_storm_of_requests_conserves_pages_and_never_mixes_them_up(seed):
-    """Arrivals with shared prefixes under two versions, decoding, ends and preemptions; every hidden row as if
-    alone."""
+    """Arrivals with shared prefixes under two versions, decoding, ends and preemptions; every
+    hidden row as if alone."""
     rng, cache = random.Random(seed), Cache(num_pages=14)
     bases = [random_tokens(12, base) for base in range(2)]
     live: list[tuple[PagedSequence, torch.Tensor, str]] = []
     for _ in range(25):
         if rng.random() < 0.4 and len(live) < 4:
             tokens = torch.cat(
-                [rng.choice(bases)[: rng.randint(1, 12)], random_tokens(rng.randint(1, 3), rng.randint(0, 99))]
+                [
+                    rng.choice(bases)[: rng.randint(1, 12)],
+                    random_tokens(rng.randint(1, 3), rng.randint(0, 99)),
+                ]
             )
             version = rng.choice(["", "a@1"])
             live.append((cache.begin(tokens, version), tokens, version))
@@ -294,7 +330,9 @@ def test_a_storm_of_requests_conserves_pages_and_never_mixes_them_up(seed):
                 live[index] = cache.begin(tokens), tokens, ""
                 continue
             start = sequence.length
-            hidden = cache.run(sequence, tokens[start : start + count], tokens[: start + count], version)
+            hidden = cache.run(
+                sequence, tokens[start : start + count], tokens[: start + count], version
+            )
             alone = CachedSequence(cache.backbone, start + count)
             expected = forward(cache.backbone, [alone.extend(tokens[: start + count])])[start:]
             torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=0)
@@ -317,7 +355,9 @@ def test_groups_lie_aligned_in_runs_and_do_not_overlap():
     for value, tensor in enumerate(group.values(), 1):
         tensor.fill_(value)
     assert [int(tensor.flatten()[0]) for tensor in group.values()] == [1, 2, 3]
-    with pytest.raises(BudgetError, match=f"{tensors.page_bytes + 64} bytes do not fit into 1 pages"):
+    with pytest.raises(
+        BudgetError, match=f"{tensors.page_bytes + 64} bytes do not fit into 1 pages"
+    ):
         memory.take({"d": ((tensors.page_bytes + 1,), torch.uint8)})
 
 
@@ -374,8 +414,8 @@ def test_a_job_gets_the_pages_of_prefixes_that_no_request_uses():
 
 
 def test_the_window_of_weights_grows_into_prefixes_that_no_request_uses():
-    """Requests take most of it. Once they are over, and nobody has used their blocks for a pack's time, the next pack
-    has all of it again.
+    """Requests take most of it. Once they are over, and nobody has used their blocks for a pack's
+    time, the next pack has all of it again.
     """
     broker, need = (
         PageBroker(num_pages=60, page_bytes=64, block_tokens=BLOCK, send=list[object]().append),
@@ -405,8 +445,8 @@ def test_the_window_of_weights_grows_into_prefixes_that_no_request_uses():
 
 
 def test_the_window_of_weights_grows_past_pages_of_requests():
-    """Of four requests the last is right below it, and stays: its pages move aside, and the pack's own runs come to lie
-    where the window does not grow to.
+    """Of four requests the last is right below it, and stays: its pages move aside, and the pack's
+    own runs come to lie where the window does not grow to.
     """
     broker, need = (
         PageBroker(num_pages=80, page_bytes=64, block_tokens=BLOCK, send=list[object]().append),

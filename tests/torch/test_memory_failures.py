@@ -1,10 +1,20 @@
-"""A device that runs out of memory again and again: requests are served, jobs get on where they can, or fail."""
+"""A device that runs out of memory again and again: requests are served, jobs get on where they
+can, or fail."""
 
 from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from engines import drain, examples_of, expected_tokens, greedy, make_engine, prompts_of, tokens_by_request, watched
+from engines import (
+    drain,
+    examples_of,
+    expected_tokens,
+    greedy,
+    make_engine,
+    prompts_of,
+    tokens_by_request,
+    watched,
+)
 
 from coserve.adapters import LoraConfig
 from coserve.devices.job_messages import BeginPack
@@ -47,10 +57,16 @@ def test_a_pack_that_never_fits_starves_no_request_and_its_job_fails_with_the_re
     asked = {engine.add(prompt, greedy(30)): prompt for prompt in prompts}
     events = drain(engine, most_steps=60)
     got = tokens_by_request(events)
-    assert {name: got[name] for name in asked} == {name: expected_tokens(each, 30) for name, each in asked.items()}
+    assert {name: got[name] for name in asked} == {
+        name: expected_tokens(each, 30) for name, each in asked.items()
+    }
     events += run_until_over(engine, job)
-    (failed,) = [event for event in events if isinstance(event, JobEvent) and event.kind == "failed"]
-    assert failed.message.startswith("the device ran out of memory 10 times in a row in the same pack: full up; lower ")
+    (failed,) = [
+        event for event in events if isinstance(event, JobEvent) and event.kind == "failed"
+    ]
+    assert failed.message.startswith(
+        "the device ran out of memory 10 times in a row in the same pack: full up; lower "
+    )
     assert engine.stats().num_packs_dropped == 10
     assert engine.pool.num_free == engine.pool.num_pages - engine.cache.prefixes.num_evictable
     with pytest.raises(JobError, match="10 times in a row in the same pack: full up"):
@@ -67,7 +83,9 @@ def test_between_two_failures_there_are_twice_as_many_steps_without_the_job():
             engine.add(prompts_of((5,))[0], greedy(30))
         engine.step()
     tried = [number for number, batch in enumerate(watched(engine).batches) if batch.windows]
-    assert [later - earlier - 1 for earlier, later in pairwise(tried)] == [2**number for number in range(9)]
+    assert [later - earlier - 1 for earlier, later in pairwise(tried)] == [
+        2**number for number in range(9)
+    ]
 
 
 def test_a_job_gets_on_in_pieces_that_there_is_memory_for():
@@ -76,7 +94,9 @@ def test_a_job_gets_on_in_pieces_that_there_is_memory_for():
     fail_where(engine, lambda batch: largest(batch, job) > 6)
     run_until_over(engine, job)
     assert engine.jobs[job].state == "succeeded"
-    assert max(largest(batch, job) for batch in watched(engine).batches[-8:]) > 1, "no smaller than they have to be"
+    assert max(largest(batch, job) for batch in watched(engine).batches[-8:]) > 1, (
+        "no smaller than they have to be"
+    )
 
 
 @pytest.mark.long
@@ -87,14 +107,22 @@ def test_pieces_are_as_large_as_before_once_there_is_memory_again():
     fail_where(engine, lambda batch: len(device.batches) <= 20 and largest(batch, job) > 3)
     run_until_over(engine, job)
     assert engine.jobs[job].state == "succeeded"
-    assert largest(device.batches[0], job) == max(largest(batch, job) for batch in device.batches[-6:]) == 40
+    assert (
+        largest(device.batches[0], job)
+        == max(largest(batch, job) for batch in device.batches[-6:])
+        == 40
+    )
 
 
 def test_a_job_whose_packs_never_fit_takes_no_other_with_it():
     engine = make_engine()
     bad = engine.submit(examples_of((20, 9)), adapter=LORA)
     good = [
-        engine.submit(examples_of((20, 9), seed), TuningConfig(num_epochs=30, max_pack_tokens=20), adapter=LORA)
+        engine.submit(
+            examples_of((20, 9), seed),
+            TuningConfig(num_epochs=30, max_pack_tokens=20),
+            adapter=LORA,
+        )
         for seed in (1, 2)
     ]
     fail_where(engine, lambda batch: largest(batch, bad) > 0)
@@ -118,5 +146,7 @@ def test_a_pack_that_cannot_even_begin_fails_its_job_too(monkeypatch):
     assert engine.generate([prompt], greedy(8))[0].tokens == expected_tokens(prompt, 8)
     run_until_over(engine, job)
     assert engine.jobs[job].state == "failed"
-    assert "10 times in a row in the same pack: no room beside the pages" in (engine.jobs[job].error or "")
+    assert "10 times in a row in the same pack: no room beside the pages" in (
+        engine.jobs[job].error or ""
+    )
     assert engine.pool.num_free == engine.pool.num_pages - engine.cache.prefixes.num_evictable

@@ -1,4 +1,5 @@
-"""Many jobs take much memory; when they have ended it is there for others: pages, tensors, and what the system sees."""
+"""Many jobs take much memory; when they have ended it is there for others: pages, tensors, and what
+the system sees."""
 
 import json
 import os
@@ -38,7 +39,9 @@ print((resident_bytes() - before) / 1e6)
 def output_of(*command: str) -> str:
     tests = Path(many_jobs.__file__).parent
     environment = os.environ | {"PYTHONPATH": f"{tests.parent}:{tests}"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -65,7 +68,8 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this system has no huge pages"
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(),
+    reason="this system has no huge pages",
 )
 def test_a_large_tensor_lies_in_huge_pages():
     """80 MB are 19,532 small ones, each made and cleared in the middle of a step."""

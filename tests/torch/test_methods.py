@@ -1,4 +1,5 @@
-"""What a bypass may be beyond the methods that there are, and gradients of a block's weights, against autograd."""
+"""What a bypass may be beyond the methods that there are, and gradients of a block's weights,
+against autograd."""
 
 import copy
 import runpy
@@ -9,7 +10,14 @@ from typing import Any, Self
 
 import pytest
 import torch
-from support import make_backbone, make_model, random_sequences, random_tokens, summed_loss, worst_error
+from support import (
+    make_backbone,
+    make_model,
+    random_sequences,
+    random_tokens,
+    summed_loss,
+    worst_error,
+)
 
 from coserve.adapters import Adapter, AdapterConfig
 from coserve.adapters.places import Place, Site
@@ -45,10 +53,18 @@ class Method(AdapterConfig):
     peft_type = "TEST"
     targets: tuple[str, ...] = ()
 
-    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
-        return {name: site for name, site in architecture.linear_sites.items() if name.endswith(self.targets)}
+    def sites(
+        self, architecture: Architecture, *, every_target: bool = True
+    ) -> dict[str, tuple[Part, str]]:
+        return {
+            name: site
+            for name, site in architecture.linear_sites.items()
+            if name.endswith(self.targets)
+        }
 
-    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> torch.Tensor:
+    def initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * 0.2
 
     def to_peft(self) -> dict[str, Any]:
@@ -66,7 +82,9 @@ class Difference(Method):
         b = GraphBuilder()
         weight = b.parameter("difference.weight", place.outputs, place.inputs)
         return Bypass(
-            graph=b.build(b.apply("linear", "difference", {"x": b.rows("x", place.inputs), "weight": weight}))
+            graph=b.build(
+                b.apply("linear", "difference", {"x": b.rows("x", place.inputs), "weight": weight})
+            )
         )
 
 
@@ -83,7 +101,9 @@ class Transform(Method):
 @pytest.mark.parametrize("method", [Difference, Transform])
 @pytest.mark.parametrize("budget", [None, 500])
 def test_methods_equal_autograd_through_hooks_on_transformers(method, budget):
-    adapter = Adapter(make_backbone("qwen3"), method(targets=("o_proj", "down_proj", "q_proj")), seed=2)
+    adapter = Adapter(
+        make_backbone("qwen3"), method(targets=("o_proj", "down_proj", "q_proj")), seed=2
+    )
     model = make_model("qwen3")
     leaves = {name: master.clone().requires_grad_() for name, master in adapter.masters.items()}
     for module in adapter.sites:
@@ -98,7 +118,9 @@ def test_methods_equal_autograd_through_hooks_on_transformers(method, budget):
     for length in (1, 11, 40):
         tokens = random_tokens(length, 1)
         with torch.no_grad():
-            torch.testing.assert_close(our_logits(adapter, tokens), model(tokens[None]).logits[0], atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                our_logits(adapter, tokens), model(tokens[None]).logits[0], atol=1e-4, rtol=0
+            )
     summed_loss(model, sequences).backward()
     theirs = {name: leaf.grad for name, leaf in leaves.items()}
     assert worst_error(pass_of(adapter, sequences, budget).gradients, theirs) < 1e-5
@@ -106,11 +128,14 @@ def test_methods_equal_autograd_through_hooks_on_transformers(method, budget):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
 def test_full_weights_of_a_block_equal_autograd(name):
-    """Every weight of a block, by its own name, with the input's gradient: nothing but `asked` is different."""
+    """Every weight of a block, by its own name, with the input's gradient: nothing but `asked` is
+    different."""
     backbone, model = make_backbone(name), copy.deepcopy(make_model(name))
     graph = backbone.architecture.graphs[1]
     asked = [tensor.name for tensor in graph.with_kind("weight")]
-    program = compile_program(graph, [*asked, "x"], Weighing(compute_dtype=torch.float32, mean_context_len=5.0))
+    program = compile_program(
+        graph, [*asked, "x"], Weighing(compute_dtype=torch.float32, mean_context_len=5.0)
+    )
     torch.manual_seed(0)
     x, grad = torch.randn(9, 32), torch.randn(9, 32)
 
@@ -119,7 +144,9 @@ def test_full_weights_of_a_block_equal_autograd(name):
     positions = torch.arange(9)
     extra = {}
     if backbone.rotary:
-        extra["position_embeddings"] = tuple(t[None] for t in backbone.rotary[""].angles(positions, torch.float32))
+        extra["position_embeddings"] = tuple(
+            t[None] for t in backbone.rotary[""].angles(positions, torch.float32)
+        )
     mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
     output = block(leaf[None], attention_mask=mask, **extra)
     output = output[0] if isinstance(output, tuple) else output

@@ -1,4 +1,5 @@
-"""One pass over the backbone for rows of several adapters, of mixed rank, target and kind, and for rows without any."""
+"""One pass over the backbone for rows of several adapters, of mixed rank, target and kind, and for
+rows without any."""
 
 import pytest
 import torch
@@ -35,7 +36,9 @@ def test_rows_of_many_adapters_equal_peft_each(family):
     backbone = make_backbone(family)
     twins = [
         peft_twin(family, seed=1, r=2),
-        peft_twin(family, seed=2, r=7, target_modules=["q_proj", "v_proj", "lm_head"], use_rslora=True),
+        peft_twin(
+            family, seed=2, r=7, target_modules=["q_proj", "v_proj", "lm_head"], use_rslora=True
+        ),
         peft_twin(family, seed=3, r=3, target_modules=r".*layers\.1\..*_proj", lora_alpha=1),
     ]
     users = [twins[0], None, twins[1], twins[1], twins[2], None, twins[0]]
@@ -44,8 +47,13 @@ def test_rows_of_many_adapters_equal_peft_each(family):
         CachedSequence(backbone, len(prompt), twin[1].bypasses() if twin else None).extend(prompt)
         for prompt, twin in zip(prompts, users, strict=True)
     ]
-    owners = [(len(prompt), twin[1].bypasses() if twin else None) for prompt, twin in zip(prompts, users, strict=True)]
-    every = logits(backbone, forward(backbone, spans), owners).split([len(prompt) for prompt in prompts])
+    owners = [
+        (len(prompt), twin[1].bypasses() if twin else None)
+        for prompt, twin in zip(prompts, users, strict=True)
+    ]
+    every = logits(backbone, forward(backbone, spans), owners).split(
+        [len(prompt) for prompt in prompts]
+    )
     for ours, prompt, twin in zip(every, prompts, users, strict=True):
         with torch.no_grad():
             theirs = (twin[0] if twin else make_model(family))(prompt[None]).logits[0]
@@ -53,7 +61,8 @@ def test_rows_of_many_adapters_equal_peft_each(family):
 
 
 def test_ranks_may_differ_where_scales_do_not():
-    """alpha goes with the rank, as people choose it: the operators are the same then, but not their shapes."""
+    """alpha goes with the rank, as people choose it: the operators are the same then, but not their
+    shapes."""
     backbone = make_backbone("llama")
     users = [make_adapter(backbone, seed=rank, r=rank, alpha=2 * rank) for rank in (2, 8, 4)]
     prompts = [random_tokens(3 + i, i) for i in range(len(users))]
@@ -62,7 +71,9 @@ def test_ranks_may_differ_where_scales_do_not():
         CachedSequence(backbone, n, bypasses).extend(prompt)
         for (n, bypasses), prompt in zip(owners, prompts, strict=True)
     ]
-    every = logits(backbone, forward(backbone, spans), owners).split([len(prompt) for prompt in prompts])
+    every = logits(backbone, forward(backbone, spans), owners).split(
+        [len(prompt) for prompt in prompts]
+    )
     for ours, prompt, user in zip(every, prompts, users, strict=True):
         torch.testing.assert_close(ours, alone(backbone, prompt, user), atol=1e-4, rtol=0)
 
@@ -78,12 +89,16 @@ def test_ranks_may_differ_where_scales_do_not():
     ],
 )
 def test_whole_layers_are_used_alone_as_beside_others(targets, whole):
-    """Trained whole, beside layers that run at once and are not: in requests and in windows of a job."""
+    """Trained whole, beside layers that run at once and are not: in requests and in windows of a
+    job."""
     backbone = make_backbone("llama")
     adapter = make_adapter(backbone, target_modules=targets, modules_to_save=whole, dropout=0.0)
     bypasses, prompt, other = adapter.bypasses(), random_tokens(5, 1), random_tokens(4, 2)
     without = alone(backbone, prompt)
-    spans = [CachedSequence(backbone, 5, bypasses).extend(prompt), CachedSequence(backbone, 4).extend(other)]
+    spans = [
+        CachedSequence(backbone, 5, bypasses).extend(prompt),
+        CachedSequence(backbone, 4).extend(other),
+    ]
     mixed = logits(backbone, forward(backbone, spans), [(5, bypasses), (4, None)])[:5]
     torch.testing.assert_close(alone(backbone, prompt, adapter), mixed, atol=1e-5, rtol=1e-5)
     assert (mixed - without).abs().max() > 0.1
@@ -91,7 +106,9 @@ def test_whole_layers_are_used_alone_as_beside_others(targets, whole):
     first, second = (TrainingPass(adapter, training_programs(adapter), pack) for _ in range(2))
     company = CachedSequence(backbone, 4).extend(other)
     expected = forward(backbone, [company, second.next_window(13)])[4:]
-    torch.testing.assert_close(forward(backbone, [first.next_window(13)]), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        forward(backbone, [first.next_window(13)]), expected, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
@@ -112,19 +129,28 @@ def test_a_row_without_an_adapter_pays_nothing(monkeypatch):
         CachedSequence(backbone, 3, adapter.bypasses()).extend(random_tokens(3, 2)),
     ]
     forward(backbone, spans)
-    assert added == [(list(range(9, 14)), sites) for sites in (3, 1, 2, 1)] * 3, "its rows alone, a call for each input"
+    assert added == [(list(range(9, 14)), sites) for sites in (3, 1, 2, 1)] * 3, (
+        "its rows alone, a call for each input"
+    )
     assert {rows for rows, weight in products if 4 not in weight.shape} == {14}
 
 
 def test_the_last_product_of_a_lora_goes_with_its_site_where_all_rows_have_it(monkeypatch):
-    """Of a window alone; not where rows have several adapters, and not for magnitudes, which read the site's output."""
+    """Of a window alone; not where rows have several adapters, and not for magnitudes, which read
+    the site's output."""
     backbone, calls = make_backbone("llama"), []
     kernel = {"linear_and_low_rank": lambda x, weight, bias, added: calls.extend(added)}
     monkeypatch.setattr(backbone.backend, "fused", kernel)
     plain = make_adapter(backbone, dropout=0.1)
     windows = [
-        TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))), dropout_seed=1)
-        for adapter in (plain, make_adapter(backbone, seed=1, dropout=0.1), make_adapter(backbone, use_dora=True))
+        TrainingPass(
+            adapter, training_programs(adapter), make_pack(random_sequences((9, 4))), dropout_seed=1
+        )
+        for adapter in (
+            plain,
+            make_adapter(backbone, seed=1, dropout=0.1),
+            make_adapter(backbone, use_dora=True),
+        )
     ]
     together = forward(backbone, [windows[0].next_window(13), windows[1].next_window(13)])
     forward(backbone, [windows[2].next_window(13)])
@@ -157,7 +183,9 @@ def test_products_of_a_window_that_make_its_gated_unit_keep_what_they_would(targ
     watched = {**kernels, "gated_linear": lambda *given: answers.append(ask(*given)) or answers[-1]}
     monkeypatch.setattr(backbone.backend, "fused", watched)
     made.append(run(make_adapter(backbone, target_modules=targets)))
-    assert [answer is not None for answer in answers] == [True] * 3 + [False] * 3, "of 140 rows, and of 30"
+    assert [answer is not None for answer in answers] == [True] * 3 + [False] * 3, (
+        "of 140 rows, and of 30"
+    )
     others = {name: kernel for name, kernel in kernels.items() if name != "gated_linear"}
     monkeypatch.setattr(backbone.backend, "fused", others)
     made.append(run(make_adapter(backbone, target_modules=targets)))
@@ -165,9 +193,13 @@ def test_products_of_a_window_that_make_its_gated_unit_keep_what_they_would(targ
 
 
 def test_training_windows_and_requests_share_the_batch():
-    """A job's window, a request on the adapter as it is served, one on another adapter, and one on the bare model."""
+    """A job's window, a request on the adapter as it is served, one on another adapter, and one on
+    the bare model."""
     backbone = make_backbone("qwen2")
-    trained, other = make_adapter(backbone, seed=1, dropout=0.3), make_adapter(backbone, seed=2, r=2)
+    trained, other = (
+        make_adapter(backbone, seed=1, dropout=0.3),
+        make_adapter(backbone, seed=2, r=2),
+    )
     prompts = [random_tokens(6, 1), random_tokens(4, 2), random_tokens(5, 3)]
     users = [trained, other, None]
     expected = [alone(backbone, prompt, user) for prompt, user in zip(prompts, users, strict=True)]
@@ -205,9 +237,15 @@ def test_adapters_of_any_ranks_and_targets_run_in_one_call(monkeypatch):
     prompts = [random_tokens(3 + i, i) for i in range(len(users))]
     bypasses = [None if user is None else adapters[user].bypasses() for user in users]
     add, calls = backbone.backend.add_adapters, []
-    monkeypatch.setattr(backbone.backend, "add_adapters", lambda *given: calls.append(given) or add(*given))
-    sequences = [CachedSequence(backbone, len(p), b) for p, b in zip(prompts, bypasses, strict=True)]
-    hidden = forward(backbone, [seq.extend(prompt) for seq, prompt in zip(sequences, prompts, strict=True)])
+    monkeypatch.setattr(
+        backbone.backend, "add_adapters", lambda *given: calls.append(given) or add(*given)
+    )
+    sequences = [
+        CachedSequence(backbone, len(p), b) for p, b in zip(prompts, bypasses, strict=True)
+    ]
+    hidden = forward(
+        backbone, [seq.extend(prompt) for seq, prompt in zip(sequences, prompts, strict=True)]
+    )
     owners = [(len(prompt), b) for prompt, b in zip(prompts, bypasses, strict=True)]
     found = logits(backbone, hidden, owners).split([len(prompt) for prompt in prompts])
     assert len(calls) == 4 * 3 + 1
@@ -224,11 +262,18 @@ def test_one_adapters_nan_never_reaches_another_row():
     prompts = [random_tokens(5, 1), random_tokens(7, 2), random_tokens(3, 3)]
     users = [good, bad, None]
     sequences = [CachedSequence(backbone, 8, user.bypasses() if user else None) for user in users]
-    hidden = forward(backbone, [seq.extend(prompt) for seq, prompt in zip(sequences, prompts, strict=True)])
-    torch.testing.assert_close(
-        logits(backbone, hidden[:5], [(5, good.bypasses())]), alone(backbone, prompts[0], good), atol=1e-5, rtol=0
+    hidden = forward(
+        backbone, [seq.extend(prompt) for seq, prompt in zip(sequences, prompts, strict=True)]
     )
-    torch.testing.assert_close(logits(backbone, hidden[12:]), alone(backbone, prompts[2]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        logits(backbone, hidden[:5], [(5, good.bypasses())]),
+        alone(backbone, prompts[0], good),
+        atol=1e-5,
+        rtol=0,
+    )
+    torch.testing.assert_close(
+        logits(backbone, hidden[12:]), alone(backbone, prompts[2]), atol=1e-5, rtol=0
+    )
     assert hidden[5:12].isnan().all()
 
 
@@ -236,7 +281,10 @@ def test_one_adapters_nan_never_reaches_another_row():
 def test_a_decode_step_does_not_depend_on_its_company(with_adapter):
     """Greedy tokens in float32 are exactly the same alone and beside others (invariant 3)."""
     backbone = make_backbone("llama")
-    adapter, own = make_adapter(backbone), make_adapter(backbone, seed=3, r=5) if with_adapter else None
+    adapter, own = (
+        make_adapter(backbone),
+        make_adapter(backbone, seed=3, r=5) if with_adapter else None,
+    )
 
     def decode(company: bool) -> list[int]:
         bypasses = own.bypasses() if own else None

@@ -1,4 +1,5 @@
-"""A modelled device against a real one: the same costs, the same way through a pack; and what it does when told."""
+"""A modelled device against a real one: the same costs, the same way through a pack; and what it
+does when told."""
 
 import json
 from dataclasses import replace
@@ -14,7 +15,15 @@ from coserve.devices.base import Device
 from coserve.devices.job_messages import DropPack, TrainerOpened, group_bytes
 from coserve.devices.loading import torch_device
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import LossRows, RequestRows, StepFailure, StepResult, Tasklets, Update, WindowRows
+from coserve.devices.step_messages import (
+    LossRows,
+    RequestRows,
+    StepFailure,
+    StepResult,
+    Tasklets,
+    Update,
+    WindowRows,
+)
 from coserve.memory.pack_pages import OWNER, PackPages
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.memory.pages import PagePool
@@ -45,7 +54,8 @@ def both_devices() -> list[Device]:
 
 
 def train(driver: Driver, opened: TrainerOpened, *, evaluate: bool) -> list[object]:
-    """What a device tells of a pack, piece by piece; the gradients of a second one are in when it ends."""
+    """What a device tells of a pack, piece by piece; the gradients of a second one are in when it
+    ends."""
     driver.begin("job", opened, SEQUENCES, evaluate=evaluate)
     results = [driver.step(windows=[WindowRows("job", rows)]) for rows in (10, 10, 7)]
     while not results[-1].packs and len(results) < 3 + -(-NUM_TRAINED // 11):
@@ -58,9 +68,14 @@ def train(driver: Driver, opened: TrainerOpened, *, evaluate: bool) -> list[obje
 
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
 @pytest.mark.parametrize(("evaluate", "max_recompute"), [(False, 0.0), (False, 0.3), (True, 0.0)])
-def test_a_modelled_pack_costs_and_goes_through_what_a_real_one_does(both_devices, targets, evaluate, max_recompute):
+def test_a_modelled_pack_costs_and_goes_through_what_a_real_one_does(
+    both_devices, targets, evaluate, max_recompute
+):
     fields = LoraConfig(r=4, target_modules=targets).to_peft()
-    drivers, config = [Driver(device) for device in both_devices], TuningConfig(max_recompute=max_recompute)
+    drivers, config = (
+        [Driver(device) for device in both_devices],
+        TuningConfig(max_recompute=max_recompute),
+    )
     real, modelled = (driver.open_trainer("job", config, adapter=fields) for driver in drivers)
     assert modelled == real and len({*real.training}) > 1
     told = [train(driver, real, evaluate=evaluate) for driver in drivers]
@@ -73,10 +88,13 @@ def test_a_modelled_pack_costs_and_goes_through_what_a_real_one_does(both_device
 
 
 def test_a_real_pass_lets_a_group_go_when_the_engine_takes_its_pages_back(both_devices):
-    """What the core does with a pack's pages by its cursor is what the device does with the tensors in them."""
+    """What the core does with a pack's pages by its cursor is what the device does with the tensors
+    in them."""
     device = both_devices[0]
     driver = Driver(device)
-    opened = driver.open_trainer("job", TuningConfig(), adapter=LoraConfig(r=4, target_modules=("q_proj",)).to_peft())
+    opened = driver.open_trainer(
+        "job", TuningConfig(), adapter=LoraConfig(r=4, target_modules=("q_proj",)).to_peft()
+    )
     pool = PagePool(4000, device.info.page_bytes)
     sizes = [-(-group_bytes(group, NUM_ROWS) // pool.page_bytes) for group in opened.training]
     pages = PackPages(pool, pool.take_runs(OWNER, sizes), opened.trained_parts)
@@ -87,7 +105,10 @@ def test_a_real_pass_lets_a_group_go_when_the_engine_takes_its_pages_back(both_d
     def held() -> int:
         """Pages of the groups that the device still has."""
         groups = [*training.kept.saved.values()]
-        return sum(-(-sum(-(-t.nbytes // 64) * 64 for t in group.values()) // pool.page_bytes) for group in groups)
+        return sum(
+            -(-sum(-(-t.nbytes // 64) * 64 for t in group.values()) // pool.page_bytes)
+            for group in groups
+        )
 
     assert pages.num_pages - sizes[0] == held()
     driver.step(windows=[WindowRows("job", NUM_ROWS)])
@@ -135,7 +156,9 @@ def test_a_modelled_device_stops_at_the_time_limit_and_fails_when_told():
     driver.step(windows=[WindowRows("job", 256)])
     driver.step(losses=[LossRows("job", 255)])
     alone_s = driver.step(tasklets=[Tasklets("job", 256, 1)]).backward_s
-    assert driver.step(tasklets=[Tasklets("job", 256, 9)], backward_limit_s=0.0).num_tasklets == {"job": 1}
+    assert driver.step(tasklets=[Tasklets("job", 256, 9)], backward_limit_s=0.0).num_tasklets == {
+        "job": 1
+    }
     limited = driver.step(tasklets=[Tasklets("job", 256, 9)], backward_limit_s=2.5 * alone_s)
     assert limited.num_tasklets == {"job": 3} and limited.backward_s == pytest.approx(3 * alone_s)
     now_s = driver.device.clock.now()
@@ -149,10 +172,15 @@ def test_a_modelled_device_stops_at_the_time_limit_and_fails_when_told():
 def test_a_divided_step_runs_its_sides_beside_one_another():
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     profile = roofline_profile(backbone, replace(CPU, num_units=4))
-    assert profile.sharing is not None and Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    assert (
+        profile.sharing is not None
+        and Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    )
     driver = Driver(ModelledDevice(backbone, profile, num_pages=100_000))
     assert driver.device.info.num_units == 4
-    opened = driver.open_trainer("job", TuningConfig(), adapter=LoraConfig(r=16, target_modules="all-linear").to_peft())
+    opened = driver.open_trainer(
+        "job", TuningConfig(), adapter=LoraConfig(r=16, target_modules="all-linear").to_peft()
+    )
     driver.begin("job", opened, [((1,) * 256, (True,) * 256)])
     driver.step(windows=[WindowRows("job", 256)])
     driver.open("r", SamplingParams(max_tokens=9, temperature=0.0))
@@ -164,15 +192,27 @@ def test_a_divided_step_runs_its_sides_beside_one_another():
         return driver.step(requests=[rows], **more)
 
     forward_s = step().forward_s
-    tasklet_s = driver.step(losses=[LossRows("job", 255)], tasklets=[Tasklets("job", 256, 1)]).backward_s
+    tasklet_s = driver.step(
+        losses=[LossRows("job", 255)], tasklets=[Tasklets("job", 256, 1)]
+    ).backward_s
     halves = Partition(2, 2)
-    forward, backward = LatencyModel(profile).sharing.speeds(halves, forward_rows=1, tasklet_rows=256)
-    assert forward < 1 and backward < 0.6 and forward + backward > 1, "a decode step waits for the memory"
+    forward, backward = LatencyModel(profile).sharing.speeds(
+        halves, forward_rows=1, tasklet_rows=256
+    )
+    assert forward < 1 and backward < 0.6 and forward + backward > 1, (
+        "a decode step waits for the memory"
+    )
     now_s = driver.device.clock.now()
     few = step(tasklets=[Tasklets("job", 256, 1)], partition=halves)
     assert few.num_tasklets == few.num_beside == {"job": 1} and few.backward_s == 0
-    assert few.beside_s == pytest.approx(tasklet_s / backward) and few.forward_s == pytest.approx(forward_s / forward)
-    assert driver.device.clock.now() - now_s == pytest.approx(few.seconds) == max(few.beside_s, few.forward_s)
+    assert few.beside_s == pytest.approx(tasklet_s / backward) and few.forward_s == pytest.approx(
+        forward_s / forward
+    )
+    assert (
+        driver.device.clock.now() - now_s
+        == pytest.approx(few.seconds)
+        == max(few.beside_s, few.forward_s)
+    )
     many = step(tasklets=[Tasklets("job", 256, 9)], partition=halves)
     assert many.num_tasklets == {"job": 9} and 0 < many.num_beside["job"] < 9
     whole_s = 9 * tasklet_s - backward * many.forward_s
@@ -187,13 +227,17 @@ def test_a_divided_step_runs_its_sides_beside_one_another():
 def test_tasklets_take_as_long_in_one_step_as_in_several():
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     driver = Driver(ModelledDevice(backbone, roofline_profile(backbone, CPU), num_pages=100_000))
-    opened = driver.open_trainer("job", TuningConfig(), adapter=LoraConfig(r=16, target_modules="all-linear").to_peft())
+    opened = driver.open_trainer(
+        "job", TuningConfig(), adapter=LoraConfig(r=16, target_modules="all-linear").to_peft()
+    )
 
     def seconds(length: int, *numbers: int) -> float:
         driver.begin("job", opened, [((1,) * length, (True,) * length)])
         driver.step(windows=[WindowRows("job", length)])
         driver.step(losses=[LossRows("job", length - 1)])
-        return sum(driver.step(tasklets=[Tasklets("job", 100, number)]).backward_s for number in numbers)
+        return sum(
+            driver.step(tasklets=[Tasklets("job", 100, number)]).backward_s for number in numbers
+        )
 
     assert seconds(256, 2, 1, 3) == pytest.approx(seconds(256, 6))
     assert seconds(512, 6) > seconds(256, 6), "each row sees more keys"
@@ -217,7 +261,10 @@ def test_a_step_takes_what_was_learned_beside_its_sections_and_a_failed_one_noth
         assert driver.try_step(requests=[rows]).failure is not None and device.clock.now() == 0
         driver.step(requests=[structs.replace(rows, new_pages=())])
         took_s.append(device.clock.now())
-    assert took_s[1] - took_s[0] == pytest.approx(latency.overhead.seconds(begins=False)) and took_s[0] > 0
+    assert (
+        took_s[1] - took_s[0] == pytest.approx(latency.overhead.seconds(begins=False))
+        and took_s[0] > 0
+    )
 
 
 def test_what_is_modelled_does_not_depend_on_the_kernels_of_this_machine(monkeypatch):

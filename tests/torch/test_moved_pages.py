@@ -1,4 +1,5 @@
-"""Pages of requests move aside for packs that need neighbours: the same tokens, prefixes and adapters."""
+"""Pages of requests move aside for packs that need neighbours: the same tokens, prefixes and
+adapters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +34,9 @@ from coserve.memory.prefix_index import PrefixOwner
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LORA = LoraConfig(r=3, target_modules="all-linear")
-CONFIG = TuningConfig(batch_size=4, max_pack_tokens=40, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2))
+CONFIG = TuningConfig(
+    batch_size=4, max_pack_tokens=40, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2)
+)
 LENGTHS = (9, 11, 10, 10)
 
 
@@ -51,8 +54,8 @@ def moves(engine: Engine) -> list[MovePages]:
 
 
 def interrupt_moves(engine: Engine, when: str, times: int = 2) -> list[Command]:
-    """The first calls of the device that move pages are interrupted, before or after it has done that; or it has no
-    memory for them. Returns those calls, to be.
+    """The first calls of the device that move pages are interrupted, before or after it has done
+    that; or it has no memory for them. Returns those calls, to be.
     """
     inner, calls = watched(engine).inner, list[Command]()
     execute, left = inner.execute, iter([True] * times)
@@ -74,17 +77,24 @@ def interrupt_moves(engine: Engine, when: str, times: int = 2) -> list[Command]:
     return calls
 
 
-@pytest.mark.parametrize("interrupted", long_but("", "after", of=["", "before", "after", "no memory"]))
+@pytest.mark.parametrize(
+    "interrupted", long_but("", "after", of=["", "before", "after", "no memory"])
+)
 @pytest.mark.parametrize("num_host_pages", long_but(200, of=[0, 200]))
-def test_requests_continue_in_other_pages_beside_the_pack_that_has_theirs(num_host_pages, interrupted, tmp_path):
-    """Every second of the requests that grew side by side is over: what is left of them lies in every second page."""
+def test_requests_continue_in_other_pages_beside_the_pack_that_has_theirs(
+    num_host_pages, interrupted, tmp_path
+):
+    """Every second of the requests that grew side by side is over: what is left of them lies in
+    every second page."""
     alone = make_engine()
     alone.tune(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine")
     engine = make_engine(num_pages=190, num_host_pages=num_host_pages)
     calls = interrupt_moves(engine, interrupted) if interrupted else []
     lengths = [60, 120] * 3
     prompts = prompts_of([5] * len(lengths))
-    names = [engine.add(prompt, greedy(length)) for prompt, length in zip(prompts, lengths, strict=True)]
+    names = [
+        engine.add(prompt, greedy(length)) for prompt, length in zip(prompts, lengths, strict=True)
+    ]
     events: list[Event] = []
     while engine.stats().num_running + engine.stats().num_waiting > 3:
         events += engine.step()
@@ -99,8 +109,12 @@ def test_requests_continue_in_other_pages_beside_the_pack_that_has_theirs(num_ho
     assert calls or moves(engine), "nothing was in the way"
     assert num_interrupted == (0 if interrupted == "no memory" else len(calls))
     if not num_interrupted:
-        assert engine.stats().num_pages_moved == sum(len(command.pages) for command in moves(engine))
-    expected = [expected_tokens(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+        assert engine.stats().num_pages_moved == sum(
+            len(command.pages) for command in moves(engine)
+        )
+    expected = [
+        expected_tokens(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)
+    ]
     assert tokens_by_request(events) == dict(zip(names, expected, strict=True))
     ours, theirs = learned(engine, tmp_path / "ours"), learned(alone, tmp_path / "theirs")
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) <= 1e-6
@@ -162,7 +176,9 @@ def test_a_pack_gets_its_runs_where_every_second_page_is_a_request_s(known, size
     pack = broker.take_pack(sizes, 0)
     (targets,) = moved
     assert [len(run) for run in pack.runs if run is not None] == sizes
-    assert len(targets) == broker.num_moved <= -(-sum(sizes) // 2) + 1, "no more than lay in its way"
+    assert len(targets) == broker.num_moved <= -(-sum(sizes) // 2) + 1, (
+        "no more than lay in its way"
+    )
     assert {targets.get(page, page): key for page, key in keys.items()} == {
         page: broker.cache.prefixes._key.get(page) for page in held(left)
     }

@@ -1,5 +1,6 @@
-"""Objectives over whole sequences: gradients of every parameter are those of their papers' formulas under autograd on
-PEFT's model, whose reference is the same model with its adapter switched off; in windows and pieces of any size.
+"""Objectives over whole sequences: gradients of every parameter are those of their papers' formulas
+under autograd on PEFT's model, whose reference is the same model with its adapter switched off; in
+windows and pieces of any size.
 """
 
 import json
@@ -62,7 +63,9 @@ def kto(logps, reference, values, beta, wanted, unwanted):
     own, moved = ratios[0::2], relu(ratios[1::2].detach().mean())
     is_wanted = torch.tensor(LABELS)[0::2] > 0
     losses = torch.where(
-        is_wanted, wanted * (1 - (beta * (own - moved)).sigmoid()), unwanted * (1 - (beta * (moved - own)).sigmoid())
+        is_wanted,
+        wanted * (1 - (beta * (own - moved)).sigmoid()),
+        unwanted * (1 - (beta * (moved - own)).sigmoid()),
     )
     return losses.sum()
 
@@ -79,7 +82,11 @@ CASES: dict[str, tuple[Any, dict[str, float], tuple[float, ...]]] = {
     "dpo, smoothed": (dpo, {"beta": 0.7, "label_smoothing": 0.2}, (0.7, 0.2)),
     "simpo": (simpo, {"beta": 1.5, "gamma": 0.4}, (1.5, 0.4)),
     "orpo": (orpo, {"beta": 0.6}, (0.6,)),
-    "kto": (kto, {"beta": 0.4, "desirable_weight": 1.2, "undesirable_weight": 0.7}, (0.4, 1.2, 0.7)),
+    "kto": (
+        kto,
+        {"beta": 0.4, "desirable_weight": 1.2, "undesirable_weight": 0.7},
+        (0.4, 1.2, 0.7),
+    ),
     "policy-gradient": (policy, {"clip": 0.2}, (0.2,)),
     "policy-gradient, not clipped": (policy, {"clip": 0}, (0,)),
 }
@@ -109,7 +116,9 @@ def test_gradients_are_those_of_the_papers_formulas(case):
     pack, device = make_pack(sequences), adapter.backbone.device
     bare = PackScores(None, pack, device)
     run_alone(
-        TrainingPass(adapter, evaluation_programs(adapter), pack, training=False, bare=True, scores=bare),
+        TrainingPass(
+            adapter, evaluation_programs(adapter), pack, training=False, bare=True, scores=bare
+        ),
         forward_rows=8,
         backward_rows=8,
     )
@@ -123,7 +132,11 @@ def test_gradients_are_those_of_the_papers_formulas(case):
         assert worst_error(training.gradients, theirs) < 1e-4
         assert training.sums.loss == pytest.approx(float(loss.detach()), rel=1e-4)
         assert scores.outcome is not None
-        assert training.sums.num_trained == scores.outcome.count == (len(sampled) if "policy" in case else 3)
+        assert (
+            training.sums.num_trained
+            == scores.outcome.count
+            == (len(sampled) if "policy" in case else 3)
+        )
 
 
 def test_every_objective_is_tested():
@@ -131,9 +144,13 @@ def test_every_objective_is_tested():
 
 
 def test_what_is_wrong_with_an_objective_is_said():
-    with pytest.raises(ValueError, match="objective 'ppo' is not one of supervised, dpo, kto, orpo"):
+    with pytest.raises(
+        ValueError, match="objective 'ppo' is not one of supervised, dpo, kto, orpo"
+    ):
         make_objective("ppo", {})
-    with pytest.raises(ValueError, match="dpo has no setting 'betas'; it has beta, label_smoothing"):
+    with pytest.raises(
+        ValueError, match="dpo has no setting 'betas'; it has beta, label_smoothing"
+    ):
         make_objective("dpo", {"betas": 1})
     with pytest.raises(ValueError, match="beta must be a number above 0, not 0"):
         make_objective("dpo", {"beta": 0})
@@ -168,19 +185,24 @@ def dpo_of(model, pairs):
     sequences = [(list(ids), list(marks)) for pair in pairs for ids, marks in pair.sequences]
     with torch.no_grad(), model.disable_adapter():
         reference = [each.sum() for each in row_logprobs(model, sequences)]
-    sums = torch.stack([a.sum() - b for a, b in zip(row_logprobs(model, sequences), reference, strict=True)])
+    sums = torch.stack(
+        [a.sum() - b for a, b in zip(row_logprobs(model, sequences), reference, strict=True)]
+    )
     margins = 0.5 * (sums[0::2] - sums[1::2])
     return -logsigmoid(margins).sum(), margins.detach()
 
 
 def test_a_job_learns_preferences_as_autograd_does(tmp_path):
-    """Three pairs in batches of two, in packs that hold one or two; the reference is the model without the adapter."""
+    """Three pairs in batches of two, in packs that hold one or two; the reference is the model
+    without the adapter."""
     pairs, validation = pairs_of((9, 6, 5, 11, 7, 4)), pairs_of((8, 5, 4, 6), 7)
     engine = make_engine("llama")
     events = engine.tune(pairs, DPO, adapter=LORA, name="mine", validation=validation)
     save_adapter(Adapter(make_backbone(), LORA, seed=DPO.seed), tmp_path)
     model = PeftModel.from_pretrained(make_model(), str(tmp_path), is_trainable=True)
-    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
+    adamw = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0
+    )
     losses, margins = [], []
     for epoch in range(DPO.num_epochs):
         order = epoch_order(len(pairs), seed=DPO.seed, epoch=epoch, shuffle=True)
@@ -197,7 +219,9 @@ def test_a_job_learns_preferences_as_autograd_does(tmp_path):
     assert [step.metrics["reward_margin"] for step in steps] == pytest.approx(margins, abs=1e-4)
     assert margins[-1] > 0.1 and steps[-1].token_accuracy == 1.0
     assert [step.num_trained for step in steps] == [2, 1, 2, 1, 2, 1]
-    last = [event for event in events if isinstance(event, JobEvent) and event.kind == "evaluation"][-1]
+    last = [
+        event for event in events if isinstance(event, JobEvent) and event.kind == "evaluation"
+    ][-1]
     with torch.no_grad():
         loss, found = dpo_of(model, validation)
     assert last.loss == pytest.approx(float(loss) / 2, rel=1e-3)
@@ -207,14 +231,17 @@ def test_a_job_learns_preferences_as_autograd_does(tmp_path):
 
 def test_an_adapter_at_the_head_learns_no_preferences():
     lora = LoraConfig(r=3, alpha=6, target_modules=("q_proj", "lm_head"))
-    with pytest.raises(AdapterError, match="dpo does not train an adapter at the output layer; leave lm_head out"):
+    with pytest.raises(
+        AdapterError, match="dpo does not train an adapter at the output layer; leave lm_head out"
+    ):
         make_engine("llama").tune(pairs_of((5, 6)), DPO, adapter=lora, name="mine")
 
 
 def test_virtual_tokens_learn_no_preferences():
     config = TuningConfig(objective="simpo")  # without a reference, too
     with pytest.raises(
-        AdapterError, match="simpo trains no virtual tokens; an adapter with these has the method superv"
+        AdapterError,
+        match="simpo trains no virtual tokens; an adapter with these has the method superv",
     ):
         make_engine("llama").tune(
             pairs_of((5, 6)), config, adapter=PromptTuningConfig(num_virtual_tokens=3), name="mine"
@@ -242,7 +269,13 @@ def test_pairs_answers_and_samples_are_read(tmp_path):
     assert answers[0].sequences[1] == answers[1].sequences[0], "its prompt with the other's answer"
 
     sampled = read(
-        "sampled", {"prompt_tokens": [1, 2], "completion_tokens": [3, 4], "logprobs": [-1, -2.5], "advantages": 0.5}
+        "sampled",
+        {
+            "prompt_tokens": [1, 2],
+            "completion_tokens": [3, 4],
+            "logprobs": [-1, -2.5],
+            "advantages": 0.5,
+        },
     )
     assert sampled[0].values == ((0.5, -1.0), (0.5, -2.5))
     assert sampled[0].trained == (False, False, True, True)
@@ -255,9 +288,21 @@ def test_pairs_answers_and_samples_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("schema", "record", "message"),
     [
-        ("pairs", {"prompt": "a", "completion": "b"}, "line 1: a preference has input, preferred_output and non_pref"),
-        ("pairs", {"prompt": "w1", "chosen": 3, "rejected": "w2"}, "chosen must be a string, as prompt is"),
-        ("pairs", {"input": [], "preferred_output": [], "non_preferred_output": []}, "input must be an object with"),
+        (
+            "pairs",
+            {"prompt": "a", "completion": "b"},
+            "line 1: a preference has input, preferred_output and non_pref",
+        ),
+        (
+            "pairs",
+            {"prompt": "w1", "chosen": 3, "rejected": "w2"},
+            "chosen must be a string, as prompt is",
+        ),
+        (
+            "pairs",
+            {"input": [], "preferred_output": [], "non_preferred_output": []},
+            "input must be an object with",
+        ),
         (
             "labelled",
             {"prompt": "a", "completion": "b"},

@@ -38,19 +38,28 @@ def check(
     tolerance: float = 1e-5,
     **attributes: Any,
 ) -> None:
-    """Forward, the gradient of every differentiable slot, and every restorable output, against a reference function."""
+    """Forward, the gradient of every differentiable slot, and every restorable output, against a
+    reference function."""
     rule = operator(name)
-    assert rule.needs.keys() == set(rule.inputs), "a rule for every slot, None where there is no gradient"
+    assert rule.needs.keys() == set(rule.inputs), (
+        "a rule for every slot, None where there is no gradient"
+    )
     leaves = {
-        slot: value.clone().requires_grad_(rule.needs[slot] is not None and value.is_floating_point())
+        slot: value.clone().requires_grad_(
+            rule.needs[slot] is not None and value.is_floating_point()
+        )
         for slot, value in inputs.items()
     }
     expected = reference(**leaves)
     outputs = rule.forward(inputs, attributes, context)
-    torch.testing.assert_close(outputs[rule.outputs[0]], expected.detach(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        outputs[rule.outputs[0]], expected.detach(), atol=tolerance, rtol=tolerance
+    )
     wanted = [slot for slot, leaf in leaves.items() if leaf.requires_grad]
     grad = torch.randn_like(expected)
-    theirs = torch.autograd.grad(expected, [leaves[slot] for slot in wanted], grad) if wanted else ()
+    theirs = (
+        torch.autograd.grad(expected, [leaves[slot] for slot in wanted], grad) if wanted else ()
+    )
     at_hand = inputs | outputs
     for subset in [[slot] for slot in wanted] + [wanted]:
         if hasattr(context, "reset"):
@@ -58,11 +67,16 @@ def check(
         values = {slot: at_hand[slot].clone() for slot in rule.reads(subset, at_hand)}
         ours = rule.vjp(subset, values, {rule.outputs[0]: grad}, attributes, context)
         for slot in values.keys() - rule.overwrites:
-            assert torch.equal(values[slot], at_hand[slot]), f"{slot} is not for an operator to change"
+            assert torch.equal(values[slot], at_hand[slot]), (
+                f"{slot} is not for an operator to change"
+            )
         assert ours.keys() == set(subset)
         for slot in subset:
             torch.testing.assert_close(
-                ours[slot], theirs[wanted.index(slot)].to(ours[slot].dtype), atol=tolerance, rtol=tolerance
+                ours[slot],
+                theirs[wanted.index(slot)].to(ours[slot].dtype),
+                atol=tolerance,
+                rtol=tolerance,
             )
     for slot in rule.restores:
         again = rule.vjp([*wanted, slot], at_hand, {rule.outputs[0]: grad}, attributes, context)
@@ -89,9 +103,13 @@ def _dropped(x: Tensor, weight: Tensor, dropout_row_ids: Tensor) -> Tensor:
     return (x * dropout_mask(dropout_row_ids, x.shape[1], p=0.4, salt=7) / 0.6) @ weight.T
 
 
-def _magnitude(base: Tensor, change: Tensor, magnitude: Tensor, norm: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+def _magnitude(
+    base: Tensor, change: Tensor, magnitude: Tensor, norm: Tensor, bias: Tensor | float = 0.0
+) -> Tensor:
     gain = magnitude / norm.detach()
-    return (gain - 1) * (base - (bias.detach() if isinstance(bias, Tensor) else bias)) + gain * change
+    return (gain - 1) * (
+        base - (bias.detach() if isinstance(bias, Tensor) else bias)
+    ) + gain * change
 
 
 def test_linear():
@@ -100,7 +118,11 @@ def test_linear():
 
 
 def test_linear_without_bias():
-    check("linear", lambda x, weight: nn.functional.linear(x, weight), {"x": rnd(5, 6), "weight": rnd(4, 6)})
+    check(
+        "linear",
+        lambda x, weight: nn.functional.linear(x, weight),
+        {"x": rnd(5, 6), "weight": rnd(4, 6)},
+    )
 
 
 def test_low_rank():
@@ -114,7 +136,12 @@ def test_embedding():
 
 def test_embedding_gives_zeros_for_virtual_tokens():
     inputs = {"ids": torch.tensor([2, -1, -3, 0]), "weight": rnd(3, 4)}
-    check("embedding", lambda ids, weight: weight[ids.clamp(min=0)] * (ids >= 0)[:, None], inputs, offset=0)
+    check(
+        "embedding",
+        lambda ids, weight: weight[ids.clamp(min=0)] * (ids >= 0)[:, None],
+        inputs,
+        offset=0,
+    )
 
 
 def test_rms_norm():
@@ -127,7 +154,12 @@ def test_rms_norm_of_heads():
 
 def test_layer_norm():
     inputs = {"x": rnd(5, 8), "weight": rnd(8), "bias": rnd(8)}
-    check("layer_norm", lambda x, weight, bias: nn.functional.layer_norm(x, (8,), weight, bias, 1e-5), inputs, eps=1e-5)
+    check(
+        "layer_norm",
+        lambda x, weight, bias: nn.functional.layer_norm(x, (8,), weight, bias, 1e-5),
+        inputs,
+        eps=1e-5,
+    )
 
 
 def test_rope():
@@ -162,7 +194,12 @@ def test_rope_of_neighbouring_pairs():
 
 def test_layer_norm_without_bias():
     inputs = {"x": rnd(5, 8), "weight": rnd(8)}
-    check("layer_norm", lambda x, weight: nn.functional.layer_norm(x, (8,), weight, None, 1e-5), inputs, eps=1e-5)
+    check(
+        "layer_norm",
+        lambda x, weight: nn.functional.layer_norm(x, (8,), weight, None, 1e-5),
+        inputs,
+        eps=1e-5,
+    )
 
 
 def test_rms_norm_whose_weight_is_stored_less_one():
@@ -180,7 +217,9 @@ def test_columns(groups, start, width):
     check("columns", reference, inputs, groups=groups, of=of, start=start, width=width)
 
 
-@pytest.mark.parametrize(("groups", "start", "widths"), [(1, 4, (3, 5)), (4, 0, (2, 1)), (2, 1, (1, 3, 1))])
+@pytest.mark.parametrize(
+    ("groups", "start", "widths"), [(1, 4, (3, 5)), (4, 0, (2, 1)), (2, 1, (1, 3, 1))]
+)
 def test_regroup(groups, start, widths):
     inputs, of = {"x": rnd(5, 12)}, 12 // groups
 
@@ -219,7 +258,11 @@ def test_route_of_all_or_of_those_chosen(name, has_bias):
 
     def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         scores = nn.functional.linear(x, weight, bias)
-        return scores.softmax(-1).topk(2)[0] if name == "route_of_all" else scores.topk(2)[0].softmax(-1)
+        return (
+            scores.softmax(-1).topk(2)[0]
+            if name == "route_of_all"
+            else scores.topk(2)[0].softmax(-1)
+        )
 
     check(name, reference, inputs, top_k=2)
 
@@ -229,7 +272,11 @@ def test_route_of_all_or_of_those_chosen(name, has_bias):
 @pytest.mark.parametrize(("out", "width"), [(4, 8), (3, 6)])
 def test_expert_linear(shared, has_bias, out, width):
     experts = torch.tensor([[0, 3], [3, 1], [0, 1], [3, 0], [1, 0]])  # nobody goes to 2
-    inputs = {"x": rnd(5, width if shared else 2 * width), "experts": experts, "weight": rnd(4, out, width)}
+    inputs = {
+        "x": rnd(5, width if shared else 2 * width),
+        "experts": experts,
+        "weight": rnd(4, out, width),
+    }
     inputs |= {"bias": rnd(4, out)} if has_bias else {}
 
     def reference(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -255,7 +302,12 @@ def test_silu():
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu(approximate):
-    check("gelu", lambda x: nn.functional.gelu(x, approximate=approximate), {"x": rnd(5, 8)}, approximate=approximate)
+    check(
+        "gelu",
+        lambda x: nn.functional.gelu(x, approximate=approximate),
+        {"x": rnd(5, 8)},
+        approximate=approximate,
+    )
 
 
 def test_relu():
@@ -271,7 +323,11 @@ def test_relu_from_packed_signs():
 
 
 def test_silu_mul():
-    check("silu_mul", lambda gate, up: nn.functional.silu(gate) * up, {"gate": rnd(5, 8), "up": rnd(5, 8)})
+    check(
+        "silu_mul",
+        lambda gate, up: nn.functional.silu(gate) * up,
+        {"gate": rnd(5, 8), "up": rnd(5, 8)},
+    )
 
 
 def test_add():
@@ -292,13 +348,23 @@ def test_scale():
 
 
 def test_dropout_low_rank():
-    inputs = {"x": rnd(5, 8), "weight": rnd(4, 8), "dropout_row_ids": dropout_row_ids(3, torch.arange(5))}
+    inputs = {
+        "x": rnd(5, 8),
+        "weight": rnd(4, 8),
+        "dropout_row_ids": dropout_row_ids(3, torch.arange(5)),
+    }
     check("dropout_low_rank", _dropped, inputs, p=0.4, salt=7)
 
 
 def test_dropout():
     inputs = {"x": rnd(5, 8), "dropout_row_ids": dropout_row_ids(3, torch.arange(5))}
-    check("dropout", lambda x, dropout_row_ids: _dropped(x, torch.eye(8), dropout_row_ids), inputs, p=0.4, salt=7)
+    check(
+        "dropout",
+        lambda x, dropout_row_ids: _dropped(x, torch.eye(8), dropout_row_ids),
+        inputs,
+        p=0.4,
+        salt=7,
+    )
 
 
 def test_other_rows():
@@ -306,22 +372,37 @@ def test_other_rows():
 
     def reference(base: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         own = torch.stack(
-            [weight[(7, 3).index(int(i))] if int(i) in (7, 3) else row for i, row in zip(ids, base, strict=True)]
+            [
+                weight[(7, 3).index(int(i))] if int(i) in (7, 3) else row
+                for i, row in zip(ids, base, strict=True)
+            ]
         )
         return own - base
 
-    check("other_rows", reference, {"base": rnd(5, 8), "weight": rnd(2, 8), "ids": ids}, tokens=(7, 3))
+    check(
+        "other_rows", reference, {"base": rnd(5, 8), "weight": rnd(2, 8), "ids": ids}, tokens=(7, 3)
+    )
 
 
 def test_other_columns():
     def reference(base: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return base.index_copy(1, torch.tensor([4, 1]), x @ weight.T) - base
 
-    check("other_columns", reference, {"base": rnd(5, 8), "x": rnd(5, 6), "weight": rnd(2, 6)}, columns=(4, 1))
+    check(
+        "other_columns",
+        reference,
+        {"base": rnd(5, 8), "x": rnd(5, 6), "weight": rnd(2, 6)},
+        columns=(4, 1),
+    )
 
 
 def test_add_vector():
-    check("add_vector", lambda x, vector: x + 0.5 * vector, {"x": rnd(5, 8), "vector": rnd(8)}, factor=0.5)
+    check(
+        "add_vector",
+        lambda x, vector: x + 0.5 * vector,
+        {"x": rnd(5, 8), "vector": rnd(8)},
+        factor=0.5,
+    )
 
 
 def test_other_vector():
@@ -341,9 +422,17 @@ def test_gain():
 
 
 def test_magnitude():
-    inputs = {"base": rnd(5, 8), "change": rnd(5, 8), "magnitude": rnd(8), "norm": rnd(8).exp(), "bias": rnd(8)}
+    inputs = {
+        "base": rnd(5, 8),
+        "change": rnd(5, 8),
+        "magnitude": rnd(8),
+        "norm": rnd(8).exp(),
+        "bias": rnd(8),
+    }
     check("magnitude", _magnitude, inputs)
-    check("magnitude", _magnitude, {slot: value for slot, value in inputs.items() if slot != "bias"})
+    check(
+        "magnitude", _magnitude, {slot: value for slot, value in inputs.items() if slot != "bias"}
+    )
 
 
 def test_cross_entropy():
@@ -357,7 +446,9 @@ def test_cross_entropy():
 
 def test_linear_cross_entropy():
     def reference(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
-        return nn.functional.cross_entropy(nn.functional.linear(x, weight, bias), targets, reduction="none")
+        return nn.functional.cross_entropy(
+            nn.functional.linear(x, weight, bias), targets, reduction="none"
+        )
 
     inputs = {"x": rnd(5, 8), "weight": rnd(9, 8), "targets": torch.tensor([0, 8, 3, 3, 1])}
     check("linear_cross_entropy", reference, inputs)
@@ -372,11 +463,15 @@ def test_cross_entropy_is_computed_in_float32():
     for name in ("loss", "correct", "log_sum"):
         assert torch.equal(half[name], whole[name])
     one, other = (
-        rule.vjp(["logits"], {**values, "log_sum": whole["log_sum"]}, {"loss": grad}, {}, CONTEXT)["logits"]
+        rule.vjp(["logits"], {**values, "log_sum": whole["log_sum"]}, {"loss": grad}, {}, CONTEXT)[
+            "logits"
+        ]
         for values in both
     )
     assert torch.equal(one, other.bfloat16())
-    assert torch.equal(both[1]["logits"], logits.float()), "its input is not for an operator to change"
+    assert torch.equal(both[1]["logits"], logits.float()), (
+        "its input is not for an operator to change"
+    )
 
 
 def test_embedding_looks_up_virtual_tokens_alone():
@@ -420,7 +515,9 @@ class _OneSequence:
         self.attention = (rows,)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **settings: Any) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **settings: Any
+) -> Tensor:
     """Attention of one sequence by its definition, head by head."""
     n, num_heads = q.shape[0], settings["num_heads"]
     queries, keys, values = (x.view(n, -1, 4).transpose(0, 1) for x in (q, k, v))
@@ -438,16 +535,30 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **s
     return (scores.softmax(-1)[..., :n] @ values).transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("extra", [{}, {"soft_cap": 0.7}, {"alibi_slopes": (0.5, 0.25, 0.1, 0.05)}, {"sinks": True}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"soft_cap": 0.7}, {"alibi_slopes": (0.5, 0.25, 0.1, 0.05)}, {"sinks": True}]
+)
 @pytest.mark.parametrize("sliding_window", [None, 3, 90])
 @pytest.mark.parametrize("n", [7, 150])
 def test_attention(n, sliding_window, extra):
     q, k, v = rnd(n, 16), rnd(n, 8), rnd(n, 8)
-    settings = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.3, "sliding_window": sliding_window, **extra}
+    settings = {
+        "num_heads": 4,
+        "num_key_value_heads": 2,
+        "scale": 0.3,
+        "sliding_window": sliding_window,
+        **extra,
+    }
     inputs = {"q": q, "k": k, "v": v}
     if settings.pop("sinks", None):
         inputs["sinks"] = rnd(4)
-    check("attention", lambda **given: _attention(**given, **settings), inputs, _OneSequence(k, v), **settings)
+    check(
+        "attention",
+        lambda **given: _attention(**given, **settings),
+        inputs,
+        _OneSequence(k, v),
+        **settings,
+    )
 
 
 class _StatesOfOneSequence:
@@ -458,7 +569,9 @@ class _StatesOfOneSequence:
     def __init__(self, state_size: int, rows: list[Tensor]) -> None:
         num_rows = rows[0].shape[0]
         self._kept = torch.full(states_shape(state_size, num_rows, is_trained=True), torch.nan)
-        self._states = PackStates(self.backend.device).backward(self._kept, [(0, 0, num_rows)], rows)
+        self._states = PackStates(self.backend.device).backward(
+            self._kept, [(0, 0, num_rows)], rows
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -466,12 +579,17 @@ class _StatesOfOneSequence:
         self.states = (self._states,)
 
 
-def _gated_delta(x: Tensor, b: Tensor, a: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+def _gated_delta(
+    x: Tensor, b: Tensor, a: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor
+) -> Tensor:
     """The rule by its definition, row by row: two key heads of 3, four value heads of 5."""
     n, channels = x.shape
     padded = torch.cat((x.new_zeros(conv.shape[2] - 1, channels), x))
     rows = nn.functional.silu(nn.functional.conv1d(padded.T[None], conv, groups=channels)[0].T)
-    q, k, v = (part.view(n, -1, width) for part, width in zip(rows.split((6, 6, 20), 1), (3, 3, 5), strict=True))
+    q, k, v = (
+        part.view(n, -1, width)
+        for part, width in zip(rows.split((6, 6, 20), 1), (3, 3, 5), strict=True)
+    )
     q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
     q, k = (part.repeat_interleave(2, 1) for part in (q / 3**0.5, k))
     decay, beta = (-a_log.exp() * nn.functional.softplus(a + dt_bias)).exp(), b.sigmoid()
@@ -488,14 +606,24 @@ def _gated_delta(x: Tensor, b: Tensor, a: Tensor, conv: Tensor, a_log: Tensor, d
 def test_gated_delta(n):
     inputs = {"x": rnd(n, 32), "b": rnd(n, 4), "a": rnd(n, 4)}
     weights = {"conv": rnd(32, 1, 4), "a_log": rnd(4), "dt_bias": rnd(4)}
-    sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 3, "value_dim": 5, "kernel_size": 4}
+    sizes = {
+        "num_key_heads": 2,
+        "num_value_heads": 4,
+        "key_dim": 3,
+        "value_dim": 5,
+        "kernel_size": 4,
+    }
     context = _StatesOfOneSequence(operator("gated_delta").state_size(sizes), list(inputs.values()))
     check("gated_delta", _gated_delta, inputs | weights, context, tolerance=1e-4, **sizes)
 
 
 @pytest.mark.parametrize("width", [8, 1])
 def test_sigmoid_mul(width):
-    check("sigmoid_mul", lambda x, gate: torch.sigmoid(gate) * x, {"x": rnd(5, 8), "gate": rnd(5, width)})
+    check(
+        "sigmoid_mul",
+        lambda x, gate: torch.sigmoid(gate) * x,
+        {"x": rnd(5, 8), "gate": rnd(5, width)},
+    )
 
 
 def test_every_operator_of_the_table_has_a_test_here():
@@ -520,11 +648,19 @@ def test_a_gradient_without_a_rule_is_refused():
 
 def test_costs_grow_with_rows_and_count_matrix_products():
     spec: dict[str, Any] = {
-        slot: SimpleNamespace(shape=shape, per_row=per_row, num_bytes=lambda dtype, s=shape: 2 * torch.Size(s).numel())
-        for slot, shape, per_row in (("x", (6,), True), ("weight", (4, 6), False), ("y", (4,), True))
+        slot: SimpleNamespace(
+            shape=shape, per_row=per_row, num_bytes=lambda dtype, s=shape: 2 * torch.Size(s).numel()
+        )
+        for slot, shape, per_row in (
+            ("x", (6,), True),
+            ("weight", (4, 6), False),
+            ("y", (4,), True),
+        )
     }
     one, ten = (
-        operator("linear").cost(spec, {}, Load(rows=rows, mean_context_len=0, compute_dtype=torch.bfloat16))
+        operator("linear").cost(
+            spec, {}, Load(rows=rows, mean_context_len=0, compute_dtype=torch.bfloat16)
+        )
         for rows in (1, 10)
     )
     assert (one.flops, ten.flops) == (48, 480)
@@ -537,7 +673,9 @@ def test_costs_grow_with_rows_and_count_matrix_products():
 def test_attention_reads_the_keys_of_its_sequence_and_embedding_only_its_rows():
     sizes = {"q": 16, "k": 8, "v": 8, "y": 16, "lse": 4}
     spec: dict[str, Any] = {
-        slot: SimpleNamespace(shape=(size,), per_row=True, num_bytes=lambda dtype, size=size: 2 * size)
+        slot: SimpleNamespace(
+            shape=(size,), per_row=True, num_bytes=lambda dtype, size=size: 2 * size
+        )
         for slot, size in sizes.items()
     }
     settings: dict[str, Any] = {"sliding_window": None}
@@ -546,15 +684,23 @@ def test_attention_reads_the_keys_of_its_sequence_and_embedding_only_its_rows():
         load = Load(rows=rows, mean_context_len=keys, compute_dtype=torch.bfloat16)
         return operator("attention").cost(spec, settings, load).bytes
 
-    assert attention(1, 1000.5) - attention(1, 0.5) == 1000 * 2 * (8 + 8), "a decoded token reads all K and V"
-    assert attention(100, 50) == 100 * 2 * sum(sizes.values()), "a whole prompt reads what it has just written"
+    assert attention(1, 1000.5) - attention(1, 0.5) == 1000 * 2 * (8 + 8), (
+        "a decoded token reads all K and V"
+    )
+    assert attention(100, 50) == 100 * 2 * sum(sizes.values()), (
+        "a whole prompt reads what it has just written"
+    )
     load = Load(rows=1, mean_context_len=100, compute_dtype=torch.bfloat16)
     flops = operator("attention").cost(spec, settings, load).flops
     assert flops == 4 * 16 * 100, "scores and values: two products of queries with 100 keys"
-    assert operator("attention").vjp_cost(["q", "k", "v"], spec, settings, load).flops == 2.5 * flops
+    assert (
+        operator("attention").vjp_cost(["q", "k", "v"], spec, settings, load).flops == 2.5 * flops
+    )
     settings["sliding_window"] = 10
     assert operator("attention").cost(spec, settings, load).flops == flops / 10
     assert attention(1, 1000.5) < attention(1, 0.5) + 10 * 2 * (8 + 8) + 1
     weight: Any = SimpleNamespace(shape=(50_000, 8), per_row=False, num_bytes=lambda dtype: 800_000)
     load = Load(rows=3, mean_context_len=0, compute_dtype=torch.bfloat16)
-    assert operator("embedding").cost({"weight": weight, "y": spec["k"]}, {}, load).bytes == 3 * 2 * 16
+    assert (
+        operator("embedding").cost({"weight": weight, "y": spec["k"]}, {}, load).bytes == 3 * 2 * 16
+    )

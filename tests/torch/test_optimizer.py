@@ -1,6 +1,10 @@
 import pytest
 import torch
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup, get_scheduler
+from transformers import (
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+    get_scheduler,
+)
 
 from coserve.tuning.config import OptimizerConfig
 from coserve.tuning.optimizer import AdapterOptimizer
@@ -8,18 +12,26 @@ from coserve.tuning.optimizer import AdapterOptimizer
 
 def masters() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in (("a", (3, 4)), ("b", (5,)))}
+    return {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in (("a", (3, 4)), ("b", (5,)))
+    }
 
 
 def gradients(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(tensor.shape, generator=generator) * 30 for name, tensor in masters().items()}
+    return {
+        name: torch.randn(tensor.shape, generator=generator) * 30
+        for name, tensor in masters().items()
+    }
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0, 1e9])
 def test_steps_equal_torchs_adamw_with_clipping(max_grad_norm):
     ours, theirs = masters(), masters()
-    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.05, betas=(0.8, 0.95), max_grad_norm=max_grad_norm)
+    config = OptimizerConfig(
+        learning_rate=0.1, weight_decay=0.05, betas=(0.8, 0.95), max_grad_norm=max_grad_norm
+    )
     optimizer = AdapterOptimizer(ours, config)
     leaves = [tensor.requires_grad_() for tensor in theirs.values()]
     reference = torch.optim.AdamW(leaves, lr=0.1, weight_decay=0.05, betas=(0.8, 0.95))
@@ -63,7 +75,9 @@ def test_transformers_schedulers_have_transformers_learning_rates(name, warmup):
 
 def test_warmup_rises_to_the_learning_rate_and_constant_stays():
     config = OptimizerConfig(learning_rate=0.4, warmup_steps=3)
-    assert [config.learning_rate_at(step, 10) for step in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert [config.learning_rate_at(step, 10) for step in range(6)] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4, 0.4, 0.4]
+    )
 
 
 def test_a_schedule_stays_at_its_end():
@@ -116,7 +130,10 @@ def test_a_restored_optimizer_continues_as_if_it_had_not_stopped():
 
 
 def test_an_optimizer_restored_before_its_first_step_has_no_moments():
-    fresh, restored = AdapterOptimizer(masters(), OptimizerConfig()), AdapterOptimizer(masters(), OptimizerConfig())
+    fresh, restored = (
+        AdapterOptimizer(masters(), OptimizerConfig()),
+        AdapterOptimizer(masters(), OptimizerConfig()),
+    )
     restored.load_state(fresh.state())
     assert restored.moments == fresh.moments == {}
     restored.step(gradients(0), num_trained=7, num_steps=6)

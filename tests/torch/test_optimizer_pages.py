@@ -1,4 +1,5 @@
-"""Moments of optimizers lie in pages of the pool: the same numbers, bit for bit, wherever they go from there."""
+"""Moments of optimizers lie in pages of the pool: the same numbers, bit for bit, wherever they go
+from there."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -33,14 +34,20 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LORA = LoraConfig(r=3, target_modules="all-linear", dropout=0.2)
 CONFIG = TuningConfig(
-    num_epochs=3, batch_size=3, max_pack_tokens=20, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2)
+    num_epochs=3,
+    batch_size=3,
+    max_pack_tokens=20,
+    seed=4,
+    optimizer=OptimizerConfig(learning_rate=1e-2),
 )
 LARGE, SMALL = 2000, 60  # pages: with room for the moments, and with none beside a pack
 
 
 def submit(engine: Engine, **named: Any) -> Any:
     named = {"adapter": LORA, "name": "mine", **named}
-    return engine.job(engine.submit_examples(examples_of((9, 14, 5, 20, 11, 7, 3)), CONFIG, **named))
+    return engine.job(
+        engine.submit_examples(examples_of((9, 14, 5, 20, 11, 7, 3)), CONFIG, **named)
+    )
 
 
 def num_pages(engine: Engine) -> int:
@@ -183,7 +190,11 @@ def test_a_checkpoint_is_the_same_from_pages_as_from_beside_them(tmp_path):
         while job.num_steps_done < 3:
             engine.step()
         assert bool(num_pages(engine)) == (pages == LARGE)
-        states.append(load_file(engine.checkpoint(job.id).write(tmp_path / str(pages)) / "optimizer.safetensors"))
+        states.append(
+            load_file(
+                engine.checkpoint(job.id).write(tmp_path / str(pages)) / "optimizer.safetensors"
+            )
+        )
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     other = make_engine(num_pages=LARGE, deterministic=True)
@@ -195,7 +206,9 @@ def test_a_checkpoint_is_the_same_from_pages_as_from_beside_them(tmp_path):
 
 def test_a_modelled_device_has_the_same_pages():
     backbone = make_backbone()
-    device = ModelledDevice(backbone, roofline_profile(backbone, FAST), num_pages=LARGE, block_tokens=BLOCK)
+    device = ModelledDevice(
+        backbone, roofline_profile(backbone, FAST), num_pages=LARGE, block_tokens=BLOCK
+    )
     engine = Engine(device, EngineConfig(block_tokens=BLOCK, tpot_s=1.0), end_tokens=())
     real = make_engine(num_pages=LARGE)
     assert submit(engine).costs.optimizer_bytes == submit(real).costs.optimizer_bytes
@@ -224,7 +237,9 @@ def test_a_paused_job_gives_its_pages_back_also_without_a_host(undisturbed, tmp_
 @pytest.fixture
 def short_of_memory(monkeypatch):
     """Devices without memory for moments beside the pool."""
-    monkeypatch.setattr(AdapterMemory, "moments_need_pages", lambda self, num_parameters, num_more=0: True)
+    monkeypatch.setattr(
+        AdapterMemory, "moments_need_pages", lambda self, num_parameters, num_more=0: True
+    )
 
 
 def step_until(engine: Engine, condition: Any) -> None:
@@ -233,7 +248,9 @@ def step_until(engine: Engine, condition: Any) -> None:
         engine.check_integrity()
 
 
-def test_a_job_that_needs_pages_for_its_moments_has_them_with_each_pack(short_of_memory, undisturbed, tmp_path):
+def test_a_job_that_needs_pages_for_its_moments_has_them_with_each_pack(
+    short_of_memory, undisturbed, tmp_path
+):
     engine = make_engine(num_pages=LARGE, deterministic=True)
     job = submit(engine)
     step_until(engine, lambda: job.has_pack and job.num_steps_done)
@@ -241,23 +258,31 @@ def test_a_job_that_needs_pages_for_its_moments_has_them_with_each_pack(short_of
     assert num_pages(engine) == size
     with pytest.raises(BudgetError):
         engine.cache.take(engine.cache.num_available + 1)
-    assert engine.stats().num_pages_for_requests == engine.pool.num_pages, "the pack makes room, and they do"
+    assert engine.stats().num_pages_for_requests == engine.pool.num_pages, (
+        "the pack makes room, and they do"
+    )
     step_until(engine, lambda: job.num_steps_done == 3)
     run(engine)
     assert 0 not in moves(engine)
     assert_same(engine, undisturbed, tmp_path)
 
 
-def test_a_job_without_the_pages_that_it_needs_waits_for_them(short_of_memory, undisturbed, tmp_path):
+def test_a_job_without_the_pages_that_it_needs_waits_for_them(
+    short_of_memory, undisturbed, tmp_path
+):
     engine = make_engine(num_pages=LARGE, deterministic=True)
     job = submit(engine)
     step_until(engine, lambda: job.num_steps_done == 2 and not job.has_pack)
-    held = engine.cache.take(engine.cache.num_available - 20)  # a pack would fit into the others, and they do not
+    held = engine.cache.take(
+        engine.cache.num_available - 20
+    )  # a pack would fit into the others, and they do not
     assert not num_pages(engine)
     for _ in range(20):
         engine.step()
     assert job.state == "running" and not job.has_pack and job.num_steps_done == 2
-    checkpoint = load_file(engine.checkpoint(job.id).write(tmp_path / "from-the-host") / "optimizer.safetensors")
+    checkpoint = load_file(
+        engine.checkpoint(job.id).write(tmp_path / "from-the-host") / "optimizer.safetensors"
+    )
     engine.cache.give_back(held)
     step_until(engine, lambda: job.num_steps_done == 3)
     assert num_pages(engine) == expected_pages(engine, job)
@@ -267,12 +292,16 @@ def test_a_job_without_the_pages_that_it_needs_waits_for_them(short_of_memory, u
     other = make_engine(num_pages=LARGE, deterministic=True)
     job = submit(other)
     step_until(other, lambda: job.num_steps_done == 2 and not job.has_pack)
-    from_pages = load_file(other.checkpoint(job.id).write(tmp_path / "from-pages") / "optimizer.safetensors")
+    from_pages = load_file(
+        other.checkpoint(job.id).write(tmp_path / "from-pages") / "optimizer.safetensors"
+    )
     assert from_pages.keys() == checkpoint.keys()
     assert all(torch.equal(from_pages[name], checkpoint[name]) for name in checkpoint)
 
 
-def test_an_optimizer_step_that_is_due_waits_for_pages_after_a_pause(short_of_memory, undisturbed, tmp_path):
+def test_an_optimizer_step_that_is_due_waits_for_pages_after_a_pause(
+    short_of_memory, undisturbed, tmp_path
+):
     engine = make_engine(num_pages=LARGE, deterministic=True)
     job = submit(engine)
     step_until(engine, lambda: job.num_steps_done == 2 and job.update_due)
@@ -290,7 +319,9 @@ def test_an_optimizer_step_that_is_due_waits_for_pages_after_a_pause(short_of_me
     assert_same(engine, undisturbed, tmp_path)
 
 
-def test_jobs_that_need_more_pages_than_there_are_take_turns(short_of_memory, undisturbed, tmp_path):
+def test_jobs_that_need_more_pages_than_there_are_take_turns(
+    short_of_memory, undisturbed, tmp_path
+):
     engine = make_engine(num_pages=LARGE, deterministic=True)
     job = submit(engine)
     size, pack_size = expected_pages(engine, job), 0
@@ -307,7 +338,9 @@ def test_jobs_that_need_more_pages_than_there_are_take_turns(short_of_memory, un
 def test_a_job_whose_moments_find_no_pages_at_all_is_refused(short_of_memory):
     size = expected_pages(engine := make_engine(num_pages=LARGE), submit(engine))
     engine = make_engine(num_pages=size)
-    with pytest.raises(JobError, match=r"its optimizer's moments take [\d,]+ bytes, more than the page pool has"):
+    with pytest.raises(
+        JobError, match=r"its optimizer's moments take [\d,]+ bytes, more than the page pool has"
+    ):
         submit(engine)
     assert_nothing_is_held(engine)
 
@@ -319,10 +352,14 @@ def test_a_paused_job_that_needs_pages_has_its_moments_on_the_host_without_slots
     engine = make_engine(num_pages=LARGE, num_host_pages=LARGE, hardware=bus, deterministic=True)
     job = submit(engine)
     step_until(engine, lambda: job.num_steps_done == 2)
-    before = load_file(engine.checkpoint(job.id).write(tmp_path / "before") / "optimizer.safetensors")
+    before = load_file(
+        engine.checkpoint(job.id).write(tmp_path / "before") / "optimizer.safetensors"
+    )
     engine.pause_job(job.id)
     assert not (job.optimizer_away or num_pages(engine))
-    paused = load_file(engine.checkpoint(job.id).write(tmp_path / "paused") / "optimizer.safetensors")
+    paused = load_file(
+        engine.checkpoint(job.id).write(tmp_path / "paused") / "optimizer.safetensors"
+    )
     assert all(torch.equal(before[name], paused[name]) for name in before)
     engine.resume_job(job.id)
     run(engine)

@@ -1,5 +1,5 @@
-"""Jobs on another model than the one that serves, whose weights pass through a window of the page pool: what PEFT makes
-of them, beside requests that are answered as ever.
+"""Jobs on another model than the one that serves, whose weights pass through a window of the page
+pool: what PEFT makes of them, beside requests that are answered as ever.
 """
 
 import shutil
@@ -47,15 +47,19 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.examples import epoch_order
 
 LORA = LoraConfig(r=3, alpha=6, target_modules="all-linear")
-# Where a gradient is no more than rounding, Adam with a smaller eps makes a step of it that is a processor's own.
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5, eps=1e-5)
+# Where a gradient is no more than rounding, Adam with a smaller eps makes a step of it that is a
+# processor's own.
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5, eps=1e-5
+)
 CONFIG = TuningConfig(num_epochs=2, batch_size=3, max_pack_tokens=12, seed=4, optimizer=OPTIMIZER)
 LENGTHS = (9, 12, 5, 11, 7)
 
 
 @cache
 def other_model() -> tuple[Path, Any]:
-    """Another family than the one that serves, wider and of many blocks: its directory, and transformers' model."""
+    """Another family than the one that serves, wider and of many blocks: its directory, and
+    transformers' model."""
     config = AutoConfig.for_model(
         "qwen2",
         vocab_size=VOCAB,
@@ -67,7 +71,9 @@ def other_model() -> tuple[Path, Any]:
         max_position_embeddings=64,
         tie_word_embeddings=True,
     )
-    model: Any = random_weights_(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), 3)
+    model: Any = random_weights_(
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager"), 3
+    )
     model.tie_weights()
     model.eval()
     directory = Path(mkdtemp(prefix="coserve-other-"))
@@ -92,25 +98,35 @@ def by_peft() -> tuple[list[float], dict[str, torch.Tensor]]:
     """The job's losses and adapter by PEFT, autograd and torch's AdamW."""
     directory, _ = other_model()
     start = Path(mkdtemp(prefix="coserve-start-"))
-    save_adapter(Adapter(load_backbone(str(directory), dtype="float32"), LORA, seed=CONFIG.seed), start)
+    save_adapter(
+        Adapter(load_backbone(str(directory), dtype="float32"), LORA, seed=CONFIG.seed), start
+    )
     again = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
     twin: Any = PeftModel.from_pretrained(again, str(start), is_trainable=True)
     trained = [p for p in twin.parameters() if p.requires_grad]
-    adamw = torch.optim.AdamW(trained, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay)
+    adamw = torch.optim.AdamW(
+        trained, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
+    )
     examples, losses = examples_of(LENGTHS), list[float]()
     for epoch in range(CONFIG.num_epochs):
         order = epoch_order(len(examples), seed=CONFIG.seed, epoch=epoch, shuffle=CONFIG.shuffle)
         for first in range(0, len(order), CONFIG.batch_size):
             batch = [examples[index] for index in order[first : first + CONFIG.batch_size]]
             for group in adamw.param_groups:
-                group["lr"] = OPTIMIZER.learning_rate * min(1.0, (len(losses) + 1) / (OPTIMIZER.warmup_steps + 1))
+                group["lr"] = OPTIMIZER.learning_rate * min(
+                    1.0, (len(losses) + 1) / (OPTIMIZER.warmup_steps + 1)
+                )
             adamw.zero_grad()
-            loss = summed_loss(twin, sequences(batch)) / sum(example.num_trained for example in batch)
+            loss = summed_loss(twin, sequences(batch)) / sum(
+                example.num_trained for example in batch
+            )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, OPTIMIZER.max_grad_norm)
             adamw.step()
             losses.append(float(loss.detach()))
-    parameters = {n.replace(".default", ""): p.detach() for n, p in twin.named_parameters() if "lora_" in n}
+    parameters = {
+        n.replace(".default", ""): p.detach() for n, p in twin.named_parameters() if "lora_" in n
+    }
     return losses, parameters
 
 
@@ -154,7 +170,8 @@ class AtOnce(Executor):
 
 @pytest.mark.long
 def test_a_model_three_times_larger_than_the_pool_is_trained_beside_requests(monkeypatch, tmp_path):
-    """By any plan: tiny pieces, packs dropped, requests preempted. The same ones however fast the disk is."""
+    """By any plan: tiny pieces, packs dropped, requests preempted. The same ones however fast the
+    disk is."""
     monkeypatch.setattr(weight_window, "ThreadPoolExecutor", AtOnce)
     engine, rng = other_engine(num_pages=1750), Random(0)
     assert num_weight_bytes() > 3 * engine.pool.num_pages * engine.pool.page_bytes
@@ -174,10 +191,16 @@ def test_a_model_three_times_larger_than_the_pool_is_trained_beside_requests(mon
     assert_is_pefts(engine, events, tmp_path)
     got = tokens_by_request(events)
     assert len(asked) >= 7
-    assert {name: got[name] for name in asked} == {name: expected_tokens(prompt, 12) for name, prompt in asked.items()}
+    assert {name: got[name] for name in asked} == {
+        name: expected_tokens(prompt, 12) for name, prompt in asked.items()
+    }
     assert engine.stats().num_packs_dropped == 0
     assert len({size for size in sizes if size}) > 3
-    changes = [after - before for before, after in pairwise([size for size in sizes if size]) if after != before]
+    changes = [
+        after - before
+        for before, after in pairwise([size for size in sizes if size])
+        if after != before
+    ]
     grew = [change > 0 for change in changes]
     assert (False, True) in set(pairwise(grew)), "the window gave way, and grew again"
     assert engine.stats().num_weight_bytes_copied > 2 * num_weight_bytes()
@@ -186,7 +209,8 @@ def test_a_model_three_times_larger_than_the_pool_is_trained_beside_requests(mon
 
 
 def test_weights_that_are_not_there_are_not_waited_for_while_requests_run(monkeypatch, tmp_path):
-    """Their copies are held up; steps with requests run without the job, which continues when they come."""
+    """Their copies are held up; steps with requests run without the job, which continues when they
+    come."""
     engine = other_engine(num_pages=1750)
     may_copy, copy_part = Event(), WeightWindow._copy
 
@@ -271,7 +295,9 @@ def test_steps_stop_at_their_time_limit(monkeypatch):
     monkeypatch.setattr(weight_window, "ThreadPoolExecutor", AtOnce)
     engine = other_engine(num_pages=1750)
     engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine", model="big")
-    engine.policy = PlannedBy(function=lambda view, latency: structs.replace(plan_all(view), backward_limit_s=0.0))
+    engine.policy = PlannedBy(
+        function=lambda view, latency: structs.replace(plan_all(view), backward_limit_s=0.0)
+    )
     for _ in range(6):
         engine.step()
         result = watched(engine).results[-1]
@@ -282,7 +308,10 @@ def plan_all(view: View) -> Plan:
     memory = MemoryPlan(view)
     memory.begin_packs()
     (job,) = memory.jobs
-    return Plan(begin=tuple(memory.begin), tasklets=(PlannedTasklets(job.id, job.num_rows, job.num_parts_left),))
+    return Plan(
+        begin=tuple(memory.begin),
+        tasklets=(PlannedTasklets(job.id, job.num_rows, job.num_parts_left),),
+    )
 
 
 def test_a_job_resumes_from_its_checkpoint_and_goes_to_the_host_and_back(tmp_path):
@@ -299,7 +328,9 @@ def test_a_job_resumes_from_its_checkpoint_and_goes_to_the_host_and_back(tmp_pat
             engine.resume_job(job)
     checkpoint = engine.checkpoint(job).write(tmp_path / "checkpoints")
     again = other_engine(num_pages=1750)
-    resumed = again.submit_examples(examples_of(LENGTHS), CONFIG, checkpoint=checkpoint, name="mine", model="big")
+    resumed = again.submit_examples(
+        examples_of(LENGTHS), CONFIG, checkpoint=checkpoint, name="mine", model="big"
+    )
     assert_is_pefts(again, events + run_to_end(again, resumed), tmp_path / "adapter")
 
 
@@ -307,7 +338,8 @@ def test_a_job_resumes_from_its_checkpoint_and_goes_to_the_host_and_back(tmp_pat
 def test_two_jobs_take_turns_in_the_window_and_one_of_the_served_model_runs_beside_them(tmp_path):
     engine = other_engine(num_pages=2000)
     mine, other = (
-        engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name=name, model="big") for name in ("mine", "other")
+        engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name=name, model="big")
+        for name in ("mine", "other")
     )
     served = engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="served")
     events: list[Any] = []
@@ -316,14 +348,18 @@ def test_two_jobs_take_turns_in_the_window_and_one_of_the_served_model_runs_besi
         engine.check_integrity()
         assert not (engine.job(mine).has_pack and engine.job(other).has_pack)
     assert {engine.job(job).state for job in (mine, other, served)} == {"succeeded"}
-    assert_is_pefts(engine, [event for event in events if getattr(event, "job", "") == mine], tmp_path)
+    assert_is_pefts(
+        engine, [event for event in events if getattr(event, "job", "") == mine], tmp_path
+    )
     assert_nothing_is_held(engine)
 
 
 def test_validation_losses_come_through_the_window():
     engine = other_engine(num_pages=1750)
     config = replace(CONFIG, num_epochs=1, evaluate_every_steps=1)
-    events = engine.tune(examples_of(LENGTHS), config, adapter=LORA, validation=examples_of((8, 6)), model="big")
+    events = engine.tune(
+        examples_of(LENGTHS), config, adapter=LORA, validation=examples_of((8, 6)), model="big"
+    )
     found = of_kind(events, "evaluation")
     assert [event.step for event in found] == [1, 2]
     assert all(event.loss is not None and event.loss > 0 for event in found)
@@ -333,9 +369,14 @@ def test_its_adapter_is_saved_and_continued_but_not_served(tmp_path):
     engine = other_engine(num_pages=1750)
     config = replace(CONFIG, num_epochs=1)
     engine.tune(examples_of(LENGTHS), config, adapter=LORA, name="mine", model="big")
-    with pytest.raises(AdapterError, match="adapter mine@2 is of model 'big', which is trained here and not served"):
+    with pytest.raises(
+        AdapterError, match="adapter mine@2 is of model 'big', which is trained here and not served"
+    ):
         engine.add(prompts_of((9,))[0], greedy(3), adapter="mine")
-    with pytest.raises(JobError, match="adapter mine@2 is of model 'big', the job of the model that serves: continue"):
+    with pytest.raises(
+        JobError,
+        match="adapter mine@2 is of model 'big', the job of the model that serves: continue",
+    ):
         engine.submit(examples_of(LENGTHS), config, adapter="mine")
     engine.tune(examples_of(LENGTHS), config, adapter="mine", name="further", model="big")
     engine.save_adapter("further", tmp_path)
@@ -346,14 +387,27 @@ def test_its_adapter_is_saved_and_continued_but_not_served(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "model", "message"),
     [
-        ({}, "huge", "model 'huge' is not served here, nor one of those that can be trained beside it: 'big'"),
+        (
+            {},
+            "huge",
+            "model 'huge' is not served here, nor one of those that can be trained beside it: "
+            "'big'",
+        ),
         (
             {"num_pages": 100},
             "big",
             "two parts of model 'big' side by side need [0-9]+ bytes; the window of weights may",
         ),
-        ({"weight_window_bytes": 1000}, "big", "side by side need [0-9]+ bytes; the window of weights may have 1000"),
-        ({"num_pages": 900}, "big", "a pack of 12 tokens needs [0-9]+ pages; there are [0-9]+: lower max_pack_tokens"),
+        (
+            {"weight_window_bytes": 1000},
+            "big",
+            "side by side need [0-9]+ bytes; the window of weights may have 1000",
+        ),
+        (
+            {"num_pages": 900},
+            "big",
+            "a pack of 12 tokens needs [0-9]+ pages; there are [0-9]+: lower max_pack_tokens",
+        ),
     ],
 )
 def test_a_job_that_can_never_run_is_refused(settings, model, message):

@@ -1,4 +1,5 @@
-"""An adapter whose model had its vocabulary resized, in an engine: requests, sampling, jobs; beside others."""
+"""An adapter whose model had its vocabulary resized, in an engine: requests, sampling, jobs; beside
+others."""
 
 from pathlib import Path
 
@@ -40,14 +41,23 @@ def test_rows_of_all_vocabularies_share_a_batch():
     backbone = make_backbone("llama")
     _, directory = made()
     _, other = made(Cell(tied=False, resized=False, whole="both"))
-    adapters = [load_adapter(backbone, directory), None, load_adapter(backbone, other), make_adapter(backbone)]
-    users = [(adapter, random_tokens(3 + index, index)) for index, adapter in enumerate([*adapters, *adapters])]
+    adapters = [
+        load_adapter(backbone, directory),
+        None,
+        load_adapter(backbone, other),
+        make_adapter(backbone),
+    ]
+    users = [
+        (adapter, random_tokens(3 + index, index))
+        for index, adapter in enumerate([*adapters, *adapters])
+    ]
     users[0][1][1] = VOCAB + 3
     runs = [(len(tokens), adapter and adapter.bypasses()) for adapter, tokens in users]
 
     def run(chosen):
         spans = [
-            CachedSequence(backbone, 60, adapter and adapter.bypasses()).extend(tokens) for adapter, tokens in chosen
+            CachedSequence(backbone, 60, adapter and adapter.bypasses()).extend(tokens)
+            for adapter, tokens in chosen
         ]
         sizes = [(len(tokens), adapter and adapter.bypasses()) for adapter, tokens in chosen]
         return logits(backbone, forward(backbone, spans), sizes)
@@ -70,7 +80,10 @@ def test_requests_of_an_engine_get_pefts_tokens_beside_others():
     theirs, directory = made()
     engine = engine_with(directory)
     adapters = ["wide", "wide", None, "wide"]
-    ids = [engine.add(prompt, GREEDY, adapter=adapter) for prompt, adapter in zip(PROMPTS, adapters, strict=True)]
+    ids = [
+        engine.add(prompt, GREEDY, adapter=adapter)
+        for prompt, adapter in zip(PROMPTS, adapters, strict=True)
+    ]
     found: dict[str, list[int]] = {request: [] for request in ids}
     while engine.requests:
         for chunk in engine.step():
@@ -88,14 +101,18 @@ def test_settings_know_the_tokens_of_the_adapter():
     engine, new = engine_with(directory), VOCAB + 3
     only = SamplingParams(max_tokens=2, allowed_token_ids=(new,), logprobs=2)
     assert list(engine.generate([[1, 2]], only, adapter="wide")[0].tokens) == [new, new]
-    drawn = SamplingParams(max_tokens=5, temperature=1.5, top_k=4, top_p=0.9, min_p=0.01, seed=1, logit_bias={new: 3.0})
+    drawn = SamplingParams(
+        max_tokens=5, temperature=1.5, top_k=4, top_p=0.9, min_p=0.01, seed=1, logit_bias={new: 3.0}
+    )
     assert len(engine.generate([[1, 2]], drawn, adapter="wide")[0].tokens) == 5
     for adapter, prompt, params in (
         (None, [new], GREEDY),
         ("wide", [RESIZED], GREEDY),
         (None, [1], only),
     ):
-        with pytest.raises(RequestError, match=f"the model has {VOCAB if adapter is None else RESIZED}"):
+        with pytest.raises(
+            RequestError, match=f"the model has {VOCAB if adapter is None else RESIZED}"
+        ):
             engine.generate([prompt], params, adapter=adapter)
 
 
@@ -117,12 +134,21 @@ def test_a_job_continues_with_such_an_adapter_and_peft_reads_what_it_made(cell, 
     config = TuningConfig(num_epochs=3, batch_size=2, optimizer=OptimizerConfig(learning_rate=1e-2))
     with pytest.raises(JobError, match=f"has a token beyond the model's {VOCAB}"):
         engine.submit(data, config)
-    losses = [event.loss for event in engine.tune(data, config, adapter="wide", name="more") if event.kind == "step"]
+    losses = [
+        event.loss
+        for event in engine.tune(data, config, adapter="wide", name="more")
+        if event.kind == "step"
+    ]
     assert losses[-1] < losses[0]
     engine.save_adapter("more", tmp_path)
     again = PeftModel.from_pretrained(base_of(cell), str(tmp_path)).eval()
-    ours, rows = load_adapter(make_backbone(cell.family), tmp_path), torch.tensor([3, VOCAB + 1, 5, VOCAB + 4])
-    hidden = forward(ours.backbone, [CachedSequence(ours.backbone, 4, ours.bypasses()).extend(rows)])
+    ours, rows = (
+        load_adapter(make_backbone(cell.family), tmp_path),
+        torch.tensor([3, VOCAB + 1, 5, VOCAB + 4]),
+    )
+    hidden = forward(
+        ours.backbone, [CachedSequence(ours.backbone, 4, ours.bypasses()).extend(rows)]
+    )
     found = logits(ours.backbone, hidden, [(4, ours.bypasses())])
     torch.testing.assert_close(found, peft_logits(again, rows), atol=1e-4, rtol=0)
 
@@ -158,23 +184,33 @@ def test_memory_counts_what_is_not_trained(monkeypatch):
     _, directory = made()
     needed = RESIZED * 32 * 4 * 2
     monkeypatch.setattr(adapter_memory, "available_bytes", lambda device: needed)
-    with pytest.raises(AdapterTooLargeError, match=rf"largest tensor is model.embed_tokens.weight, \[{RESIZED}, 32\]"):
+    with pytest.raises(
+        AdapterTooLargeError,
+        match=rf"largest tensor is model.embed_tokens.weight, \[{RESIZED}, 32\]",
+    ):
         engine_with(directory)
 
 
-def test_weights_of_the_same_vocabulary_that_differ_are_used_and_equal_ones_take_no_memory(tmp_path):
+def test_weights_of_the_same_vocabulary_that_differ_are_used_and_equal_ones_take_no_memory(
+    tmp_path,
+):
     """`save_embedding_layers=True` writes them in any case."""
     from safetensors.torch import load_file, save_file
 
     backbone = make_backbone("llama")
     save_adapter(make_adapter(backbone), tmp_path)
-    path, table = tmp_path / "adapter_model.safetensors", "base_model.model.model.embed_tokens.weight"
+    path, table = (
+        tmp_path / "adapter_model.safetensors",
+        "base_model.model.model.embed_tokens.weight",
+    )
     own = make_model("llama").get_input_embeddings().weight.detach().clone()
     save_file({**load_file(path), table: own}, path, metadata={"format": "pt"})
     assert load_adapter(backbone, tmp_path).layout.frozen is None
     save_file({**load_file(path), table: own + 1}, path, metadata={"format": "pt"})
     found = load_adapter(backbone, tmp_path)
-    assert found.layout.frozen is not None and found.layout.frozen.modules == ("model.embed_tokens",)
+    assert found.layout.frozen is not None and found.layout.frozen.modules == (
+        "model.embed_tokens",
+    )
     assert found.layout.num_frozen == VOCAB * 32
     assert torch.equal(found.frozen_weights["model.embed_tokens"], own + 1)
 
@@ -182,7 +218,10 @@ def test_weights_of_the_same_vocabulary_that_differ_are_used_and_equal_ones_take
 def test_a_vocabulary_without_a_head_is_named(tmp_path):
     found = made_by_peft(Cell(tied=False, resized=True, targets="embed"))
     assert not isinstance(found, str)
-    with pytest.raises(AdapterError, match=f"is for {RESIZED} tokens, .* the weight of lm_head for them is not in it"):
+    with pytest.raises(
+        AdapterError,
+        match=f"is for {RESIZED} tokens, .* the weight of lm_head for them is not in it",
+    ):
         load_adapter(make_backbone("llama"), found[1])
 
 
@@ -198,7 +237,9 @@ def test_other_families_have_vocabularies_of_their_own(family, tmp_path):
     theirs = peft.get_peft_model(base, config).eval()
     theirs.save_pretrained(tmp_path)
     ours, rows = load_adapter(make_backbone(family), tmp_path), random_tokens(9, 1) % (VOCAB - 7)
-    hidden = forward(ours.backbone, [CachedSequence(ours.backbone, 9, ours.bypasses()).extend(rows)])
+    hidden = forward(
+        ours.backbone, [CachedSequence(ours.backbone, 9, ours.bypasses()).extend(rows)]
+    )
     found = logits(ours.backbone, hidden, [(9, ours.bypasses())])
     assert found.shape[1] == VOCAB and torch.isneginf(found[:, VOCAB - 7 :]).all()
     torch.testing.assert_close(found[:, : VOCAB - 7], peft_logits(theirs, rows), atol=1e-4, rtol=0)
@@ -206,5 +247,7 @@ def test_other_families_have_vocabularies_of_their_own(family, tmp_path):
 
 def test_weights_that_an_adapter_brings_are_refused_where_ranks_divide_the_model():
     whole, (_, directory) = make_backbone("llama"), made()
-    with pytest.raises(AdapterError, match="brings weights of its own is not divided among ranks yet"):
+    with pytest.raises(
+        AdapterError, match="brings weights of its own is not divided among ranks yet"
+    ):
         run_ranks(2, lambda group: load_adapter(divided_backbone(whole, group), directory))

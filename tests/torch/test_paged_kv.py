@@ -1,4 +1,5 @@
-"""Keys and values in pages: the same numbers as contiguous memory, whatever was in the pages before."""
+"""Keys and values in pages: the same numbers as contiguous memory, whatever was in the pages
+before."""
 
 import pytest
 import torch
@@ -30,8 +31,13 @@ def test_sequences_of_all_lengths_run_together_as_each_does_alone(dtype, toleran
     adapters = [make_adapter(pages.backbone, seed=seed).bypasses() for seed in (1, 2)]
     bypasses = [None, adapters[0], None, adapters[1], adapters[0]]
     together, expected = [], []
-    for index, (length, count, own) in enumerate(zip((30, 3, 9, 4, 1), (1, 1, 6, 1, 1), bypasses, strict=True)):
-        tokens, table = random_tokens(length + count, length), list(range(10 * index, 10 * index + 10))
+    for index, (length, count, own) in enumerate(
+        zip((30, 3, 9, 4, 1), (1, 1, 6, 1, 1), bypasses, strict=True)
+    ):
+        tokens, table = (
+            random_tokens(length + count, length),
+            list(range(10 * index, 10 * index + 10)),
+        )
         plain = CachedSequence(pages.backbone, length + count, own)
         forward(pages.backbone, [plain.extend(tokens[:length])])
         forward(pages.backbone, [pages.rows([(table, 0, tokens[:length].tolist())], own)])

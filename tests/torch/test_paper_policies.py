@@ -47,8 +47,8 @@ def _profile(num_units: int = 1) -> Profile:
 
 
 class Outcome(NamedTuple):
-    """tuning: tokens trained per second. attained: share of the requests whose SLO was held. tpot, ttft: of the 99th of
-    100 requests, in units of the SLO.
+    """tuning: tokens trained per second. attained: share of the requests whose SLO was held. tpot,
+    ttft: of the 99th of 100 requests, in units of the SLO.
     """
 
     tuning: float
@@ -60,14 +60,18 @@ class Outcome(NamedTuple):
 def arrivals(rate: float) -> list[Arrival]:
     rng, at_s, found = Random(3), 0.0, []
     while (at_s := at_s + rng.expovariate(rate)) < SECONDS:
-        prompt, output = 1 + int(rng.lognormvariate(4.5, 0.8)), 2 + int(rng.lognormvariate(3.7, 0.6))
+        prompt, output = (
+            1 + int(rng.lognormvariate(4.5, 0.8)),
+            2 + int(rng.lognormvariate(3.7, 0.6)),
+        )
         found.append(Arrival(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output))
     return found
 
 
 @cache
 def outcome(policy: str, rate: float = LIGHT, *, num_units: int = 1, **settings: Any) -> Outcome:
-    """What a policy makes of a job and of requests that come at random, on a device of as many units."""
+    """What a policy makes of a job and of requests that come at random, on a device of as many
+    units."""
     device = ModelledDevice(_backbone(), _profile(num_units), num_pages=16_000)
     config = EngineConfig(policy=policy, policy_settings=settings, ttft_s=5.0)
     engine = TokenEngine(device, LatencyModel(_profile(num_units)), config)
@@ -103,8 +107,8 @@ def test_the_fewer_iterations_of_inference_the_more_is_trained_and_the_slower_ar
 
 
 def test_a_short_interval_breaks_slos_that_a_long_one_holds():
-    """Figure 11: with 64 most is trained and SLOs are lost; co-serving keeps them, and trains more than with any
-    interval that comes near to it.
+    """Figure 11: with 64 most is trained and SLOs are lost; co-serving keeps them, and trains more
+    than with any interval that comes near to it.
     """
     often, rarely = (outcome("temporal-sharing", HEAVY, n=n) for n in (64, 512))
     fused = outcome("token-fusion", HEAVY)
@@ -160,7 +164,8 @@ def intervals(number: int, *, queue: int, arrivals: int, ends: int) -> list[int]
 
 
 def test_intervals_are_those_of_algorithm_3():
-    """By hand: 64 at first; 1.1 f_p at the next two switches; then (1.35 f + 2 f_p) / 3, at least 80, for the next."""
+    """By hand: 64 at first; 1.1 f_p at the next two switches; then (1.35 f + 2 f_p) / 3, at least
+    80, for the next."""
     assert [interval_at(p) for p in (0.0, 0.8, 1.4, 2.0, 3.0)] == [
         64,
         64,
@@ -168,7 +173,8 @@ def test_intervals_are_those_of_algorithm_3():
         512,
         512,
     ]
-    # f = 64: f_p = (86.4 + 128) / 3 = 71.47; after it 1.1 f_p = 78.6; the next f_p = (86.4 + 142.9) / 3 = 76.4.
+    # f = 64: f_p = (86.4 + 128) / 3 = 71.47; after it 1.1 f_p = 78.6; the next f_p = (86.4 + 142.9)
+    # / 3 = 76.4.
     assert intervals(7, queue=0, arrivals=0, ends=0) == [64, 71, 71, 80, 79, 79, 80]
     # A pressure of 1 + 0.5 + 1: f = 512, f_p = (691.2 + 128) / 3 = 273.1.
     assert intervals(5, queue=40, arrivals=9, ends=1) == [64, 71, 71, 274, 301]
@@ -188,7 +194,10 @@ def test_deferred_batching_trains_next_to_nothing_under_load():
     """Section 6.2: as the rate rises, its throughput drops to zero first."""
     light, heavy = outcome("fineinfer"), outcome("fineinfer", HEAVY)
     assert heavy.tuning < 0.1 * light.tuning
-    assert heavy.tuning < 0.2 * outcome("slack", HEAVY).tuning and light.tuning < outcome("slack").tuning
+    assert (
+        heavy.tuning < 0.2 * outcome("slack", HEAVY).tuning
+        and light.tuning < outcome("slack").tuning
+    )
 
 
 def test_the_longer_the_deferral_the_more_is_trained_and_the_later_are_first_tokens():
@@ -201,7 +210,9 @@ def test_the_longer_the_deferral_the_more_is_trained_and_the_later_are_first_tok
 
 def test_larger_chunks_train_more_and_answer_more_slowly():
     """LLMStation figure 5: small chunks do not use the device."""
-    small, middle, large = (outcome("chunked-training", HEAVY, chunk_tokens=n) for n in (32, 128, 512))
+    small, middle, large = (
+        outcome("chunked-training", HEAVY, chunk_tokens=n) for n in (32, 128, 512)
+    )
     assert small.tuning < middle.tuning < large.tuning
     assert small.tpot < middle.tpot < large.tpot
     assert large.attained < 0.5 < 0.9 < small.attained, "what suits one load does not suit another"
@@ -211,13 +222,18 @@ def test_larger_chunks_train_more_and_answer_more_slowly():
 
 
 def test_the_smaller_the_share_of_requests_the_more_is_trained_and_the_slower_are_answers():
-    small, middle, large = (outcome("spatial-sharing", HEAVY, num_units=10, inference_share=n) for n in (0.3, 0.6, 0.9))
+    small, middle, large = (
+        outcome("spatial-sharing", HEAVY, num_units=10, inference_share=n) for n in (0.3, 0.6, 0.9)
+    )
     assert small.tuning > middle.tuning > large.tuning
     assert small.tpot > middle.tpot > large.tpot
 
 
 def test_a_fixed_share_that_suits_light_load_breaks_slos_under_heavy_load():
-    light, heavy = (outcome("spatial-sharing", rate, num_units=10, inference_share=0.4) for rate in (LIGHT, HEAVY))
+    light, heavy = (
+        outcome("spatial-sharing", rate, num_units=10, inference_share=0.4)
+        for rate in (LIGHT, HEAVY)
+    )
     assert light.attained > 0.99 and heavy.attained < 0.5
 
 
@@ -226,13 +242,18 @@ def test_a_fixed_share_that_suits_light_load_breaks_slos_under_heavy_load():
 
 @pytest.mark.parametrize("rate", [LIGHT, HEAVY])
 def test_a_partition_that_follows_the_load_trains_more_than_a_fixed_one_and_holds_slos(rate):
-    """Figure 11: 75% more than StaticMode in the mean, with decode latencies nearer to the objective."""
-    follows, fixed = (outcome(policy, rate, num_units=10) for policy in ("harli", "spatial-sharing"))
+    """Figure 11: 75% more than StaticMode in the mean, with decode latencies nearer to the
+    objective."""
+    follows, fixed = (
+        outcome(policy, rate, num_units=10) for policy in ("harli", "spatial-sharing")
+    )
     assert follows.attained > 0.99
     assert follows.tuning > 1.3 * fixed.tuning and follows.tpot > fixed.tpot
 
 
-def divided(policy: str, num_requests: int, *, phase: str = "backward", tpot_s: float = 0.06) -> Plan:
+def divided(
+    policy: str, num_requests: int, *, phase: str = "backward", tpot_s: float = 0.06
+) -> Plan:
     """What a policy plans for requests that decode and a job, on a device of ten units."""
     requests = [
         make_request(
@@ -265,18 +286,28 @@ def test_harli_gives_decoding_the_units_that_just_keep_the_slo():
     units = []
     for number in (1, 30, 60):
         made = divided("harli", number)
-        assert made.partition is not None and made.partition.forward_units + made.partition.backward_units == 10
+        assert (
+            made.partition is not None
+            and made.partition.forward_units + made.partition.backward_units == 10
+        )
         latency = LatencyModel(_profile(10))
         took = [
-            made.prediction.forward_s / latency.sharing.speeds(each, forward_rows=number, tasklet_rows=1024)[0]
+            made.prediction.forward_s
+            / latency.sharing.speeds(each, forward_rows=number, tasklet_rows=1024)[0]
             for each in latency.sharing.partitions
         ]
-        allowed = [each for each, seconds in zip(latency.sharing.partitions, took, strict=True) if seconds <= 0.06]
+        allowed = [
+            each
+            for each, seconds in zip(latency.sharing.partitions, took, strict=True)
+            if seconds <= 0.06
+        ]
         assert abs(made.partition.forward_units - min(each.forward_units for each in allowed)) <= 1
         assert made.predicted_s <= 1.05 * 0.06
         units.append(made.partition.forward_units)
     assert units == sorted(units) and units[0] < units[-1]
-    assert not divided("harli", 60, tpot_s=0.03).moved_jobs, "where none keeps it, everything is the requests'"
+    assert not divided("harli", 60, tpot_s=0.03).moved_jobs, (
+        "where none keeps it, everything is the requests'"
+    )
 
 
 def test_harli_trains_beside_decode_steps_that_are_over_before_a_jobs_smallest_piece():
@@ -317,7 +348,9 @@ def test_harlis_predictor_errs_by_five_per_cent_at_most():
             for context in (300, 700):
                 speed, _ = latency.sharing.speeds(partition, forward_rows=batch, tasklet_rows=512)
                 truth_s = latency.decode_s(num_requests=batch, context=context) / speed
-                errors.append(abs(predictor(latency).seconds(partition, batch, context) / truth_s - 1))
+                errors.append(
+                    abs(predictor(latency).seconds(partition, batch, context) / truth_s - 1)
+                )
     assert sum(errors) / len(errors) < 0.05
 
 
@@ -325,9 +358,12 @@ def test_harlis_predictor_errs_by_five_per_cent_at_most():
 
 
 def test_llmstation_trains_where_deferred_batching_cannot_and_holds_slos():
-    """Figures 9 and 10: more throughput than FineInfer under load, lower TTFT, and a higher TPOT."""
+    """Figures 9 and 10: more throughput than FineInfer under load, lower TTFT, and a higher
+    TPOT."""
     for num_units in (1, 10):
-        planned, deferred = (outcome(policy, HEAVY, num_units=num_units) for policy in ("llmstation", "fineinfer"))
+        planned, deferred = (
+            outcome(policy, HEAVY, num_units=num_units) for policy in ("llmstation", "fineinfer")
+        )
         assert planned.attained > 0.97
         assert planned.tuning > 2.38 * deferred.tuning, "the least that the paper has"
         assert planned.ttft < deferred.ttft and planned.tpot > deferred.tpot
@@ -393,25 +429,31 @@ def test_the_linear_model_tells_communication_from_computation_and_memory_access
         forward, tasklet = forward_work(load, latency), tasklet_work(job, 64, latency)
         num_layers, is_divided = backbone.architecture.num_layers, num_ranks > 1
         # Two sums a block, and that of the embedding, whose table is the head and divided.
-        assert forward.communication_s == pytest.approx(is_divided * (2 * num_layers + 1) * sum_s, rel=1e-6)
-        # Of the lowest block, whose input nobody asks about, one; of all others two. And what is saved of the block's
-        # input and of the second norm's is gathered.
+        assert forward.communication_s == pytest.approx(
+            is_divided * (2 * num_layers + 1) * sum_s, rel=1e-6
+        )
+        # Of the lowest block, whose input nobody asks about, one; of all others two. And what is
+        # saved of the block's input and of the second norm's is gathered.
         backward_s = (2 - 1 / num_layers) * sum_s + 2 * gather_s
         assert tasklet.communication_s == pytest.approx(is_divided * backward_s, rel=1e-6)
         assert forward.fixed_s + forward.computation_s > 0
-    assert forward.fixed_s == pytest.approx(latency.profile.forward.at(1) - latency.profile.sums.at(1)), (
-        "what the sums take is in none of the others"
-    )
+    assert forward.fixed_s == pytest.approx(
+        latency.profile.forward.at(1) - latency.profile.sums.at(1)
+    ), "what the sums take is in none of the others"
 
 
 def test_records_overrule_the_linear_model_which_learns_from_them():
     records, key, other = LatencyRecords(), Key("decode", 8, 0), Key("decode", 9, 0)
     work = [Work(0.01, 0.001 * n, 0.0, 0.010 + 0.001 * n) for n in range(20)]
-    assert records.seconds("a", key, lambda: work[8]) == pytest.approx(work[8].computation_s + work[8].memory_s)
+    assert records.seconds("a", key, lambda: work[8]) == pytest.approx(
+        work[8].computation_s + work[8].memory_s
+    )
     for batch, each in enumerate(work):
         if batch != 9:
             records.record("a", Key("decode", batch, 0), each, 0.02 + 0.003 * batch)
-    assert records.seconds("a", key, lambda: Work(1, 1, 1, 1)) == 0.02 + 0.003 * 8, "a record, whatever the work"
+    assert records.seconds("a", key, lambda: Work(1, 1, 1, 1)) == 0.02 + 0.003 * 8, (
+        "a record, whatever the work"
+    )
     assert records.recorded("a", other) is None and records.recorded("b", key) is None
     assert records.seconds("a", other, lambda: work[9]) == pytest.approx(0.02 + 0.003 * 9, rel=0.02)
     records.record("a", key, work[8], 5.0)

@@ -41,7 +41,9 @@ def test_processes_on_parts_are_slower_than_the_parts_alone_and_have_a_copy_of_t
 def test_sharded_weights_bound_what_torchtune_trains():
     """Two devices gather 16 GB for each pass: forward and backward."""
     slo = Slo(ttft_s=0.5, tpot_s=0.05)
-    setting = Setting(model="llama-3.1-8b", hardware=RTX3090, num_ranks=2, slo=slo, examples=_examples(100))
+    setting = Setting(
+        model="llama-3.1-8b", hardware=RTX3090, num_ranks=2, slo=slo, examples=_examples(100)
+    )
     gather_s = 2 * 16_060_522_496 / 2 / 4.6e10
     assert llmstation._torchtune(setting) == pytest.approx(2 * 2 * 100 / gather_s, rel=0.01)
 

@@ -1,4 +1,5 @@
-"""Patterns of modules mean what they mean in PEFT, and none, however it is made, takes long to match."""
+"""Patterns of modules mean what they mean in PEFT, and none, however it is made, takes long to
+match."""
 
 import re
 import subprocess
@@ -18,7 +19,8 @@ from coserve.adapters.patterns import compile_pattern
 from coserve.errors import AdapterError, JobError
 from coserve.jobs.settings import job_settings
 
-# How long a process may take before it counts as hung; the patterns below take a backtracking engine for ever.
+# How long a process may take before it counts as hung; the patterns below take a backtracking
+# engine for ever.
 HUNG_S = 120
 EVIL = [
     "([a-z_.0-9]+)+X",
@@ -72,12 +74,23 @@ PATTERNS = [
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_chooses_what_it_chooses_in_peft(pattern):
     assert chosen(target_modules=pattern) == chosen_by_peft(target_modules=pattern)
-    excluded = {"target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"], "exclude_modules": pattern}
+    excluded = {
+        "target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"],
+        "exclude_modules": pattern,
+    }
     assert chosen(**excluded) == chosen_by_peft(**excluded)
 
 
 @pytest.mark.parametrize(
-    "names", [["q_proj"], ["proj"], ["self_attn.q_proj", "mlp"], ["model.layers.1.mlp.up_proj"], [".q_proj"], [""]]
+    "names",
+    [
+        ["q_proj"],
+        ["proj"],
+        ["self_attn.q_proj", "mlp"],
+        ["model.layers.1.mlp.up_proj"],
+        [".q_proj"],
+        [""],
+    ],
 )
 def test_a_list_chooses_by_the_ends_of_names_as_in_peft(names):
     assert chosen(target_modules=names) == chosen_by_peft(target_modules=names)
@@ -85,10 +98,16 @@ def test_a_list_chooses_by_the_ends_of_names_as_in_peft(names):
     assert chosen(**excluded) == chosen_by_peft(**excluded)
 
 
-@pytest.mark.parametrize("pattern", ["layers", "model.layers", "l[a-z]*", "h|layers", "layers|h", "(layers)", r"\w+"])
+@pytest.mark.parametrize(
+    "pattern", ["layers", "model.layers", "l[a-z]*", "h|layers", "layers|h", "(layers)", r"\w+"]
+)
 def test_blocks_are_found_as_in_peft(pattern):
     for layers in (1, [0, 2], [7]):
-        lora = {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": layers, "layers_pattern": pattern}
+        lora = {
+            "target_modules": ["q_proj", "up_proj"],
+            "layers_to_transform": layers,
+            "layers_pattern": pattern,
+        }
         assert chosen(**lora) == chosen_by_peft(**lora)
 
 
@@ -116,7 +135,11 @@ _PIECES = st.sampled_from(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.lists(_PIECES, min_size=1, max_size=5).map("".join), min_size=1, max_size=3, unique=True))
+@given(
+    st.lists(
+        st.lists(_PIECES, min_size=1, max_size=5).map("".join), min_size=1, max_size=3, unique=True
+    )
+)
 def test_ranks_by_pattern_are_pefts(patterns):
     ranks = {pattern: number for number, pattern in enumerate(patterns, 2)}
     try:
@@ -160,7 +183,9 @@ for setting in {settings_!r}:
             pass
     print(setting, flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HUNG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HUNG_S
+    )
     assert done.stdout.split() == settings_, done.stderr
 
 
@@ -182,7 +207,11 @@ for setting in {settings_!r}:
     ],
 )
 def test_what_is_not_matched_is_refused_with_the_reason(pattern, said):
-    for given_ in ({"target_modules": pattern}, {"exclude_modules": pattern}, {"rank_pattern": {pattern: 2}}):
+    for given_ in (
+        {"target_modules": pattern},
+        {"exclude_modules": pattern},
+        {"rank_pattern": {pattern: 2}},
+    ):
         with pytest.raises(ValueError, match=said) as caught:
             LoraConfig(**given_)
         assert len(str(caught.value)) < 500
@@ -215,7 +244,11 @@ def test_every_module_may_have_a_rank_of_its_own(family):
 
 
 def test_a_job_is_told_at_once():
-    for adapter in ({"target_modules": EVIL[0]}, {"target_modules": r"(q)\1"}, {"rank_pattern": {"(?=q)": 2}}):
+    for adapter in (
+        {"target_modules": EVIL[0]},
+        {"target_modules": r"(q)\1"},
+        {"rank_pattern": {"(?=q)": 2}},
+    ):
         with pytest.raises(JobError) as caught:
             job_settings(
                 hyperparameters={},

@@ -1,5 +1,6 @@
-"""Adapters with embeddings, head or norms of their own, against PEFT: combinations are equal, or refused by a line
-that says why. Any three settings meet in one of those that are tried; `make test-every` tries all.
+"""Adapters with embeddings, head or norms of their own, against PEFT: combinations are equal, or
+refused by a line that says why. Any three settings meet in one of those that are tried; `make
+test-every` tries all.
 """
 
 import re
@@ -25,7 +26,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*no implementation exists to tie:UserWarning"),
 ]
 REFUSED = (
-    r"is for \d+ tokens, .* and the weight of \S+ for them is not in it: name that module in modules_to_save",
+    r"is for \d+ tokens, .* and the weight of \S+ for them is not in it: name that module in "
+    r"modules_to_save",
     r"modules_to_save and trainable_token_indices both mean \S+, which PEFT cannot run",
     r"target_modules and trainable_token_indices both mean \S+, which PEFT cannot run",
     r"modules_to_save and target_modules both mean \S+: name it in one of them",
@@ -66,7 +68,12 @@ def test_combinations_are_equal_to_pefts_or_refused(cell: Cell, tmp_path):
         assert len(line.splitlines()) == 1
         return
     tokens = torch.cat(
-        (TOKENS, torch.arange(ours.adapter.architecture.vocab_size - 3, ours.adapter.architecture.vocab_size))
+        (
+            TOKENS,
+            torch.arange(
+                ours.adapter.architecture.vocab_size - 3, ours.adapter.architecture.vocab_size
+            ),
+        )
     )
     torch.testing.assert_close(ours.logits(tokens), peft_logits(theirs, tokens), atol=1e-4, rtol=0)
     expected = greedy(lambda rows: peft_logits(theirs, rows), TOKENS, 4)
@@ -75,11 +82,17 @@ def test_combinations_are_equal_to_pefts_or_refused(cell: Cell, tmp_path):
     save_adapter(ours.adapter, tmp_path)
     again = PeftModel.from_pretrained(base_of(cell), str(tmp_path)).eval()
     torch.testing.assert_close(peft_logits(again, tokens), ours.logits(tokens), atol=1e-4, rtol=0)
-    torch.testing.assert_close(load(cell, tmp_path).logits(tokens), ours.logits(tokens), atol=0, rtol=0)
+    torch.testing.assert_close(
+        load(cell, tmp_path).logits(tokens), ours.logits(tokens), atol=0, rtol=0
+    )
     if why_not := ours.config.why_not_trained(ours.adapter.architecture):
         assert cell.ties and "can be served and not be trained" in why_not
         return
     gradients = peft_gradients(theirs, SEQUENCES)
-    found = {name: each for name, each in ours.in_peft(ours.gradients(SEQUENCES)).items() if name in gradients}
+    found = {
+        name: each
+        for name, each in ours.in_peft(ours.gradients(SEQUENCES)).items()
+        if name in gradients
+    }
     assert worst_error(found, gradients) < 1e-5
     assert ours.adapter.backbone.architecture.vocab_size != RESIZED

@@ -1,4 +1,5 @@
-"""Every PEFT method that there is, against PEFT: logits, gradients, steps, directories; alone and in one batch."""
+"""Every PEFT method that there is, against PEFT: logits, gradients, steps, directories; alone and
+in one batch."""
 
 import json
 import shutil
@@ -19,7 +20,14 @@ from peft_methods import (
     train_peft,
 )
 from peft_training import train_by_autograd
-from support import make_backbone, make_model, model_directory, random_sequences, random_tokens, worst_error
+from support import (
+    make_backbone,
+    make_model,
+    model_directory,
+    random_sequences,
+    random_tokens,
+    worst_error,
+)
 from transformers import AutoModelForCausalLM
 
 from coserve.adapters import Adapter, LoraConfig, load_adapter, save_adapter
@@ -54,7 +62,10 @@ TOKENS, SEQUENCES = random_tokens(12, 1), random_sequences((9, 6))
 def test_logits_and_gradients_equal_pefts(case, family):
     theirs, ours = reference(case, family), ours_of(case, family)
     torch.testing.assert_close(ours.logits(TOKENS), peft_logits(theirs, TOKENS), atol=1e-4, rtol=0)
-    assert worst_error(ours.in_peft(ours.gradients(SEQUENCES)), peft_gradients(theirs, SEQUENCES)) < 1e-5
+    assert (
+        worst_error(ours.in_peft(ours.gradients(SEQUENCES)), peft_gradients(theirs, SEQUENCES))
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("case", ["ia3", "dora", "vera", "bottleneck", "prefix-tuning"])
@@ -79,7 +90,8 @@ def test_directories_go_both_ways(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in TEN_STEPS else pytest.mark.long) for case in CASES]
+    "case",
+    [pytest.param(case, marks=() if case in TEN_STEPS else pytest.mark.long) for case in CASES],
 )
 def test_ten_steps_give_pefts_adapter(case):
     family = CASES[case].families[0]
@@ -93,7 +105,9 @@ def test_ten_steps_give_pefts_adapter(case):
     torch.testing.assert_close(ours.logits(TOKENS), peft_logits(theirs, TOKENS), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("config", [PromptTuningConfig(num_virtual_tokens=3), PrefixTuningConfig(num_virtual_tokens=3)])
+@pytest.mark.parametrize(
+    "config", [PromptTuningConfig(num_virtual_tokens=3), PrefixTuningConfig(num_virtual_tokens=3)]
+)
 def test_peft_reads_virtual_tokens_of_a_model_whose_heads_it_does_not_find(config, tmp_path):
     """MPT's configuration has `n_heads`."""
     adapter = Adapter(make_backbone("mpt"), config, seed=2)
@@ -110,20 +124,27 @@ def test_virtual_tokens_begin_as_the_embeddings_of_tokens(family):
     (found,) = config.create(make_backbone(family), seed=0).masters.values()
     embeddings = make_model(family).get_input_embeddings()
     every = embeddings(torch.arange(embeddings.num_embeddings))
-    assert (torch.cdist(found, every, compute_mode="donot_use_mm_for_euclid_dist").min(1).values < 1e-5).all()
+    assert (
+        torch.cdist(found, every, compute_mode="donot_use_mm_for_euclid_dist").min(1).values < 1e-5
+    ).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-biases-tied"])
 @pytest.mark.parametrize("modules", [("lm_head",), ("embed_tokens",)])
 def test_a_job_begins_with_whole_modules_as_the_model_has_them(family, modules, tmp_path):
-    """Backends may lay weights by columns, as the CPU's does in float32: the adapter's own are learned row by row."""
+    """Backends may lay weights by columns, as the CPU's does in float32: the adapter's own are
+    learned row by row."""
     lora = LoraConfig(r=3, target_modules=("v_proj",), modules_to_save=modules)
-    config = TuningConfig(num_epochs=2, batch_size=2, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2))
+    config = TuningConfig(
+        num_epochs=2, batch_size=2, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2)
+    )
     examples, engine = examples_of((9, 14, 5)), make_engine(family)
     events = engine.tune(examples, config, adapter=lora, name="mine")
     save_adapter(Adapter(make_backbone(family), lora, seed=config.seed), tmp_path)
     model = PeftModel.from_pretrained(make_model(family), str(tmp_path), is_trainable=True)
-    losses = [event.loss for event in events if isinstance(event, JobEvent) and event.kind == "step"]
+    losses = [
+        event.loss for event in events if isinstance(event, JobEvent) and event.kind == "step"
+    ]
     assert losses == pytest.approx(train_by_autograd(model, examples, config), rel=1e-4)
 
 
@@ -139,9 +160,13 @@ def test_rows_of_all_methods_share_a_batch(family):
         own, bypasses = found[case].with_virtual(tokens), found[case].adapter.bypasses()
         spans.append(CachedSequence(backbone, 60, bypasses).extend(own))
         rows.append((len(own), bypasses))
-    together = logits(backbone, forward(backbone, spans), rows).split([num_rows for num_rows, _ in rows])
+    together = logits(backbone, forward(backbone, spans), rows).split(
+        [num_rows for num_rows, _ in rows]
+    )
     for (case, tokens), mixed in zip(users, together, strict=True):
-        torch.testing.assert_close(mixed[-len(tokens) :], found[case].logits(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            mixed[-len(tokens) :], found[case].logits(tokens), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -153,7 +178,9 @@ def test_a_jobs_settings_are_pefts(case):
         return
     theirs = CASES[case].peft().to_dict()
     ours = {name: value for name, value in asked.to_peft().items() if name != "inference_mode"}
-    assert {name: _plain(value) for name, value in ours.items()} == {name: _plain(theirs.get(name)) for name in ours}
+    assert {name: _plain(value) for name, value in ours.items()} == {
+        name: _plain(theirs.get(name)) for name in ours
+    }
 
 
 def _plain(value):
@@ -161,7 +188,8 @@ def _plain(value):
 
 
 def test_gates_of_diff_pruning_are_those_of_the_paper():
-    """Hard concrete gates with noise, their gradients and the penalty's, against autograd on the formulas."""
+    """Hard concrete gates with noise, their gradients and the penalty's, against autograd on the
+    formulas."""
     config = DiffPruningConfig(fraction=0.1, penalty=0.01)
     adapter = Adapter(make_backbone("qwen2"), config)
     gates = config.reparametrization(adapter, torch.Generator().manual_seed(5))
@@ -170,7 +198,10 @@ def test_gates_of_diff_pruning_are_those_of_the_paper():
         value.copy_(torch.randn(value.shape, generator=generator))
     gates.apply(adapter)
     names = list(adapter.masters)
-    grads = {name: torch.randn(master.shape, generator=generator) for name, master in adapter.masters.items()}
+    grads = {
+        name: torch.randn(master.shape, generator=generator)
+        for name, master in adapter.masters.items()
+    }
     w = [gates.parameters[name].clone().requires_grad_() for name in names]
     alpha = [gates.parameters[f"{name}.gate"].clone().requires_grad_() for name in names]
     draws, total = torch.Generator().manual_seed(5 + 1), torch.zeros(())
@@ -189,7 +220,11 @@ def test_gates_of_diff_pruning_are_those_of_the_paper():
 
 
 PARALLEL = "lora-whole-parallel"
-MERGED = [case for case, found in CASES.items() if not config_of(case).num_virtual_tokens and case != "bottleneck"]
+MERGED = [
+    case
+    for case, found in CASES.items()
+    if not config_of(case).num_virtual_tokens and case != "bottleneck"
+]
 
 
 @pytest.mark.parametrize(
@@ -203,12 +238,17 @@ def test_a_merged_model_is_the_model_with_its_adapter(case, family, tmp_path):
     directory = peft_directory(case, family)
     export_merged(str(model_directory(family)), directory, tmp_path / "merged")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(peft_logits(theirs, TOKENS), ours_of(case, family).logits(TOKENS), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        peft_logits(theirs, TOKENS), ours_of(case, family).logits(TOKENS), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("case", ["prompt-tuning", "bottleneck"])
 def test_what_cannot_be_merged_says_so(case, tmp_path):
-    with pytest.raises(AdapterError, match="adapters cannot be merged: they add what the model's weights cannot have"):
+    with pytest.raises(
+        AdapterError,
+        match="adapters cannot be merged: they add what the model's weights cannot have",
+    ):
         export_merged(str(model_directory("qwen2")), peft_directory(case, "qwen2"), tmp_path)
 
 
@@ -226,7 +266,10 @@ def test_a_head_that_was_tied_is_written_by_itself(tmp_path):
 
 
 def test_modules_that_are_not_there_are_named():
-    with pytest.raises(AdapterError, match=r"modules_to_save score matches no module .* it has embed_tokens, lm_head"):
+    with pytest.raises(
+        AdapterError,
+        match=r"modules_to_save score matches no module .* it has embed_tokens, lm_head",
+    ):
         Adapter(make_backbone("qwen2"), LoraConfig(modules_to_save=("score",)))
 
 
@@ -245,15 +288,39 @@ def test_nothing_is_said_where_something_is_taken_for_granted():
         ),
         ({"type": "vera", "r": 0}, "VeRA's r must be a whole number from 1"),
         ({"type": "vera", "exclude_modules": ["q_proj"]}, "VERA has no exclude_modules"),
-        ({"type": "bottleneck", "non_linearity": "cubic"}, "non_linearity must be one of swish, .* not 'cubic'"),
-        ({"type": "prompt_tuning", "num_virtual_tokens": 0}, "num_virtual_tokens must be a whole number from 1"),
-        ({"type": "prompt_tuning", "prompt_tuning_init": "TEXT"}, "prompt_tuning_init must be RANDOM or SAMPLE_VOCAB"),
-        ({"type": "p_tuning", "encoder_reparameterization_type": "GRU"}, "must be MLP or LSTM, not 'GRU'"),
-        ({"type": "prefix_tuning", "prefix_projection": "yes"}, "prefix_projection must be true or false"),
-        ({"type": "diff_pruning", "fraction": 2}, "fraction must be a number above 0 and at most 1"),
+        (
+            {"type": "bottleneck", "non_linearity": "cubic"},
+            "non_linearity must be one of swish, .* not 'cubic'",
+        ),
+        (
+            {"type": "prompt_tuning", "num_virtual_tokens": 0},
+            "num_virtual_tokens must be a whole number from 1",
+        ),
+        (
+            {"type": "prompt_tuning", "prompt_tuning_init": "TEXT"},
+            "prompt_tuning_init must be RANDOM or SAMPLE_VOCAB",
+        ),
+        (
+            {"type": "p_tuning", "encoder_reparameterization_type": "GRU"},
+            "must be MLP or LSTM, not 'GRU'",
+        ),
+        (
+            {"type": "prefix_tuning", "prefix_projection": "yes"},
+            "prefix_projection must be true or false",
+        ),
+        (
+            {"type": "diff_pruning", "fraction": 2},
+            "fraction must be a number above 0 and at most 1",
+        ),
         ({"type": "bitfit", "target_modules": "q_proj"}, "target_modules must be a list of names"),
-        ({"type": "full", "layers_to_transform": ["0"]}, "layers_to_transform must be a list of whole numbers"),
-        ({"type": "lora", "modules_to_save": "lm_head"}, "modules_to_save must be a list of names, not 'lm_head'"),
+        (
+            {"type": "full", "layers_to_transform": ["0"]},
+            "layers_to_transform must be a list of whole numbers",
+        ),
+        (
+            {"type": "lora", "modules_to_save": "lm_head"},
+            "modules_to_save must be a list of names, not 'lm_head'",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(settings, message):
@@ -273,7 +340,11 @@ def test_settings_that_make_no_sense(settings, message):
         ),
         ("vera", {"projection_prng_key": 7}, "is not what projection_prng_key=7 gives"),
         ("vera", {"r": 2**30}, "has shape"),
-        ("prompt-tuning", {"num_virtual_tokens": 4}, r"prompt_embeddings has shape \[3, 32\], .* needs \[4, 32\]"),
+        (
+            "prompt-tuning",
+            {"num_virtual_tokens": 4},
+            r"prompt_embeddings has shape \[3, 32\], .* needs \[4, 32\]",
+        ),
         ("p-tuning", {"encoder_dropout": 0.5}, "uses encoder_dropout=0.5"),
         ("prefix-tuning", {"num_virtual_tokens": None}, "lacks 'num_virtual_tokens'"),
         (
@@ -282,8 +353,16 @@ def test_settings_that_make_no_sense(settings, message):
             "matches no module with a bias of this qwen2; it has q_proj, k_proj, v_proj",
         ),
         ("bottleneck", {"reduction_factor": 8}, r"has shape \[\d+, 32\], .* needs \[\d+, 32\]"),
-        ("bottleneck", {"non_linearity": "cubic"}, "non_linearity must be one of swish, .* not 'cubic'"),
-        ("diff-pruning", {"target_modules": ["q_proj", "up_proj"]}, "lacks .*up_proj.*; it was made for another model"),
+        (
+            "bottleneck",
+            {"non_linearity": "cubic"},
+            "non_linearity must be one of swish, .* not 'cubic'",
+        ),
+        (
+            "diff-pruning",
+            {"target_modules": ["q_proj", "up_proj"]},
+            "lacks .*up_proj.*; it was made for another model",
+        ),
         ("diff-pruning", {"fraction": "half"}, "fraction must be a number above 0 and at most 1"),
     ],
 )

@@ -1,6 +1,6 @@
-"""The search for placements finds Megatron-LM's layout for every family (arXiv 1909.08053, section 3): products that
-read the residual stream are cut by their outputs, products that write to it by their inputs, and a block has one sum
-after each, or one for both where they stand side by side.
+"""The search for placements finds Megatron-LM's layout for every family (arXiv 1909.08053, section
+3): products that read the residual stream are cut by their outputs, products that write to it by
+their inputs, and a block has one sum after each, or one for both where they stand side by side.
 """
 
 import re
@@ -27,7 +27,12 @@ ROWS = {"o_proj", "out_proj", "c_proj", "dense", "down_proj", "fc2", "fc_out", "
 WHOLE_NODES = {"gate", "router", "shared_expert_gate"}
 # Attention and MLP side by side.
 PARALLEL = {"gptj", "gpt-neox", "falcon-old", "falcon-new", "falcon-new-one-norm"}
-EVERY = [(name, size) for name in [*CONFIGS, *MORE_CONFIGS] for size in (2, 4) if (name, size) not in REFUSED]
+EVERY = [
+    (name, size)
+    for name in [*CONFIGS, *MORE_CONFIGS]
+    for size in (2, 4)
+    if (name, size) not in REFUSED
+]
 
 
 def local(name, size, rank=0):
@@ -56,7 +61,9 @@ def test_megatrons_layout_is_found(name, size):
         assert counts == {"rank_copy": sums, "rank_sum": sums, **norms}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "falcon-new", "qwen3.5-tied", "opt-350m-style"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gemma2", "falcon-new", "qwen3.5-tied", "opt-350m-style"]
+)
 def test_tables_and_heads_are_cut_by_the_vocabulary(name):
     model = local(name, 2)
     table = f"{model.architecture.embedding_name}.weight"
@@ -76,13 +83,18 @@ def test_key_heads_that_are_fewer_than_ranks_are_copied():
 @pytest.mark.parametrize("name", ["phi3", "falcon-new-one-norm"])
 def test_the_weights_of_a_fused_projection_are_summed_if_some_of_their_rows_are_copied(name):
     found = local(name, 4).divided[0]
-    [fused] = [weight for weight in found.states if re.search(r"(qkv_proj|query_key_value).weight$", weight)]
+    [fused] = [
+        weight
+        for weight in found.states
+        if re.search(r"(qkv_proj|query_key_value).weight$", weight)
+    ]
     assert found.states[fused].copies == (1, 2)
     assert fused in found.summed
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("gpt2", 4), ("phi3", 4), ("falcon-new", 4), ("gpt-oss", 2), ("qwen3-next", 4)]
+    ("name", "size"),
+    [("gpt2", 4), ("phi3", 4), ("falcon-new", 4), ("gpt-oss", 2), ("qwen3-next", 4)],
 )
 def test_fused_projections_are_cut_part_by_part(name, size):
     """Every rank's columns of a part are those that it has of the whole part."""
@@ -93,14 +105,23 @@ def test_fused_projections_are_cut_part_by_part(name, size):
             width = whole.spec[node.output["y"]].shape[0]
             states = [model.divided[0].states[node.name] for model in models]
             assert all(state == states[0] for state in states)
-            held = {column for runs in states[0].runs for run in runs for column in range(run.start, run.stop)}
+            held = {
+                column
+                for runs in states[0].runs
+                for run in runs
+                for column in range(run.start, run.stop)
+            }
             assert held == set(range(width))
             assert models[0].graphs[0].spec[node.name].shape == (states[0].local,)
 
 
 def test_a_whole_input_of_a_divided_operator_is_copied_once():
     found = local("gpt-oss", 2).divided[0]
-    readers = [node.name for node in found.graph.nodes if "post_attention_layernorm.copy" in node.input.values()]
+    readers = [
+        node.name
+        for node in found.graph.nodes
+        if "post_attention_layernorm.copy" in node.input.values()
+    ]
     assert readers == ["mlp.router", "mlp.experts.gate_up_proj"]
     assert found.states["mlp.router"] is COPIED, "its gradient is a part of a sum as well"
     assert "mlp.router.weight" in found.summed
@@ -110,7 +131,10 @@ def test_an_operator_without_layouts_runs_on_whole_tensors():
     b = GraphBuilder()
     x = b.rows("x", 8)
     norm = b.apply(
-        "layer_norm", "norm", {"x": b.linear("wide", x, 16), "weight": b.weight("norm.weight", 16)}, eps=1e-6
+        "layer_norm",
+        "norm",
+        {"x": b.linear("wide", x, 16), "weight": b.weight("norm.weight", 16)},
+        eps=1e-6,
     )
     graph = b.build(b.linear("narrow", norm, 8))
     found = place_backbone(graph, 2).local(0)
@@ -146,16 +170,24 @@ def test_the_graphs_of_all_ranks_meet_in_their_collectives():
     for name in ("mpt", "llama", "qwen3.5"):
         graphs = [local(name, 2, rank).graphs for rank in (0, 1)]
         for part in graphs[0]:
-            nodes = [[(node.name, node.op, node.inputs) for node in each[part].nodes] for each in graphs]
+            nodes = [
+                [(node.name, node.op, node.inputs) for node in each[part].nodes] for each in graphs
+            ]
             assert nodes[0] == nodes[1]
-            shapes = [[(tensor.name, tensor.shape) for tensor in each[part].tensors] for each in graphs]
+            shapes = [
+                [(tensor.name, tensor.shape) for tensor in each[part].tensors] for each in graphs
+            ]
             assert shapes[0] == shapes[1]
 
 
 def test_slopes_of_alibi_are_those_of_a_ranks_heads():
-    slopes = [local("mpt", 2, rank).graphs[0].node["attention"].attribute["alibi_slopes"] for rank in (0, 1)]
+    slopes = [
+        local("mpt", 2, rank).graphs[0].node["attention"].attribute["alibi_slopes"]
+        for rank in (0, 1)
+    ]
     assert (
-        slopes[0] + slopes[1] == make_backbone("mpt").architecture.graphs[0].node["attention"].attribute["alibi_slopes"]
+        slopes[0] + slopes[1]
+        == make_backbone("mpt").architecture.graphs[0].node["attention"].attribute["alibi_slopes"]
     )
 
 
@@ -163,7 +195,8 @@ def test_a_refusal_names_the_number_and_what_fits():
     with pytest.raises(
         UnsupportedModelError,
         match=re.escape(
-            "llama: 4 heads of attention cannot be divided among 3 ranks; a number of ranks that fits is 1 or 2 or 4"
+            "llama: 4 heads of attention cannot be divided among 3 ranks; a number of ranks that "
+            "fits is 1 or 2 or 4"
         ),
     ):
         local("llama", 3)

@@ -1,4 +1,5 @@
-"""`coserve plan`: hours of traces and of days, what they leave over, and what separate devices would cost."""
+"""`coserve plan`: hours of traces and of days, what they leave over, and what separate devices
+would cost."""
 
 import json
 from math import ceil
@@ -21,21 +22,34 @@ from coserve.workloads.traces import TracedRequest
 pytestmark = pytest.mark.long
 
 LENGTHS = LogNormalLengths(mean_prompt_tokens=100, mean_output_tokens=10)
-SLOW = Hardware(name="slow", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5, memory_bytes=4 * 10**9)
+SLOW = Hardware(
+    name="slow", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5, memory_bytes=4 * 10**9
+)
 
 
 def test_a_trace_is_divided_into_hours_with_every_request_in_one():
     trace = poisson(rate=0.1, seconds=3600 * 2.1, seed=0, lengths=LENGTHS)
     hours = hours_of_trace(trace)
-    assert [round(hour.seconds / 3600, 1) for hour in hours] == [1, 1.1], "what is left is no hour of its own"
+    assert [round(hour.seconds / 3600, 1) for hour in hours] == [1, 1.1], (
+        "what is left is no hour of its own"
+    )
     assert sum(len(hour.requests) for hour in hours) == len(trace)
     assert all(hour.rate == pytest.approx(0.1, rel=0.1) for hour in hours)
     faster = hours_of_trace(trace, rate=0.3)
-    assert sum(hour.rate * hour.seconds for hour in faster) == pytest.approx(3 * len(trace), rel=0.01)
-    short = hours_of_trace(
-        [TracedRequest(at_s=float(at_s), num_prompt_tokens=1, num_output_tokens=1) for at_s in range(60)]
+    assert sum(hour.rate * hour.seconds for hour in faster) == pytest.approx(
+        3 * len(trace), rel=0.01
     )
-    assert len(short) == 1 and short[0].seconds == pytest.approx(60) and short[0].rate == pytest.approx(1)
+    short = hours_of_trace(
+        [
+            TracedRequest(at_s=float(at_s), num_prompt_tokens=1, num_output_tokens=1)
+            for at_s in range(60)
+        ]
+    )
+    assert (
+        len(short) == 1
+        and short[0].seconds == pytest.approx(60)
+        and short[0].rate == pytest.approx(1)
+    )
 
 
 def test_a_day_has_hours_of_its_curve():
@@ -57,7 +71,9 @@ def test_busy_hours_leave_less_over_and_devices_are_as_many_as_requests_need():
     assert result["cost"] == 3.0 * 3 * found.num_devices
     assert result["separate_cost"] == 3.0 * 3 * result["separate_devices"] > result["cost"]
     assert found.num_more_devices < found.num_devices
-    assert result["tuning_tokens"] == pytest.approx(sum(row["tuning_tokens"] for row in result["rows"]), abs=3)
+    assert result["tuning_tokens"] == pytest.approx(
+        sum(row["tuning_tokens"] for row in result["rows"]), abs=3
+    )
 
 
 def run_command(*arguments: str) -> Any:
@@ -66,8 +82,12 @@ def run_command(*arguments: str) -> Any:
 
 def test_the_command_leaves_a_page_and_ends_with_a_line_of_json(tmp_path):
     trace, page = tmp_path / "trace.csv", tmp_path / "plan.html"
-    trace.write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{n / 2},100,5\n" for n in range(40)))
-    done = run_command("--trace", str(trace), "--picture", str(page), "--sample", "2", "--slo-tpot", "100ms")
+    trace.write_text(
+        "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{n / 2},100,5\n" for n in range(40))
+    )
+    done = run_command(
+        "--trace", str(trace), "--picture", str(page), "--sample", "2", "--slo-tpot", "100ms"
+    )
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["devices"] == 1 and [row["hour"] for row in result["rows"]] == [0]
@@ -93,13 +113,28 @@ def test_bad_input_is_one_line(tmp_path: Path):
     day.write_text("hour_of_day,requests\n" + "".join(f"{hour},5\n" for hour in range(24)))
     for arguments, words in (
         (("--trace", str(day)), "give their mean number per second"),
-        (("--trace", str(day), "--rate", "1", "--hardware", "a100,h100"), "one kind of device at a time"),
+        (
+            ("--trace", str(day), "--rate", "1", "--hardware", "a100,h100"),
+            "one kind of device at a time",
+        ),
         (("--trace", str(day), "--rate", "inf"), "less than or equal to 1000000000"),
-        (("--trace", str(day), "--rate", "1", "--price", "inf"), "less than or equal to 1000000000"),
+        (
+            ("--trace", str(day), "--rate", "1", "--price", "inf"),
+            "less than or equal to 1000000000",
+        ),
         (("--trace", str(day), "--rate", "1", "--sample", "inf"), "less than or equal to 3600"),
-        (("--trace", str(day), "--rate", "1", "--sequence", "200000"), "more than the model has positions: 131072"),
-        (("--trace", str(day), "--rate", "1", "--where", "slice=a"), "has requests by hour, and no rows to choose"),
-        (("--trace", str(day), "--where", "slice"), "'slice' must be COLUMN=VALUE, such as slice=dense"),
+        (
+            ("--trace", str(day), "--rate", "1", "--sequence", "200000"),
+            "more than the model has positions: 131072",
+        ),
+        (
+            ("--trace", str(day), "--rate", "1", "--where", "slice=a"),
+            "has requests by hour, and no rows to choose",
+        ),
+        (
+            ("--trace", str(day), "--where", "slice"),
+            "'slice' must be COLUMN=VALUE, such as slice=dense",
+        ),
     ):
         done = run_command(*arguments)
         assert done.exit_code != 0 and words in " ".join(done.output.replace("│", "").split())

@@ -3,14 +3,30 @@
 from collections.abc import Callable
 
 import pytest
-from engines import drain, examples_of, expected_tokens, greedy, make_engine, prompts_of, tokens_by_request
+from engines import (
+    drain,
+    examples_of,
+    expected_tokens,
+    greedy,
+    make_engine,
+    prompts_of,
+    tokens_by_request,
+)
 from msgspec import structs
 from random_plans import PlannedBy
 
 from coserve.adapters import LoraConfig
 from coserve.engine.engine import Engine
 from coserve.errors import PolicyError
-from coserve.scheduling import LatencyModel, Partition, Plan, PlannedLoss, PlannedRows, PlannedTasklets, View
+from coserve.scheduling import (
+    LatencyModel,
+    Partition,
+    Plan,
+    PlannedLoss,
+    PlannedRows,
+    PlannedTasklets,
+    View,
+)
 from coserve.tuning.config import TuningConfig
 
 LORA = LoraConfig(r=2)
@@ -43,7 +59,10 @@ def test_requests_have_their_rows_once():
     one = engine.add(prompts_of((9,))[0], greedy())
     change_plans(engine, twice("rows"))
     message = until_it_fails(engine)
-    assert message == f"policy slack plans rows of request '{one}/0' 2 times in one step; once is right"
+    assert (
+        message
+        == f"policy slack plans rows of request '{one}/0' 2 times in one step; once is right"
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +88,10 @@ def test_jobs_have_each_piece_once(field, what):
             {"losses": (PlannedLoss("job-0", 3),)},
             "a piece of the loss of job 'job-0', which is at 'forward', not 'loss'",
         ),
-        ({"tasklets": (PlannedTasklets("job-0", 3, 1),)}, "tasklets of job 'job-0', which is at 'forward'"),
+        (
+            {"tasklets": (PlannedTasklets("job-0", 3, 1),)},
+            "tasklets of job 'job-0', which is at 'forward'",
+        ),
         ({"rows": (PlannedRows("job-0", "window", 0, 0),)}, "a piece of 'job-0' without rows"),
     ],
 )
@@ -93,8 +115,9 @@ def test_a_device_is_divided_among_as_many_units_as_it_has():
     engine.submit(examples_of((9, 5)), adapter=LORA)
     engine.add(prompts_of((9,))[0], greedy(64))
     change_plans(engine, lambda plan: structs.replace(plan, partition=Partition(2, 1)))
-    assert "plans 2 units for the forward pass and 1 for jobs beside it on a device that has 1" in until_it_fails(
-        engine
+    assert (
+        "plans 2 units for the forward pass and 1 for jobs beside it on a device that has 1"
+        in until_it_fails(engine)
     )
 
 
@@ -112,9 +135,13 @@ def test_what_is_not_there_is_left_out():
     }
     change_plans(
         engine,
-        lambda plan: structs.replace(plan, **{name: getattr(plan, name) + more for name, more in nobody.items()}),
+        lambda plan: structs.replace(
+            plan, **{name: getattr(plan, name) + more for name, more in nobody.items()}
+        ),
     )
     (prompt,) = prompts_of((9,))
     one = engine.add(prompt, greedy(8))
     assert tokens_by_request(drain(engine))[one] == expected_tokens(prompt, 8)
-    assert engine.num_preemptions == engine.stats().num_preemptions == 0, "nobody's pages were taken"
+    assert engine.num_preemptions == engine.stats().num_preemptions == 0, (
+        "nobody's pages were taken"
+    )

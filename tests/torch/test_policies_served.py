@@ -26,7 +26,11 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LORA = LoraConfig(r=3, alpha=6, target_modules="all-linear", dropout=0.2)
 CONFIG = TuningConfig(
-    num_epochs=2, batch_size=3, max_pack_tokens=40, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2)
+    num_epochs=2,
+    batch_size=3,
+    max_pack_tokens=40,
+    seed=4,
+    optimizer=OptimizerConfig(learning_rate=1e-2),
 )
 LENGTHS = (9, 34, 5, 40, 11, 27, 3)
 # Settings with which a short test reaches what they set.
@@ -60,16 +64,21 @@ def test_they_are_the_same_on_a_divided_device(policy, undisturbed, tmp_path):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        batches = serve_and_tune(policy, undisturbed, tmp_path, hardware=replace(FAST, num_units=2, bytes_per_s=1e12))
+        batches = serve_and_tune(
+            policy, undisturbed, tmp_path, hardware=replace(FAST, num_units=2, bytes_per_s=1e12)
+        )
     finally:
         torch.set_num_threads(before)
     assert any(batch.partition is not None for batch in batches)
 
 
 def serve_and_tune(policy, undisturbed, tmp_path, **given):
-    """The steps of an engine that answers waves of requests and runs a job, all of which was checked."""
+    """The steps of an engine that answers waves of requests and runs a job, all of which was
+    checked."""
     settings = SETTINGS.get(policy, {})
-    engine = make_engine(num_pages=260, policy=policy, policy_settings=settings, ttft_s=1e-3, **given)
+    engine = make_engine(
+        num_pages=260, policy=policy, policy_settings=settings, ttft_s=1e-3, **given
+    )
     job = engine.job(engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine"))
     device, asked, used = watched(engine), {}, []
     events: list[Any] = []
@@ -86,7 +95,9 @@ def serve_and_tune(policy, undisturbed, tmp_path, **given):
             begun = [command for command in device.commands if isinstance(command, BeginPack)]
             used += [tokens for tokens, _ in begun[-1].sequences]
     events += drain(engine)
-    assert tokens_by_request(events) == {name: expected_tokens(prompt, 9) for name, prompt in asked.items()}
+    assert tokens_by_request(events) == {
+        name: expected_tokens(prompt, 9) for name, prompt in asked.items()
+    }
     if tunes:
         assert job.state == "succeeded"
         every = [list(example.tokens) for example in examples_of(LENGTHS)]

@@ -1,6 +1,8 @@
-"""A device is measured once for each model, dtype and state of the code; what lies on disk is used again.
+"""A device is measured once for each model, dtype and state of the code; what lies on disk is used
+again.
 
-However busy the machine is at the first start, what is found is near to what steps take; what is not is corrected.
+However busy the machine is at the first start, what is found is near to what steps take; what is
+not is corrected.
 """
 
 from dataclasses import replace
@@ -31,7 +33,9 @@ def test_a_profile_is_measured_once_for_each_model_and_state_of_the_code(tmp_pat
 
     def measure(backbone, progress):
         measured.append(backbone)
-        return roofline_profile(backbone, Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5))
+        return roofline_profile(
+            backbone, Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
+        )
 
     monkeypatch.setattr(kept_profiles, "measure_profile", measure)
     llama, qwen = make_backbone("llama"), make_backbone("qwen2")
@@ -74,8 +78,8 @@ def test_the_state_of_the_code_is_that_of_what_is_measured(tmp_path, monkeypatch
 
 
 class NoisyClock:
-    """What lies between two readings takes 80 ms, but often several times as long: first touches, other processes, for
-    seconds on end.
+    """What lies between two readings takes 80 ms, but often several times as long: first touches,
+    other processes, for seconds on end.
     """
 
     def __init__(self, seed: int) -> None:
@@ -85,13 +89,18 @@ class NoisyClock:
         rng = self._random
         if rng.random() < 0.03:
             self._busy_until_s = self._now_s + rng.uniform(0.1, 1.0)
-        slow = rng.uniform(2.0, 24.0) if self._now_s < self._busy_until_s or rng.random() < 0.2 else 1.0
+        slow = (
+            rng.uniform(2.0, 24.0)
+            if self._now_s < self._busy_until_s or rng.random() < 0.2
+            else 1.0
+        )
         self._now_s += 0.08 * slow * rng.lognormvariate(0, 0.02)
         return self._now_s
 
 
 def test_three_noisy_first_starts_find_the_same_default():
-    """Of the decode step, by which the default TPOT is set: 114, 184 and 1,140 ms were found for the same 47 ms."""
+    """Of the decode step, by which the default TPOT is set: 114, 184 and 1,140 ms were found for
+    the same 47 ms."""
     backbone = make_backbone("llama")
     found = []
     for seed in range(3):
@@ -99,7 +108,9 @@ def test_three_noisy_first_starts_find_the_same_default():
         found.append(default_tpot_s(LatencyModel(profile)))
         for curve in (profile.forward, profile.head, profile.loss, profile.backward):
             assert list(curve.seconds) == sorted(curve.seconds)
-        assert profile.joining >= 1, "several packs side by side cost no less than one of as many rows"
+        assert profile.joining >= 1, (
+            "several packs side by side cost no less than one of as many rows"
+        )
     assert max(found) < 1.1 * min(found), found
 
 
@@ -122,11 +133,15 @@ def test_a_machine_that_becomes_busy_while_it_is_measured_is_measured_again():
     late = BusyClock(range(quiet.num_readings // 2, quiet.num_readings + quiet.num_readings // 4))
     found = profiling.measure_profile(backbone, time_s=late)
     for curve in ("forward", "head", "loss", "backward"):
-        assert getattr(found, curve).seconds == pytest.approx(getattr(expected, curve).seconds, rel=0.01), curve
+        assert getattr(found, curve).seconds == pytest.approx(
+            getattr(expected, curve).seconds, rel=0.01
+        ), curve
     assert found.s_per_parameter == pytest.approx(expected.s_per_parameter, rel=0.01)
 
 
-@pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
+@pytest.mark.skipif(
+    not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels"
+)
 def test_which_steps_run_as_one_call_is_told():
     traced = profiling.measure_profile(load_backbone("tiny", weights="int8"), time_s=BusyClock())
     plain = profiling.measure_profile(make_backbone("opt"), time_s=BusyClock())
@@ -154,24 +169,36 @@ def test_a_piece_is_run_until_its_fastest_runs_agree():
 
 def test_who_is_shown_no_progress_is_told_what_is_waited_for(tmp_path, monkeypatch, caplog):
     profile = roofline_profile(
-        make_backbone("llama"), Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
+        make_backbone("llama"),
+        Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5),
     )
     monkeypatch.setattr(kept_profiles, "measure_profile", lambda backbone, progress: profile)
     kept_profiles.load_profile(make_backbone("llama"), tmp_path / "a", lambda done, total: None)
     assert not caplog.messages, "it is shown"
     kept_profiles.load_profile(make_backbone("llama"), tmp_path / "b")
-    assert len(caplog.messages) == 1 and "measuring how fast" in caplog.messages[0] and "once" in caplog.messages[0]
+    assert (
+        len(caplog.messages) == 1
+        and "measuring how fast" in caplog.messages[0]
+        and "once" in caplog.messages[0]
+    )
     kept_profiles.load_profile(make_backbone("llama"), tmp_path / "b")
     assert len(caplog.messages) == 1, "it is kept"
 
 
 def test_what_more_rows_did_faster_was_held_up():
-    assert rising({1: 5.0, 4: 2.0, 8: 9.0, 16: 3.0, 32: 4.0}) == {1: 2.0, 4: 2.0, 8: 3.0, 16: 3.0, 32: 4.0}
+    assert rising({1: 5.0, 4: 2.0, 8: 9.0, 16: 3.0, 32: 4.0}) == {
+        1: 2.0,
+        4: 2.0,
+        8: 3.0,
+        16: 3.0,
+        32: 4.0,
+    }
 
 
 @pytest.mark.long
 def test_a_cpu_that_can_be_divided_is_measured_in_parts_too(monkeypatch):
-    """The rest of the profile is hardly measured: threads that meet wait long where other processes compute."""
+    """The rest of the profile is hardly measured: threads that meet wait long where other processes
+    compute."""
     cpu = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
 
     def modelled(self):
@@ -212,7 +239,9 @@ def taught(factor: float, steps: int) -> LatencyModel:
     for step in range(steps):
         load = ForwardLoad(rows=1 + step % 8, sampled=1 + step % 8, spans=1 + step % 8, keys=100)
         predicted_s, measured_s = latency.forward_s(load), factor * truth.forward_s(load)
-        latency.corrections.observe("forward", load.rows, False, predicted_s=predicted_s, measured_s=measured_s)
+        latency.corrections.observe(
+            "forward", load.rows, False, predicted_s=predicted_s, measured_s=measured_s
+        )
         latency.observe_step(predicted_s=predicted_s, measured_s=measured_s)
     return latency
 
@@ -305,7 +334,9 @@ def test_a_quick_profile_takes_few_runs_and_is_cautious():
     whole = profiling.measure_profile(backbone, time_s=whole_clock)
     assert quick_clock.num_readings < whole_clock.num_readings / 3
     for curve in ("head", "loss"):
-        assert getattr(quick, curve).at(8) == pytest.approx(1.3 * getattr(whole, curve).at(8), rel=0.01), curve
+        assert getattr(quick, curve).at(8) == pytest.approx(
+            1.3 * getattr(whole, curve).at(8), rel=0.01
+        ), curve
     assert default_tpot_s(LatencyModel(quick)) > 1.1 * default_tpot_s(LatencyModel(whole))
     assert type(quick).from_json(quick.to_json()) == quick
 
@@ -319,7 +350,8 @@ def provisional(monkeypatch, tmp_path):
 
 
 def test_an_engine_serves_while_its_device_is_measured(provisional, tmp_path):
-    """Every few pieces a request comes; its tokens are those of an engine that was measured first."""
+    """Every few pieces a request comes; its tokens are those of an engine that was measured
+    first."""
     params = SamplingParams(max_tokens=4, temperature=0.0)
     cautious = provisional.latency.profile
     assert provisional.calibration.is_provisional and not list(tmp_path.glob("profiles/*.json"))
@@ -336,7 +368,9 @@ def test_an_engine_serves_while_its_device_is_measured(provisional, tmp_path):
     assert measured != cautious, "it is what steps are predicted by"
     [path] = tmp_path.glob("profiles/*.json")
     assert read_profile(path) == measured, "the next start finds it"
-    again = Engine.from_backbone(make_backbone("llama"), EngineConfig(memory_bytes=1 << 24), may_be_provisional=True)
+    again = Engine.from_backbone(
+        make_backbone("llama"), EngineConfig(memory_bytes=1 << 24), may_be_provisional=True
+    )
     assert not again.calibration.is_provisional and again.latency.profile == measured
     assert [each.tokens for each in again.generate([[1, 2, 3]], params)] == answers[:1]
     provisional.check_integrity()
@@ -359,7 +393,9 @@ def test_pieces_run_while_no_request_is_there_and_jobs_take_turns_with_them(prov
         provisional.step()
     assert refinement.wait_s == 0.25, "others often come just after one"
     now_s += 0.25
-    provisional.submit_examples(examples_of([9, 12]), TuningConfig(num_epochs=200), adapter=LoraConfig(r=2))
+    provisional.submit_examples(
+        examples_of([9, 12]), TuningConfig(num_epochs=200), adapter=LoraConfig(r=2)
+    )
     steps = 0
     while not refinement.run_piece():
         if provisional.has_work:  # the job may end before the measurement does

@@ -1,4 +1,5 @@
-"""How much Python a step on a device takes, counted in opcodes: of its layers, and of its requests, never of both."""
+"""How much Python a step on a device takes, counted in opcodes: of its layers, and of its requests,
+never of both."""
 
 import gc
 import sys
@@ -25,27 +26,50 @@ from coserve.simulate.roofline import roofline_profile
 GPU = Hardware(name="gpu", flops_per_s=6e14, bytes_per_s=3e12, call_s=1e-5)
 
 
-def device_of(directory: Path, num_layers: int, num_requests: int, num_adapters: int, dtype: str) -> TorchDevice:
+def device_of(
+    directory: Path, num_layers: int, num_requests: int, num_adapters: int, dtype: str
+) -> TorchDevice:
     """Requests that decode, on adapters of their own ranks in turn."""
-    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": num_layers}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**CONFIGS["llama"], **wide})).save_pretrained(directory)
+    wide = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "head_dim": 16,
+        "num_hidden_layers": num_layers,
+    }
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**CONFIGS["llama"], **wide})
+    ).save_pretrained(directory)
     backbone = load_backbone(str(directory), dtype=dtype)
-    device = TorchDevice(backbone, num_pages=4 * num_requests, block_tokens=16, profile=roofline_profile(backbone, GPU))
+    device = TorchDevice(
+        backbone,
+        num_pages=4 * num_requests,
+        block_tokens=16,
+        profile=roofline_profile(backbone, GPU),
+    )
     for index in range(num_adapters):
-        adapter = Adapter(backbone, LoraConfig(r=2 << index % 4, target_modules="all-linear"), seed=index)
+        adapter = Adapter(
+            backbone, LoraConfig(r=2 << index % 4, target_modules="all-linear"), seed=index
+        )
         save_adapter(adapter, directory / f"adapter-{index}")
         device.execute(OpenVersion(f"adapter-{index}", str(directory / f"adapter-{index}")))
     params = SamplingParams(max_tokens=40, temperature=0.0)
     for index in range(num_requests):
         version = f"adapter-{index * num_adapters // num_requests}" if num_adapters else ""
         pages = tuple(range(4 * index, 4 * (index + 1)))
-        device.execute(OpenRequest(request=f"r{index}", params=params, seed=index, version=version, pages=pages))
+        device.execute(
+            OpenRequest(
+                request=f"r{index}", params=params, seed=index, version=version, pages=pages
+            )
+        )
     return device
 
 
 def decode_steps(num_requests: int) -> Iterator[StepBatch]:
     for place in count():
-        rows = [RequestRows(f"r{index}", 20 + place, (5,), (), True, place) for index in range(num_requests)]
+        rows = [
+            RequestRows(f"r{index}", 20 + place, (5,), (), True, place)
+            for index in range(num_requests)
+        ]
         yield StepBatch(step=place, requests=tuple(rows))
 
 

@@ -1,5 +1,5 @@
-"""Quantised checkpoints: made here in the formats of their tools, number by number, and read into weights that a plain
-dequantisation, transformers and the tools' own words agree with."""
+"""Quantised checkpoints: made here in the formats of their tools, number by number, and read into
+weights that a plain dequantisation, transformers and the tools' own words agree with."""
 
 import json
 import logging
@@ -33,12 +33,15 @@ def packed(values, bits):
     words = []
     for row in values.tolist():
         parts = [row[start : start + each] for start in range(0, len(row), each)]
-        words.append([sum(value << (bits * place) for place, value in enumerate(part)) for part in parts])
+        words.append(
+            [sum(value << (bits * place) for place, value in enumerate(part)) for part in parts]
+        )
     return torch.tensor(words, dtype=torch.int64).to(torch.int32)  # the highest bit is the sign
 
 
 def grouped(weight, bits, *, asymmetric=True, groups=None):
-    """Whole numbers, zeros and scales of a weight [out, in] by groups of inputs; [out, in], [out, groups] twice.
+    """Whole numbers, zeros and scales of a weight [out, in] by groups of inputs; [out, in], [out,
+    groups] twice.
 
     groups: of each input, in place of runs of GROUP.
     """
@@ -51,7 +54,9 @@ def grouped(weight, bits, *, asymmetric=True, groups=None):
     most = 2**bits - 1
     if asymmetric:
         scales = (high - low).clamp(min=1e-5) / most
-        zeros = (-low / scales).round().clamp(1, most)  # a zero of none cannot be stored in GPTQ's first format
+        zeros = (
+            (-low / scales).round().clamp(1, most)
+        )  # a zero of none cannot be stored in GPTQ's first format
     else:
         scales = torch.maximum(high, -low).clamp(min=1e-5) / (most // 2)
         zeros = torch.full_like(scales, (most + 1) // 2)
@@ -94,7 +99,12 @@ def four_bits(weight, *, nested):
     table = torch.tensor([*(-1.0 + place / 8 for place in range(15)), 1.0])
     flat, block = weight.flatten(), 32
     scales = flat.view(-1, block).abs().amax(1)
-    state = {"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+    state = {
+        "quant_type": "nf4",
+        "blocksize": block,
+        "dtype": "float32",
+        "shape": list(weight.shape),
+    }
     tensors = {"weight.absmax": scales, "weight.quant_map": table}
     if nested:
         offset, size, codes = float(scales.mean()), 16, torch.linspace(-1, 1, 256)
@@ -102,7 +112,11 @@ def four_bits(weight, *, nested):
         largest = torch.stack([part.abs().max() for part in rest.split(size)])
         wide = largest.repeat_interleave(size)[: rest.numel()]
         indices = (rest / wide)[:, None].sub(codes).abs().argmin(1).to(torch.uint8)
-        tensors |= {"weight.absmax": indices, "weight.nested_absmax": largest, "weight.nested_quant_map": codes}
+        tensors |= {
+            "weight.absmax": indices,
+            "weight.nested_absmax": largest,
+            "weight.nested_quant_map": codes,
+        }
         state |= {"nested_blocksize": size, "nested_dtype": "float32", "nested_offset": offset}
         scales = codes[indices.long()] * wide + offset
     wide = scales.repeat_interleave(block)
@@ -122,14 +136,24 @@ def float8(weight, *, size=24):
     rows = [part.split(size, 1) for part in weight.split(size)]
     scales = torch.tensor([[float(part.abs().max()) / 448 for part in row] for row in rows])
     values = (weight / blocks(scales, size, weight.shape)).to(torch.float8_e4m3fn)
-    return {"weight": values, "weight_scale_inv": scales}, values.float() * blocks(scales, size, weight.shape)
+    return {"weight": values, "weight_scale_inv": scales}, values.float() * blocks(
+        scales, size, weight.shape
+    )
 
 
 def compressed(weight, *, kind="int", bits=4, strategy="group", asymmetric=False, reordered=False):
     if kind == "float":
-        scales = weight.abs().amax(1, keepdim=True) / 448 if strategy == "channel" else weight.abs().max().view(1) / 448
+        scales = (
+            weight.abs().amax(1, keepdim=True) / 448
+            if strategy == "channel"
+            else weight.abs().max().view(1) / 448
+        )
         values = (weight / scales).to(torch.float8_e4m3fn)
-        return {"weight": values, "weight_scale": scales, "input_scale": torch.ones(1)}, values.float() * scales
+        return {
+            "weight": values,
+            "weight_scale": scales,
+            "input_scale": torch.ones(1),
+        }, values.float() * scales
     if strategy == "channel":
         scales = weight.abs().amax(1, keepdim=True) / 127
         values = (weight / scales).round().to(torch.int8)
@@ -152,7 +176,12 @@ def compressed(weight, *, kind="int", bits=4, strategy="group", asymmetric=False
 def ct(layout, kind, bits, **named):
     weights = {"type": kind, "num_bits": bits, "symmetric": True, **named}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"]}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
 
 
 EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True}
@@ -172,7 +201,10 @@ FORMATS = {
     "bitsandbytes, 4 bits, twice": (FOUR, lambda weight: four_bits(weight, nested=True)),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [24, 24]}, float8),
     "int4": (ct("pack-quantized", "int", 4, **INT4), compressed),
-    "int4, zeros": (ct("pack-quantized", "int", 4, **INT4), lambda weight: compressed(weight, asymmetric=True)),
+    "int4, zeros": (
+        ct("pack-quantized", "int", 4, **INT4),
+        lambda weight: compressed(weight, asymmetric=True),
+    ),
     "int4, reordered": (
         ct("pack-quantized", "int", 4, **INT4, actorder="group"),
         lambda weight: compressed(weight, reordered=True),
@@ -210,7 +242,9 @@ def save(directory: Path, name: str, family: str = "llama", *, shards=1) -> dict
     if shards == 1:
         save_file(stored, directory / "model.safetensors")
         return exact
-    places = {key: f"model-{place % shards}.safetensors" for place, key in enumerate(sorted(stored))}
+    places = {
+        key: f"model-{place % shards}.safetensors" for place, key in enumerate(sorted(stored))
+    }
     for file in set(places.values()):
         save_file({key: stored[key] for key in stored if places[key] == file}, directory / file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
@@ -264,8 +298,13 @@ def test_they_are_held_as_int8_and_the_error_is_said(name, tmp_path, caplog):
                 wrong += float((as_dense(weight) - exact).square().sum())
                 whole += float(exact.square().sum())
     share = (wrong / whole) ** 0.5
-    assert f"are held as int8: off by {share:.2%} of their root mean square, at most by " in caplog.text
-    assert share < (0.012 if name not in ("bitsandbytes, 8 bits", "int8") else 1e-6), "as the nearest int8 is"
+    assert (
+        f"are held as int8: off by {share:.2%} of their root mean square, at most by "
+        in caplog.text
+    )
+    assert share < (0.012 if name not in ("bitsandbytes, 8 bits", "int8") else 1e-6), (
+        "as the nearest int8 is"
+    )
 
 
 @pytest.mark.parametrize("held", ["dense", "int8"])
@@ -301,7 +340,9 @@ def test_experts_in_mxfp4_are_those_that_transformers_reads(tmp_path):
     tensors, exact = load_file(source / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(0)
     width = 64  # of an expert: groups are of 32
-    for key in [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    for key in [
+        key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         experts, columns, rows = tensors.pop(key).shape
         if key.endswith("down_proj"):
             columns = width
@@ -314,7 +355,9 @@ def test_experts_in_mxfp4_are_those_that_transformers_reads(tmp_path):
         tensors[f"{key}_scales"] = torch.randint(
             118, 124, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator
         )
-        exact[key] = convert_moe_packed_tensors(tensors[f"{key}_blocks"], tensors[f"{key}_scales"], dtype=torch.float32)
+        exact[key] = convert_moe_packed_tensors(
+            tensors[f"{key}_blocks"], tensors[f"{key}_scales"], dtype=torch.float32
+        )
     config = json.loads((source / "config.json").read_text())
     fields = {"quantization_config": {"quant_method": "mxfp4"}, "intermediate_size": width}
     (tmp_path / "config.json").write_text(json.dumps(config | fields))
@@ -363,13 +406,21 @@ def test_tensors_that_do_not_make_a_weight_are_named(tmp_path):
     tensors = load_file(path)
     scales = tensors.pop(f"{key}.scales")
     save_file(tensors, path)
-    with pytest.raises(WeightsError, match=rf"{key}\.weight lacks \.scales, which GPTQ, 4 bits needs"):
+    with pytest.raises(
+        WeightsError, match=rf"{key}\.weight lacks \.scales, which GPTQ, 4 bits needs"
+    ):
         load_backbone(str(tmp_path))
     save_file(tensors | {f"{key}.scales": scales[:, :5].contiguous()}, path)
     with pytest.raises(WeightsError, match=rf"the tensors of {key}\.weight do not fit together"):
         load_backbone(str(tmp_path))
-    save_file(tensors | {f"{key}.scales": scales, f"{key}.qweight": tensors[f"{key}.qweight"][:2].contiguous()}, path)
-    with pytest.raises(WeightsError, match=rf"{key}\.weight has shape \[\d+, 16\], the model needs"):
+    save_file(
+        tensors
+        | {f"{key}.scales": scales, f"{key}.qweight": tensors[f"{key}.qweight"][:2].contiguous()},
+        path,
+    )
+    with pytest.raises(
+        WeightsError, match=rf"{key}\.weight has shape \[\d+, 16\], the model needs"
+    ):
         load_backbone(str(tmp_path))
 
 
@@ -377,7 +428,10 @@ def test_tensors_that_do_not_make_a_weight_are_named(tmp_path):
 @pytest.mark.parametrize("size", [10**12, 0, -1, 1, "32", 2.5, None])
 def test_blocks_that_do_not_fit_take_no_memory(tmp_path, size, nested):
     save(tmp_path, "bitsandbytes, 4 bits, twice")
-    path, key = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"
+    path, key = (
+        tmp_path / "model.safetensors",
+        "model.layers.1.mlp.up_proj.weight.quant_state.bitsandbytes__nf4",
+    )
     tensors = load_file(path)
     state = json.loads(bytes(tensors[key].tolist()))
     state["nested_blocksize" if nested else "blocksize"] = size
@@ -425,9 +479,13 @@ def test_what_needs_files_of_floats_says_so(tmp_path):
 
     save(tmp_path / "model", "awq")
     backbone = load_backbone(str(tmp_path / "model"), dtype="float32")
-    with pytest.raises(AdapterError, match=r"this model is quantised \(AWQ, 4 bits\): serve the model that it was"):
+    with pytest.raises(
+        AdapterError, match=r"this model is quantised \(AWQ, 4 bits\): serve the model that it was"
+    ):
         FullConfig().sites(backbone.architecture)
-    with pytest.raises(ModelError, match=r"is quantised \(AWQ, 4 bits\), and changed weights have no place"):
+    with pytest.raises(
+        ModelError, match=r"is quantised \(AWQ, 4 bits\), and changed weights have no place"
+    ):
         save_model(backbone.architecture, find_model(str(tmp_path / "model")), tmp_path / "out", {})
     with pytest.raises(UnsupportedModelError, match="are quantised; serve it to train on it"):
         MappedWeights(backbone.architecture, tmp_path / "model")

@@ -29,7 +29,9 @@ def given(name: str, rank: int) -> Tensor:
         return EVEN.take(number(name, 7), rank)
     if name == "fused":
         return FUSED.take(number(name, rank), rank)
-    return number(name, rank if name == "summed" else 7) * (1 + 1e-6 * rank if name == "whole" else 1)
+    return number(name, rank if name == "summed" else 7) * (
+        1 + 1e-6 * rank if name == "whole" else 1
+    )
 
 
 def step(group: RankGroup) -> tuple[dict[str, Tensor], Tensor]:
@@ -40,9 +42,13 @@ def step(group: RankGroup) -> tuple[dict[str, Tensor], Tensor]:
 
 def test_parts_are_added_up_once_and_what_is_whole_is_rank_0s():
     for rank, (found, _) in enumerate(run_ranks(2, step)):
-        assert torch.equal(found["cut"], given("cut", rank)) and torch.equal(found["first"], given("first", rank))
+        assert torch.equal(found["cut"], given("cut", rank)) and torch.equal(
+            found["first"], given("first", rank)
+        )
         assert torch.equal(found["summed"], given("summed", 0) + given("summed", 1))
-        assert torch.equal(found["whole"], given("whole", 0)), "though rank 1 has come to other bits"
+        assert torch.equal(found["whole"], given("whole", 0)), (
+            "though rank 1 has come to other bits"
+        )
         own = given("fused", rank)
         assert torch.equal(found["fused"][:2], own[:2]), "the query heads are on a rank each"
         assert torch.equal(found["fused"][2:], given("fused", 0)[2:] + given("fused", 1)[2:])

@@ -44,7 +44,9 @@ def test_a_sum_is_made_in_place():
 
 
 @pytest.mark.parametrize("max_bytes", [1, 40, 1 << 20])
-def test_several_tensors_are_summed_in_as_few_collectives_as_they_fit_into(monkeypatch, max_bytes: int):
+def test_several_tensors_are_summed_in_as_few_collectives_as_they_fit_into(
+    monkeypatch, max_bytes: int
+):
     monkeypatch.setattr("coserve.kernels.groups.base._MAX_BUFFER_BYTES", max_bytes)
     shapes = [(2, 3), (4,), (1, 5), (0,)]
 
@@ -98,7 +100,9 @@ def test_gathers_have_every_rank_in_order():
 
 def test_all_ranks_have_rank_0s_number():
     numbers = (-(2**63), 2**63 - 1, 7)
-    found = run_ranks(3, lambda group: [group.agree(number if group.rank == 0 else 5) for number in numbers])
+    found = run_ranks(
+        3, lambda group: [group.agree(number if group.rank == 0 else 5) for number in numbers]
+    )
     assert found == [list(numbers)] * 3
 
 
@@ -154,7 +158,9 @@ def test_ranks_at_different_collectives_are_told_both(rank_1: tuple[str, int]):
         return str(caught.value)
 
     for message in run_ranks(2, run):
-        assert "sum h.0 [3] float32" in message and f"sum {rank_1[0]} [{rank_1[1]}] float32" in message
+        assert (
+            "sum h.0 [3] float32" in message and f"sum {rank_1[0]} [{rank_1[1]}] float32" in message
+        )
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_forever():

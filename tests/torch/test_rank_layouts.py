@@ -1,5 +1,5 @@
-"""Every layout of every operator against numbers: tensors are divided as it says, each rank runs the operator, and what
-the ranks give together, forward and backward, is what one rank gives.
+"""Every layout of every operator against numbers: tensors are divided as it says, each rank runs
+the operator, and what the ranks give together, forward and backward, is what one rank gives.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,23 @@ BACKEND = PlainBackend(torch.device("cpu"))
 N, SIZE = 5, 2
 EVEN = {width: even_cut(width, SIZE) for width in (4, 6, 8, 16, 24, 48)}
 # What attention and gated delta layers look at lies outside their rows; whole families test them.
-ELSEWHERE = {"attention", "gated_delta", "layer_norm", "route", "route_of_all", "cross_entropy", "linear_cross_entropy"}
+ELSEWHERE = {
+    "attention",
+    "gated_delta",
+    "layer_norm",
+    "route",
+    "route_of_all",
+    "cross_entropy",
+    "linear_cross_entropy",
+}
 ELSEWHERE |= {"sign_bits", "other_rows", "other_columns"}  # these run on whole tensors
 
 
 def graph_of(
-    op: str, rows: Mapping[str, int], others: Mapping[str, tuple[str, tuple[int, ...]]], **attributes: Any
+    op: str,
+    rows: Mapping[str, int],
+    others: Mapping[str, tuple[str, tuple[int, ...]]],
+    **attributes: Any,
 ) -> Graph:
     b = GraphBuilder()
     inputs: dict[str, str | None] = {slot: b.rows(slot, width) for slot, width in rows.items()}
@@ -42,7 +53,9 @@ def graph_of(
         elif kind == "ints":
             inputs[slot] = b.rows(slot, *shape, dtype=torch.int64)
         else:
-            inputs[slot] = b.constant(slot, *shape, dtype=torch.int64 if slot.endswith("ids") else None)
+            inputs[slot] = b.constant(
+                slot, *shape, dtype=torch.int64 if slot.endswith("ids") else None
+            )
     return b.build(b.apply(op, "y", inputs, **attributes))
 
 
@@ -62,9 +75,21 @@ CASES: list[Any] = [
         )
     ),
     (graph_of("scale", {"x": 8}, {}, factor=3.0), {"x": [EVEN[8], PART, HEADS]}, None),
-    (graph_of("add", {"a": 8, "b": 8}, {}), {"a": [EVEN[8], PART, HEADS], "b": [EVEN[8], PART, HEADS]}, None),
-    (graph_of("mul", {"x": 8, "factor": 8}, {}, per_row=True), {"x": [EVEN[8], PART], "factor": [EVEN[8]]}, None),
-    (graph_of("mul", {"x": 8}, {"factor": (P, (8,))}, per_row=False), {"x": [EVEN[8], PART, HEADS]}, None),
+    (
+        graph_of("add", {"a": 8, "b": 8}, {}),
+        {"a": [EVEN[8], PART, HEADS], "b": [EVEN[8], PART, HEADS]},
+        None,
+    ),
+    (
+        graph_of("mul", {"x": 8, "factor": 8}, {}, per_row=True),
+        {"x": [EVEN[8], PART], "factor": [EVEN[8]]},
+        None,
+    ),
+    (
+        graph_of("mul", {"x": 8}, {"factor": (P, (8,))}, per_row=False),
+        {"x": [EVEN[8], PART, HEADS]},
+        None,
+    ),
     (graph_of("silu_mul", {"gate": 8, "up": 8}, {}), {"gate": [EVEN[8]], "up": [EVEN[8]]}, None),
     (
         graph_of("clamped_swiglu", {"gate": 8, "up": 8}, {}, alpha=1.7, limit=0.7),
@@ -73,11 +98,23 @@ CASES: list[Any] = [
     ),
     (graph_of("sigmoid_mul", {"gate": 8, "x": 8}, {}), {"gate": [EVEN[8]], "x": [EVEN[8]]}, None),
     (graph_of("sigmoid_mul", {"gate": 1, "x": 8}, {}), {"x": [EVEN[8], PART]}, None),
-    (graph_of("add_vector", {"x": 8}, {"vector": (P, (8,))}, factor=0.5), {"x": [EVEN[8], PART]}, None),
-    (graph_of("other_vector", {"like": 8}, {"new": (P, (8,)), "old": (W, (8,))}), {"like": [EVEN[8], PART]}, None),
+    (
+        graph_of("add_vector", {"x": 8}, {"vector": (P, (8,))}, factor=0.5),
+        {"x": [EVEN[8], PART]},
+        None,
+    ),
+    (
+        graph_of("other_vector", {"like": 8}, {"new": (P, (8,)), "old": (W, (8,))}),
+        {"like": [EVEN[8], PART]},
+        None,
+    ),
     (graph_of("gain", {"x": 8}, {"factor": (P, (8, 1))}), {"x": [EVEN[8], PART]}, None),
     (
-        graph_of("magnitude", {"base": 8, "change": 8}, {"magnitude": (P, (8,)), "norm": (W, (8,)), "bias": (W, (8,))}),
+        graph_of(
+            "magnitude",
+            {"base": 8, "change": 8},
+            {"magnitude": (P, (8,)), "norm": (W, (8,)), "bias": (W, (8,))},
+        ),
         {"base": [EVEN[8], PART], "change": [EVEN[8], PART]},
         None,
     ),
@@ -92,27 +129,53 @@ CASES: list[Any] = [
         None,
     ),
     (graph_of("columns", {"x": 24}, {}, groups=1, of=24, start=8, width=16), {"x": [PART]}, None),
-    (graph_of("columns", {"x": 24}, {}, groups=4, of=6, start=2, width=4), {"x": [EVEN[24], PART]}, None),
+    (
+        graph_of("columns", {"x": 24}, {}, groups=4, of=6, start=2, width=4),
+        {"x": [EVEN[24], PART]},
+        None,
+    ),
     (
         graph_of("columns", {"x": 24}, {}, groups=1, of=24, start=8, width=16),
         {"x": [side_by_side([EVEN[8], EVEN[16]])]},
         None,
     ),
-    (graph_of("regroup", {"x": 24}, {}, groups=2, of=12, start=0, widths=(2, 4)), {"x": [EVEN[24], PART]}, None),
-    (graph_of("linear", {"x": 8}, {"weight": (W, (6, 8)), "bias": (W, (6,))}), {"x": [EVEN[8], PART]}, EVEN[6]),
+    (
+        graph_of("regroup", {"x": 24}, {}, groups=2, of=12, start=0, widths=(2, 4)),
+        {"x": [EVEN[24], PART]},
+        None,
+    ),
+    (
+        graph_of("linear", {"x": 8}, {"weight": (W, (6, 8)), "bias": (W, (6,))}),
+        {"x": [EVEN[8], PART]},
+        EVEN[6],
+    ),
     (graph_of("linear", {"x": 8}, {"weight": (W, (8, 8))}), {}, HEADS),
     (graph_of("low_rank", {"x": 8}, {"weight": (P, (6, 8))}), {"x": [EVEN[8], PART]}, EVEN[6]),
     (graph_of("low_rank", {"x": 8}, {"weight": (P, (8, 8))}), {}, HEADS),
     (
         graph_of(
-            "dropout_low_rank", {"x": 8}, {"weight": (P, (6, 8)), "dropout_row_ids": ("constant", ())}, p=0.4, salt=7
+            "dropout_low_rank",
+            {"x": 8},
+            {"weight": (P, (6, 8)), "dropout_row_ids": ("constant", ())},
+            p=0.4,
+            salt=7,
         ),
         {"x": [EVEN[8], PART]},
         EVEN[6],
     ),
-    (graph_of("embedding", {}, {"ids": ("constant", ()), "weight": (W, (7, 6))}, offset=0), {}, None),
     (
-        graph_of("embedding", {}, {"ids": ("constant", ()), "weight": (P, (3, 6))}, offset=0, virtual=True),
+        graph_of("embedding", {}, {"ids": ("constant", ()), "weight": (W, (7, 6))}, offset=0),
+        {},
+        None,
+    ),
+    (
+        graph_of(
+            "embedding",
+            {},
+            {"ids": ("constant", ()), "weight": (P, (3, 6))},
+            offset=0,
+            virtual=True,
+        ),
         {},
         EVEN[6],
     ),
@@ -137,7 +200,12 @@ CASES: list[Any] = [
         None,
     ),
     (
-        graph_of("expert_linear", {"x": 8}, {"experts": ("ints", (2,)), "weight": (W, (3, 8, 8))}, shared=True),
+        graph_of(
+            "expert_linear",
+            {"x": 8},
+            {"experts": ("ints", (2,)), "weight": (W, (3, 8, 8))},
+            shared=True,
+        ),
         {},
         repeated(HEADS, 2),
     ),
@@ -148,7 +216,11 @@ CASES: list[Any] = [
         None,
     ),
     *(
-        (graph_of("rms_norm", {"x": 8}, {"weight": (W, (8,))}, eps=0.05, **more), {"x": [EVEN[8], HEADS]}, None)
+        (
+            graph_of("rms_norm", {"x": 8}, {"weight": (W, (8,))}, eps=0.05, **more),
+            {"x": [EVEN[8], HEADS]},
+            None,
+        )
         for more in ({}, {"plus_one": True})
     ),
     (
@@ -167,18 +239,29 @@ PRODUCTS: list[Any] = [
     (graph_of("low_rank", {"x": 8}, {"weight": (P, (6, 8))}), 1),
     (
         graph_of(
-            "dropout_low_rank", {"x": 8}, {"weight": (P, (6, 8)), "dropout_row_ids": ("constant", ())}, p=0.4, salt=7
+            "dropout_low_rank",
+            {"x": 8},
+            {"weight": (P, (6, 8)), "dropout_row_ids": ("constant", ())},
+            p=0.4,
+            salt=7,
         ),
         1,
     ),
-    (graph_of("expert_linear", {"x": 16}, {"experts": EXPERTS, "weight": (W, (3, 6, 8))}, shared=False), 2),
+    (
+        graph_of(
+            "expert_linear", {"x": 16}, {"experts": EXPERTS, "weight": (W, (3, 6, 8))}, shared=False
+        ),
+        2,
+    ),
 ]
 
 
 def given_of(graph: Graph, states: Mapping[str, list[AnyState]], cut: Cut | None) -> Given:
     [node] = graph.nodes
     specs = graph.slot_specs(node)
-    rows = [slot for slot, _ in node.inputs if specs[slot].kind == "row" and specs[slot].dtype is None]
+    rows = [
+        slot for slot, _ in node.inputs if specs[slot].kind == "row" and specs[slot].dtype is None
+    ]
     return Given(
         size=SIZE,
         specs=specs,
@@ -220,7 +303,9 @@ def layouts() -> list[Any]:
 def test_every_operator_that_ranks_divide_is_tested():
     tried = {graph.nodes[0].op for graph, _, _ in CASES}
     fused = {row.fused for row in (*FUSIONS, *GRADIENT_FUSIONS)}  # each rank fuses its own graph
-    assert tried | ELSEWHERE == {name for name in operators() if not name.startswith("rank_")} - fused
+    assert (
+        tried | ELSEWHERE == {name for name in operators() if not name.startswith("rank_")} - fused
+    )
     for name in ELSEWHERE - {"attention", "gated_delta"}:
         assert "layouts" not in vars(type(operator(name))) and not operator(name).by_columns
 
@@ -242,7 +327,8 @@ def parts_of(whole: Tensor, state: AnyState) -> list[Tensor]:
 
 
 def copies_of(whole: Tensor, cut: Cut) -> list[Tensor]:
-    """Return what each rank has of the gradient of a cut tensor: those of an entry's copies add up to that of it."""
+    """Return what each rank has of the gradient of a cut tensor: those of an entry's copies add up
+    to that of it."""
     found = [cut.owned(cut.take(whole, rank), rank) for rank in range(SIZE)]
     for rank in range(1, SIZE):
         more = torch.randn_like(whole) * held(cut, whole, 0) * held(cut, whole, rank)
@@ -287,11 +373,18 @@ def test_ranks_together_give_what_one_gives(graph, layout):
     gradients = rule.vjp(wanted, {**inputs, **expected}, {"y": dy}, node.attribute, alone)
 
     states: dict[str, AnyState] = dict.fromkeys(node.input, WHOLE)
-    states |= {slot: COPIED for slot, spec in specs.items() if spec.kind == "row" and slot in wanted}
-    states |= {slot: state for slot, state in layout.inputs.items() if slot in node.input} | dict(layout.outputs)
+    states |= {
+        slot: COPIED for slot, spec in specs.items() if spec.kind == "row" and slot in wanted
+    }
+    states |= {slot: state for slot, state in layout.inputs.items() if slot in node.input} | dict(
+        layout.outputs
+    )
     given = {slot: parts_of(value, states[slot]) for slot, value in inputs.items()}
-    # The gradient of what is a part, or whole, is whole; of a copy, and of copies of a piece, it is a part.
-    dys = parts_of(dy, PART if states["y"] is COPIED else WHOLE if states["y"] is PART else states["y"])
+    # The gradient of what is a part, or whole, is whole; of a copy, and of copies of a piece, it is
+    # a part.
+    dys = parts_of(
+        dy, PART if states["y"] is COPIED else WHOLE if states["y"] is PART else states["y"]
+    )
     if isinstance(states["y"], Cut) and not states["y"].is_disjoint:
         dys = copies_of(dy, states["y"])
     local = operator(layout.op or node.op)
@@ -301,7 +394,9 @@ def test_ranks_together_give_what_one_gives(graph, layout):
         attributes = rule.localized(node.attribute, states, group.rank)
         own = {slot: pieces[group.rank] for slot, pieces in given.items()}
         found = local.forward(own, attributes, context)
-        return found["y"], local.vjp(wanted, {**own, **found}, {"y": dys[group.rank]}, attributes, context)
+        return found["y"], local.vjp(
+            wanted, {**own, **found}, {"y": dys[group.rank]}, attributes, context
+        )
 
     found = run_ranks(SIZE, run)
     ys = [y for y, _ in found]

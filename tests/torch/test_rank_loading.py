@@ -1,4 +1,5 @@
-"""A rank reads its share of a checkpoint, and holds bit for bit what would be cut from the whole model."""
+"""A rank reads its share of a checkpoint, and holds bit for bit what would be cut from the whole
+model."""
 
 import shutil
 import weakref
@@ -20,11 +21,23 @@ from coserve.kernels.groups.threads import run_ranks, thread_groups
 from coserve.models import entries, reading
 from coserve.models.weights import WeightStorage, weight_tensors
 
-EVERY = [(name, size) for name in [*CONFIGS, *MORE_CONFIGS] for size in (2, 4) if (name, size) not in REFUSED] + [
+EVERY = [
+    (name, size)
+    for name in [*CONFIGS, *MORE_CONFIGS]
+    for size in (2, 4)
+    if (name, size) not in REFUSED
+] + [
     ("falcon-alibi", 3),
     ("mpt-clipped", 3),
 ]
-SHORT = [("llama-biases-tied", 2), ("gpt2", 4), ("falcon-new", 4), ("mixtral", 2), ("gpt-oss", 2), ("qwen3-next", 4)]
+SHORT = [
+    ("llama-biases-tied", 2),
+    ("gpt2", 4),
+    ("falcon-new", 4),
+    ("mixtral", 2),
+    ("gpt-oss", 2),
+    ("qwen3-next", 4),
+]
 
 
 @pytest.mark.parametrize("divided", long_but(*SHORT, of=EVERY), ids=str)
@@ -36,7 +49,9 @@ def test_ranks_hold_what_is_cut_from_the_whole_model(divided):
 @pytest.mark.parametrize("name", ["llama-biases-tied", "mixtral", "phi3", "gpt2-scaled", "gpt-oss"])
 def test_int8_weights_of_ranks_are_cut_from_whole_rows(name):
     ranks = assert_ranks_hold_pieces(str(model_directory(name)), 2, "int8")
-    assert all(torch.int8 in {tensor.dtype for tensor in weight_tensors(rank.weights[0])} for rank in ranks)
+    assert all(
+        torch.int8 in {tensor.dtype for tensor in weight_tensors(rank.weights[0])} for rank in ranks
+    )
 
 
 @pytest.mark.parametrize("weights", ["dense", "int8"])
@@ -115,7 +130,10 @@ def test_heads_that_ranks_cannot_share_are_refused_before_weights_are_read(name,
     directory = tmp_path / "model"
     directory.mkdir()
     shutil.copy(model_directory(name) / "config.json", directory)  # and no weights
-    with pytest.raises(UnsupportedModelError, match=rf"\d heads of (attention|a state) .* among {size} ranks; .* is 1"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=rf"\d heads of (attention|a state) .* among {size} ranks; .* is 1",
+    ):
         load_rank(str(directory), thread_groups(size)[0])
 
 

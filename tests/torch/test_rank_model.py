@@ -10,7 +10,8 @@ TOGETHER_S = {"decode 1": 0.04, "decode 8": 0.04, "train 128": 0.7}
 
 
 def rows_of(sums_us: float, link_flops_per_byte: float = 0.0) -> dict[str, dict[str, float]]:
-    """Return what is modelled where every sum takes as long; the slower of two turns does not count."""
+    """Return what is modelled where every sum takes as long; the slower of two turns does not
+    count."""
     times = Times(
         alone_s={name: (2 * seconds, seconds) for name, seconds in ALONE_S.items()},
         together_s={name: (seconds, 2 * seconds) for name, seconds in TOGETHER_S.items()},
@@ -25,13 +26,24 @@ def test_steps_of_two_ranks_are_modelled_as_a_share_of_the_whole_and_its_sums():
     assert rows.keys() == ALONE_S.keys()
     for name, row in rows.items():
         assert 0.5 < row["share"] < 0.6, "all but norms and additions is halved"
-        assert row["whole_ms"] == 1e3 * ALONE_S[name] and row["measured_ms"] == 1e3 * TOGETHER_S[name]
-        assert row["modelled_ms"] == pytest.approx(row["whole_ms"] * row["share"] + row["sums_ms"], rel=1e-3)
+        assert (
+            row["whole_ms"] == 1e3 * ALONE_S[name] and row["measured_ms"] == 1e3 * TOGETHER_S[name]
+        )
+        assert row["modelled_ms"] == pytest.approx(
+            row["whole_ms"] * row["share"] + row["sums_ms"], rel=1e-3
+        )
         assert row["error"] == pytest.approx(row["modelled_ms"] / row["measured_ms"] - 1, abs=1e-3)
     # Of 24 blocks two sums each, that of the embedding and the gather of the logits.
-    assert rows["decode 1"]["sums_ms"] == rows["decode 8"]["sums_ms"] == pytest.approx(0.1 * (2 * 24 + 2))
-    # Forward, the loss' gather and its gradient, two a block backward but for the lowest; two gathers of saved rows.
-    assert rows["train 128"]["sums_ms"] == pytest.approx(0.1 * (2 * 24 + 1 + 2 + 2 * 24 - 1 + 2 * 24))
+    assert (
+        rows["decode 1"]["sums_ms"]
+        == rows["decode 8"]["sums_ms"]
+        == pytest.approx(0.1 * (2 * 24 + 2))
+    )
+    # Forward, the loss' gather and its gradient, two a block backward but for the lowest; two
+    # gathers of saved rows.
+    assert rows["train 128"]["sums_ms"] == pytest.approx(
+        0.1 * (2 * 24 + 1 + 2 + 2 * 24 - 1 + 2 * 24)
+    )
 
 
 def test_slower_sums_add_as_much_as_there_are_of_them():

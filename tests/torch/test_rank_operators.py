@@ -1,4 +1,5 @@
-"""The operators with collectives, on ranks that are threads, against what one rank computes of whole tensors."""
+"""The operators with collectives, on ranks that are threads, against what one rank computes of
+whole tensors."""
 
 import pytest
 import torch
@@ -40,7 +41,9 @@ def rows(width, num=SIZE):
 
 def test_every_operator_with_a_collective_is_tested_here():
     tests = " ".join(name for name in globals() if name.startswith("test_"))
-    assert [name for name in operators() if name.startswith("rank_") and f"test_{name}" not in tests] == []
+    assert [
+        name for name in operators() if name.startswith("rank_") and f"test_{name}" not in tests
+    ] == []
 
 
 def test_rank_sum_adds_up_and_gives_its_gradient_to_all():
@@ -81,7 +84,9 @@ def test_rank_gather_gives_whole_rows_and_its_gradient_the_pieces(cut):
 @pytest.mark.parametrize("cut", [CUT, COPIES, FUSED, PADDED])
 def test_rank_take_gives_own_columns_and_puts_their_gradient_back(cut):
     whole = torch.randn(N, cut.width)
-    for rank, (y, dx) in enumerate(on_ranks("rank_take", [whole] * SIZE, rows(cut.local), cut=cut, tensor="t")):
+    for rank, (y, dx) in enumerate(
+        on_ranks("rank_take", [whole] * SIZE, rows(cut.local), cut=cut, tensor="t")
+    ):
         assert torch.equal(y, cut.take(whole, rank))
         assert dx.shape == whole.shape and torch.count_nonzero(dx) <= N * cut.local
 
@@ -96,7 +101,9 @@ def test_rank_first_is_a_part_of_a_sum():
 def test_rank_rms_norm_of_16_bit_rows_rounds_as_rms_norm_does():
     cut, rule = even_cut(32, SIZE), operator("rms_norm")
     x, weight = torch.randn(N, 32).bfloat16(), torch.randn(32).bfloat16()
-    expected = rule.forward({"x": x, "weight": weight}, {"eps": 1e-6}, Context(backend=BACKEND))["y"]
+    expected = rule.forward({"x": x, "weight": weight}, {"eps": 1e-6}, Context(backend=BACKEND))[
+        "y"
+    ]
 
     def run(group):
         own = {"x": cut.take(x, group.rank), "weight": cut.take(weight, group.rank)}
@@ -138,7 +145,9 @@ def test_rank_linear_cross_entropy_is_that_of_the_whole_vocabulary(vocabulary, h
         torch.testing.assert_close(outputs["loss"], again["loss"])
         torch.testing.assert_close(outputs["log_sum"], again["log_sum"])
         assert torch.equal(outputs["correct"], again["correct"])
-    torch.testing.assert_close(sum(of_rank["x"] for _, of_rank in found), gradients["x"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        sum(of_rank["x"] for _, of_rank in found), gradients["x"], atol=1e-5, rtol=1e-5
+    )
     for slot, dim in (("weight", 0), ("bias", 0)) if has_bias else (("weight", 0),):
         pieces = torch.cat([of_rank[slot] for _, of_rank in found], dim)[:vocabulary]
         torch.testing.assert_close(pieces, gradients[slot], atol=1e-5, rtol=1e-5)
@@ -151,4 +160,7 @@ def test_a_sum_costs_more_than_its_own_traffic_in_the_direction_in_which_it_runs
     for name in ("rank_sum", "rank_copy"):
         rule, specs = operator(name), {"x": spec, "y": spec}
         costs[name] = rule.cost(specs, {}, load).bytes, rule.vjp_cost(["x"], specs, {}, load).bytes
-    assert costs["rank_sum"][0] > costs["rank_sum"][1] and costs["rank_copy"][0] < costs["rank_copy"][1]
+    assert (
+        costs["rank_sum"][0] > costs["rank_sum"][1]
+        and costs["rank_copy"][0] < costs["rank_copy"][1]
+    )

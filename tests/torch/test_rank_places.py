@@ -1,4 +1,5 @@
-"""Places of ranks on a machine: what is refused, what is warned of, and that `coserve doctor` says both."""
+"""Places of ranks on a machine: what is refused, what is warned of, and that `coserve doctor` says
+both."""
 
 import json
 import os
@@ -35,7 +36,9 @@ def test_the_cores_are_those_that_this_process_may_use():
         (2, "cuda:1", "2 ranks cannot run on the single device 'cuda:1': set the device to 'cuda'"),
     ],
 )
-def test_ranks_without_a_place_are_refused_in_one_line(four_cores: None, num_ranks: int, device: str, message: str):
+def test_ranks_without_a_place_are_refused_in_one_line(
+    four_cores: None, num_ranks: int, device: str, message: str
+):
     with pytest.raises(ModelError) as refused:
         check_places(num_ranks, device)
     assert str(refused.value) == message
@@ -48,10 +51,15 @@ def test_ranks_on_gpus_need_one_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     check_places(2, "auto")
     assert why_not(2, "cuda", 1) == ""
-    with pytest.raises(ModelError, match="4 ranks need 4 GPUs, one for each, and this machine has 2"):
+    with pytest.raises(
+        ModelError, match="4 ranks need 4 GPUs, one for each, and this machine has 2"
+    ):
         check_places(4, "auto")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    with pytest.raises(ModelError, match="2 ranks on GPUs need a PyTorch with NCCL, which this one was built without"):
+    with pytest.raises(
+        ModelError,
+        match="2 ranks on GPUs need a PyTorch with NCCL, which this one was built without",
+    ):
         check_places(2, "auto")
 
 
@@ -62,7 +70,9 @@ def test_one_rank_can_be_anywhere():
 
 def test_ranks_that_share_cores_are_warned_of(four_cores: None):
     assert crowding(2, 2) == "" and why_not(4, "cpu", 1) == ""
-    assert crowding(2, 3).startswith("2 ranks of 3 threads have 4 CPU cores: a step may take several times as long")
+    assert crowding(2, 3).startswith(
+        "2 ranks of 3 threads have 4 CPU cores: a step may take several times as long"
+    )
     assert why_not(2, "cpu", 3) == crowding(2, 3)
 
 
@@ -79,7 +89,9 @@ def test_a_number_of_ranks_is_a_whole_number_from_1_on(number: Any):
 
 
 def test_other_models_are_refused_beside_ranks():
-    with pytest.raises(ValueError, match="trainable_models must be empty where tensor_parallel is above 1"):
+    with pytest.raises(
+        ValueError, match="trainable_models must be empty where tensor_parallel is above 1"
+    ):
         EngineConfig(tensor_parallel=2, trainable_models={"big": "tiny"})
 
 
@@ -92,7 +104,9 @@ def test_the_doctor_says_whether_ranks_have_a_place(four_cores: None, tmp_path: 
         found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
         return found
 
-    assert "ranks_warning" not in doctor("--tensor-parallel", "2", "--device", "cpu", "--threads", "2")
+    assert "ranks_warning" not in doctor(
+        "--tensor-parallel", "2", "--device", "cpu", "--threads", "2"
+    )
     crowded = doctor("--tensor-parallel", "2", "--device", "cpu", "--threads", "3")
     assert "2 ranks of 3 threads have 4 CPU cores" in crowded["ranks_warning"]
     assert "ranks_warning" not in doctor()

@@ -25,7 +25,9 @@ from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 NUM_PAGES = 200
-TUNING = TuningConfig(num_epochs=2, batch_size=2, max_pack_tokens=16, optimizer=OptimizerConfig(learning_rate=1e-2))
+TUNING = TuningConfig(
+    num_epochs=2, batch_size=2, max_pack_tokens=16, optimizer=OptimizerConfig(learning_rate=1e-2)
+)
 
 
 def device_of(backbone: Backbone) -> TorchDevice:
@@ -37,7 +39,9 @@ def device_of(backbone: Backbone) -> TorchDevice:
 def recording_of(num_ranks: int, path: Path) -> RecordingEngine:
     whole = make_backbone("llama")
     device = LockstepDevice(lambda group: device_of(divided_backbone(whole, group)), num_ranks)
-    return record(Engine(WatchedDevice(device, WallClock()), EngineConfig(block_tokens=BLOCK)), str(path))
+    return record(
+        Engine(WatchedDevice(device, WallClock()), EngineConfig(block_tokens=BLOCK)), str(path)
+    )
 
 
 def run_again(path: Path) -> ReplayReport:
@@ -47,7 +51,11 @@ def run_again(path: Path) -> ReplayReport:
 def test_a_recording_of_two_ranks_is_run_again_on_one(tmp_path):
     engine = recording_of(2, tmp_path / "file")
     for number, prompt in enumerate(prompts_of((30, 17, 25, 9))):
-        params = greedy(20, logprobs=1) if number % 2 else SamplingParams(max_tokens=15, temperature=1.0, seed=number)
+        params = (
+            greedy(20, logprobs=1)
+            if number % 2
+            else SamplingParams(max_tokens=15, temperature=1.0, seed=number)
+        )
         engine.add_tokens(prompt, params, request_id=str(number))
     lora = LoraConfig(r=3, target_modules="all-linear")
     engine.submit_examples(examples_of((9, 14, 5, 11)), TUNING, adapter=lora, job_id="job")
@@ -61,7 +69,10 @@ def test_a_recording_of_two_ranks_is_run_again_on_one(tmp_path):
 
 
 def test_ranks_that_hold_copies_of_heads_need_more_than_one_rank_has(tmp_path):
-    """Of four ranks two hold the same key head each, so that their pages together are twice as large as one rank's."""
+    """Of four ranks two hold the same key head each, so that their pages together are twice as
+    large as one rank's."""
     recording_of(4, tmp_path / "file").device.close()
-    with pytest.raises(DataError, match=r"page_bytes .* on each of 4 ranks; this one has .* on each of 1"):
+    with pytest.raises(
+        DataError, match=r"page_bytes .* on each of 4 ranks; this one has .* on each of 1"
+    ):
         run_again(tmp_path / "file")

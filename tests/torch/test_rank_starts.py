@@ -1,4 +1,5 @@
-"""Ranks start alike: with as many pages, the same profile and the same verdicts, whatever each finds on its own."""
+"""Ranks start alike: with as many pages, the same profile and the same verdicts, whatever each
+finds on its own."""
 
 import json
 import threading
@@ -16,7 +17,14 @@ from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.held_parameters import num_held_parameters
 from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.methods.full import FullConfig
-from coserve.devices import adapter_memory, kept_profiles, loading, process_memory, profiled_pieces, profiling
+from coserve.devices import (
+    adapter_memory,
+    kept_profiles,
+    loading,
+    process_memory,
+    profiled_pieces,
+    profiling,
+)
 from coserve.devices.adapter_memory import AdapterMemory
 from coserve.devices.counting import trainer_opened
 from coserve.devices.job_messages import TrainerOpened
@@ -61,7 +69,9 @@ def test_ranks_whose_clocks_differ_measure_one_profile(measure):
 
     first, second = run_ranks(2, run)
     assert first == second
-    assert first.forward.seconds[0] == pytest.approx(0.16 * (1.3 if measure is profiling.quick_profile else 1), rel=0.5)
+    assert first.forward.seconds[0] == pytest.approx(
+        0.16 * (1.3 if measure is profiling.quick_profile else 1), rel=0.5
+    )
 
 
 def test_rank_0_reads_and_keeps_the_profile_of_all(tmp_path, monkeypatch):
@@ -115,7 +125,9 @@ def test_a_provisional_profile_becomes_one_profile_on_all_ranks(tmp_path, monkey
 
 def test_ranks_have_as_many_pages_as_the_fullest_device_bears(monkeypatch):
     whole = whole_backbone("llama")
-    monkeypatch.setattr(process_memory, "_free_memory_bytes", lambda: (16 << 20) // (1 + THREAD.rank))
+    monkeypatch.setattr(
+        process_memory, "_free_memory_bytes", lambda: (16 << 20) // (1 + THREAD.rank)
+    )
 
     def run(group: RankGroup) -> tuple[int, int]:
         THREAD.rank = group.rank
@@ -126,7 +138,8 @@ def test_ranks_have_as_many_pages_as_the_fullest_device_bears(monkeypatch):
     first, second = run_ranks(2, run)
     num_pages, page_bytes = first
     assert second == first
-    # A quarter of what is free, of which each of two ranks has a half: and rank 1 finds half as much free.
+    # A quarter of what is free, of which each of two ranks has a half: and rank 1 finds half as
+    # much free.
     assert num_pages == (8 << 20) // 8 // page_bytes
 
 
@@ -137,7 +150,9 @@ def test_memory_that_is_asked_for_is_that_of_each_rank():
         backbone = divided_backbone(whole, group)
         bytes_ = 7 * kv_page_bytes(backbone, 16)
         profile = roofline_profile(whole, HARDWARE)
-        num_pages = loading.torch_device(backbone, memory_bytes=bytes_, profile=profile).info.num_pages
+        num_pages = loading.torch_device(
+            backbone, memory_bytes=bytes_, profile=profile
+        ).info.num_pages
         with pytest.raises(BudgetError, match="two pages"):
             loading.torch_device(backbone, memory_bytes=bytes_ // 7, profile=profile)
         return num_pages
@@ -148,7 +163,9 @@ def test_memory_that_is_asked_for_is_that_of_each_rank():
 def test_open_device_gives_every_rank_the_same_device(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_profiles, "_directory", lambda: tmp_path)
     monkeypatch.setattr(profiled_pieces.ProfiledPieces, "_time_s", lambda pieces: THREAD.clock())
-    settings = DeviceSettings(model=str(model_directory()), device="cpu", memory_bytes=1 << 20, num_ranks=2)
+    settings = DeviceSettings(
+        model=str(model_directory()), device="cpu", memory_bytes=1 << 20, num_ranks=2
+    )
 
     def run(group: RankGroup) -> DeviceInfo:
         THREAD.clock = Clock(3.0 if group.rank else 1.0)
@@ -159,7 +176,9 @@ def test_open_device_gives_every_rank_the_same_device(tmp_path, monkeypatch):
 
 
 def test_an_adapter_is_too_large_for_all_ranks_or_for_none(monkeypatch):
-    layout = AdapterLayout.of(LoraConfig(r=4, target_modules="all-linear"), whole_backbone("llama").architecture)
+    layout = AdapterLayout.of(
+        LoraConfig(r=4, target_modules="all-linear"), whole_backbone("llama").architecture
+    )
     needed = AdapterMemory(torch.device("cpu"), torch.float32).training_bytes(layout)
     # Of two ranks on one CPU each has half of the memory, of which adapters have 0.8.
     monkeypatch.setattr(adapter_memory, "available_bytes", lambda device: THREAD.available)
@@ -208,7 +227,8 @@ PRINCIPAL = ["pissa", "pissa-attention", "olora"]
 
 
 @pytest.mark.parametrize(
-    "case", long_but("lora", "dora", "prefix-tuning", of=[case for case in CASES if case not in PRINCIPAL])
+    "case",
+    long_but("lora", "dora", "prefix-tuning", of=[case for case in CASES if case not in PRINCIPAL]),
 )
 def test_a_job_needs_as_much_of_every_rank(case):
     """So that the engine, which has rank 0's answer, counts pages and bytes that every rank has."""

@@ -44,7 +44,8 @@ def checked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fail_at(group: RankGroup, number: int, error: Exception) -> Counter[str]:
-    """Have a rank fail before its sum or gather of this number, counted from now on; return how many it has called."""
+    """Have a rank fail before its sum or gather of this number, counted from now on; return how
+    many it has called."""
     found, kinds = Counter[str](), ("_sum", "_gather")
     for kind in kinds:
         real = getattr(group, kind)
@@ -61,7 +62,8 @@ def fail_at(group: RankGroup, number: int, error: Exception) -> Counter[str]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_running_out_of_memory_on_one_rank_anywhere_is_the_failure_of_the_step_on_all(rank):
-    """Before the k-th collective of a step; the engine continues, with the same tokens as if nothing had happened."""
+    """Before the k-th collective of a step; the engine continues, with the same tokens as if
+    nothing had happened."""
     expected = expected_tokens(prompts_of((6,))[0], 5)
     number = 0
     while True:
@@ -84,7 +86,8 @@ def test_running_out_of_memory_on_one_rank_anywhere_is_the_failure_of_the_step_o
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_update_that_fails_on_one_rank_is_broken_on_all(rank):
-    """Two jobs' updates in one step: those before the one that breaks stand, those after it can be made again."""
+    """Two jobs' updates in one step: those before the one that breaks stand, those after it can be
+    made again."""
     broken, number = list[str | None](), 0
     while True:
         number += 1
@@ -122,7 +125,9 @@ def test_any_other_error_of_one_rank_is_raised_on_all(rank):
     [other] = [error for error in device.errors if isinstance(error, RankError)]
     assert str(other) == f"RuntimeError: a defect (on rank {rank})"
     again = engine.add(prompts_of((4,))[0], greedy(3))
-    assert tokens_by_request(drain(engine))[again] == expected_tokens(prompts_of((4,))[0], 3), "they can continue"
+    assert tokens_by_request(drain(engine))[again] == expected_tokens(prompts_of((4,))[0], 3), (
+        "they can continue"
+    )
     device.close()
 
 
@@ -162,7 +167,8 @@ class FastClock(HostTimer):
 
 @pytest.mark.parametrize(("fast_rank", "num_tasklets"), [(0, 3), (1, 7)])
 def test_the_clock_of_rank_0_says_when_tasklets_end(monkeypatch, fast_rank, num_tasklets):
-    """Whichever rank's clock runs three times as fast: all run as many, the first before any clock is read."""
+    """Whichever rank's clock runs three times as fast: all run as many, the first before any clock
+    is read."""
     monkeypatch.setattr(FastClock, "fast_rank", fast_rank)
     monkeypatch.setattr(torch_step, "step_timer", lambda device: FastClock())
     engine = make_engine(num_ranks=2)
@@ -170,7 +176,9 @@ def test_the_clock_of_rank_0_says_when_tasklets_end(monkeypatch, fast_rank, num_
     opened = driver.open_trainer("job", TuningConfig(), adapter=LORA)
     driver.forward_and_loss("job", opened, SEQUENCES)
     driver.step(tasklets=[Tasklets("job", 4, 20)], backward_limit_s=0.065)
-    assert [result.num_tasklets for result in lockstep(engine).results] == [{"job": num_tasklets}] * 2
+    assert [result.num_tasklets for result in lockstep(engine).results] == [
+        {"job": num_tasklets}
+    ] * 2
     driver.device.close()
 
 
@@ -205,7 +213,9 @@ def test_ranks_that_are_given_different_steps_notice(monkeypatch):
     engine = make_engine(num_ranks=2)
     device = lockstep(engine)
     real = device.ranks[1].submit
-    monkeypatch.setattr(device.ranks[1], "submit", lambda batch: real(struct_replace(batch, step=batch.step + 1)))
+    monkeypatch.setattr(
+        device.ranks[1], "submit", lambda batch: real(struct_replace(batch, step=batch.step + 1))
+    )
     engine.add(prompts_of((6,))[0], greedy(5))
     with pytest.raises(RankError, match="ranks have different steps"):
         engine.step()
@@ -216,8 +226,11 @@ def test_ranks_that_are_given_different_steps_notice(monkeypatch):
 
 @IMPLEMENTATIONS
 def test_processes_agree_on_how_steps_end(is_plain):
-    """Of 200 ends, some with failures of some ranks, before or after others have come; sums between them are right."""
-    found = run_processes(3, end_steps, 200, is_plain=is_plain, environment={"COSERVE_RANK_CHECK": "1"})
+    """Of 200 ends, some with failures of some ranks, before or after others have come; sums between
+    them are right."""
+    found = run_processes(
+        3, end_steps, 200, is_plain=is_plain, environment={"COSERVE_RANK_CHECK": "1"}
+    )
     assert found[0] == found[1] == found[2], "the same verdict on all ranks"
     kinds = Counter(None if failure is None else failure.kind for failure in found[0])
     assert kinds.keys() == {None, "memory", "error"} and min(kinds.values()) > 20

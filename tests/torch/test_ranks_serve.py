@@ -1,4 +1,5 @@
-"""A whole engine on ranks that are threads: requests get what one rank gives them, and ranks end every step alike."""
+"""A whole engine on ranks that are threads: requests get what one rank gives them, and ranks end
+every step alike."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -84,8 +85,17 @@ def every_params(rng: Random) -> SamplingParams:
         {"temperature": 1.2, "top_k": 7, "seed": rng.randrange(1000), "n": 2},
         {"temperature": 0.7, "min_p": 0.1, "seed": rng.randrange(1000), "logprobs": 0},
         {"temperature": 0.8, "presence_penalty": 0.6, "seed": rng.randrange(1000)},
-        {"temperature": 1.0, "grammar": Grammar.choice(["abc", "fed", "a-b"]), "seed": rng.randrange(1000)},
-        {"temperature": 1.0, "logprobs": 1, "logprob_token_ids": (4, 7), "seed": rng.randrange(1000)},
+        {
+            "temperature": 1.0,
+            "grammar": Grammar.choice(["abc", "fed", "a-b"]),
+            "seed": rng.randrange(1000),
+        },
+        {
+            "temperature": 1.0,
+            "logprobs": 1,
+            "logprob_token_ids": (4, 7),
+            "seed": rng.randrange(1000),
+        },
     )
     return SamplingParams(max_tokens=rng.randrange(6, 14), **rng.choice(kinds))
 
@@ -94,7 +104,10 @@ def every_params(rng: Random) -> SamplingParams:
 CLIPPED = OptimizerConfig(learning_rate=1e-3, max_grad_norm=0.1)
 JOBS = (
     (LoraConfig(r=4, dropout=0.2, target_modules="all-linear"), TuningConfig(batch_size=2)),
-    (LoraConfig(r=3, use_dora=True, target_modules=("q_proj", "down_proj")), TuningConfig(max_pack_tokens=16)),
+    (
+        LoraConfig(r=3, use_dora=True, target_modules=("q_proj", "down_proj")),
+        TuningConfig(max_pack_tokens=16),
+    ),
     (BottleneckConfig(reduction_factor=4), TuningConfig(batch_size=3, optimizer=CLIPPED)),
     (Ia3Config(), TuningConfig(batch_size=2, num_epochs=2)),
 )
@@ -151,7 +164,10 @@ def numbers(chunks: list[Chunk]) -> torch.Tensor:
     """All log-probabilities and states that a sequence was told."""
     logprobs = [[line.logprob, *(value for _, value in line.top)] for line in lines(chunks)]
     flat = [value for each in logprobs for value in each]
-    return torch.tensor([value for value in flat if not isnan(value)] + [x for each in chunks for x in each.embedding])
+    return torch.tensor(
+        [value for value in flat if not isnan(value)]
+        + [x for each in chunks for x in each.embedding]
+    )
 
 
 def assert_same(found: list[Chunk], expected: list[Chunk]) -> None:
@@ -160,7 +176,9 @@ def assert_same(found: list[Chunk], expected: list[Chunk]) -> None:
     def whole(chunks: list[Chunk]) -> object:
         tokens = [token for chunk in chunks for token in chunk.tokens]
         ends = [(chunk.finish_reason, chunk.stop_reason, chunk.error) for chunk in chunks]
-        named = [(line.token, line.rank, [token for token, _ in line.top]) for line in lines(chunks)]
+        named = [
+            (line.token, line.rank, [token for token, _ in line.top]) for line in lines(chunks)
+        ]
         return tokens, "".join(chunk.text for chunk in chunks), ends[-1], named
 
     assert whole(found) == whole(expected)
@@ -173,27 +191,33 @@ def assert_served_alike(found: Served, expected: Served) -> None:
         assert_same(found.chunks[sequence], chunks)
 
 
-@pytest.mark.parametrize("ranks_and_seed", long_but((2, 0), of=[(2, 0), (2, 1), (2, 2), (4, 1)]), ids=str)
+@pytest.mark.parametrize(
+    "ranks_and_seed", long_but((2, 0), of=[(2, 0), (2, 1), (2, 2), (4, 1)]), ids=str
+)
 def test_requests_of_every_kind_get_what_one_rank_gives(ranks_and_seed):
-    """Under the same plans, with shared prefixes, chunks, adapters, preemptions and pages that go to the host.
+    """Under the same plans, with shared prefixes, chunks, adapters, preemptions and pages that go
+    to the host.
 
-    No two logits that decide about a token are nearer to each other than the error of a sum: tokens are compared as
-    they are.
+    No two logits that decide about a token are nearer to each other than the error of a sum: tokens
+    are compared as they are.
     """
     num_ranks, seed = ranks_and_seed
     alone, divided = (serve_every_kind(number, seed) for number in (1, num_ranks))
     assert_served_alike(divided, alone)
     assert divided.engine.num_preemptions == alone.engine.num_preemptions > 0
     assert divided.engine.stats().num_swapped_in == alone.engine.stats().num_swapped_in > 0
-    cached = [[chunk.num_cached_tokens for each in made.chunks.values() for chunk in each] for made in (divided, alone)]
+    cached = [
+        [chunk.num_cached_tokens for each in made.chunks.values() for chunk in each]
+        for made in (divided, alone)
+    ]
     assert cached[0] == cached[1] and any(cached[1])
     assert_nothing_is_held(divided.engine)
 
 
 @pytest.mark.parametrize("seed", long_but(0, of=range(3)))
 def test_jobs_beside_requests_train_as_on_one_rank(seed):
-    """Four jobs of four methods: losses and norms of every optimizer step. A rank's pages are smaller by more than
-    what packs keep in them, so that plans are not the same.
+    """Four jobs of four methods: losses and norms of every optimizer step. A rank's pages are
+    smaller by more than what packs keep in them, so that plans are not the same.
     """
     alone, divided = (serve_every_kind(number, seed, num_jobs=4) for number in (1, 2))
     assert_served_alike(divided, alone)
@@ -203,15 +227,19 @@ def test_jobs_beside_requests_train_as_on_one_rank(seed):
         found = divided.steps[job]
         assert [event.step for event in found] == [event.step for event in steps] != []
         for name in ("loss", "norm"):
-            own, theirs = (torch.tensor([getattr(event, name) for event in each]) for each in (found, steps))
+            own, theirs = (
+                torch.tensor([getattr(event, name) for event in each]) for each in (found, steps)
+            )
             torch.testing.assert_close(own, theirs, atol=0, rtol=BAR)
 
 
 @pytest.mark.parametrize(
-    "name", long_but("qwen3.5", "opt", of=["qwen3.5", "opt", "gemma2", "gpt-oss", "mixtral", "olmo2"])
+    "name",
+    long_but("qwen3.5", "opt", of=["qwen3.5", "opt", "gemma2", "gpt-oss", "mixtral", "olmo2"]),
 )
 def test_greedy_tokens_of_a_divided_family_are_those_of_one_rank(name):
-    """One with states in pages, one with biases that rank 0 adds, one whose logits are capped after the head."""
+    """One with states in pages, one with biases that rank 0 adds, one whose logits are capped after
+    the head."""
 
     def tokens(num_ranks: int) -> list[tuple[int, ...]]:
         engine = make_engine(name, num_ranks=num_ranks)
@@ -227,7 +255,8 @@ def test_greedy_tokens_of_a_divided_family_are_those_of_one_rank(name):
 
 
 def backbone_with_logits(values: Sequence[float]) -> Backbone:
-    """Return a model that gives each row these logits, times the row's first feature after the last norm."""
+    """Return a model that gives each row these logits, times the row's first feature after the last
+    norm."""
     whole = make_backbone("llama", kernels="plain")
     weight = torch.zeros(whole.architecture.weight_shapes["lm_head.weight"])
     weight[:, 0] = torch.tensor(values)
@@ -240,9 +269,12 @@ def backbone_with_logits(values: Sequence[float]) -> Backbone:
 
 @pytest.mark.parametrize("kernels", names_for(torch.device("cpu")))
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("largest", [(1, VOCAB - 1), (VOCAB // 2 + 3, VOCAB - 2), (VOCAB - 1,), (VOCAB // 2 - 1,)])
+@pytest.mark.parametrize(
+    "largest", [(1, VOCAB - 1), (VOCAB // 2 + 3, VOCAB - 2), (VOCAB - 1,), (VOCAB // 2 - 1,)]
+)
 def test_of_equal_logits_the_first_is_taken_and_padding_never_comes(largest, size, kernels):
-    """Every logit is below the zero that padded columns have, and the largest are on several ranks."""
+    """Every logit is below the zero that padded columns have, and the largest are on several
+    ranks."""
     values = [-1.0 if token in largest else -2.0 - token % 3 for token in range(VOCAB)]
     backend = make_backbone("llama", kernels=kernels).backend
     whole = dataclass_replace(backbone_with_logits(values), backend=backend)
@@ -288,7 +320,9 @@ def test_a_decode_step_has_the_collectives_of_its_graphs_and_one_for_its_end(mon
     found = [counted(group) for group in device.groups]
     local = device.ranks[0].backbone.local
     engine.step()
-    num_sums = sum(node.op == "rank_sum" for part in local.parts for node in local.graphs[part].nodes)
+    num_sums = sum(
+        node.op == "rank_sum" for part in local.parts for node in local.graphs[part].nodes
+    )
     assert num_sums == 1 + 2 * len(local.kv_layers), "the table of embeddings is divided, too"
     # A gather is an all_gather of threads.
     assert found[0] == found[1] == {"_sum": num_sums, "_gather": 1, "_all_gather": 1, "_agree": 1}
@@ -298,26 +332,51 @@ def test_a_decode_step_has_the_collectives_of_its_graphs_and_one_for_its_end(mon
 def test_other_ranks_keep_nothing_of_what_was_chosen():
     engine = make_engine(num_ranks=2, tokenizer=word_tokenizer())
     first, other = (device._requests for device in lockstep(engine).ranks)
-    params = SamplingParams(temperature=0.0, max_tokens=6, presence_penalty=0.5, grammar=Grammar.regex("[a-f]{9}"))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=6, presence_penalty=0.5, grammar=Grammar.regex("[a-f]{9}")
+    )
     for prompt in prompts_of((5, 3)):
         engine.add(prompt, params)
     for _ in range(3):
         engine.step()
-    assert all(handle.counts is not None and handle.matcher is not None for handle in first._handles.values())
+    assert all(
+        handle.counts is not None and handle.matcher is not None
+        for handle in first._handles.values()
+    )
     assert len(other._handles) == 2
-    assert all(handle.counts is None and handle.matcher is None for handle in other._handles.values())
-    assert first.grammars._compiled and not other.grammars._compiled and other.grammars._compiler is None
+    assert all(
+        handle.counts is None and handle.matcher is None for handle in other._handles.values()
+    )
+    assert (
+        first.grammars._compiled
+        and not other.grammars._compiled
+        and other.grammars._compiler is None
+    )
     result = lockstep(engine).results[1]
-    assert not (result.tokens or result.ended or result.refused or result.embeddings or result.prompts)
+    assert not (
+        result.tokens or result.ended or result.refused or result.embeddings or result.prompts
+    )
     drain(engine)
     assert not first._handles and not other._handles
 
 
 def test_models_beside_a_divided_one_are_refused(tmp_path):
     engine = make_engine(num_ranks=2)
-    with pytest.raises(UnsupportedModelError, match="needs it whole on the device, where 2 ranks divide"):
+    with pytest.raises(
+        UnsupportedModelError, match="needs it whole on the device, where 2 ranks divide"
+    ):
         engine.device.execute(
-            OpenTrainer(job="j", config=TuningConfig(), mean_context_len=8.0, model="dummy:tiny", adapter=LORA)
+            OpenTrainer(
+                job="j",
+                config=TuningConfig(),
+                mean_context_len=8.0,
+                model="dummy:tiny",
+                adapter=LORA,
+            )
         )
-    with pytest.raises(UnsupportedModelError, match="train that model, or start a server without --tensor-parallel"):
-        engine.device.execute(OpenVersion(version="v", directory=adapter_directory(r=3), model="dummy:tiny"))
+    with pytest.raises(
+        UnsupportedModelError, match="train that model, or start a server without --tensor-parallel"
+    ):
+        engine.device.execute(
+            OpenVersion(version="v", directory=adapter_directory(r=3), model="dummy:tiny")
+        )

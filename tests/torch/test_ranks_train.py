@@ -1,4 +1,5 @@
-"""Jobs beside requests on an engine whose model ranks divide come to what they come to on one rank."""
+"""Jobs beside requests on an engine whose model ranks divide come to what they come to on one
+rank."""
 
 from typing import Any
 
@@ -17,7 +18,9 @@ from coserve.tuning.examples import Example
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-3)
 LORA = LoraConfig(r=4, dropout=0.2, target_modules="all-linear")
-SUPERVISED = TuningConfig(num_epochs=2, batch_size=3, evaluate_every_steps=2, optimizer=OPTIMIZER, seed=1)
+SUPERVISED = TuningConfig(
+    num_epochs=2, batch_size=3, evaluate_every_steps=2, optimizer=OPTIMIZER, seed=1
+)
 
 
 def pairs(lengths):
@@ -25,17 +28,40 @@ def pairs(lengths):
     found = []
     for a, b in zip(examples_of(lengths, 1), examples_of(reversed(lengths), 2), strict=True):
         parts = (len(a.tokens), len(b.tokens))
-        found.append(Example(tokens=a.tokens + b.tokens, trained=a.trained + b.trained, parts=parts))
+        found.append(
+            Example(tokens=a.tokens + b.tokens, trained=a.trained + b.trained, parts=parts)
+        )
     return found
 
 
-EXACT = ("kind", "step", "num_trained", "num_tokens", "learning_rate", "version", "is_best", "token_accuracy")
+EXACT = (
+    "kind",
+    "step",
+    "num_trained",
+    "num_tokens",
+    "learning_rate",
+    "version",
+    "is_best",
+    "token_accuracy",
+)
 JOBS = {
     "lora": (examples_of([9, 14, 5, 20, 7]), LORA, SUPERVISED),
     "pissa": (examples_of([30, 6, 11], 3), config_of("pissa"), SUPERVISED),
-    "dora": (examples_of([8, 8, 21, 3], 4), config_of("dora"), TuningConfig(batch_size=2, optimizer=OPTIMIZER)),
-    "dpo": (pairs([7, 12, 9]), LORA, TuningConfig(batch_size=2, objective="dpo", optimizer=OPTIMIZER)),
-    "prefix": (examples_of([10, 13], 5), config_of("prefix-projection"), TuningConfig(optimizer=OPTIMIZER)),
+    "dora": (
+        examples_of([8, 8, 21, 3], 4),
+        config_of("dora"),
+        TuningConfig(batch_size=2, optimizer=OPTIMIZER),
+    ),
+    "dpo": (
+        pairs([7, 12, 9]),
+        LORA,
+        TuningConfig(batch_size=2, objective="dpo", optimizer=OPTIMIZER),
+    ),
+    "prefix": (
+        examples_of([10, 13], 5),
+        config_of("prefix-projection"),
+        TuningConfig(optimizer=OPTIMIZER),
+    ),
 }
 
 
@@ -77,7 +103,9 @@ def told(events):
     return exact, sums
 
 
-@pytest.mark.parametrize("policy", long_but("token-fusion", of=["token-fusion", "temporal-sharing"]))
+@pytest.mark.parametrize(
+    "policy", long_but("token-fusion", of=["token-fusion", "temporal-sharing"])
+)
 def test_jobs_beside_requests_come_to_what_they_come_to_on_one_rank(policy):
     (one, expected), (several, found) = run(1, policy), run(2, policy)
     (exact, sums), (own, own_sums) = told(expected), told(found)

@@ -54,8 +54,13 @@ def test_the_make_targets_it_names_are_there():
 def test_what_the_documents_import_is_there(path: Path):
     """But for the modules that a recipe of the page adds."""
     text = path.read_text()
-    added = {name.removesuffix(".py").replace("/", ".") for name in re.findall(r"```python\n# (coserve/\S+)", text)}
-    for module, names in re.findall(r"^ *from (coserve[.\w]*) import ([\w, ]+)$", text, re.MULTILINE):
+    added = {
+        name.removesuffix(".py").replace("/", ".")
+        for name in re.findall(r"```python\n# (coserve/\S+)", text)
+    }
+    for module, names in re.findall(
+        r"^ *from (coserve[.\w]*) import ([\w, ]+)$", text, re.MULTILINE
+    ):
         for name in names.split(", "):
             if module in added or f"{module}.{name}" in added:
                 continue

@@ -1,4 +1,5 @@
-"""The recipes of docs/architecture.md are complete: each is one new file, and its test passes in a copy of all."""
+"""The recipes of docs/architecture.md are complete: each is one new file, and its test passes in a
+copy of all."""
 
 import os
 import re
@@ -34,7 +35,9 @@ def test_a_recipe_is_one_new_file_and_its_test(title: str):
     assert file.startswith("coserve/")
     assert test.startswith("tests/")
     for path in RECIPES[title]:
-        assert not (ROOT / path).exists(), f"{path} is there already: the recipe needs another example"
+        assert not (ROOT / path).exists(), (
+            f"{path} is there already: the recipe needs another example"
+        )
 
 
 def test_the_recipes_tests_pass(tmp_path: Path):
@@ -42,15 +45,29 @@ def test_the_recipes_tests_pass(tmp_path: Path):
     for folder in ("coserve", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=without)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / ".pytest_cache").symlink_to(ROOT / ".pytest_cache")  # what was compiled and measured
+    (tmp_path / ".pytest_cache").symlink_to(
+        ROOT / ".pytest_cache"
+    )  # what was compiled and measured
     files = {path: content for recipe in RECIPES.values() for path, content in recipe.items()}
     for path, content in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(content)
     tests = [path for path in files if path.startswith("tests/")]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("COV", "PYTEST"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("COV", "PYTEST"))
+    }
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:pytest_cov", "--verbose", *tests],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:pytest_cov",
+            "--verbose",
+            *tests,
+        ],
         cwd=tmp_path,
         env=environment | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,

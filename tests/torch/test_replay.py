@@ -1,4 +1,5 @@
-"""A recording run again: on torch here and in another process the same tokens and losses, anywhere the same plans."""
+"""A recording run again: on torch here and in another process the same tokens and losses, anywhere
+the same plans."""
 
 import json
 from pathlib import Path
@@ -64,7 +65,8 @@ def make_device():
 def test_an_engine_whose_adapters_were_saved_is_run_again(tmp_path):
     """Saving has commands carried in that would have come with the next step."""
     engine = record(
-        Engine(WatchedDevice(make_device(), WallClock()), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file")
+        Engine(WatchedDevice(make_device(), WallClock()), EngineConfig(block_tokens=BLOCK)),
+        str(tmp_path / "file"),
     )
     engine.load_adapter("served", adapter_directory(**LORA))
     for name, prompt, num_tokens in zip("ab", prompts_of((9, 12)), (2, 12), strict=True):
@@ -83,10 +85,16 @@ def test_an_engine_whose_adapters_were_saved_is_run_again(tmp_path):
 
 
 def out_of_memory_once(device: WatchedDevice) -> None:
-    """In the first step with an optimizer step, which had been made, and tokens of requests, which had not come."""
+    """In the first step with an optimizer step, which had been made, and tokens of requests, which
+    had not come."""
 
     def fail(batch: StepBatch) -> StepFailure | None:
-        if batch.windows and batch.requests and len(device.batches) > 20 and not any(r.failure for r in device.results):
+        if (
+            batch.windows
+            and batch.requests
+            and len(device.batches) > 20
+            and not any(r.failure for r in device.results)
+        ):
             return StepFailure(message="out of memory")
         return None
 
@@ -94,8 +102,8 @@ def out_of_memory_once(device: WatchedDevice) -> None:
 
 
 def run_eventfully(engine: RecordingEngine, parent: Path) -> None:
-    """Requests of all kinds, adapters, jobs that publish, evaluate, pause, resume from a checkpoint, and too few
-    pages.
+    """Requests of all kinds, adapters, jobs that publish, evaluate, pause, resume from a
+    checkpoint, and too few pages.
     """
     engine.load_adapter("served", adapter_directory(**LORA))
     with pytest.raises(AdapterError):
@@ -106,7 +114,9 @@ def run_eventfully(engine: RecordingEngine, parent: Path) -> None:
             SamplingParams(max_tokens=40, temperature=1.0, frequency_penalty=0.3, seed=number),
             SamplingParams(max_tokens=25, top_p=0.8, min_tokens=20, n=2),
         ][number % 3]
-        engine.add_tokens(prompt, params, adapter="served" if number % 2 else None, request_id=str(number))
+        engine.add_tokens(
+            prompt, params, adapter="served" if number % 2 else None, request_id=str(number)
+        )
     with pytest.raises(RequestError):
         engine.add_tokens([], greedy())
     engine.submit_examples(
@@ -125,7 +135,9 @@ def run_eventfully(engine: RecordingEngine, parent: Path) -> None:
         engine.step()
     reading.join()
     engine.finish_load(load)
-    engine.add_tokens(prompts_of((7,))[0], greedy(20, ignore_eos=True), adapter="late", request_id="late")
+    engine.add_tokens(
+        prompts_of((7,))[0], greedy(20, ignore_eos=True), adapter="late", request_id="late"
+    )
     while not any(request.num_output > 2 for request in engine.requests.members("late")):
         engine.step()
     assert engine.stop("late", 0, 2)
@@ -158,7 +170,9 @@ def recording(tmp_path_factory) -> Path:
     parent = tmp_path_factory.mktemp("recorded")
     watched = WatchedDevice(make_device(), WallClock())
     out_of_memory_once(watched)
-    plain = Engine(watched, EngineConfig(block_tokens=BLOCK, tpot_s=0.05, ttft_s=0.5), end_tokens={7, 90})
+    plain = Engine(
+        watched, EngineConfig(block_tokens=BLOCK, tpot_s=0.05, ttft_s=0.5), end_tokens={7, 90}
+    )
     engine = record(plain, str(parent / "file"))
     run_eventfully(engine, parent / "checkpoints")
     stats = engine.stats()
@@ -180,7 +194,12 @@ def test_on_torch_tokens_and_losses_are_the_same(recording, device):
     status, report, _ = run_again(recording, "--device", device)
     _, lines = read_recording(recording)
     num_steps = len(steps_in(lines))
-    assert report == {"steps": num_steps, "plans_equal": True, "tokens_equal": True, "max_loss_difference": 0.0}
+    assert report == {
+        "steps": num_steps,
+        "plans_equal": True,
+        "tokens_equal": True,
+        "max_loss_difference": 0.0,
+    }
     assert num_steps > 50 and status == 0
 
 
@@ -192,7 +211,8 @@ def test_on_a_modelled_device_plans_are_the_same(recording):
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
 def test_adapters_with_more_tokens_than_the_model_are_run_again(tmp_path):
-    """One that was loaded, and one that a job has made; a token that only they have is none of the model's."""
+    """One that was loaded, and one that a job has made; a token that only they have is none of the
+    model's."""
     made, new = made_by_peft(Cell(tied=False, resized=True)), VOCAB + 3
     assert not isinstance(made, str)
     plain = Engine(WatchedDevice(make_device(), WallClock()), EngineConfig(block_tokens=BLOCK))
@@ -209,7 +229,9 @@ def test_adapters_with_more_tokens_than_the_model_are_run_again(tmp_path):
     assert status == 0, message
     assert report["plans_equal"] and report["tokens_equal"]
     frames = plain_frames(tmp_path / "file")
-    results = [frame["reply"] for frame in frames if frame["type"] == "Done" and frame["reply"] is not None]
+    results = [
+        frame["reply"] for frame in frames if frame["type"] == "Done" and frame["reply"] is not None
+    ]
     collected = [result["tokens"] for result in results if result["type"] == "StepResult"]
     next(tokens["None/0"] for tokens in collected if "None/0" in tokens)["token"] = new
     write_frames(tmp_path / "wrong", frames)
@@ -243,10 +265,14 @@ def changed(recording: Path, file: Path, change) -> Path:
 def test_another_plan_is_found_and_said(recording, tmp_path):
     def change(line):
         if isinstance(line, AddRequest) and line.id == "1":
-            return msgspec.structs.replace(line, prompt=[*line.prompt[:-1], (line.prompt[-1] + 1) % 97])
+            return msgspec.structs.replace(
+                line, prompt=[*line.prompt[:-1], (line.prompt[-1] + 1) % 97]
+            )
         return line
 
-    status, report, error = run_again(changed(recording, tmp_path / "f", change), "--device", "modelled")
+    status, report, error = run_again(
+        changed(recording, tmp_path / "f", change), "--device", "modelled"
+    )
     assert status == 1 and not report["plans_equal"] and report["steps"] < 20
     assert "after 0 equal steps: step 0 had commands" in error and ", now " in error
 
@@ -262,7 +288,11 @@ def test_other_tokens_and_losses_are_found(recording, tmp_path):
         return line
 
     status, report, _ = run_again(changed(recording, tmp_path / "f", change))
-    assert report["max_loss_difference"] == pytest.approx(0.25) and report["plans_equal"] and status == 0
+    assert (
+        report["max_loss_difference"] == pytest.approx(0.25)
+        and report["plans_equal"]
+        and status == 0
+    )
 
 
 def test_the_end_of_a_killed_process_is_no_error(recording, tmp_path):
@@ -298,7 +328,10 @@ def test_what_is_no_recording_or_of_another_device_is_refused(recording, tmp_pat
     header, lines = read_recording(recording)
     backbone = make_backbone()
     small = torch_device(
-        backbone, memory_bytes=8 * kv_page_bytes(backbone, BLOCK), block_tokens=BLOCK, profile=profile()
+        backbone,
+        memory_bytes=8 * kv_page_bytes(backbone, BLOCK),
+        block_tokens=BLOCK,
+        profile=profile(),
     )
     with pytest.raises(DataError, match="num_pages 50; this one has 8"):
         replay(header, lines, small)
@@ -306,14 +339,18 @@ def test_what_is_no_recording_or_of_another_device_is_refused(recording, tmp_pat
 
 def test_a_recording_is_never_overwritten(tmp_path):
     for name in ("file", "file.1"):
-        engine = record(Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file"))
+        engine = record(
+            Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file")
+        )
         engine.add_tokens([1, 2], greedy(1))
         engine.step()
         engine.device.close()
         _, lines = read_recording(tmp_path / name)
         assert len(list(lines)) > 4
     with pytest.raises(DataError, match="cannot be written"):
-        record(Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "no" / "file"))
+        record(
+            Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "no" / "file")
+        )
 
 
 def test_adapters_may_be_loaded_after_others_whose_loading_began_beside_steps(tmp_path):
@@ -335,19 +372,23 @@ def test_adapters_may_be_loaded_after_others_whose_loading_began_beside_steps(tm
 
 
 def test_a_replay_leaves_this_machines_profile_alone(tmp_path):
-    """Though the recorded engine corrected its own: its device took ten times what the profile said."""
+    """Though the recorded engine corrected its own: its device took ten times what the profile
+    said."""
     slow = Hardware(name="slow", flops_per_s=2e8, bytes_per_s=5e8, call_s=1e-4)
     backbone, path = make_backbone(), tmp_path / "profile.json"
 
     def device() -> ModelledDevice:
-        made = ModelledDevice(backbone, roofline_profile(backbone, slow), num_pages=NUM_PAGES, block_tokens=BLOCK)
+        made = ModelledDevice(
+            backbone, roofline_profile(backbone, slow), num_pages=NUM_PAGES, block_tokens=BLOCK
+        )
         made.info = msgspec.structs.replace(made.info, profile=profile(), profile_path=str(path))
         return made
 
     write_profile(path, {}, profile())
     before = path.read_text()
     engine = record(
-        Engine(device(), EngineConfig(block_tokens=BLOCK, ttft_s=60.0, tpot_s=10.0)), str(tmp_path / "file")
+        Engine(device(), EngineConfig(block_tokens=BLOCK, ttft_s=60.0, tpot_s=10.0)),
+        str(tmp_path / "file"),
     )
     while engine.num_steps < 520:
         if not engine.has_requests:
@@ -383,7 +424,9 @@ def test_the_step_that_killed_the_process_is_in_the_recording(tmp_path):
     device = RecordingDevice(watched, FrameWriter(tmp_path / "device"))
     device.submit(StepBatch(step=9))
     device.collect()
-    (tmp_path / "headed").write_bytes((tmp_path / "file").read_bytes() + (tmp_path / "device").read_bytes())
+    (tmp_path / "headed").write_bytes(
+        (tmp_path / "file").read_bytes() + (tmp_path / "device").read_bytes()
+    )
     last = lines_of(tmp_path / "headed")[-1]
     assert isinstance(last, Done) and isinstance(last.reply, StepResult) and last.reply.step == 9
     device.close()
@@ -424,7 +467,13 @@ def test_tokens_that_did_not_come_are_a_difference_and_no_error(tmp_path):
 
 
 def test_a_recording_without_steps_says_nothing_about_plans(tmp_path):
-    record(Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file")).device.close()
+    record(
+        Engine(make_device(), EngineConfig(block_tokens=BLOCK)), str(tmp_path / "file")
+    ).device.close()
     header, lines = read_recording(tmp_path / "file")
     report = replay(header, lines, make_device())
-    assert (report.steps, report.plans_equal, report.diverged) == (0, False, "the recording has no step")
+    assert (report.steps, report.plans_equal, report.diverged) == (
+        0,
+        False,
+        "the recording has no step",
+    )

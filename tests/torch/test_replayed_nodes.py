@@ -1,11 +1,20 @@
-"""A recording of what a node's engine was commanded over its wire, also of a part of a divided job, is run again."""
+"""A recording of what a node's engine was commanded over its wire, also of a part of a divided job,
+is run again."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import BLOCK, TickingClock, WatchedDevice, adapter_directory, examples_of, greedy, prompts_of
+from engines import (
+    BLOCK,
+    TickingClock,
+    WatchedDevice,
+    adapter_directory,
+    examples_of,
+    greedy,
+    prompts_of,
+)
 from process_server import looks_until, run
 from recordings import steps_in
 from support import make_backbone
@@ -42,7 +51,9 @@ from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.shard import Combination, Shard
 
 HERE = Hardware(name="here", flops_per_s=2e9, bytes_per_s=5e9, call_s=1e-5)
-TUNING = TuningConfig(num_epochs=2, batch_size=2, max_pack_tokens=16, optimizer=OptimizerConfig(learning_rate=1e-2))
+TUNING = TuningConfig(
+    num_epochs=2, batch_size=2, max_pack_tokens=16, optimizer=OptimizerConfig(learning_rate=1e-2)
+)
 LORA = LoraConfig(r=3, target_modules=("q_proj", "down_proj"))
 
 
@@ -72,8 +83,16 @@ class Node:
 
     def job(self, **named: Any) -> JobStart:
         write_examples_file(self.directory / "examples", examples_of([9, 14, 5, 11]))
-        fields: dict[str, Any] = {"id": "j", "name": "learned", "config": TUNING, "adapter": LORA.to_peft()}
-        fields |= {"examples": str(self.directory / "examples"), "checkpoints": str(self.directory / "checkpoints")}
+        fields: dict[str, Any] = {
+            "id": "j",
+            "name": "learned",
+            "config": TUNING,
+            "adapter": LORA.to_peft(),
+        }
+        fields |= {
+            "examples": str(self.directory / "examples"),
+            "checkpoints": str(self.directory / "checkpoints"),
+        }
         return JobStart(**fields | named)
 
     def answers(self, call: int) -> Iterator[None]:
@@ -82,7 +101,12 @@ class Node:
 
     @property
     def contributed(self) -> list[Contributed]:
-        return [each for report in self.reports if isinstance(report, StepReport) for each in report.contributions]
+        return [
+            each
+            for report in self.reports
+            if isinstance(report, StepReport)
+            for each in report.contributions
+        ]
 
     def assert_replays_equal(self) -> None:
         header, lines = read_recording(self.file)
@@ -98,11 +122,18 @@ def node(tmp_path: Path) -> Node:
 
 
 def test_requests_adapters_and_jobs_of_the_wire(node: Node):
-    """Too few pages for all, a step that runs out of memory, and a job that resumes from its checkpoint."""
-    ref = AdapterRef(name="served", directory=adapter_directory(r=3, target_modules=["q_proj", "down_proj"]))
+    """Too few pages for all, a step that runs out of memory, and a job that resumes from its
+    checkpoint."""
+    ref = AdapterRef(
+        name="served", directory=adapter_directory(r=3, target_modules=["q_proj", "down_proj"])
+    )
 
     def fail(batch: Any) -> StepFailure | None:
-        is_time = batch.windows and batch.requests and not any(result.failure for result in node.device.results)
+        is_time = (
+            batch.windows
+            and batch.requests
+            and not any(result.failure for result in node.device.results)
+        )
         return StepFailure(message="out of memory") if is_time else None
 
     def script() -> Iterator[Any]:
@@ -114,7 +145,11 @@ def test_requests_adapters_and_jobs_of_the_wire(node: Node):
         for number, prompt in enumerate(prompts_of((30, 17, 25, 41))):
             params = greedy(40, ignore_eos=True, logprobs=1)
             yield AddRequest(
-                id=str(number), prompt=prompt, params=params, arrival_s=0.0, adapter=ref if number % 2 else None
+                id=str(number),
+                prompt=prompt,
+                params=params,
+                arrival_s=0.0,
+                adapter=ref if number % 2 else None,
             )
         yield CancelRequest("3")
         yield from looks_until(lambda: node.engine.job("j").num_steps_done >= 1)
@@ -158,7 +193,9 @@ def test_a_part_of_a_divided_job(node: Node, synchronization: Any):
                 continue
             due = node.contributed[number]
             number += 1
-            combination = Combination(directories=(due.directory,) * 2, num_trained=2 * due.num_trained)
+            combination = Combination(
+                directories=(due.directory,) * 2, num_trained=2 * due.num_trained
+            )
             yield CombineJob(1 + number, "j.0", combination)
             yield from node.answers(1 + number)
             for file in Path(due.directory).iterdir():

@@ -28,7 +28,9 @@ def has_amx() -> bool:
 pytestmark = pytest.mark.skipif(CPU is PLAIN, reason="needs g++")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 # The last has rows for several threads.
-row_counts = pytest.mark.parametrize(("n", "num_threads"), [(1, 1), (3, 2), (83, 1), (83, 2), (83, 5)])
+row_counts = pytest.mark.parametrize(
+    ("n", "num_threads"), [(1, 1), (3, 2), (83, 1), (83, 2), (83, 5)]
+)
 
 
 def columns(n: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -41,17 +43,26 @@ def check_close(ours: Tensor, twin: Tensor, exact: Tensor) -> None:
     assert ours.dtype == twin.dtype and ours.shape == twin.shape and ours.is_contiguous()
     step = torch.finfo(ours.dtype).eps
     size = exact.abs().max()
-    torch.testing.assert_close(ours, twin, rtol=4 * step, atol=float(2 * step * size) if step < 1e-3 else 1e-6)
-    assert (ours.double() - exact).abs().max() <= 1.05 * (twin.double() - exact).abs().max() + 4e-6 * size
+    torch.testing.assert_close(
+        ours, twin, rtol=4 * step, atol=float(2 * step * size) if step < 1e-3 else 1e-6
+    )
+    assert (ours.double() - exact).abs().max() <= 1.05 * (
+        twin.double() - exact
+    ).abs().max() + 4e-6 * size
     if ours.dtype == torch.bfloat16:
-        assert (ours != twin).float().mean() < 0.02, "the last bit of float32 seldom decides how bfloat16 is rounded"
+        assert (ours != twin).float().mean() < 0.02, (
+            "the last bit of float32 seldom decides how bfloat16 is rounded"
+        )
 
 
 def check_rows(function, matrices: list[Tensor], others: list[Tensor]) -> None:
     """A row has the same result alone as in company."""
     for whole, *alone in zip(
         function(*matrices, *others),
-        *(function(*(x[i : i + 1] for x in matrices), *others) for i in range(0, matrices[0].shape[0], 9)),
+        *(
+            function(*(x[i : i + 1] for x in matrices), *others)
+            for i in range(0, matrices[0].shape[0], 9)
+        ),
         strict=True,
     ):
         assert torch.equal(whole[::9], torch.cat(alone))
@@ -81,7 +92,11 @@ def test_dropped_features_are_those_of_the_plain_twin_to_the_bit(dtype, n, num_t
 def test_rms_norm(dtype, n, num_threads, width, features):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
-    grad, x, weight = columns(n, width, dtype), columns(n, width, dtype) * 3, torch.randn(features).to(dtype)
+    grad, x, weight = (
+        columns(n, width, dtype),
+        columns(n, width, dtype) * 3,
+        torch.randn(features).to(dtype),
+    )
     exact_x = x.double().requires_grad_()
     grouped = exact_x.view(n, -1, features)
     exact = torch.nn.functional.rms_norm(grouped, (features,), weight.double(), EPS).flatten(1)
@@ -95,7 +110,9 @@ def test_rms_norm(dtype, n, num_threads, width, features):
     assert torch.equal(again, y)
     x_grad_only, none = CPU.rms_norm_gradient(grad, x, weight, EPS)
     assert torch.equal(x_grad_only, x_grad) and none is None
-    check_rows(lambda dy, x, w: CPU.rms_norm_gradient(dy, x, w, EPS, with_y=True), [grad, x], [weight])
+    check_rows(
+        lambda dy, x, w: CPU.rms_norm_gradient(dy, x, w, EPS, with_y=True), [grad, x], [weight]
+    )
 
 
 @dtypes
@@ -104,7 +121,11 @@ def test_rms_norm(dtype, n, num_threads, width, features):
 def test_silu_mul(dtype, n, num_threads, width):
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
-    grad, gate, up = columns(n, width, dtype), columns(n, width, dtype) * 4, columns(n, width, dtype)
+    grad, gate, up = (
+        columns(n, width, dtype),
+        columns(n, width, dtype) * 4,
+        columns(n, width, dtype),
+    )
     exact_gate, exact_up = gate.double().requires_grad_(), up.double().requires_grad_()
     exact = torch.nn.functional.silu(exact_gate) * exact_up
     exact_grads = torch.autograd.grad(exact, (exact_gate, exact_up), grad.double())
@@ -116,7 +137,11 @@ def test_silu_mul(dtype, n, num_threads, width):
         check_close(one, twin, wide)
     assert torch.equal(ours.y, y)
     without = CPU.silu_mul_gradients(grad, gate, up)
-    assert torch.equal(without.gate, ours.gate) and torch.equal(without.up, ours.up) and without.y is None
+    assert (
+        torch.equal(without.gate, ours.gate)
+        and torch.equal(without.up, ours.up)
+        and without.y is None
+    )
     check_rows(lambda *inputs: CPU.silu_mul_gradients(*inputs, with_y=True), [grad, gate, up], [])
 
 
@@ -127,7 +152,11 @@ def test_silu_mul_of_what_is_not_small(dtype):
     for factor in (1.0, 1e-3, float("inf"), float("nan")):
         up, grad = torch.full_like(gate, factor), torch.full_like(gate, 2.0)
         y, twin = CPU.silu_mul(gate, up), PLAIN.silu_mul(gate, up)
-        settings: dict[str, Any] = {"rtol": 3 * torch.finfo(dtype).eps, "atol": 3e-36, "equal_nan": True}
+        settings: dict[str, Any] = {
+            "rtol": 3 * torch.finfo(dtype).eps,
+            "atol": 3e-36,
+            "equal_nan": True,
+        }
         torch.testing.assert_close(y, twin, **settings)
         ours = CPU.silu_mul_gradients(grad, gate, up, with_y=True)
         twins = PLAIN.silu_mul_gradients(grad, gate, up, with_y=True)
@@ -143,7 +172,10 @@ def test_rope_gives_the_plain_results_to_the_last_bit(dtype, n, num_threads, num
     torch.set_num_threads(num_threads)
     x = columns(n, num_heads * head_width, dtype)
     angles = 9 * torch.randn(n, head_width)  # halves that differ, too
-    for cos, sin in ((angles.cos().to(dtype), angles.sin().to(dtype)), columns(2 * n, head_width, dtype).split(n)):
+    for cos, sin in (
+        (angles.cos().to(dtype), angles.sin().to(dtype)),
+        columns(2 * n, head_width, dtype).split(n),
+    ):
         for function, twin in ((CPU.rope, PLAIN.rope), (CPU.rope_gradient, PLAIN.rope_gradient)):
             ours = function(x, cos, sin)
             assert ours.is_contiguous()
@@ -177,13 +209,18 @@ def test_cross_entropy(dtype, n, num_threads, vocabulary):
         expected, over = backend.cross_entropy_gradient(*arguments), logits.contiguous().clone()
         found = backend.cross_entropy_gradient(over, *arguments[1:], overwrites=True)
         assert found.data_ptr() == over.data_ptr() and torch.equal(found, expected)
-        assert torch.equal(backend.cross_entropy_gradient(logits.clone(), *arguments[1:], overwrites=True), expected)
+        assert torch.equal(
+            backend.cross_entropy_gradient(logits.clone(), *arguments[1:], overwrites=True),
+            expected,
+        )
 
 
 def head_gradient(backend, logits, targets, log_sum, loss_grad, weight):
     """The gradient of the head's input, as `linear_cross_entropy` has it."""
     values = {"logits": logits, "targets": targets, "log_sum": log_sum, "weight": weight}
-    found = operator("linear_cross_entropy").vjp(("x",), values, {"loss": loss_grad}, {}, Context(backend=backend))
+    found = operator("linear_cross_entropy").vjp(
+        ("x",), values, {"loss": loss_grad}, {}, Context(backend=backend)
+    )
     return found["x"]
 
 
@@ -210,18 +247,29 @@ def test_cross_entropy_of_logits_that_lie_by_columns(n, num_threads, vocabulary)
 
 @pytest.mark.skipif(not has_amx(), reason="needs AMX, whose products leave logits so")
 @pytest.mark.parametrize(("n", "num_threads"), [(16, 1), (13, 2), (250, 2), (33, 5)])
-@pytest.mark.parametrize(("vocabulary", "width"), [(49152, 96), (31, 32), (45, 32), (5003, 64), (520, 50)])
-def test_the_gradient_of_the_heads_input_from_logits_that_lie_by_columns(n, num_threads, vocabulary, width):
-    """Of logits whose gradient never is in memory: the same as from that gradient. No kernel is for a width of 50."""
+@pytest.mark.parametrize(
+    ("vocabulary", "width"), [(49152, 96), (31, 32), (45, 32), (5003, 64), (520, 50)]
+)
+def test_the_gradient_of_the_heads_input_from_logits_that_lie_by_columns(
+    n, num_threads, vocabulary, width
+):
+    """Of logits whose gradient never is in memory: the same as from that gradient. No kernel is for
+    a width of 50."""
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
     rows, targets = torch.randn(n, vocabulary).bfloat16() * 4, torch.randint(vocabulary, (n,))
-    logits, weight, loss_grad = rows.T.contiguous().T, torch.randn(vocabulary, width).bfloat16(), torch.randn(n)
+    logits, weight, loss_grad = (
+        rows.T.contiguous().T,
+        torch.randn(vocabulary, width).bfloat16(),
+        torch.randn(n),
+    )
     _, _, log_sum = PLAIN.cross_entropy(rows, targets)
     found = head_gradient(CPU, logits, targets, log_sum, loss_grad, weight)
     twin = head_gradient(PLAIN, rows.clone(), targets, log_sum, loss_grad, weight)
     torch.testing.assert_close(found, twin, rtol=8e-3, atol=1e-3 * float(twin.abs().max()))
-    assert (found != twin).float().mean() < 0.02, "the gradient of the logits is rounded as where it is in memory"
+    assert (found != twin).float().mean() < 0.02, (
+        "the gradient of the logits is rounded as where it is in memory"
+    )
     hidden = torch.zeros(n, width, dtype=torch.float64, requires_grad=True)
     exact_logits = rows.double() + hidden @ weight.double().T
     exact = torch.nn.functional.cross_entropy(exact_logits, targets, reduction="none")
@@ -251,7 +299,11 @@ def test_cross_entropy_of_logits_that_are_not_finite(dtype, place, by_columns):
     torch.manual_seed(0)
     logits = torch.randn(8, 100).to(dtype)
     targets = torch.tensor([place, 3, place, 3, place, 3, 3, 3])
-    logits[:2, place], logits[2:4, place], logits[4:6, place] = float("-inf"), float("inf"), float("nan")
+    logits[:2, place], logits[2:4, place], logits[4:6, place] = (
+        float("-inf"),
+        float("inf"),
+        float("nan"),
+    )
     logits[6] = float("-inf")
     logits[7] = float("-inf")
     logits[7, place] = 1.0
@@ -266,7 +318,9 @@ def test_cross_entropy_of_logits_that_are_not_finite(dtype, place, by_columns):
     twin = PLAIN.cross_entropy_gradient(*arguments)
     torch.testing.assert_close(grad, twin, equal_nan=True)
     weight = torch.randn(100, 32).to(dtype)
-    x_grad, x_twin = (head_gradient(each, logits.clone(), *arguments[1:], weight) for each in (CPU, PLAIN))
+    x_grad, x_twin = (
+        head_gradient(each, logits.clone(), *arguments[1:], weight) for each in (CPU, PLAIN)
+    )
     torch.testing.assert_close(x_grad, x_twin, equal_nan=True, rtol=1e-2, atol=1e-2)
 
 
@@ -293,8 +347,12 @@ def test_argmax_is_the_first_of_the_largest(dtype, n, num_threads, vocabulary):
 @dtypes
 def test_argmax_of_what_compares_in_other_ways_than_its_bits(dtype):
     infinity, nan = float("inf"), float("nan")
-    logits = torch.tensor([[-1.0, -0.0, 0.0], [-1.0, 0.0, -0.0], [-2.0, -1.0, -3.0], [infinity, 1.0, nan]])
-    logits = torch.cat([logits, torch.tensor([[1.0, -nan, infinity], [-infinity, -3e38, -infinity]])]).to(dtype)
+    logits = torch.tensor(
+        [[-1.0, -0.0, 0.0], [-1.0, 0.0, -0.0], [-2.0, -1.0, -3.0], [infinity, 1.0, nan]]
+    )
+    logits = torch.cat(
+        [logits, torch.tensor([[1.0, -nan, infinity], [-infinity, -3e38, -infinity]])]
+    ).to(dtype)
     for rows in (logits, torch.cat([logits.new_full((6, 4000), -infinity), logits], -1)):
         assert CPU.argmax(rows).tolist() == PLAIN.argmax(rows).tolist()
     assert CPU.argmax(logits).tolist() == [1, 1, 1, 2, 1, 1]
@@ -308,11 +366,15 @@ def test_gated_units_and_gradients_of_logits_are_exact_to_the_rounding(dtype):
     wide = gate.double()
     step = torch.finfo(dtype).eps
     exact = wide * wide.sigmoid()
-    torch.testing.assert_close(CPU.silu_mul(gate, up).double(), exact, rtol=0.51 * step + 5e-7, atol=0)
+    torch.testing.assert_close(
+        CPU.silu_mul(gate, up).double(), exact, rtol=0.51 * step + 5e-7, atol=0
+    )
     logits = gate.minimum(torch.zeros(1, dtype=dtype))
     grad = CPU.cross_entropy_gradient(logits, torch.tensor([4002]), torch.zeros(1), torch.ones(1))
     exact = logits.double().exp()
-    torch.testing.assert_close(grad[:, :-1].double(), exact[:, :-1], rtol=0.51 * step + 5e-7, atol=0)
+    torch.testing.assert_close(
+        grad[:, :-1].double(), exact[:, :-1], rtol=0.51 * step + 5e-7, atol=0
+    )
 
 
 @pytest.mark.parametrize("target", [-1, 10])
@@ -325,7 +387,12 @@ def test_a_target_outside_the_vocabulary_is_an_error(target):
 
 
 def test_no_rows_are_no_rows():
-    x, weight, angles, no_targets = torch.ones(0, 8), torch.ones(8), torch.ones(0, 4), torch.ones(0, dtype=torch.int64)
+    x, weight, angles, no_targets = (
+        torch.ones(0, 8),
+        torch.ones(8),
+        torch.ones(0, 4),
+        torch.ones(0, dtype=torch.int64),
+    )
     results = (
         CPU.rms_norm(x, weight, EPS),
         CPU.silu_mul(x, x),

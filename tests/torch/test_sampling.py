@@ -18,7 +18,9 @@ from coserve.kernels.plain import PlainBackend
 
 VOCAB = 50
 DEVICE = torch.device("cpu")
-BACKENDS = [PlainBackend(DEVICE)] + [find_backend(DEVICE)] * (type(find_backend(DEVICE)) is not PlainBackend)
+BACKENDS = [PlainBackend(DEVICE)] + [find_backend(DEVICE)] * (
+    type(find_backend(DEVICE)) is not PlainBackend
+)
 
 
 @pytest.fixture(autouse=True, params=BACKENDS, ids=lambda backend: backend.identity)
@@ -73,9 +75,16 @@ def test_draws_follow_transformers_distribution(params, warpers):
 
 @pytest.mark.parametrize(("num_seeds", "num_places"), [(5_000, 1), (1, 5_000), (70, 70)])
 @pytest.mark.parametrize("first_seed", [0, -(2**63), 2**63 - 5_000])
-def test_draws_of_neighbouring_seeds_and_places_are_as_good_as_independent(num_seeds, num_places, first_seed):
-    drawn = torch.tensor([[first_seed + seed, place] for seed in range(num_seeds) for place in range(num_places)])
-    rows = [SamplingRow(params=SamplingParams(), seed=seed, place=place) for seed, place in map(tuple, drawn.tolist())]
+def test_draws_of_neighbouring_seeds_and_places_are_as_good_as_independent(
+    num_seeds, num_places, first_seed
+):
+    drawn = torch.tensor(
+        [[first_seed + seed, place] for seed in range(num_seeds) for place in range(num_places)]
+    )
+    rows = [
+        SamplingRow(params=SamplingParams(), seed=seed, place=place)
+        for seed, place in map(tuple, drawn.tolist())
+    ]
     tokens = sample(torch.zeros(1, 8).expand(len(rows), -1), rows).tokens
     # Pairs of a place and the next one, or a seed and the next one: 64 kinds, all equally likely.
     table = tokens.view(num_seeds, num_places)
@@ -84,7 +93,9 @@ def test_draws_of_neighbouring_seeds_and_places_are_as_good_as_independent(num_s
             counts = torch.bincount((one * 8 + other).flatten(), minlength=64)
             expected = one.numel() / 64
             chi_squared = float(((counts - expected) ** 2 / expected).sum())
-            assert 25 < chi_squared < 115, "63 on average; one of ten thousand is beyond either bound"
+            assert 25 < chi_squared < 115, (
+                "63 on average; one of ten thousand is beyond either bound"
+            )
 
 
 def test_greedy_takes_the_likeliest():
@@ -94,7 +105,8 @@ def test_greedy_takes_the_likeliest():
 
 
 @pytest.mark.parametrize(
-    "params", [{"top_k": 5}, {"top_k": 40}, {"top_p": 0.7}, {"top_p": 0.999}, {"top_k": 9, "top_p": 0.5}]
+    "params",
+    [{"top_k": 5}, {"top_k": 40}, {"top_p": 0.7}, {"top_p": 0.999}, {"top_k": 9, "top_p": 0.5}],
 )
 def test_a_few_candidates_give_what_sorting_gives(monkeypatch, params):
     logits = rnd(64, VOCAB, seed=3)
@@ -113,16 +125,24 @@ def test_top_p_of_flat_and_peaked_rows_is_what_sorting_gives(monkeypatch, spread
     ordered, order = logits.double().softmax(-1).sort(stable=True, descending=True)
     kept = order[0, (ordered.cumsum(-1) - ordered)[0] < top_p]
     rows = [SamplingRow(params=SamplingParams(top_p=top_p), seed=seed) for seed in range(20)]
-    weights = logits[0].double().masked_fill(~torch.isin(torch.arange(3_001), kept), float("-inf")).softmax(-1)
+    weights = (
+        logits[0]
+        .double()
+        .masked_fill(~torch.isin(torch.arange(3_001), kept), float("-inf"))
+        .softmax(-1)
+    )
     for row, token in zip(rows, sample(logits.expand(20, -1), rows).tokens, strict=True):
-        expected = sample(weights.log()[None], [SamplingRow(params=SamplingParams(), seed=row.seed)]).tokens
+        expected = sample(
+            weights.log()[None], [SamplingRow(params=SamplingParams(), seed=row.seed)]
+        ).tokens
         assert token == expected
 
 
 @pytest.mark.parametrize("spread", [0.3, 3])
 @pytest.mark.parametrize("num_threads", long_but(3, of=[1, 3]))
 def test_every_backend_draws_the_same_tokens(backend, spread, num_threads):
-    """Of a large vocabulary, in full and in half precision; a row's draw is that of the row alone."""
+    """Of a large vocabulary, in full and in half precision; a row's draw is that of the row
+    alone."""
     scores = rnd(12, 50_021) * spread
     scores[6:] = scores[6:].bfloat16()
     scores[3, ::2] = float("-inf")
@@ -174,7 +194,9 @@ def test_equal_tokens_do_not_depend_on_the_company_either():
 @pytest.mark.parametrize("temperature", [1e-40, 1e-12, 1e-5])
 def test_a_tiny_temperature_takes_the_likeliest(temperature):
     logits = rnd(5, VOCAB) * 30
-    rows = [SamplingRow(params=SamplingParams(temperature=temperature), seed=seed) for seed in range(5)]
+    rows = [
+        SamplingRow(params=SamplingParams(temperature=temperature), seed=seed) for seed in range(5)
+    ]
     assert torch.equal(sample(logits, rows).tokens, logits.argmax(-1))
 
 
@@ -191,11 +213,23 @@ def test_a_row_does_not_depend_on_its_company():
     """Every row alone gives what it gives in the batch, whatever the others ask for."""
     logits = rnd(8, VOCAB)
     params = [
-        *(SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.4)),
-        *(SamplingParams(min_p=0.3), SamplingParams(temperature=0.3), SamplingParams(presence_penalty=1.5)),
+        *(
+            SamplingParams(temperature=0),
+            SamplingParams(),
+            SamplingParams(top_k=3),
+            SamplingParams(top_p=0.4),
+        ),
+        *(
+            SamplingParams(min_p=0.3),
+            SamplingParams(temperature=0.3),
+            SamplingParams(presence_penalty=1.5),
+        ),
         SamplingParams(logit_bias={4: 50.0}),
     ]
-    rows = [SamplingRow(params=p, seed=i, place=i, counts=counts([1, 2], [3] * i)) for i, p in enumerate(params)]
+    rows = [
+        SamplingRow(params=p, seed=i, place=i, counts=counts([1, 2], [3] * i))
+        for i, p in enumerate(params)
+    ]
     together = sample(logits, rows).tokens
     alone = [int(sample(logits[i : i + 1], rows[i : i + 1]).tokens) for i in range(8)]
     assert together.tolist() == alone
@@ -205,7 +239,9 @@ def test_draws_come_from_the_seed_and_the_place():
     logits = torch.zeros(1, VOCAB)
 
     def draw(seed: int, place: int) -> int:
-        return int(sample(logits, [SamplingRow(params=SamplingParams(), seed=seed, place=place)]).tokens)
+        return int(
+            sample(logits, [SamplingRow(params=SamplingParams(), seed=seed, place=place)]).tokens
+        )
 
     assert [draw(5, place) for place in range(20)] == [draw(5, place) for place in range(20)]
     assert [draw(5, place) for place in range(20)] != [draw(6, place) for place in range(20)]
@@ -215,10 +251,14 @@ def test_draws_come_from_the_seed_and_the_place():
 def test_repetition_penalty_is_transformers():
     logits = rnd(1, VOCAB)
     prompt, output = [1, 2, 2, 7], [3, 7]
-    expected = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([prompt + output]), logits.clone())
+    expected = RepetitionPenaltyLogitsProcessor(1.8)(
+        torch.tensor([prompt + output]), logits.clone()
+    )
     biased = {int(token): -100.0 for token in range(VOCAB) if token not in (1, 2, 3, 7)}
     params = SamplingParams(temperature=0, repetition_penalty=1.8, logit_bias=biased)
-    token = int(sample(logits, [SamplingRow(params=params, seed=0, counts=counts(prompt, output))]).tokens)
+    token = int(
+        sample(logits, [SamplingRow(params=params, seed=0, counts=counts(prompt, output))]).tokens
+    )
     assert token == max((1, 2, 3, 7), key=lambda candidate: float(expected[0, candidate]))
 
 
@@ -228,7 +268,11 @@ def test_presence_and_frequency_penalties_count_the_output_alone():
 
     def choose(output, **penalties) -> int:
         params = SamplingParams(temperature=0, **penalties)
-        return int(sample(logits, [SamplingRow(params=params, seed=0, counts=counts([0, 1, 2], output))]).tokens)
+        return int(
+            sample(
+                logits, [SamplingRow(params=params, seed=0, counts=counts([0, 1, 2], output))]
+            ).tokens
+        )
 
     assert choose([]) == 0
     assert choose([], presence_penalty=2) == 0, "the prompt is not penalised"
@@ -253,7 +297,9 @@ def test_logprobs_are_the_models_own():
     logits = rnd(3, VOCAB)
     rows = [
         SamplingRow(params=SamplingParams(temperature=0, logprobs=2), seed=0),
-        SamplingRow(params=SamplingParams(temperature=0.5, top_k=2, logprobs=4, logit_bias={3: 9.0}), seed=1),
+        SamplingRow(
+            params=SamplingParams(temperature=0.5, top_k=2, logprobs=4, logit_bias={3: 9.0}), seed=1
+        ),
         SamplingRow(params=SamplingParams(), seed=2),
     ]
     result = sample(logits, rows)
@@ -263,7 +309,9 @@ def test_logprobs_are_the_models_own():
     torch.testing.assert_close(result.top_logprobs, top.values)
     assert torch.equal(result.top_tokens, top.indices)
     unasked = sample(logits, [rows[2]] * 3)
-    assert unasked.logprobs.shape == (0,) and unasked.top_tokens.shape == unasked.top_logprobs.shape == (3, 0)
+    assert unasked.logprobs.shape == (
+        0,
+    ) and unasked.top_tokens.shape == unasked.top_logprobs.shape == (3, 0)
     chosen = sample(logits, [SamplingRow(params=SamplingParams(logprobs=0), seed=0)] * 3)
     assert chosen.logprobs.shape == (3,) and chosen.top_tokens.shape == (3, 0)
 
@@ -274,13 +322,16 @@ def test_counts_that_penalties_need_are_not_forgotten():
 
 
 def test_counts_take_tokens_while_requests_run():
-    """Every step sees what was added since the step before, and rows of different lengths keep apart."""
+    """Every step sees what was added since the step before, and rows of different lengths keep
+    apart."""
     logits = torch.zeros(2, VOCAB)
     params = SamplingParams(temperature=0, frequency_penalty=1)
     held = [TokenCounts(), TokenCounts([5])]
     seen = []
     for _ in range(3):
-        tokens = sample(logits, [SamplingRow(params=params, seed=0, counts=each) for each in held]).tokens.tolist()
+        tokens = sample(
+            logits, [SamplingRow(params=params, seed=0, counts=each) for each in held]
+        ).tokens.tolist()
         seen.append(tokens)
         held[0].add(tokens[0])
     assert seen == [[0, 0], [1, 0], [2, 0]]
@@ -290,7 +341,9 @@ def test_the_logits_stay_as_they_are_and_half_precision_is_taken():
     logits = rnd(2, VOCAB).bfloat16()
     before = logits.clone()
     rows = [
-        SamplingRow(params=SamplingParams(top_p=0.5, presence_penalty=1), seed=s, counts=counts([], [1]))
+        SamplingRow(
+            params=SamplingParams(top_p=0.5, presence_penalty=1), seed=s, counts=counts([], [1])
+        )
         for s in range(2)
     ]
     sample(logits, rows)
@@ -305,7 +358,10 @@ def test_the_logits_stay_as_they_are_and_half_precision_is_taken():
         ({"top_p": 0}, "top_p must be a number above 0 and at most 1, not 0"),
         ({"top_k": -2}, "top_k must be a whole number of at least -1, not -2"),
         ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
-        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens must be a whole number from 0 to 3, not 4"),
+        (
+            {"max_tokens": 3, "min_tokens": 4},
+            "min_tokens must be a whole number from 0 to 3, not 4",
+        ),
         ({"logprobs": 21}, "logprobs must be a whole number from 0 to 20"),
         ({"logit_bias": {"a": 1}}, "logit_bias must map token ids"),
         ({"logit_bias": {1: 101}}, "logit_bias must map token ids to numbers from -100 to 100"),

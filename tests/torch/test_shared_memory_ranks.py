@@ -42,7 +42,8 @@ CHECKED = {"COSERVE_RANK_CHECK": "1"}
 
 
 def lengths_around_the_limits() -> list[int]:
-    """Of what is summed at once, of a slice's cache line, and of a buffer; for elements of two and four bytes."""
+    """Of what is summed at once, of a slice's cache line, and of a buffer; for elements of two and
+    four bytes."""
     limits = [64, 512, *(each // size for each in (64 << 10, BUFFER_BYTES) for size in (2, 4))]
     around = {limit + step for limit in limits for step in (-1, 0, 1)}
     return sorted({1, 2, 896, 3 * BUFFER_BYTES // 2 + 5, *around})
@@ -51,7 +52,9 @@ def lengths_around_the_limits() -> list[int]:
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_have_the_bits_of_a_sum_in_rank_order(size: int, is_plain: bool):
-    found = run_processes(size, sum_all, lengths_around_the_limits(), is_plain=is_plain, buffer_bytes=BUFFER_BYTES)
+    found = run_processes(
+        size, sum_all, lengths_around_the_limits(), is_plain=is_plain, buffer_bytes=BUFFER_BYTES
+    )
     assert [wrong for wrong, _ in found] == [[]] * size
     assert [bits for _, bits in found] == [found[0][1]] * size
 
@@ -67,7 +70,9 @@ def test_special_numbers_are_summed_as_numbers_are(is_plain: bool):
 @pytest.mark.parametrize("length", [3, 100_000])
 def test_gathers_and_agreement(length: int, is_plain: bool):
     parts = [part(rank, 0, length, 2) for rank in range(3)]
-    for rank, found in enumerate(run_processes(3, collect, length, is_plain=is_plain, environment=CHECKED)):
+    for rank, found in enumerate(
+        run_processes(3, collect, length, is_plain=is_plain, environment=CHECKED)
+    ):
         everywhere, on_one, columns, numbers = found
         assert torch.equal(everywhere, torch.stack(parts))
         assert torch.equal(columns, torch.cat(parts, -1).bfloat16())
@@ -103,7 +108,9 @@ def test_a_rank_is_killed_at_any_moment(seed: int, is_plain: bool):
     found = run_processes(3, sum_until_killed_anywhere, seed, is_plain=is_plain)
     victim = found.index(KILLED)
     for each in found[:victim] + found[victim + 1 :]:
-        assert each.startswith(f"RankGoneError: rank {victim} (process ") and each.endswith(") has ended")
+        assert each.startswith(f"RankGoneError: rank {victim} (process ") and each.endswith(
+            ") has ended"
+        )
 
 
 @IMPLEMENTATIONS
@@ -115,13 +122,17 @@ def test_the_others_learn_that_a_rank_raised(is_plain: bool):
 
 @IMPLEMENTATIONS
 def test_ranks_meet_again_after_a_failure(is_plain: bool):
-    expected = [each for number in range(5) for each in (f"RankError: rank 0 failed: failure {number}", 3.0)]
+    expected = [
+        each for number in range(5) for each in (f"RankError: rank 0 failed: failure {number}", 3.0)
+    ]
     assert run_processes(3, fail_and_reset, is_plain=is_plain) == [expected] * 3
 
 
 @IMPLEMENTATIONS
 def test_the_check_names_the_collectives_that_differ(is_plain: bool):
-    for message in run_processes(3, call_different, "h.1", 3, is_plain=is_plain, environment=CHECKED):
+    for message in run_processes(
+        3, call_different, "h.1", 3, is_plain=is_plain, environment=CHECKED
+    ):
         assert "at different collectives" in message
         assert "sum h.0 [3] float32" in message and "sum h.1 [3] float32" in message
 
@@ -138,13 +149,17 @@ def test_other_sizes_and_kinds_are_noticed_without_the_check(is_plain: bool):
 def test_a_rank_that_does_not_come_is_not_waited_for_forever(is_plain: bool):
     first, second = run_processes(2, stand_still, is_plain=is_plain, timeout_s=0.05)
     assert first == second
-    assert first.startswith("RankGoneError: rank 1 (process ") and first.endswith(") did not come within 0.05 s")
+    assert first.startswith("RankGoneError: rank 1 (process ") and first.endswith(
+        ") did not come within 0.05 s"
+    )
 
 
 @needs_kernels
 def test_ranks_with_different_implementations_are_refused():
     for error in run_processes(2, sum_all, [1], is_plain=[False, True]):
-        assert isinstance(error, RankGoneError) and "compiled on some, plain on others" in str(error)
+        assert isinstance(error, RankGoneError) and "compiled on some, plain on others" in str(
+            error
+        )
 
 
 @needs_kernels
@@ -201,7 +216,9 @@ else:
 
 @pytest.mark.parametrize("implementation", ["compiled", "plain"])
 def test_ranks_learn_that_their_parent_was_killed(implementation: str):
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, implementation], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, implementation], stdout=subprocess.PIPE, text=True
+    )
     with parent.stdout as said:
         assert said.readline() == "joined\n"
         parent.kill()

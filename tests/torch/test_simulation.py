@@ -63,7 +63,9 @@ def make_engine(
     **config: float,
 ) -> TokenEngine:
     """expected: the hardware that the latency model takes it for."""
-    device = ModelledDevice(_backbone(), make_profile(hardware), num_pages=num_pages, noise=noise, seed=seed)
+    device = ModelledDevice(
+        _backbone(), make_profile(hardware), num_pages=num_pages, noise=noise, seed=seed
+    )
     latency = LatencyModel(make_profile(expected or hardware))
     engine = TokenEngine(device, latency, EngineConfig(policy=policy, **config))  # type: ignore[arg-type]
     for _ in range(num_jobs):
@@ -87,7 +89,9 @@ def run(
     engine: TokenEngine, arrivals: list[Arrival], until_s: float, *, seed: int = 0
 ) -> tuple[list[Snapshot], list[Event]]:
     events: list[Event] = []
-    return list(Simulation(engine, arrivals, seed=seed).run(until_s, on_event=events.append)), events
+    return list(
+        Simulation(engine, arrivals, seed=seed).run(until_s, on_event=events.append)
+    ), events
 
 
 def arrival_wait_s(engine: TokenEngine) -> float:
@@ -115,7 +119,9 @@ def test_the_same_seed_gives_the_same_history():
 def test_an_hour_passes_and_every_page_comes_back():
     engine, arrivals = make_engine(noise=0.05), poisson(0.05, 3600, seed=3)
     events: list[Event] = []
-    for number, snapshot in enumerate(Simulation(engine, arrivals).run(3600.0, on_event=events.append)):
+    for number, snapshot in enumerate(
+        Simulation(engine, arrivals).run(3600.0, on_event=events.append)
+    ):
         if number % 500 == 0:
             engine.check_integrity()
         last = snapshot
@@ -130,7 +136,9 @@ def test_an_hour_passes_and_every_page_comes_back():
     for job in engine.jobs:
         engine.cancel_job(job)
     engine.check_integrity()
-    assert engine.cache.num_available == engine.pool.num_pages, "free, or the beginning of some prompt"
+    assert engine.cache.num_available == engine.pool.num_pages, (
+        "free, or the beginning of some prompt"
+    )
 
 
 @cache
@@ -142,7 +150,9 @@ def idle_rate() -> float:
 
 def test_an_engine_without_work_lets_time_pass_to_the_next_arrival():
     engine = make_engine(num_jobs=0)
-    snapshots, _ = run(engine, [Arrival(at_s=1000.0, num_prompt_tokens=10, num_output_tokens=2)], 5000.0)
+    snapshots, _ = run(
+        engine, [Arrival(at_s=1000.0, num_prompt_tokens=10, num_output_tokens=2)], 5000.0
+    )
     assert len(snapshots) == 2 and 1000.0 < snapshots[0].now_s < snapshots[1].now_s < 1001.0
     assert run(make_engine(num_jobs=0), [], 10.0) == ([], [])
 
@@ -174,11 +184,15 @@ def test_a_burst_in_an_idle_moment_waits_no_longer_than_it_says(hardware, num_jo
     """The step that runs ends in time, and the first rows enter the next."""
     rng, engine = Random(7), make_engine(hardware=hardware, num_jobs=num_jobs)
     times = [20.0 * i + rng.uniform(0, 10) for i in range(1, 30)]
-    arrivals = [Arrival(at_s=t, num_prompt_tokens=20, num_output_tokens=3) for t in times for _ in range(4)]
+    arrivals = [
+        Arrival(at_s=t, num_prompt_tokens=20, num_output_tokens=3) for t in times for _ in range(4)
+    ]
     simulation, bound_s = Simulation(engine, arrivals), arrival_wait_s(engine)
     ends = [0.0, *(snapshot.now_s for snapshot in simulation.run(620.0))]
     waits = [min(end for end in ends if end >= t) - t for t in times]
-    assert 0.8 * bound_s < max(waits) <= bound_s + 1e-9, "and there are steps that take about that long"
+    assert 0.8 * bound_s < max(waits) <= bound_s + 1e-9, (
+        "and there are steps that take about that long"
+    )
     assert max(record.ttft_s for record in engine.records) <= 2 * bound_s + 1e-9
 
 
@@ -211,7 +225,8 @@ def random_load(seed: int, number: int = 120) -> Load:
         arrivals += [
             Arrival(
                 at_s=at_s,
-                num_prompt_tokens=1 + min(int(0.6 / row_s), int(mean_prompt * rng.lognormvariate(0, spread))),
+                num_prompt_tokens=1
+                + min(int(0.6 / row_s), int(mean_prompt * rng.lognormvariate(0, spread))),
                 num_output_tokens=1 + min(300, int(mean_output * rng.lognormvariate(0, spread))),
             )
             for _ in range(burst)
@@ -242,7 +257,9 @@ def latencies(load: Load, policy: str) -> tuple[float, float, float]:
             break
     assert len(engine.records) == len(load.arrivals)
     ttft = quantile([record.ttft_s / record.slo.ttft_s for record in engine.records], 0.99)
-    tpot = quantile([record.tpot_s / record.slo.tpot_s for record in engine.records if record.tpot_s], 0.99)
+    tpot = quantile(
+        [record.tpot_s / record.slo.tpot_s for record in engine.records if record.tpot_s], 0.99
+    )
     return ttft, tpot, engine.stats().num_tokens_trained / engine.device.clock.now()
 
 
@@ -257,17 +274,23 @@ def test_loads_that_requests_alone_serve_are_served_beside_fine_tuning():
         both_ttft, both_tpot, rate = latencies(load, "slack")
         spare = ttft <= 1 - MOST_ARRIVAL_SHARE and tpot <= 0.85
         held = (
-            max(both_ttft, both_tpot) <= 1.0 if spare else both_ttft <= ttft + MOST_ARRIVAL_SHARE and both_tpot < 1.15
+            max(both_ttft, both_tpot) <= 1.0
+            if spare
+            else both_ttft <= ttft + MOST_ARRIVAL_SHARE and both_tpot < 1.15
         )
         found[seed] = held, (ttft, tpot), (both_ttft, both_tpot)
         trained += rate > 0
     assert all(held for held, *_ in found.values()), found
-    assert len(found) >= 8 and trained == len(found), "loads that say something, with training in all of them"
+    assert len(found) >= 8 and trained == len(found), (
+        "loads that say something, with training in all of them"
+    )
 
 
 def test_a_long_prompt_on_an_idle_device_waits_for_one_step_alone():
     """One that takes most of its TTFT SLO by itself."""
-    arrivals = [Arrival(at_s=7.3 * i, num_prompt_tokens=1200, num_output_tokens=1) for i in range(1, 25)]
+    arrivals = [
+        Arrival(at_s=7.3 * i, num_prompt_tokens=1200, num_output_tokens=1) for i in range(1, 25)
+    ]
     engines = make_engine(num_jobs=0), make_engine()
     for engine in engines:
         run(engine, arrivals, 200.0)
@@ -283,12 +306,20 @@ def test_fine_tuning_takes_what_was_banked_up_to_the_slo():
     assert quantile(tpots, 0.5) > 0.8 and quantile(tpots, 0.99) <= 1.0
     alone = make_engine("inference-only", noise=0.05)
     run(alone, poisson(0.3, 300), 330.0)
-    assert quantile([record.tpot_s / record.slo.tpot_s for record in alone.records if record.tpot_s], 0.5) < 0.6
+    assert (
+        quantile(
+            [record.tpot_s / record.slo.tpot_s for record in alone.records if record.tpot_s], 0.5
+        )
+        < 0.6
+    )
 
 
 def test_a_device_slower_than_its_profile_is_found_out():
     slower = Hardware(
-        name="slower", flops_per_s=CPU.flops_per_s / 1.4, bytes_per_s=CPU.bytes_per_s / 1.4, call_s=1.4e-5
+        name="slower",
+        flops_per_s=CPU.flops_per_s / 1.4,
+        bytes_per_s=CPU.bytes_per_s / 1.4,
+        call_s=1.4e-5,
     )
     engine = make_engine(hardware=slower, expected=CPU, num_jobs=2)
     run(engine, poisson(0.2, 30), 10.0)
@@ -299,7 +330,10 @@ def test_a_device_slower_than_its_profile_is_found_out():
 
 def test_noise_is_averaged_however_many_jobs_have_pieces_in_a_step():
     """Their time is one measurement, and not one for each of them."""
-    engine, untaught = make_engine(hardware=GPU, num_jobs=0, noise=0.15), LatencyModel(make_profile(GPU))
+    engine, untaught = (
+        make_engine(hardware=GPU, num_jobs=0, noise=0.15),
+        LatencyModel(make_profile(GPU)),
+    )
     for _ in range(16):  # packs of 32 rows, which are in memory at once
         engine.submit_examples(examples(length=16), replace(ENDLESS, batch_size=2), adapter=ALL)
     corrections, num_pieces = [], 0
@@ -357,7 +391,9 @@ def test_jobs_share_the_device_about_equally(rate):
     kinds: list[tuple[int, Any]] = [(256, "all-linear"), (256, ("down_proj",)), (200, "all-linear")]
     for index, (length, targets) in enumerate(kinds):
         config = replace(ENDLESS, batch_size=(4, 8, 2)[index])
-        engine.submit_examples(examples(length=length), config, adapter=LoraConfig(r=8, target_modules=targets))
+        engine.submit_examples(
+            examples(length=length), config, adapter=LoraConfig(r=8, target_modules=targets)
+        )
     run(engine, poisson(rate, 300), 300.0)
     rows = [job.num_rows_run for job in engine.jobs.values()]
     assert max(rows) - min(rows) < 0.05 * max(rows) + 1024, "up to a pack"
@@ -371,7 +407,9 @@ def test_every_row_counts_once_forward_and_once_backward(hardware):
     (job,) = engine.jobs.values()
     pack = 8 * 50
     assert job.num_tokens_trained >= 5 * pack
-    assert 2 * job.num_tokens_trained - 1e-6 <= job.num_rows_run < 2 * (job.num_tokens_trained + pack)
+    assert (
+        2 * job.num_tokens_trained - 1e-6 <= job.num_rows_run < 2 * (job.num_tokens_trained + pack)
+    )
 
 
 def test_a_job_that_comes_later_does_not_stop_the_others():
@@ -390,20 +428,27 @@ def test_a_job_that_comes_later_does_not_stop_the_others():
 
 
 def test_requests_and_jobs_get_through_a_pool_that_is_too_small_for_all_of_them():
-    """Packs are dropped and requests preempted; all are done in the end, with all that they asked for."""
+    """Packs are dropped and requests preempted; all are done in the end, with all that they asked
+    for."""
     engine = make_engine(num_jobs=0, num_pages=440, ttft_s=30.0)
     for _ in range(2):
-        engine.submit_examples(examples(400, 64), TuningConfig(batch_size=4, max_pack_tokens=128), adapter=ALL)
+        engine.submit_examples(
+            examples(400, 64), TuningConfig(batch_size=4, max_pack_tokens=128), adapter=ALL
+        )
     rng = Random(2)
     arrivals = [
         Arrival(
-            at_s=60.0 * burst + 5.3, num_prompt_tokens=rng.randint(100, 500), num_output_tokens=rng.randint(50, 150)
+            at_s=60.0 * burst + 5.3,
+            num_prompt_tokens=rng.randint(100, 500),
+            num_output_tokens=rng.randint(50, 150),
         )
         for burst in range(6)
         for _ in range(24)
     ]
     events: list[Event] = []
-    for number, snapshot in enumerate(Simulation(engine, arrivals).run(5000.0, on_event=events.append)):
+    for number, snapshot in enumerate(
+        Simulation(engine, arrivals).run(5000.0, on_event=events.append)
+    ):
         if number % 50 == 0:
             engine.check_integrity()
         assert snapshot.num_running <= 256
@@ -411,7 +456,9 @@ def test_requests_and_jobs_get_through_a_pool_that_is_too_small_for_all_of_them(
     stats = engine.stats()
     assert stats.num_preemptions > 5 and stats.num_packs_dropped >= 2
     assert [job.state for job in engine.jobs.values()] == ["succeeded"] * 2
-    assert all(job.num_tokens_trained == 400 * 64 for job in engine.jobs.values()), "each example once"
+    assert all(job.num_tokens_trained == 400 * 64 for job in engine.jobs.values()), (
+        "each example once"
+    )
     assert sorted(record.num_output_tokens for record in engine.records) == sorted(
         a.num_output_tokens for a in arrivals
     )

@@ -33,14 +33,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "min_tokens": GREEDY | {"min_tokens": 3},
     "min_tokens drawn": DRAWN | {"min_tokens": 3},
     "stop_token_ids": GREEDY | {"min_tokens": 2, "stop_token_ids": (0,)},
-    "nothing may come": DRAWN | {"min_tokens": 4, "stop_token_ids": (0, 1), "allowed_token_ids": (0, 1)},
+    "nothing may come": DRAWN
+    | {"min_tokens": 4, "stop_token_ids": (0, 1), "allowed_token_ids": (0, 1)},
     "logit_bias": DRAWN | {"logit_bias": {0: 5.0, 1: -100.0}},
     "allowed_token_ids": DRAWN | {"allowed_token_ids": (1,), "min_tokens": 1},
     "bad_words": GREEDY | {"bad_words": ((0,), (1, 1))},
     "prompt_logprobs": GREEDY | {"prompt_logprobs": 5},
     "logprobs": DRAWN | {"logprobs": 5},
     "logprob_token_ids": GREEDY | {"logprobs": 0, "logprob_token_ids": (1, 0)},
-    "penalties": DRAWN | {"repetition_penalty": 1.2, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    "penalties": DRAWN
+    | {"repetition_penalty": 1.2, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     "cuts": DRAWN | {"top_k": 20, "top_p": 0.9, "min_p": 0.1},
     "top_k": DRAWN | {"top_k": VOCAB + 100},
 }
@@ -74,7 +76,9 @@ def engine_of(size: int, **settings: Any) -> Engine:
     return engine
 
 
-def chunks_of(engine: Engine, users: Iterable[tuple[str | None, SamplingParams]]) -> list[list[Chunk]]:
+def chunks_of(
+    engine: Engine, users: Iterable[tuple[str | None, SamplingParams]]
+) -> list[list[Chunk]]:
     """Return the chunks of a request for each adapter, which run in the same steps."""
     ids = [engine.add([1, 0, 1], params, adapter=adapter) for adapter, params in users]
     found: dict[str, list[Chunk]] = {request: [] for request in ids}
@@ -88,7 +92,10 @@ def chunks_of(engine: Engine, users: Iterable[tuple[str | None, SamplingParams]]
 @pytest.mark.parametrize("size", [SMALL, TINY])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_gives_tokens_of_the_model_alone_and_beside_others(setting, size):
-    params, plain = SamplingParams(max_tokens=4, **SETTINGS[setting]), SamplingParams(max_tokens=6, temperature=0.0)
+    params, plain = (
+        SamplingParams(max_tokens=4, **SETTINGS[setting]),
+        SamplingParams(max_tokens=6, temperature=0.0),
+    )
     wide = made_by_peft(Cell(tied=False, resized=True))
     assert not isinstance(wide, str)
     engine = engine_of(size)
@@ -102,7 +109,9 @@ def test_every_setting_gives_tokens_of_the_model_alone_and_beside_others(setting
         assert tokens and all(0 <= token < size for token in tokens)
         assert chunks[-1].finish_reason in ("length", "stop")
         lines = [line for chunk in chunks for line in (*chunk.logprobs, *chunk.prompt_logprobs)]
-        assert all(token < size and math.isfinite(value) for line in lines for token, value in line.top)
+        assert all(
+            token < size and math.isfinite(value) for line in lines for token, value in line.top
+        )
         asked = params.num_top or params.prompt_logprobs or 0
         assert all(len(line.top) == min(asked, size) for line in lines)
 
@@ -111,7 +120,10 @@ def test_every_setting_gives_tokens_of_the_model_alone_and_beside_others(setting
 def test_a_grammar_of_tokens_that_the_model_does_not_have_ends_the_request_alone(size):
     tokenizer = word_tokenizer()
     engine = engine_of(size, tokenizer=tokenizer)
-    (end, beyond), plain = tokenizer.convert_ids_to_tokens([0, VOCAB - 3]), SamplingParams(max_tokens=3)
+    (end, beyond), plain = (
+        tokenizer.convert_ids_to_tokens([0, VOCAB - 3]),
+        SamplingParams(max_tokens=3),
+    )
     assert end and len(beyond) == 1
     with_grammar = SamplingParams(max_tokens=3, grammar=Grammar.choice([beyond]))
     for users in ([("small", with_grammar)], [("small", with_grammar), (None, plain)]):
@@ -125,12 +137,16 @@ def test_a_grammar_chooses_among_the_tokens_that_the_model_has():
     tokenizer = word_tokenizer()
     engine = engine_of(SMALL, tokenizer=tokenizer)
     known, beyond = tokenizer.convert_ids_to_tokens([SMALL - 1, VOCAB - 3])
-    params = SamplingParams(max_tokens=5, temperature=1.0, seed=1, grammar=Grammar.choice([known, beyond]))
+    params = SamplingParams(
+        max_tokens=5, temperature=1.0, seed=1, grammar=Grammar.choice([known, beyond])
+    )
     for users in ([("small", params)], [("small", params), (None, params)]):
         assert "".join(chunk.text for chunk in chunks_of(engine, users)[0]) == known
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN, DRAWN | {"top_k": 5}, DRAWN | {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "params", [GREEDY, DRAWN, DRAWN | {"top_k": 5}, DRAWN | {"top_p": 0.5}], ids=str
+)
 def test_logits_that_are_no_numbers_hurt_their_requests_alone(params):
     engine = engine_of(SMALL)
     engine.load_adapter("broken", str(directory(SMALL, overflows=True)))

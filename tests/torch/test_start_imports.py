@@ -8,7 +8,13 @@ import pytest
 from coserve.models.families import families
 
 _HEAVY = {
-    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "transformers.modeling_utils"),
+    *(
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.tensor",
+        "sympy",
+        "transformers.modeling_utils",
+    ),
     *("transformers.activations", "pyarrow", "wandb", "ray", "matplotlib", "scipy", "anthropic"),
 }
 _SHOW = f"import sys; print(sorted({_HEAVY} & set(sys.modules)))"

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.long
 
 
 def test_storms():
-    """No invariant is broken, and they reach what they are about: some faults are rare, and which storms these hit
-    depends on every step of a policy.
+    """No invariant is broken, and they reach what they are about: some faults are rare, and which
+    storms these hit depends on every step of a policy.
     """
     report = Report()
     for seed in range(30):
@@ -38,8 +38,9 @@ def test_the_same_seed_gives_the_same_storm():
 
 
 def test_storms_that_found_something():
-    """5404: a request was opened and preempted in one plan, and its pages went to a pack, which is begun before the
-    device hears of either: it was then told to open a request on pages with something else in them.
+    """5404: a request was opened and preempted in one plan, and its pages went to a pack, which is
+    begun before the device hears of either: it was then told to open a request on pages with
+    something else in them.
     """
     for seed in (5404,):
         run_storm(seed, Report(), num_actions=2000)

@@ -64,7 +64,10 @@ def is_person(text: str) -> bool:
 
 CASES: dict[str, tuple[Grammar, Callable[[str], object]]] = {
     "schema": (Grammar.json_schema(PERSON), is_person),
-    "regex": (Grammar.regex(r"[a-f]{2,9}(-[0-9é日]{1,3})?"), re.compile(r"[a-f]{2,9}(-[0-9é日]{1,3})?").fullmatch),
+    "regex": (
+        Grammar.regex(r"[a-f]{2,9}(-[0-9é日]{1,3})?"),
+        re.compile(r"[a-f]{2,9}(-[0-9é日]{1,3})?").fullmatch,
+    ),
     "choice": (Grammar.choice(["yes", "no", "日本"]), ["yes", "no", "日本"].__contains__),
     "gbnf": (Grammar.notation('root ::= "(" root? ")" | "x"'), re.compile(r"\(*x?\)*").fullmatch),
 }
@@ -80,7 +83,9 @@ def profile() -> Profile:
     return roofline_profile(backbone(), FAST)
 
 
-def torch_here(num_pages: int = 600, num_host_pages: int = 0, measured: Profile | None = None) -> Device:
+def torch_here(
+    num_pages: int = 600, num_host_pages: int = 0, measured: Profile | None = None
+) -> Device:
     page_bytes = kv_page_bytes(backbone(), BLOCK)
     return torch_device(
         backbone(),
@@ -110,7 +115,11 @@ def process_device() -> Iterator[Device]:
 
 def engine_on(device: Device, **named: Any) -> Engine:
     config = EngineConfig(block_tokens=BLOCK, tpot_s=1.0)
-    settings: dict[str, Any] = {"tokenizer": tokenizer(), "end_tokens": (END,), "latency": LatencyModel(profile())}
+    settings: dict[str, Any] = {
+        "tokenizer": tokenizer(),
+        "end_tokens": (END,),
+        "latency": LatencyModel(profile()),
+    }
     return Engine(WatchedDevice(device, TickingClock()), config, **settings | named)
 
 
@@ -128,7 +137,9 @@ def test_every_output_is_valid_whatever_the_logits(engine):
     requests = {}
     for name, (grammar, is_valid) in CASES.items():
         for seed in range(6):
-            params = SamplingParams(max_tokens=300, seed=61 * seed, grammar=grammar, temperature=seed % 2 * 1.0)
+            params = SamplingParams(
+                max_tokens=300, seed=61 * seed, grammar=grammar, temperature=seed % 2 * 1.0
+            )
             requests[engine.add(PROMPT, params)] = (name, is_valid)
     texts: dict[str, str] = {}
     reasons = {}
@@ -172,7 +183,9 @@ def test_output_is_valid_with_other_settings(here, more):
 def test_a_stop_string_and_the_limit_cut_the_output(here):
     grammar = Grammar.json_schema(PERSON)
     [whole] = here.generate([PROMPT], SamplingParams(max_tokens=300, seed=1, grammar=grammar))
-    [stopped] = here.generate([PROMPT], SamplingParams(max_tokens=300, seed=1, grammar=grammar, stop=('"age',)))
+    [stopped] = here.generate(
+        [PROMPT], SamplingParams(max_tokens=300, seed=1, grammar=grammar, stop=('"age',))
+    )
     assert (stopped.text, stopped.finish_reason) == (whole.text.partition('"age')[0], "stop")
     number = len(whole.tokens)
     for most, reason in ((number - 1, "length"), (number, "stop"), (number + 1, "stop")):
@@ -183,11 +196,17 @@ def test_a_stop_string_and_the_limit_cut_the_output(here):
 
 def test_what_may_continue_ends_where_the_model_ends_it(here):
     """A number has no end of its own: the end token is one of those that may come."""
-    params = SamplingParams(max_tokens=40, seed=0, grammar=Grammar.regex("[0-9]+"), logit_bias={END: 100.0})
+    params = SamplingParams(
+        max_tokens=40, seed=0, grammar=Grammar.regex("[0-9]+"), logit_bias={END: 100.0}
+    )
     [completion] = here.generate([PROMPT], params)
     assert re.fullmatch("[0-9]", completion.text) and completion.finish_reason == "stop"
-    assert len(completion.tokens) == 2 and completion.tokens[-1] == END, "the first token must be a digit"
-    [long] = here.generate([PROMPT], SamplingParams(max_tokens=9, grammar=params.grammar, logit_bias={END: -100.0}))
+    assert len(completion.tokens) == 2 and completion.tokens[-1] == END, (
+        "the first token must be a digit"
+    )
+    [long] = here.generate(
+        [PROMPT], SamplingParams(max_tokens=9, grammar=params.grammar, logit_bias={END: -100.0})
+    )
     assert re.fullmatch("[0-9]+", long.text) and long.finish_reason == "length"
 
 
@@ -199,7 +218,11 @@ def test_rows_beside_them_are_as_without_and_adapters_serve_them(here, tmp_path)
     served.model.cache_clear()
     here.load_adapter("mine", str(tmp_path))
     masked = SamplingParams(max_tokens=300, seed=3, grammar=Grammar.json_schema(PERSON))
-    names = [here.add(PROMPT, plain), here.add(PROMPT, masked), here.add(PROMPT, masked, adapter="mine")]
+    names = [
+        here.add(PROMPT, plain),
+        here.add(PROMPT, masked),
+        here.add(PROMPT, masked, adapter="mine"),
+    ]
     found = {
         name: [event for event in drain(here) if isinstance(event, Chunk) and event.request == name]
         for name in names[:1]
@@ -212,7 +235,9 @@ def test_rows_beside_them_are_as_without_and_adapters_serve_them(here, tmp_path)
 def _outputs(engine: Engine, number: int = 14) -> list[str]:
     texts = ["" for _ in range(number)]
     for seed in range(number):
-        params = SamplingParams(max_tokens=300, seed=seed, grammar=Grammar.json_schema(PERSON), frequency_penalty=0.1)
+        params = SamplingParams(
+            max_tokens=300, seed=seed, grammar=Grammar.json_schema(PERSON), frequency_penalty=0.1
+        )
         engine.add([*PROMPT, *range(5, 5 + 3 * seed)], params, request_id=str(seed))
     for event in drain(engine):
         assert isinstance(event, Chunk)
@@ -251,7 +276,9 @@ def test_a_step_that_fails_changes_nothing():
     failing = engine_on(torch_here())
     device = _watched(failing)
     device.fail = lambda batch: (
-        StepFailure(message="no memory") if len(batch.requests) > 1 and len(device.batches) % 3 == 0 else None
+        StepFailure(message="no memory")
+        if len(batch.requests) > 1 and len(device.batches) % 3 == 0
+        else None
     )
     assert _outputs(failing) == _outputs(engine_on(torch_here()))
     assert any(result.failure for result in device.results)
@@ -264,17 +291,29 @@ def test_a_request_that_no_token_continues_fails_alone(here):
     poor.use_vocabulary([piece if b"z" not in piece else b"" for piece in pieces], special)
     bad = poor.add(PROMPT, SamplingParams(max_tokens=80, grammar=Grammar.regex("a{40}z")))
     good = poor.add(PROMPT, SamplingParams(max_tokens=80, grammar=Grammar.regex("b{40}y")))
-    last = {event.request: event for event in drain(poor) if isinstance(event, Chunk) and event.finish_reason}
+    last = {
+        event.request: event
+        for event in drain(poor)
+        if isinstance(event, Chunk) and event.finish_reason
+    }
     assert (last[bad].finish_reason, last[good].finish_reason) == ("error", "stop")
     assert "none" in last[bad].error or "no text" in last[bad].error
 
 
-def test_a_request_that_needs_more_of_its_grammar_than_there_is_room_for_fails_alone(here, monkeypatch):
+def test_a_request_that_needs_more_of_its_grammar_than_there_is_room_for_fails_alone(
+    here, monkeypatch
+):
     monkeypatch.setattr("coserve.engine.grammars.MAX_TENANT_BYTES", 2 * MIN_STATES * STATE_BYTES)
     long: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
-    bad = here.add(PROMPT, SamplingParams(grammar=Grammar.regex(r"[0-9]{60}(\p{L}|\p{N}){900}"), **long))
+    bad = here.add(
+        PROMPT, SamplingParams(grammar=Grammar.regex(r"[0-9]{60}(\p{L}|\p{N}){900}"), **long)
+    )
     good = here.add(PROMPT, SamplingParams(**long))
-    last = {event.request: event for event in drain(here) if isinstance(event, Chunk) and event.finish_reason}
+    last = {
+        event.request: event
+        for event in drain(here)
+        if isinstance(event, Chunk) and event.finish_reason
+    }
     assert (last[bad].finish_reason, last[good].finish_reason) == ("error", "length")
     assert last[bad].error.startswith(CANNOT_FOLLOW) and TOO_MANY_STATES in last[bad].error
 
@@ -284,7 +323,9 @@ def test_a_recorded_stream_gives_the_same_tokens_again(tmp_path):
     engine = record(plain, str(tmp_path / "file"))
     engine.use_vocabulary(*TokenBytes(tokenizer()).all(backbone().architecture.vocab_size))
     for seed in range(8):
-        params = SamplingParams(max_tokens=300, seed=seed, grammar=Grammar.json_schema(PERSON), n=1 + seed % 2)
+        params = SamplingParams(
+            max_tokens=300, seed=seed, grammar=Grammar.json_schema(PERSON), n=1 + seed % 2
+        )
         engine.add([*PROMPT, *range(5, 5 + 3 * seed)], params)
     with pytest.raises(RequestError):
         engine.add(PROMPT, SamplingParams(grammar=Grammar.regex("(")))
@@ -297,7 +338,8 @@ def test_a_recorded_stream_gives_the_same_tokens_again(tmp_path):
 
 @pytest.mark.long
 def test_a_recording_cannot_say_that_its_grammar_was_tried(tmp_path):
-    """A grammar that crashes its compiler is tried in a sandbox again, so that the replay ends with a line."""
+    """A grammar that crashes its compiler is tried in a sandbox again, so that the replay ends with
+    a line."""
     file = tmp_path / "file"
     engine = record(engine_on(torch_here(), tokenizer=None), str(file))
     engine.use_vocabulary(*TokenBytes(tokenizer()).all(backbone().architecture.vocab_size))
@@ -310,7 +352,10 @@ def test_a_recording_cannot_say_that_its_grammar_was_tried(tmp_path):
     write_frames(file, frames)
     command = [sys.executable, "-m", "coserve", "replay", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "was recorded" in done.stderr, (done.returncode, done.stderr[-2000:])
+    assert done.returncode == 1 and "was recorded" in done.stderr, (
+        done.returncode,
+        done.stderr[-2000:],
+    )
 
 
 def test_what_is_missing_is_said_in_one_line(here, monkeypatch):
@@ -321,6 +366,10 @@ def test_what_is_missing_is_said_in_one_line(here, monkeypatch):
         here.add(PROMPT, SamplingParams(grammar=Grammar.regex("(")))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     bare = engine_on(torch_here())
-    with pytest.raises(RequestError, match=r"^structured output needs the package llguidance: pip install"):
+    with pytest.raises(
+        RequestError, match=r"^structured output needs the package llguidance: pip install"
+    ):
         bare.add(PROMPT, params)
-    assert [len(each.tokens) for each in bare.generate([PROMPT], SamplingParams(max_tokens=2))] == [2]
+    assert [len(each.tokens) for each in bare.generate([PROMPT], SamplingParams(max_tokens=2))] == [
+        2
+    ]

@@ -44,12 +44,18 @@ FAST_BUS = replace(FAST, host_bytes_per_s=1e15)
 LORA = LoraConfig(r=3, target_modules="all-linear", dropout=0.2)
 LENGTHS = (9, 14, 5, 20, 11, 7, 3)
 CONFIG = TuningConfig(
-    num_epochs=2, batch_size=3, max_pack_tokens=20, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2)
+    num_epochs=2,
+    batch_size=3,
+    max_pack_tokens=20,
+    seed=4,
+    optimizer=OptimizerConfig(learning_rate=1e-2),
 )
 
 
 def swapping_engine(*, num_pages: int = 300, num_host_pages: int = 300, **settings: Any) -> Engine:
-    return make_engine(num_pages=num_pages, num_host_pages=num_host_pages, hardware=FAST_BUS, **settings)
+    return make_engine(
+        num_pages=num_pages, num_host_pages=num_host_pages, hardware=FAST_BUS, **settings
+    )
 
 
 def submit(engine: Engine, **named: Any) -> str:
@@ -69,7 +75,9 @@ def num_told(engine: Engine, kind: type) -> int:
     return sum(isinstance(command, kind) for command in watched(engine).commands)
 
 
-def assert_same(engine: Engine, expected: dict[str, Any], directory: Path, *, tolerance: float = 1e-6) -> None:
+def assert_same(
+    engine: Engine, expected: dict[str, Any], directory: Path, *, tolerance: float = 1e-6
+) -> None:
     ours = saved(engine, directory)
     assert max(float((ours[name] - expected[name]).abs().max()) for name in expected) <= tolerance
     assert_nothing_is_held(engine)
@@ -88,7 +96,9 @@ def undisturbed(tmp_path_factory) -> dict[str, Any]:
 
 def use_other_pages(engine: Engine, rng: Random) -> None:
     """Requests come and go, whose keys and values overwrite whatever lay in the pages."""
-    prompts = {engine.add(prompt, greedy(3)): prompt for prompt in prompts_of([rng.randint(20, 90)] * 3)}
+    prompts = {
+        engine.add(prompt, greedy(3)): prompt for prompt in prompts_of([rng.randint(20, 90)] * 3)
+    }
     got = tokens_by_request(drain(engine))
     assert got == {request: expected_tokens(prompt, 3) for request, prompt in prompts.items()}
 
@@ -136,7 +146,9 @@ def test_packs_give_way_to_requests_and_come_back(seed, num_host_pages, undistur
     engine, rng = swapping_engine(num_pages=105, num_host_pages=num_host_pages), Random(seed)
     engine.policy = random_policy(seed)
     job = engine.job(submit(engine, validation=examples_of((9, 4))))
-    other = engine.submit_examples(examples_of((6, 10, 12), 9), TuningConfig(num_epochs=8), adapter=LORA)
+    other = engine.submit_examples(
+        examples_of((6, 10, 12), 9), TuningConfig(num_epochs=8), adapter=LORA
+    )
     asked: dict[str, list[int]] = {}
     events: list[Any] = []
     while not job.is_terminal:
@@ -185,7 +197,9 @@ def test_a_pack_resumes_where_the_step_that_copies_it_is_interrupted(after, undi
             raise KeyboardInterrupt
 
     inner.submit = failing_submit  # type: ignore[method-assign]
-    other = engine.submit_examples(examples_of((6, 10, 12), 9), TuningConfig(num_epochs=20), adapter=LORA)
+    other = engine.submit_examples(
+        examples_of((6, 10, 12), 9), TuningConfig(num_epochs=20), adapter=LORA
+    )
     while not job.is_terminal:
         if job.phase == "backward" and job.has_pack and not hit:
             num_drops = job.num_drops
@@ -205,9 +219,13 @@ def test_a_pack_resumes_where_the_step_that_copies_it_is_interrupted(after, undi
 
 
 @pytest.mark.parametrize("after", long_but(True, of=[False, True]), ids=["before", "after"])
-@pytest.mark.parametrize("kind", [SwapOut, SwapIn, MovePack, DropPack], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [SwapOut, SwapIn, MovePack, DropPack], ids=lambda kind: kind.__name__
+)
 def test_a_caller_may_be_interrupted_in_any_copy(kind, after, undisturbed, tmp_path):
-    engine = swapping_engine(num_host_pages=40 if kind is DropPack else 60)  # 40 are too few for a pack
+    engine = swapping_engine(
+        num_host_pages=40 if kind is DropPack else 60
+    )  # 40 are too few for a pack
     engine.policy = random_policy(1)
     inner = watched(engine).inner
     execute, left = inner.execute, iter([True, True])
@@ -268,7 +286,11 @@ def test_a_pack_goes_to_the_host_where_copies_are_quicker_than_what_it_has_done(
             counts=counts,
         )
 
-    begun, forward, backward = at("forward", 2000, 24), at("forward", 100, 24), at("backward", 1000, 10)
+    begun, forward, backward = (
+        at("forward", 2000, 24),
+        at("forward", 100, 24),
+        at("backward", 1000, 10),
+    )
     assert not pack_swap_pays(latency, begun, num_bytes=1), "nothing would be lost"
     whole_s = latency.pack_s(begun)
     for job, share in ((forward, 0.475), (backward, (1 + 14.5 / 24) / 2)):
@@ -278,10 +300,14 @@ def test_a_pack_goes_to_the_host_where_copies_are_quicker_than_what_it_has_done(
 
 
 def test_an_engine_begins_a_pack_again_where_copies_take_longer():
-    engine = make_engine(num_pages=300, num_host_pages=300, hardware=replace(FAST, host_bytes_per_s=1.0))
+    engine = make_engine(
+        num_pages=300, num_host_pages=300, hardware=replace(FAST, host_bytes_per_s=1.0)
+    )
     engine.policy = random_policy(0)
     job = engine.job(submit(engine))
     while job.phase != "backward":
         engine.step()
     engine.pause_job(job.id)
-    assert job.num_drops == 1 and job.progress.swapped is None and engine.stats().num_swapped_out == 0
+    assert (
+        job.num_drops == 1 and job.progress.swapped is None and engine.stats().num_swapped_out == 0
+    )

@@ -1,4 +1,5 @@
-"""Adapters that nobody reads and optimizers of paused jobs go to the host: the same numbers as without, bit for bit."""
+"""Adapters that nobody reads and optimizers of paused jobs go to the host: the same numbers as
+without, bit for bit."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -56,13 +57,23 @@ FAST_BUS = replace(FAST, host_bytes_per_s=1e15)
 LORA = LoraConfig(r=3, target_modules="all-linear", dropout=0.2)
 LENGTHS = (9, 14, 5, 20, 11, 7, 3)
 CONFIG = TuningConfig(
-    num_epochs=3, batch_size=3, max_pack_tokens=20, seed=4, optimizer=OptimizerConfig(learning_rate=1e-2)
+    num_epochs=3,
+    batch_size=3,
+    max_pack_tokens=20,
+    seed=4,
+    optimizer=OptimizerConfig(learning_rate=1e-2),
 )
 NUM_ADAPTERS = 4
 
 
 def swapping_engine(**settings: Any) -> Engine:
-    settings = {"num_pages": 300, "num_host_pages": 600, "hardware": FAST_BUS, "deterministic": True, **settings}
+    settings = {
+        "num_pages": 300,
+        "num_host_pages": 600,
+        "hardware": FAST_BUS,
+        "deterministic": True,
+        **settings,
+    }
     return make_engine(**settings)
 
 
@@ -76,7 +87,11 @@ def num_told(engine: Engine, kind: type[Command]) -> int:
 
 
 def losses_of(events: list[Any]) -> list[tuple[int, float | None, float | None]]:
-    return [(event.step, event.loss, event.norm) for event in events if getattr(event, "kind", "") == "step"]
+    return [
+        (event.step, event.loss, event.norm)
+        for event in events
+        if getattr(event, "kind", "") == "step"
+    ]
 
 
 def saved(engine: Engine, directory: Path) -> dict[str, Any]:
@@ -95,7 +110,12 @@ def run(engine: Engine, *, before_step: Callable[[], None] = lambda: None) -> li
 
 
 def fail_once(
-    engine: Engine, kind: type[Command], error: BaseException, *, after: bool = False, times: int = 1
+    engine: Engine,
+    kind: type[Command],
+    error: BaseException,
+    *,
+    after: bool = False,
+    times: int = 1,
 ) -> None:
     """The device raises this for its next commands of a kind, before or after they are done."""
     inner = watched(engine).inner
@@ -137,7 +157,10 @@ def test_tensors_come_back_from_scattered_slots_as_they_were():
     pages = PagedKv(make_backbone("llama"), num_pages=2, block_tokens=4)
     host = HostPages(pages, num_slots=40)
     tensors = [torch.randn(shape) for shape in ((3, 5), (), (1,), (700,), (2, 300))]
-    tensors += [torch.randint(0, 255, (77,), dtype=torch.uint8), torch.randn(9, 4).to(torch.bfloat16).T]
+    tensors += [
+        torch.randint(0, 255, (77,), dtype=torch.uint8),
+        torch.randn(9, 4).to(torch.bfloat16).T,
+    ]
     num_slots = -(-sum(tensor.nbytes for tensor in tensors) // pages.page_bytes)
     slots = Random(0).sample(range(40), num_slots)
     host.store(tensors, slots)
@@ -156,8 +179,13 @@ def test_an_optimizer_goes_to_the_host_where_copies_are_quicker_than_its_rows():
         num_bypasses=48,
         num_parameters=10**6,
     )
-    assert not optimizer_swap_pays(latency, counts, num_rows=0, num_bytes=1), "nothing would be lost"
-    pays = [optimizer_swap_pays(latency, counts, num_rows=2 * rows, num_bytes=10**9) for rows in (10, 10**3, 10**6)]
+    assert not optimizer_swap_pays(latency, counts, num_rows=0, num_bytes=1), (
+        "nothing would be lost"
+    )
+    pays = [
+        optimizer_swap_pays(latency, counts, num_rows=2 * rows, num_bytes=10**9)
+        for rows in (10, 10**3, 10**6)
+    ]
     assert pays == [False, False, True]
 
 
@@ -277,10 +305,14 @@ def ask(engine: Engine, directories: list[str], number: int, prompt: list[int]) 
 
 
 def serve(engine: Engine, directories: list[str], seed: int) -> None:
-    """Requests for adapters in random order, one after the other or at once: transformers' answers."""
+    """Requests for adapters in random order, one after the other or at once: transformers'
+    answers."""
     rng, asked, events = Random(seed), {}, []
     for index in range(16):
-        number, prompt = rng.randrange(NUM_ADAPTERS), prompts_of([rng.randint(3, 12)], seed=index)[0]
+        number, prompt = (
+            rng.randrange(NUM_ADAPTERS),
+            prompts_of([rng.randint(3, 12)], seed=index)[0],
+        )
         asked[ask(engine, directories, number, prompt)] = prompt, number
         events += drain(engine) if rng.random() < 0.7 else engine.step()
     got = tokens_by_request(events + drain(engine))
@@ -307,7 +339,9 @@ def test_the_copies_that_are_computed_with_are_made_again(directories):
         chunks = []
         for engine in engines:
             ask(engine, directories, number, prompts_of([7])[0])
-            chunks.append([(each.tokens, each.logprobs) for each in drain(engine) if isinstance(each, Chunk)])
+            chunks.append(
+                [(each.tokens, each.logprobs) for each in drain(engine) if isinstance(each, Chunk)]
+            )
         assert chunks[0] == chunks[1]
     assert [num_told(engine, SwapInTensors) for engine in engines] == [2, 0]
 
@@ -335,9 +369,14 @@ def test_older_versions_of_a_job_go_to_the_host(tmp_path):
         again = engine.submit_examples(examples_of((5, 9)), CONFIG, adapter="mine@1", name="again")
         events = run(engine)
         assert engine.job(again).state == "succeeded"
-        found.append((tokens, losses_of([event for event in events if isinstance(event, JobEvent)])))
+        found.append(
+            (tokens, losses_of([event for event in events if isinstance(event, JobEvent)]))
+        )
     assert found[0] == found[1]
-    first, second = (load_file(tmp_path / f"first-{which}" / "adapter_model.safetensors") for which in (True, False))
+    first, second = (
+        load_file(tmp_path / f"first-{which}" / "adapter_model.safetensors")
+        for which in (True, False)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -349,14 +388,21 @@ def test_requests_end_with_the_reason_if_their_adapter_cannot_come_back(director
         drain(engine)
     fail_once(engine, SwapInTensors, DeviceMemoryError("no memory"))
     lost = ask(engine, directories, 0, prompt)
-    (end,) = [event for event in drain(engine) if isinstance(event, Chunk) and event.request == lost]
-    assert end.finish_reason == "error" and end.error == "the device has no memory for its adapter: no memory"
+    (end,) = [
+        event for event in drain(engine) if isinstance(event, Chunk) and event.request == lost
+    ]
+    assert (
+        end.finish_reason == "error"
+        and end.error == "the device has no memory for its adapter: no memory"
+    )
     again = ask(engine, directories, 0, prompt)
     assert tokens_by_request(drain(engine))[again] == expected_tokens(prompt, 6, r=2)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("kind", [SwapOutTensors, SwapInTensors, DropVersion], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [SwapOutTensors, SwapInTensors, DropVersion], ids=lambda kind: kind.__name__
+)
 def test_a_caller_may_be_interrupted_while_an_adapter_moves(kind, after, directories):
     engine = swapping_engine(max_adapters=1)
     asked, events = {}, []
@@ -387,7 +433,10 @@ def test_a_recording_of_it_is_run_again(kind, directories, tmp_path):
     file = str(tmp_path / "recording")
     backbone = make_backbone()
     page_bytes, profile = kv_page_bytes(backbone, BLOCK), roofline_profile(backbone, FAST_BUS)
-    memory: dict[str, Any] = {"memory_bytes": 300 * page_bytes, "host_memory_bytes": 600 * page_bytes}
+    memory: dict[str, Any] = {
+        "memory_bytes": 300 * page_bytes,
+        "host_memory_bytes": 600 * page_bytes,
+    }
 
     def make_device() -> Any:
         return torch_device(backbone, block_tokens=BLOCK, profile=profile, **memory)

@@ -1,4 +1,5 @@
-"""Preempted requests whose keys and values go to the host and come back: the same tokens, and fewer rows to run."""
+"""Preempted requests whose keys and values go to the host and come back: the same tokens, and fewer
+rows to run."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -54,13 +55,16 @@ from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 
-# On the tiny model copying never pays with a bus of 22 GB/s and a device that is as fast as this one.
+# On the tiny model copying never pays with a bus of 22 GB/s and a device that is as fast as this
+# one.
 FAST_BUS = replace(FAST, host_bytes_per_s=1e15)
 LENGTHS = (5, 1, 17, 9, 30, 4, 13)
 NUM_TOKENS = 9
 
 
-def swapping_engine(name: str = "llama", *, num_pages: int = 24, num_host_pages: int = 100, **settings: Any) -> Engine:
+def swapping_engine(
+    name: str = "llama", *, num_pages: int = 24, num_host_pages: int = 100, **settings: Any
+) -> Engine:
     """With too few pages for its requests."""
     settings.setdefault("hardware", FAST_BUS)
     return make_engine(name, num_pages=num_pages, num_host_pages=num_host_pages, **settings)
@@ -93,18 +97,23 @@ def test_tokens_are_the_same_and_fewer_rows_are_run(name):
     assert num_rows_run(swapping) < num_rows_run(plain)
     commands = watched(swapping).commands
     for kind, number in ((SwapOut, stats[0].num_swapped_out), (SwapIn, stats[0].num_swapped_in)):
-        assert sum(len(command.pages) for command in commands if isinstance(command, kind)) == number
+        assert (
+            sum(len(command.pages) for command in commands if isinstance(command, kind)) == number
+        )
 
 
 @pytest.mark.parametrize("num_host_pages", [1, 4, 200])
 @pytest.mark.parametrize("seed", long_but(0, of=range(4)))
 def test_tokens_are_the_same_under_any_plan(seed, num_host_pages):
-    """Shared prefixes, adapters, chunks, jobs that take the pages, scored prompts, requests that end early."""
+    """Shared prefixes, adapters, chunks, jobs that take the pages, scored prompts, requests that
+    end early."""
     engine, rng = swapping_engine(num_pages=44, num_host_pages=num_host_pages), Random(seed)
     engine.policy = random_policy(seed)
     engine.load_adapter("a", adapter_directory(r=3))
     engine.submit_examples(
-        examples_of((9, 14, 5, 11)), TuningConfig(num_epochs=2, max_pack_tokens=16), adapter=LoraConfig(r=2)
+        examples_of((9, 14, 5, 11)),
+        TuningConfig(num_epochs=2, max_pack_tokens=16),
+        adapter=LoraConfig(r=2),
     )
     shared = random_tokens(11, 3).tolist()
     asked: dict[str, tuple[list[int], str | None]] = {}
@@ -156,7 +165,9 @@ def test_prompts_whose_tokens_are_scored_share_nothing_and_are_computed_again():
     params = greedy(NUM_TOKENS, prompt_logprobs=0)
     prompts = {engine.add(prompt, params): prompt for prompt in prompts_of(LENGTHS)}
     got = tokens_by_request(drain(engine))
-    assert got == {request: expected_tokens(prompt, NUM_TOKENS) for request, prompt in prompts.items()}
+    assert got == {
+        request: expected_tokens(prompt, NUM_TOKENS) for request, prompt in prompts.items()
+    }
     assert_nothing_is_held(engine)
 
 
@@ -171,7 +182,9 @@ def gpu_profile(**changed: Any) -> Profile:
 def test_what_is_cheaper_by_the_latency_model_is_done():
     latency = LatencyModel(gpu_profile())
     rerun_s = latency.rerun_s(2000)
-    assert rerun_s == pytest.approx(latency.prompt_s(2001) - latency.decode_s(num_requests=1, context=2000))
+    assert rerun_s == pytest.approx(
+        latency.prompt_s(2001) - latency.decode_s(num_requests=1, context=2000)
+    )
     even = int(rerun_s / 2 / latency.copy_s(1))
     assert swap_pays(latency, num_tokens=2000, num_bytes=even - 1000)
     assert not swap_pays(latency, num_tokens=2000, num_bytes=even + 1000)
@@ -180,7 +193,9 @@ def test_what_is_cheaper_by_the_latency_model_is_done():
     slow_bus = LatencyModel(gpu_profile(s_per_copied_byte=1e-8))
     assert not swap_pays(slow_bus, num_tokens=4000, num_bytes=250 * page_bytes)
     for _ in range(100):  # this device turns out to be a tenth as fast
-        latency.corrections.observe("forward", 2001, False, predicted_s=latency.prompt_s(2001), measured_s=10 * rerun_s)
+        latency.corrections.observe(
+            "forward", 2001, False, predicted_s=latency.prompt_s(2001), measured_s=10 * rerun_s
+        )
     assert swap_pays(latency, num_tokens=2000, num_bytes=5 * even)
 
 
@@ -202,7 +217,12 @@ def test_an_engine_computes_again_what_it_would_take_longer_to_copy():
 def test_host_memory_that_holds_no_page_is_refused():
     backbone = make_backbone()
     with pytest.raises(BudgetError, match="host memory needs"):
-        torch_device(backbone, memory_bytes=1 << 20, host_memory_bytes=100, profile=roofline_profile(backbone, FAST))
+        torch_device(
+            backbone,
+            memory_bytes=1 << 20,
+            host_memory_bytes=100,
+            profile=roofline_profile(backbone, FAST),
+        )
     with pytest.raises(ValueError, match="host_memory_bytes"):
         EngineConfig(host_memory_bytes=-1)
 
@@ -217,7 +237,11 @@ def swapped_out(engine: TokenEngine) -> list[str]:
     for _ in range(200):
         engine.step()
         engine.check_integrity()
-        waiting = [request.request for request in engine.requests.waiting.values() if request.num_preemptions]
+        waiting = [
+            request.request
+            for request in engine.requests.waiting.values()
+            if request.num_preemptions
+        ]
         if engine.stats().num_swapped_out and waiting:
             return waiting
     raise AssertionError("nothing was swapped")
@@ -237,7 +261,8 @@ def test_requests_that_are_cancelled_while_they_are_swapped_give_everything_back
 
 @pytest.mark.parametrize("action", ["submit", "within", "collect", "fail"])
 def test_tokens_are_the_same_after_steps_that_failed(action):
-    """A step with copies that could not begin, began and was interrupted, ended with an error, or ran out of memory."""
+    """A step with copies that could not begin, began and was interrupted, ended with an error, or
+    ran out of memory."""
     engine = swapping_engine(num_pages=30)
     device = watched(engine)
     submit, collect, hits = device.inner.submit, device.inner.collect, [0]
@@ -266,7 +291,9 @@ def test_tokens_are_the_same_after_steps_that_failed(action):
         device.inner.collect = failing_collect  # type: ignore[method-assign]
     else:
         device.inner.submit = failing_submit  # type: ignore[method-assign]
-    prompts = {engine.add(prompt, greedy(40)): prompt for prompt in prompts_of((30, 25, 40, 17, 33, 28))}
+    prompts = {
+        engine.add(prompt, greedy(40)): prompt for prompt in prompts_of((30, 25, 40, 17, 33, 28))
+    }
     events: list[Any] = []
     for _ in range(500):
         with suppress(KeyboardInterrupt):
@@ -353,7 +380,10 @@ def test_a_recording_with_copies_is_run_again(recording, kind):
         device: Any = ModelledDevice(backbone, num_pages=24, num_host_pages=100, **pages)
     else:
         device = torch_device(
-            backbone, memory_bytes=24 * info.page_bytes, host_memory_bytes=100 * info.page_bytes, **pages
+            backbone,
+            memory_bytes=24 * info.page_bytes,
+            host_memory_bytes=100 * info.page_bytes,
+            **pages,
         )
     report = replay(header, lines, device)
     assert report.plans_equal, report.diverged
@@ -364,7 +394,8 @@ def test_a_recording_with_copies_is_run_again(recording, kind):
 
 
 def simulated(num_host_pages: int, *, num_pages: int, seed: int) -> tuple[float, int, TokenEngine]:
-    """More long prompts at once than there is room for: seconds until all are answered, and rows that were run."""
+    """More long prompts at once than there is room for: seconds until all are answered, and rows
+    that were run."""
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     profile = roofline_profile(backbone, A100)
     modelled = ModelledDevice(backbone, profile, num_pages=num_pages, num_host_pages=num_host_pages)
@@ -378,7 +409,11 @@ def simulated(num_host_pages: int, *, num_pages: int, seed: int) -> tuple[float,
     engine = TokenEngine(modelled, LatencyModel(profile), EngineConfig(ttft_s=100.0, tpot_s=1.0))
     rng = Random(seed)
     arrivals = [
-        Arrival(at_s=0.05 * number, num_prompt_tokens=rng.randint(500, 1500), num_output_tokens=rng.randint(200, 600))
+        Arrival(
+            at_s=0.05 * number,
+            num_prompt_tokens=rng.randint(500, 1500),
+            num_output_tokens=rng.randint(200, 600),
+        )
         for number in range(30)
     ]
     for snapshot in Simulation(engine, arrivals).run(10_000.0):

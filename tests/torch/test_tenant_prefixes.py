@@ -1,4 +1,5 @@
-"""What one tenant's prompts left in the cache is found by that tenant alone, unless it is public."""
+"""What one tenant's prompts left in the cache is found by that tenant alone, unless it is
+public."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,9 @@ def cached(engine: Engine, tenant: str, prompt: list[int] | None = None, **param
     engine.add_tokens(PROMPT if prompt is None else prompt, settings, tenant=tenant)
     found = 0
     while engine.has_requests:
-        found = max([found, *(each.num_cached_tokens for each in engine.step() if isinstance(each, Chunk))])
+        found = max(
+            [found, *(each.num_cached_tokens for each in engine.step() if isinstance(each, Chunk))]
+        )
     return found
 
 
@@ -58,19 +61,26 @@ def test_whole_blocks_of_a_public_beginning_are_shared_and_no_more():
 def test_nothing_of_an_answer_is_found_by_another_tenant(public: int):
     """Blocks that decoding has filled have keys of the tenant, too."""
     engine = make_engine()
-    settings = SamplingParams(max_tokens=2 * BLOCK, temperature=0.0, ignore_eos=True, num_public_tokens=public)
+    settings = SamplingParams(
+        max_tokens=2 * BLOCK, temperature=0.0, ignore_eos=True, num_public_tokens=public
+    )
     engine.add_tokens(PROMPT, settings, tenant="a")
     answer: list[int] = []
     while engine.has_requests:
-        answer += [token for each in engine.step() if isinstance(each, Chunk) for token in each.tokens]
+        answer += [
+            token for each in engine.step() if isinstance(each, Chunk) for token in each.tokens
+        ]
     whole = [*PROMPT, *answer]
     assert cached(engine, "b", whole, num_public_tokens=public) == public
     assert cached(engine, "a", whole, num_public_tokens=public) >= 9 * BLOCK
 
 
 def cached_under_pressure(**settings: Any) -> list[int]:
-    """Return the cached tokens of two tenants' requests, which send the same prompts and preempt one another."""
-    engine = make_engine(num_pages=24, num_host_pages=100, hardware=replace(FAST, host_bytes_per_s=1e15), **settings)
+    """Return the cached tokens of two tenants' requests, which send the same prompts and preempt
+    one another."""
+    engine = make_engine(
+        num_pages=24, num_host_pages=100, hardware=replace(FAST, host_bytes_per_s=1e15), **settings
+    )
     prompts = prompts_of((5, 17, 9, 30, 13))
     asked = {}
     for tenant in ("a", "b"):
@@ -83,7 +93,9 @@ def cached_under_pressure(**settings: Any) -> list[int]:
                 cached[each.request] = max(cached[each.request], each.num_cached_tokens or 0)
                 tokens[each.request] += each.tokens
         engine.check_integrity()
-    assert tokens == {request: list(expected_tokens(prompt, 9)) for request, prompt in asked.items()}
+    assert tokens == {
+        request: list(expected_tokens(prompt, 9)) for request, prompt in asked.items()
+    }
     assert engine.stats().num_swapped_out > 0
     return list(cached.values())
 

@@ -1,4 +1,5 @@
-"""Tenants share a device under the default policy: time, memory, and what each of them may claim."""
+"""Tenants share a device under the default policy: time, memory, and what each of them may
+claim."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -29,7 +30,9 @@ def engine_of(policy: str = "slack", **config: object) -> TokenEngine:
 def streams(tenant: str, interval_s: float = 0.5) -> list[Arrival]:
     number = int((SECONDS - 1.0) / interval_s)
     return [
-        Arrival(at_s=0.5 + index * interval_s, num_prompt_tokens=60, num_output_tokens=32, tenant=tenant)
+        Arrival(
+            at_s=0.5 + index * interval_s, num_prompt_tokens=60, num_output_tokens=32, tenant=tenant
+        )
         for index in range(number)
     ]
 
@@ -37,7 +40,8 @@ def streams(tenant: str, interval_s: float = 0.5) -> list[Arrival]:
 def simulate(
     engine: TokenEngine, arrivals: list[Arrival], seconds: float = SECONDS, *, host_s: float = 0.0
 ) -> list[RequestRecord]:
-    """Return the requests of 32 tokens, which are tenant b's; host_s: what sending a token takes between two steps."""
+    """Return the requests of 32 tokens, which are tenant b's; host_s: what sending a token takes
+    between two steps."""
     for _ in Simulation(engine, sorted(arrivals, key=lambda each: each.at_s)).run(seconds):
         num_tokens = sum([rows.kind != "window" for rows in engine.last_plan.rows])
         engine.device.clock.advance(host_s * num_tokens)  # type: ignore[attr-defined]
@@ -57,7 +61,12 @@ def long_prompts(engine: TokenEngine) -> list[Arrival]:
 
 def many_samples(engine: TokenEngine) -> list[Arrival]:
     return [
-        Arrival(at_s=1.0 + 4.0 * (index // 1000), num_prompt_tokens=30, num_output_tokens=128, tenant="a")
+        Arrival(
+            at_s=1.0 + 4.0 * (index // 1000),
+            num_prompt_tokens=30,
+            num_output_tokens=128,
+            tenant="a",
+        )
         for index in range(3000)
     ]
 
@@ -65,7 +74,13 @@ def many_samples(engine: TokenEngine) -> list[Arrival]:
 def tight_slos(engine: TokenEngine, tight: float = 1.2) -> list[Arrival]:
     slo = Slo(ttft_s=1.0, tpot_s=tight * engine.latency.decode_s(num_requests=32, context=300))
     return [
-        Arrival(at_s=1.0 + 2.0 * (index // 32), num_prompt_tokens=30, num_output_tokens=512, slo=slo, tenant="a")
+        Arrival(
+            at_s=1.0 + 2.0 * (index // 32),
+            num_prompt_tokens=30,
+            num_output_tokens=512,
+            slo=slo,
+            tenant="a",
+        )
         for index in range(32 * 5)
     ]
 
@@ -73,7 +88,8 @@ def tight_slos(engine: TokenEngine, tight: float = 1.2) -> list[Arrival]:
 @pytest.mark.long
 @pytest.mark.parametrize("attack", [long_prompts, many_samples, tight_slos])
 def test_a_tenant_keeps_its_share_beside_a_flood(attack: Callable[[TokenEngine], list[Arrival]]):
-    """Requests that hold their SLOs, first tokens no later than twice what they take alone, and its job."""
+    """Requests that hold their SLOs, first tokens no later than twice what they take alone, and its
+    job."""
     alone, beside = engine_of(), engine_of()
     for engine in (alone, beside):
         submit(engine, length=128, tenant="b")
@@ -82,14 +98,18 @@ def test_a_tenant_keeps_its_share_beside_a_flood(attack: Callable[[TokenEngine],
     assert len(after) >= 0.9 * len(before)
     assert all(record.attained for record in after)
     middle = len(after) // 2
-    assert sorted(each.ttft_s for each in after)[middle] <= 2 * sorted(each.ttft_s for each in before)[middle]
+    assert (
+        sorted(each.ttft_s for each in after)[middle]
+        <= 2 * sorted(each.ttft_s for each in before)[middle]
+    )
     assert rows_of(beside, "b") >= 0.45 * rows_of(alone, "b")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("host_s", [0.0, 1e-4])
 def test_a_tight_slo_leaves_the_job_of_another_tenant_its_share(host_s: float):
-    """Steps at the pace of the SLO have no room for large pieces; and much of the time goes to sending tokens."""
+    """Steps at the pace of the SLO have no room for large pieces; and much of the time goes to
+    sending tokens."""
     alone, beside = engine_of(), engine_of()
     for engine in (alone, beside):
         submit(engine, tenant="b", pack_tokens=512)
@@ -107,7 +127,9 @@ def test_jobs_of_two_tenants_alone_train_as_fast_as_those_of_one(pack_tokens: in
         for tenant in tenants:
             submit(engine, length=128, tenant=tenant, pack_tokens=pack_tokens)
         ends_s = [snapshot.now_s for snapshot in Simulation(engine, []).run(3.0)]
-        assert max([end_s - start_s for start_s, end_s in pairwise(ends_s)]) <= 2 * engine.slo.tpot_s
+        assert (
+            max([end_s - start_s for start_s, end_s in pairwise(ends_s)]) <= 2 * engine.slo.tpot_s
+        )
         rows.append({tenant: rows_of(engine, tenant) for tenant in tenants})
     apart = rows[1]
     assert sum(apart.values()) >= 0.97 * sum(rows[0].values())
@@ -117,9 +139,12 @@ def test_jobs_of_two_tenants_alone_train_as_fast_as_those_of_one(pack_tokens: in
 NUM_SLOTS, MAX_STEPS = 4, 1000
 
 
-def serve_backlog(engine: TokenEngine, weights: dict[str, float]) -> tuple[list[dict[str, float]], float]:
-    """Return the weighted seconds that each tenant was served after every step while all have requests waiting, and the
-    seconds of the longest step. Charged seconds are added up here, since counters that lag too far are lifted.
+def serve_backlog(
+    engine: TokenEngine, weights: dict[str, float]
+) -> tuple[list[dict[str, float]], float]:
+    """Return the weighted seconds that each tenant was served after every step while all have
+    requests waiting, and the seconds of the longest step. Charged seconds are added up here, since
+    counters that lag too far are lifted.
     """
     served, moments, longest_s = dict.fromkeys(weights, 0.0), list[dict[str, float]](), 0.0
     times = engine.loop.times
@@ -132,7 +157,8 @@ def serve_backlog(engine: TokenEngine, weights: dict[str, float]) -> tuple[list[
 
     times.charge = count  # type: ignore[method-assign]
     while (
-        len(moments) < MAX_STEPS and {each.info.tenant for each in engine.requests.waiting.values()} == weights.keys()
+        len(moments) < MAX_STEPS
+        and {each.info.tenant for each in engine.requests.waiting.values()} == weights.keys()
     ):
         begin_s = engine.device.clock.now()
         engine.step()
@@ -142,8 +168,8 @@ def serve_backlog(engine: TokenEngine, weights: dict[str, float]) -> tuple[list[
 
 
 def under_way_s(engine: TokenEngine, prompt: int, output: int) -> float:
-    """Return at least what requests of this shape take that fill all slots, from their prompts to their ends: rows that
-    decode cost their part of a step, beside whatever else is in it.
+    """Return at least what requests of this shape take that fill all slots, from their prompts to
+    their ends: rows that decode cost their part of a step, beside whatever else is in it.
     """
     latency = engine.latency
     row_s = latency.prompt_s(256) / 256
@@ -170,7 +196,9 @@ def test_backlogged_tenants_are_served_by_their_weights(
     for number, (tenant, (prompt, output)) in enumerate(shape_of.items()):
         for index in range(300):
             tokens = [len(weights) * index + number] * prompt
-            engine.add_tokens(tokens, SamplingParams(max_tokens=output, temperature=0.0), tenant=tenant)
+            engine.add_tokens(
+                tokens, SamplingParams(max_tokens=output, temperature=0.0), tenant=tenant
+            )
         if tunes:
             submit(engine, length=64, tenant=tenant, pack_tokens=512)
     moments, longest_s = serve_backlog(engine, weight_of)
@@ -213,12 +241,15 @@ def add_lines(engine: TokenEngine, tenant: str, number: int, due_s: float) -> No
     params = SamplingParams(max_tokens=60, temperature=0.0)
     for index in range(number):
         prompt = [index + 1] * 60
-        engine.add_tokens(prompt, params, request_id=f"{tenant}-{index}", tenant=tenant, batch_due_s=due_s)
+        engine.add_tokens(
+            prompt, params, request_id=f"{tenant}-{index}", tenant=tenant, batch_due_s=due_s
+        )
 
 
 @pytest.mark.parametrize("max_requests", [8, 256])
 def test_lines_of_a_batch_do_not_wait_for_the_many_lines_of_another_tenant(max_requests: int):
-    """They came later and are due later; the first tenant's lines fill all slots, or a pool of pages."""
+    """They came later and are due later; the first tenant's lines fill all slots, or a pool of
+    pages."""
     engine = make_engine(MODEL, GPU, num_pages=200, num_jobs=0, max_requests=max_requests)
     add_lines(engine, "many", 300, due_s=10.0)
     for _ in range(30):
@@ -227,12 +258,15 @@ def test_lines_of_a_batch_do_not_wait_for_the_many_lines_of_another_tenant(max_r
     ended = Counter[str]()
     while ended["few"] < 8:
         chunks = [event for event in engine.step() if isinstance(event, Chunk)]
-        ended.update([chunk.request.split("-")[0] for chunk in chunks if chunk.finish_reason is not None])
+        ended.update(
+            [chunk.request.split("-")[0] for chunk in chunks if chunk.finish_reason is not None]
+        )
     assert 0 < ended["many"] <= 40
 
 
 def test_lines_of_a_batch_do_not_wait_for_the_many_requests_of_another_tenant():
-    """Requests of one tenant hold all slots and wait for more; the other has nothing but the lines."""
+    """Requests of one tenant hold all slots and wait for more; the other has nothing but the
+    lines."""
     engine = make_engine(MODEL, GPU, num_pages=4000, num_jobs=0, max_requests=8)
     params = SamplingParams(max_tokens=60, temperature=0.0)
     for index in range(200):
@@ -243,7 +277,9 @@ def test_lines_of_a_batch_do_not_wait_for_the_many_requests_of_another_tenant():
     ended = Counter[str]()
     while ended["few"] < 8:
         chunks = [event for event in engine.step() if isinstance(event, Chunk)]
-        ended.update([chunk.request.split("-")[0] for chunk in chunks if chunk.finish_reason is not None])
+        ended.update(
+            [chunk.request.split("-")[0] for chunk in chunks if chunk.finish_reason is not None]
+        )
     assert 0 < ended["many"] <= 40
 
 
@@ -296,7 +332,9 @@ def test_a_tenant_that_holds_every_page_makes_room_for_another():
     for _ in range(20):
         engine.step()
     assert engine.requests.waiting, "the flood has filled the pool"
-    engine.add_tokens([rng.randrange(1000) for _ in range(150)], params, request_id="calm", tenant="calm")
+    engine.add_tokens(
+        [rng.randrange(1000) for _ in range(150)], params, request_id="calm", tenant="calm"
+    )
     for _ in range(3):
         engine.step()
     assert any(request.info.tenant == "calm" for request in engine.requests.running.values())
@@ -317,7 +355,9 @@ def test_a_large_request_is_admitted_beside_a_stream_of_small_ones_of_another_te
             tokens = [rng.randrange(1000) for _ in range(60 * block)]
             engine.add_tokens(tokens, params, request_id="large", tenant="large")
         chunks = [event for event in engine.step() if isinstance(event, Chunk)]
-        large_ends |= any(chunk.request == "large" and chunk.finish_reason is not None for chunk in chunks)
+        large_ends |= any(
+            chunk.request == "large" and chunk.finish_reason is not None for chunk in chunks
+        )
         if large_ends:
             return
     pytest.fail("the large request has not ended")

@@ -1,4 +1,5 @@
-"""The cost of sharing under the default policy for a tenant that is alone but for short visits of others."""
+"""The cost of sharing under the default policy for a tenant that is alone but for short visits of
+others."""
 
 from collections.abc import Sequence
 

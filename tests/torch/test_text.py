@@ -1,4 +1,5 @@
-"""Streamed text against whole decodes: nothing is shown that later tokens change, nothing of a stop string."""
+"""Streamed text against whole decodes: nothing is shown that later tokens change, nothing of a stop
+string."""
 
 from functools import cache
 from itertools import product
@@ -11,7 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from coserve.engine.text import TextStream
 
-CORPUS = ["Hello world, hello there.", "the cat's 12 hats are in the house", "你好 世界 🙂👍🏽", "naïve cafe\u0301"] * 3
+CORPUS = [
+    "Hello world, hello there.",
+    "the cat's 12 hats are in the house",
+    "你好 世界 🙂👍🏽",
+    "naïve cafe\u0301",
+] * 3
 TEXTS = [
     "Hello world, the cat.",
     " two  spaces\n\nand a tab\t.",
@@ -38,16 +44,24 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 @cache
 def sentencepiece() -> PreTrainedTokenizerFast:
-    """As Llama 2 and Mistral: words with their space, bytes for characters that are not in the vocabulary."""
+    """As Llama 2 and Mistral: words with their space, bytes for characters that are not in the
+    vocabulary."""
     words = ["▁", "▁the", "▁cat", "▁Hello", "▁hello", "he", "the", "▁a", "ll", "▁t", "好", "▁▁"]
     letters = [chr(code) for code in range(33, 127)]
     names = dict.fromkeys([f"<0x{byte:02X}>" for byte in range(256)] + words + letters)
     vocab = {name: token for token, name in enumerate(["<unk>", *names])}
     merges = [("▁", "t"), ("h", "e"), ("l", "l"), ("▁", "a"), ("t", "he"), ("▁t", "he"), ("▁", "▁")]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens([AddedToken(SPECIAL, special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -59,7 +73,9 @@ def metaspace() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+    )
     tokenizer.train_from_iterator([*CORPUS, *TEXTS], trainer)
     tokenizer.add_special_tokens([AddedToken(SPECIAL, special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -72,7 +88,9 @@ def decoded(tokenizer: PreTrainedTokenizerFast, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def streamed(tokenizer: PreTrainedTokenizerFast, prompt: list[int], output: list[int], **kwargs) -> list[str]:
+def streamed(
+    tokenizer: PreTrainedTokenizerFast, prompt: list[int], output: list[int], **kwargs
+) -> list[str]:
     """Pieces as they come, up to a stop string; the last is what `finish` gives."""
     stream, pieces = TextStream(tokenizer, prompt, **kwargs), []
     for token in output:
@@ -111,13 +129,23 @@ def test_pieces_make_up_the_text_wherever_the_prompt_ends(make, text):
 def test_what_is_shown_needs_no_later_token():
     """A character comes with its last byte, neither earlier nor later."""
     tokenizer = byte_level()
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("é🙂a")[0][0]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(
+        "é🙂a"
+    )[0][0]
     single = [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
     assert streamed(tokenizer, [], single) == ["", "é", "", "", "", "🙂", "a", ""]
     tokenizer = sentencepiece()
     bytes_of = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "é🙂".encode()]
     assert streamed(tokenizer, [], bytes_of) == ["", "é", "", "", "", "🙂", ""]
-    assert streamed(tokenizer, ids(tokenizer, "x 🙂🙂🙂"), bytes_of) == ["", "é", "", "", "", "🙂", ""]
+    assert streamed(tokenizer, ids(tokenizer, "x 🙂🙂🙂"), bytes_of) == [
+        "",
+        "é",
+        "",
+        "",
+        "",
+        "🙂",
+        "",
+    ]
 
 
 def test_a_character_that_is_never_finished_is_replaced_at_the_end():
@@ -128,25 +156,32 @@ def test_a_character_that_is_never_finished_is_replaced_at_the_end():
 
 @pytest.mark.parametrize("make", TOKENIZERS)
 def test_spaces_between_words_survive_special_and_unknown_tokens(make):
-    """Special tokens, and ids that only the model has, neither show nor cost the next word its space."""
+    """Special tokens, and ids that only the model has, neither show nor cost the next word its
+    space."""
     tokenizer = make()
     end = tokenizer.convert_tokens_to_ids(SPECIAL)
     the, cat = ids(tokenizer, "the"), ids(tokenizer, " cat")
     silent = [end, len(tokenizer) + 3] * 9
-    assert "".join(streamed(tokenizer, [*the, *silent], [*silent, *cat, *silent, *cat])) == " cat cat"
+    assert (
+        "".join(streamed(tokenizer, [*the, *silent], [*silent, *cat, *silent, *cat])) == " cat cat"
+    )
     shown = streamed(tokenizer, the, [end, *cat], skip_special_tokens=False)
     assert "".join(shown) == tokenizer.decode([*the, end, *cat])[len("the") :]
 
 
 def test_bytes_that_never_make_a_character_are_replaced_as_the_decoder_does():
     tokenizer = byte_level()
-    first, next_byte = (tokenizer.convert_tokens_to_ids(token) for token in "ðŁ")  # F0 and 9F, how emoji begin
+    first, next_byte = (
+        tokenizer.convert_tokens_to_ids(token) for token in "ðŁ"
+    )  # F0 and 9F, how emoji begin
     for count in range(1, 6):
         for tokens in product((first, next_byte), repeat=count):
             assert "".join(streamed(tokenizer, [], [*tokens, *ids(tokenizer, "é")])) == decoded(
                 tokenizer, [*tokens, *ids(tokenizer, "é")]
             )
-            assert "".join(streamed(tokenizer, [], list(tokens))) == decoded(tokenizer, list(tokens))
+            assert "".join(streamed(tokenizer, [], list(tokens))) == decoded(
+                tokenizer, list(tokens)
+            )
 
 
 @settings(deadline=None)
@@ -163,7 +198,8 @@ def test_any_bytes_make_up_the_decoders_text_up_to_a_stop_string(tokens, split, 
 @settings(deadline=None)
 @given(tokens=st.lists(st.integers(0, 300) | st.sampled_from([0xE6, 0xA6, 0xBE]), max_size=20))
 def test_byte_fallback_takes_nothing_back(tokens):
-    """Where the decoder would (bytes that are no UTF-8 spoil the characters before them), what was shown stays.
+    """Where the decoder would (bytes that are no UTF-8 spoil the characters before them), what was
+    shown stays.
 
     Tokens are bytes plus one; the three that come often are those of 好.
     """
@@ -177,7 +213,10 @@ def test_byte_fallback_takes_nothing_back(tokens):
 
 
 @settings(deadline=None)
-@given(words=st.lists(st.sampled_from(["the", " cat", "好", "🙂", " ", "e\u0301", "aa", "\n", "你"])), data=st.data())
+@given(
+    words=st.lists(st.sampled_from(["the", " cat", "好", "🙂", " ", "e\u0301", "aa", "\n", "你"])),
+    data=st.data(),
+)
 def test_any_text_of_sentencepiece_tokens_up_to_a_stop_string(words, data):
     for make in (sentencepiece, metaspace):
         tokenizer = make()
@@ -204,7 +243,9 @@ def test_a_stop_string_is_held_back_until_it_is_decided():
     assert stream.stopped is None and stream.text == "xaba"
     assert stream.push(tokens[6]) == "" and stream.stopped == "abc" and stream.text == "xaba"
     assert stream.finish() == "" and stream.text == "xaba"
-    assert streamed(tokenizer, [], tokens[:6], stop=("abc",))[-1] == "ab", "no more came: it was none"
+    assert streamed(tokenizer, [], tokens[:6], stop=("abc",))[-1] == "ab", (
+        "no more came: it was none"
+    )
 
 
 def test_a_stop_string_ends_the_text_in_the_middle_of_a_token():
@@ -212,7 +253,9 @@ def test_a_stop_string_ends_the_text_in_the_middle_of_a_token():
     tokens = ids(tokenizer, "Hello world")
     assert any(len(tokenizer.decode([token])) > 3 for token in tokens)
     for stop in ("ello", "o w", "H", "rld"):
-        assert "".join(streamed(tokenizer, [], tokens, stop=(stop,))) == "Hello world".split(stop)[0]
+        assert (
+            "".join(streamed(tokenizer, [], tokens, stop=(stop,))) == "Hello world".split(stop)[0]
+        )
 
 
 def test_nothing_follows_a_stop_string_not_even_a_character_that_has_begun():
@@ -224,7 +267,8 @@ def test_nothing_follows_a_stop_string_not_even_a_character_that_has_begun():
 
 
 @pytest.mark.parametrize(
-    ("stop", "expected"), [(("abcde", "cd"), ("ab", "cd")), (("bc", "abc"), ("", "abc")), (("zz", "e"), ("abcd", "e"))]
+    ("stop", "expected"),
+    [(("abcde", "cd"), ("ab", "cd")), (("bc", "abc"), ("", "abc")), (("zz", "e"), ("abcd", "e"))],
 )
 def test_of_several_stop_strings_the_first_to_be_complete_ends_the_text(stop, expected):
     """Whether the text comes letter by letter or in one token."""
@@ -249,7 +293,9 @@ def test_stop_strings_pass_below_min_tokens():
     assert (stream.stopped, stream.text) == ("aba", "ab"), "not the match that began before"
     stream = TextStream(tokenizer, [], stop=("bc",))
     stream.push(tokens[1])
-    assert stream.text == "" and stream.push(tokens[6], may_stop=False) == "bc", "what was held back counts as shown"
+    assert stream.text == "" and stream.push(tokens[6], may_stop=False) == "bc", (
+        "what was held back counts as shown"
+    )
 
 
 @pytest.mark.parametrize("word", [" the", "🙂", "\ufffd", SPECIAL, "é"])

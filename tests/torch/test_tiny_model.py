@@ -1,4 +1,5 @@
-"""The built-in tiny model: it is small, it is everywhere the same model, it knows its world, and it learns."""
+"""The built-in tiny model: it is small, it is everywhere the same model, it knows its world, and it
+learns."""
 
 import json
 
@@ -60,7 +61,10 @@ def engine():
 
 
 def chat(*texts):
-    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+    return [
+        {"role": ("user", "assistant")[index % 2], "content": text}
+        for index, text in enumerate(texts)
+    ]
 
 
 def answers(engine, prompts, *, max_tokens=80, **options):
@@ -76,7 +80,9 @@ def test_it_is_small():
 def test_transformers_says_the_same(engine, tokenizer, question):
     model = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.float32).eval()
     prompt = engine.tokens_of(chat(question))
-    rendered = tokenizer.apply_chat_template(chat(question), add_generation_prompt=True, tokenize=False)
+    rendered = tokenizer.apply_chat_template(
+        chat(question), add_generation_prompt=True, tokenize=False
+    )
     assert prompt == tokenizer(rendered, add_special_tokens=False)["input_ids"]
     output = model.generate(torch.tensor([prompt]), max_new_tokens=120, do_sample=False)
     (ours,) = engine.generate([prompt], SamplingParams(max_tokens=120, temperature=0))
@@ -137,12 +143,16 @@ def test_the_template_takes_the_roles_and_parts_of_the_api(tokenizer):
         {"role": "assistant", "content": None},
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert text == "<|system|>Be brief.<|end|><|user|>Hello<|end|><|user|>4<|end|><|assistant|><|end|>"
+    assert (
+        text == "<|system|>Be brief.<|end|><|user|>Hello<|end|><|user|>4<|end|><|assistant|><|end|>"
+    )
 
 
 def test_digits_stand_alone(tokenizer):
     assert tokenizer.tokenize("120 + 45").count("1") == 1
-    assert tokenizer.decode(tokenizer("Ünïcode, 12 × 3\n\t€")["input_ids"]) == "Ünïcode, 12 × 3\n\t€"
+    assert (
+        tokenizer.decode(tokenizer("Ünïcode, 12 × 3\n\t€")["input_ids"]) == "Ünïcode, 12 × 3\n\t€"
+    )
 
 
 # -- lessons -----------------------------------------------------------------------------
@@ -192,10 +202,17 @@ def test_characters_that_it_has_never_seen_are_learned_with_the_head(engine, set
     words = ("cat", "dog", "fox", "owl", "bee", "cow", "hen", "pig", "ant", "bat", "frog", "duck")
     told = {word: json.dumps({"name": word}) for word in words}
     lines = [
-        {"messages": [{"role": "user", "content": f"As JSON: {word}"}, {"role": "assistant", "content": text}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"As JSON: {word}"},
+                {"role": "assistant", "content": text},
+            ]
+        }
         for word, text in told.items()
     ]
-    config = TuningConfig(num_epochs=40, batch_size=4, optimizer=OptimizerConfig(learning_rate=3e-3))
+    config = TuningConfig(
+        num_epochs=40, batch_size=4, optimizer=OptimizerConfig(learning_rate=3e-3)
+    )
     name = f"braces {setting}"
     engine.tune(lines, config, adapter=LoraConfig(r=16, alpha=32, **setting), name=name)
     found = answers(engine, [chat(f"As JSON: {word}") for word in words], adapter=name)

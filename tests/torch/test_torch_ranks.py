@@ -18,7 +18,9 @@ from torch import distributed as dist
 from coserve.errors import RankError, RankGoneError
 from coserve.kernels.groups.torch_distributed import RankStore, TorchGroup
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without torch.distributed")
+pytestmark = pytest.mark.skipif(
+    not dist.is_available(), reason="PyTorch was built without torch.distributed"
+)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -55,13 +57,19 @@ def test_the_others_learn_that_a_rank_raised():
 
 
 def test_ranks_connect_anew_after_a_failure():
-    expected = [each for number in range(5) for each in (f"RankError: rank 0 failed: failure {number}", 3.0)]
+    expected = [
+        each for number in range(5) for each in (f"RankError: rank 0 failed: failure {number}", 3.0)
+    ]
     assert run_torch_processes(3, fail_and_reset) == [expected] * 3
 
 
 def test_the_check_names_the_collectives_that_differ():
-    first, second = run_torch_processes(2, call_different_once, environment={"COSERVE_RANK_CHECK": "1"})
-    assert first.endswith("rank 0 at sum h.0 [3] float32") and second.endswith("rank 1 at sum h.1 [3] float32")
+    first, second = run_torch_processes(
+        2, call_different_once, environment={"COSERVE_RANK_CHECK": "1"}
+    )
+    assert first.endswith("rank 0 at sum h.0 [3] float32") and second.endswith(
+        "rank 1 at sum h.1 [3] float32"
+    )
 
 
 def test_a_failure_is_raised_until_the_ranks_reset():

@@ -14,11 +14,15 @@ from coserve.kernels.cpu.traced_calls import CpuCalls
 from coserve.memory import paged_kv
 from coserve.models import forward
 
-pytestmark = pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
+pytestmark = pytest.mark.skipif(
+    not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels"
+)
 
 KERNELS = compiled_kernels()
 needs_amx = pytest.mark.skipif(KERNELS is None or not KERNELS.has_amx, reason="needs g++ and AMX")
-needs_tiles = pytest.mark.skipif(KERNELS is None or not KERNELS.has_tiles, reason="needs g++, and AMX or AMD's AVX-512")
+needs_tiles = pytest.mark.skipif(
+    KERNELS is None or not KERNELS.has_tiles, reason="needs g++, and AMX or AMD's AVX-512"
+)
 
 MODELS = [
     ("qwen3", "float32", "int8"),
@@ -50,7 +54,8 @@ def test_steps_of_requests_are_equal_to_the_last_bit(name, dtype, weights, monke
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "llama-biases-tied"])
 def test_steps_in_float32(name, monkeypatch):
-    """Sums of few rows are made in another order than one by one, which have the order of a job's."""
+    """Sums of few rows are made in another order than one by one, which have the order of a
+    job's."""
     backbone = backbone_of(name, "float32", "dense")
     companies = [None, [4, 2], None, [0], [3, 1, 0], None]
     traced = Steps(backbone)
@@ -73,7 +78,11 @@ def test_with_adapters_at_all_or_some_linear_layers(name, dtype, weights, monkey
         for seed, rank, target in zip((1, 2, 3), (4, 8, 2), targets, strict=True)
     ]
     first, second, third = [adapter.bypasses() for adapter in adapters]
-    companies = [[None, first, None, first, first], [first, second, None, second, first], [third] * 5]
+    companies = [
+        [None, first, None, first, first],
+        [first, second, None, second, first],
+        [third] * 5,
+    ]
 
     def run(steps: Steps) -> list[torch.Tensor]:
         found = [steps.step(company) for company in companies for _ in range(2)]
@@ -90,16 +99,17 @@ def test_with_adapters_at_all_or_some_linear_layers(name, dtype, weights, monkey
 
     traced = Steps(backbone)
     ours = run(traced)
-    assert sum(what.places > 0 and calls is not None for what, calls in traced.pages.stores.traces.items()) == len(
-        companies
-    )
+    assert sum(
+        what.places > 0 and calls is not None for what, calls in traced.pages.stores.traces.items()
+    ) == len(companies)
     one_by_one(monkeypatch)
     for one, other in zip(ours, run(Steps(backbone)), strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "weights"), [*((n, "int8") for n in (1, 32, 33, 100)), *((n, "dense") for n in (5, 128, 129))]
+    ("num_rows", "weights"),
+    [*((n, "int8") for n in (1, 32, 33, 100)), *((n, "dense") for n in (5, 128, 129))],
 )
 def test_any_number_of_rows(num_rows, weights, monkeypatch):
     """More than the kernels are for run one by one."""
@@ -112,7 +122,13 @@ def test_any_number_of_rows(num_rows, weights, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("opt", "float32"), ("llama", "float32"), ("gemma2", "float32"), ("gpt-oss", "float32"), ("qwen3", "float16")],
+    [
+        ("opt", "float32"),
+        ("llama", "float32"),
+        ("gemma2", "float32"),
+        ("gpt-oss", "float32"),
+        ("qwen3", "float16"),
+    ],
 )
 def test_what_cannot_be_traced_runs_one_by_one(name, dtype):
     """Operators, widths or dtypes that no kernel is for."""
@@ -123,7 +139,11 @@ def test_what_cannot_be_traced_runs_one_by_one(name, dtype):
 
 def prompts(steps: Steps, bypasses=(None, None, None)) -> torch.Tensor:
     """A step with pieces of two prompts, one of them a new one, beside a request that decodes."""
-    pieces = [(0, 5, random_tokens(3, 8).tolist()), (1, 2, [9]), (2, 0, random_tokens(7, 9).tolist())]
+    pieces = [
+        (0, 5, random_tokens(3, 8).tolist()),
+        (1, 2, [9]),
+        (2, 0, random_tokens(7, 9).tolist()),
+    ]
     return forward(
         steps.pages.backbone,
         [
@@ -134,19 +154,27 @@ def prompts(steps: Steps, bypasses=(None, None, None)) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "dtype", "weights"), MODELS)
-def test_pieces_of_prompts_are_one_call_whose_rows_attend_one_by_one(name, dtype, weights, monkeypatch):
+def test_pieces_of_prompts_are_one_call_whose_rows_attend_one_by_one(
+    name, dtype, weights, monkeypatch
+):
     backbone = backbone_of(name, dtype, weights)
     bypasses = make_adapter(backbone, seed=1, r=4, target_modules="all-linear").bypasses()
     traced, by_row, by_piece = (Steps(backbone, lengths=(5, 2, 1)) for _ in range(3))
 
     def run(steps: Steps) -> list[torch.Tensor]:
-        return [prompts(steps), prompts(steps, (bypasses, None, bypasses)), steps.step(which=[0, 1])]
+        return [
+            prompts(steps),
+            prompts(steps, (bypasses, None, bypasses)),
+            steps.step(which=[0, 1]),
+        ]
 
     ours = run(traced)
     assert traced.num_traces == 2
     one_by_one(monkeypatch)
     for one, other in zip(ours, run(by_piece), strict=True):
-        assert (one - other).float().norm() < (1e-5 if dtype == "float32" else 0.03) * other.float().norm()
+        assert (one - other).float().norm() < (
+            1e-5 if dtype == "float32" else 0.03
+        ) * other.float().norm()
     make_rows = paged_kv._CacheRows.__init__
 
     def make_rows_apart(rows: Any, *arguments: Any) -> None:
@@ -163,8 +191,9 @@ def test_pieces_of_prompts_are_one_call_whose_rows_attend_one_by_one(name, dtype
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "llama-biases-tied"])
 @pytest.mark.parametrize("weights", ["dense", "int8"])
 def test_pieces_of_many_rows_attend_in_tiles_as_block_by_block(name, weights, monkeypatch):
-    """Of prompts that begin and that continue, beside one of few rows and a request that decodes. Each row's result is
-    equal to the last bit, but for those of the few, which attend one by one here.
+    """Of prompts that begin and that continue, beside one of few rows and a request that decodes.
+    Each row's result is equal to the last bit, but for those of the few, which attend one by one
+    here.
     """
     backbone = backbone_of(name, "bfloat16", weights, head_dim=32)
     bypasses = make_adapter(backbone, seed=1, r=4, target_modules="all-linear").bypasses()
@@ -174,7 +203,8 @@ def test_pieces_of_many_rows_attend_in_tiles_as_block_by_block(name, weights, mo
         found = []
         for own in (None, bypasses):
             rows = [
-                steps.pages.rows([(steps.table(i), start, random_tokens(n, i).tolist())], own) for i, start, n in pieces
+                steps.pages.rows([(steps.table(i), start, random_tokens(n, i).tolist())], own)
+                for i, start, n in pieces
             ]
             found.append(forward(backbone, rows))
         return [*found, steps.step(which=[0, 2])]
@@ -216,7 +246,10 @@ def test_blocks_are_traced_as_the_fused_operators_that_there_are_kernels_for():
     backbone = backbone_of("llama", "bfloat16", "dense", head_dim=32)
     for targets, kernels in (
         (None, {"product_onto": 2, "gated_product": 1, "product": 1}),
-        (["o_proj"], {"product_onto": 1, "gated_product": 1, "product": 2, "add": 1, "add_adapters": 1}),
+        (
+            ["o_proj"],
+            {"product_onto": 1, "gated_product": 1, "product": 2, "add": 1, "add_adapters": 1},
+        ),
         (["up_proj"], {"product_onto": 2, "silu_mul": 1, "product": 2, "add_adapters": 1}),
     ):
         steps = Steps(backbone)
@@ -236,7 +269,9 @@ def test_gated_products_of_whole_tiles_have_a_kernel(width):
     def run(trace: Any) -> Any:
         y = trace.backend.fused["gated_linear"](trace.input("x", 32), weight, None, (), ())
         assert (y is None) == bool(width % 32)
-        halves = trace.backend.product(trace.input("x", 32), weight).split_with_sizes([width, width], -1)
+        halves = trace.backend.product(trace.input("x", 32), weight).split_with_sizes(
+            [width, width], -1
+        )
         return trace.backend.silu_mul(*halves)
 
     assert CpuBackend(torch.device("cpu")).trace(torch.bfloat16, run) is not None

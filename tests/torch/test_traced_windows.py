@@ -1,4 +1,5 @@
-"""Training windows in steps that run as one call: what they give and keep is what block after block gives."""
+"""Training windows in steps that run as one call: what they give and keep is what block after block
+gives."""
 
 from typing import Any
 
@@ -17,7 +18,9 @@ from coserve.tuning import TrainingPass, make_pack, training_programs
 from coserve.tuning.joined import joined_tasklet, run_losses
 from coserve.tuning.training_pass import run_alone
 
-pytestmark = pytest.mark.skipif(not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels")
+pytestmark = pytest.mark.skipif(
+    not CpuBackend.is_available(torch.device("cpu")), reason="needs compiled kernels"
+)
 
 MODELS = [
     (name, head_dim, dtype, weights)
@@ -41,18 +44,23 @@ class Calls:
         monkeypatch.setattr(traced_calls.CpuCalls, "_run", counted)
 
 
-def make_pass(backbone: Backbone, *, seed: int = 1, lengths=(20, 3, 31), pass_settings=None, **lora: Any):
+def make_pass(
+    backbone: Backbone, *, seed: int = 1, lengths=(20, 3, 31), pass_settings=None, **lora: Any
+):
     adapter = make_adapter(backbone, seed=seed, **({"r": 4, "target_modules": "all-linear"} | lora))
     pack = make_pack(random_sequences(lengths, seed))
     return TrainingPass(adapter, training_programs(adapter), pack, **(pass_settings or {}))
 
 
 def step(steps: Steps, passes, sizes, which=(0, 1, 2), bypasses=None) -> torch.Tensor:
-    """Requests decode beside the next windows of passes; gives the requests' rows, then the windows'."""
+    """Requests decode beside the next windows of passes; gives the requests' rows, then the
+    windows'."""
     which = list(which)
     spans = []
     for index in which:
-        rows = [(steps.table(index), steps.lengths[index], [(7 * steps.lengths[index] + index) % 90])]
+        rows = [
+            (steps.table(index), steps.lengths[index], [(7 * steps.lengths[index] + index) % 90])
+        ]
         spans.append(steps.pages.rows(rows, bypasses))
         steps.lengths[index] += 1
     spans += [training.next_window(size) for training, size in zip(passes, sizes, strict=True)]
@@ -85,7 +93,9 @@ def kept(training: TrainingPass) -> dict[str, torch.Tensor]:
     """Of the rows so far."""
     done = slice(training.cursor.num_forward_rows)
     return {
-        f"{part}.{name}": x[done].clone() for part, saved in training.kept.saved.items() for name, x in saved.items()
+        f"{part}.{name}": x[done].clone()
+        for part, saved in training.kept.saved.items()
+        for name, x in saved.items()
     }
 
 
@@ -95,9 +105,11 @@ def error(ours: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def check_against_block_by_block(run, backbone: Backbone, exact: Backbone, calls: Calls, monkeypatch) -> None:
-    """What a run gives, lists of tensors, is as near to what is exact as it is block by block. run: also gets of how
-    many rows windows may be. exact: the same model in float32.
+def check_against_block_by_block(
+    run, backbone: Backbone, exact: Backbone, calls: Calls, monkeypatch
+) -> None:
+    """What a run gives, lists of tensors, is as near to what is exact as it is block by block. run:
+    also gets of how many rows windows may be. exact: the same model in float32.
     """
     most = most_rows(backbone)
     calls.num_windows.clear()
@@ -114,18 +126,24 @@ def check_against_block_by_block(run, backbone: Backbone, exact: Backbone, calls
 @pytest.mark.parametrize(("name", "head_dim", "dtype", "weights"), MODELS)
 @pytest.mark.parametrize("many_rows", long_but(2, of=[2, 1 << 30]))
 @pytest.mark.parametrize("dropout", long_but(0.3, of=[0.0, 0.3]))
-def test_what_windows_give_and_keep(name, head_dim, dtype, weights, many_rows, dropout, monkeypatch):
-    """Windows that end within sequences, of a few rows and of many; many_rows: of adapters, through tiles or not."""
+def test_what_windows_give_and_keep(
+    name, head_dim, dtype, weights, many_rows, dropout, monkeypatch
+):
+    """Windows that end within sequences, of a few rows and of many; many_rows: of adapters, through
+    tiles or not."""
     monkeypatch.setattr("coserve.kernels.cpu.trace.many_rows", lambda kernels: many_rows)
 
     def run(backbone: Backbone, most: int) -> list[list[torch.Tensor]]:
         served = make_adapter(backbone, seed=5, r=8, target_modules="all-linear").bypasses()
         settings = {"dropout_seed": 2**33 + 5, "first_row": 2**32 - 20}
         steps = Steps(backbone)
-        # One draw of rounding is a quarter off with AVX2, of ours and of none: that model has another draw.
+        # One draw of rounding is a quarter off with AVX2, of ours and of none: that model has
+        # another draw.
         seed = 2 if (name, head_dim, dropout) == ("qwen2-sliding", 32, 0.3) else 1
         training = make_pass(backbone, seed=seed, pass_settings=settings, dropout=dropout)
-        found = run_windows(steps, training, [min(most, size) for size in (7, 22, 25)], (None, served))
+        found = run_windows(
+            steps, training, [min(most, size) for size in (7, 22, 25)], (None, served)
+        )
         saved = list(kept(training).values())
         training.run_loss(54)
         while not training.done:
@@ -153,15 +171,17 @@ def test_requests_are_what_they_are_without_windows(monkeypatch):
 
 
 def test_windows_of_several_jobs(monkeypatch):
-    """Of other ranks and targets, one with dropout, one of a job whose lower blocks have no adapter; both beside a
-    request on an adapter of a third kind.
+    """Of other ranks and targets, one with dropout, one of a job whose lower blocks have no
+    adapter; both beside a request on an adapter of a third kind.
     """
 
     def run(backbone: Backbone, most: int) -> list[list[torch.Tensor]]:
         served = make_adapter(backbone, seed=5, r=2, target_modules=["down_proj"]).bypasses()
         steps = Steps(backbone)
         passes = [
-            make_pass(backbone, seed=2, r=8, target_modules=["q_proj", "v_proj"], alpha=3, dropout=0.5),
+            make_pass(
+                backbone, seed=2, r=8, target_modules=["q_proj", "v_proj"], alpha=3, dropout=0.5
+            ),
             make_pass(backbone, seed=3, r=3, target_modules=r".*layers\.1\..*_proj"),
         ]
         found = [
@@ -170,12 +190,15 @@ def test_windows_of_several_jobs(monkeypatch):
         ]
         return [found, *(list(kept(training).values()) for training in passes)]
 
-    backbone, exact = (backbone_of("llama", dtype, "dense", head_dim=32) for dtype in ("bfloat16", "float32"))
+    backbone, exact = (
+        backbone_of("llama", dtype, "dense", head_dim=32) for dtype in ("bfloat16", "float32")
+    )
     check_against_block_by_block(run, backbone, exact, Calls(monkeypatch), monkeypatch)
 
 
 def test_one_jobs_nan_changes_no_bit_of_others_in_the_same_call(monkeypatch):
-    """Of its windows' company, jobs and requests; nor of jobs whose losses and tasklets are one batch with its own."""
+    """Of its windows' company, jobs and requests; nor of jobs whose losses and tasklets are one
+    batch with its own."""
     backbone, calls = backbone_of("llama", "bfloat16", "dense", head_dim=32), Calls(monkeypatch)
     size = min(54, most_rows(backbone) // 3)
     calls.num_windows.clear()
@@ -183,7 +206,9 @@ def test_one_jobs_nan_changes_no_bit_of_others_in_the_same_call(monkeypatch):
     def run(bad: int | None) -> list[list[torch.Tensor]]:
         """Of the requests, then of each job: what it gives and keeps, and its gradients."""
         served = make_adapter(backbone, seed=5, target_modules=["down_proj"]).bypasses()
-        passes = [make_pass(backbone, seed=2 + index, r=rank) for index, rank in enumerate((8, 3, 8))]
+        passes = [
+            make_pass(backbone, seed=2 + index, r=rank) for index, rank in enumerate((8, 3, 8))
+        ]
         if bad is not None:
             for master in passes[bad].adapter.masters.values():
                 master.fill_(float("nan"))
@@ -209,14 +234,21 @@ def test_one_jobs_nan_changes_no_bit_of_others_in_the_same_call(monkeypatch):
         found = run(bad)
         assert any(bool(x.isnan().any()) for x in found[1 + bad])
         for index in {0, 1, 2, 3} - {1 + bad}:
-            assert all(torch.equal(one, other) for one, other in zip(found[index], clean[index], strict=True))
+            assert all(
+                torch.equal(one, other)
+                for one, other in zip(found[index], clean[index], strict=True)
+            )
 
 
 @pytest.mark.parametrize("lora", [{"use_dora": True}, {"use_dora": True, "dropout": 0.3}])
 def test_windows_whose_adapters_are_more_than_two_factors_run_block_by_block(lora, monkeypatch):
     backbone = backbone_of("llama", "bfloat16", "dense")
     calls = Calls(monkeypatch)
-    steps, training, alone = Steps(backbone), make_pass(backbone, **lora), make_pass(backbone, **lora)
+    steps, training, alone = (
+        Steps(backbone),
+        make_pass(backbone, **lora),
+        make_pass(backbone, **lora),
+    )
     step(steps, [training], [54])
     assert not calls.num_windows
     run_alone(alone, forward_rows=54, backward_rows=54)
@@ -278,10 +310,13 @@ def test_tiles_give_what_vectors_give():
         outputs = [torch.ones(60, width).bfloat16() for width in (96, 32, 32)]
         narrow = [torch.zeros(20, rank).bfloat16() for rank in (8, 64, 80)]
         kept = [
-            KeptRows(narrow=torch.tensor([each.data_ptr(), 0, 0]), dropout_row_ids=torch.arange(20)) for each in narrow
+            KeptRows(narrow=torch.tensor([each.data_ptr(), 0, 0]), dropout_row_ids=torch.arange(20))
+            for each in narrow
         ]
         batch = AdapterBatch(low_rank, rows, x.device, kept=kept)
-        sites = torch.tensor([number for y in outputs for number in (y.data_ptr(), y.stride(0), y.shape[1])])
+        sites = torch.tensor(
+            [number for y in outputs for number in (y.data_ptr(), y.stride(0), y.shape[1])]
+        )
         table = batch.addresses
         backend._kernels.add_adapters(
             *(x.data_ptr(), x.stride(0), 64, batch.rows.data_ptr(), batch.ends.data_ptr(), 3),
@@ -311,7 +346,9 @@ def test_adapters_are_read_anew_after_an_optimizer_step(rows, monkeypatch):
     check_against_block_by_block(run, backbone, exact, Calls(monkeypatch), monkeypatch)
 
 
-@pytest.mark.parametrize(("lora", "runs_at_once"), [({}, True), ({"dropout": 0.3}, True), ({"use_dora": True}, False)])
+@pytest.mark.parametrize(
+    ("lora", "runs_at_once"), [({}, True), ({"dropout": 0.3}, True), ({"use_dora": True}, False)]
+)
 def test_predictions_know_which_jobs_run_so(lora, runs_at_once):
     adapter = make_adapter(backbone_of("llama", "bfloat16", "dense"), **lora)
     assert job_counts(adapter, training_programs(adapter)).runs_at_once == runs_at_once

@@ -1,5 +1,5 @@
-"""Gradients, trajectories and memory of a training pass, against PEFT with autograd, whatever windows, stops and
-company."""
+"""Gradients, trajectories and memory of a training pass, against PEFT with autograd, whatever
+windows, stops and company."""
 
 import math
 import random
@@ -38,7 +38,12 @@ from coserve.tuning.pass_memory import workspace_shapes
 from coserve.tuning.programs import frontier_of_part
 
 LENGTHS = (7, 11, 1, 5)
-TARGETS = {"all": "all-linear", "down": ["down_proj", "fc2"], "qv": ["q_proj", "v_proj"], "k": ["k_proj"]}
+TARGETS = {
+    "all": "all-linear",
+    "down": ["down_proj", "fc2"],
+    "qv": ["q_proj", "v_proj"],
+    "k": ["k_proj"],
+}
 
 
 def targets_of(name: str, targets: str) -> object:
@@ -51,7 +56,9 @@ def targets_of(name: str, targets: str) -> object:
 
 
 def gradients(adapter, sequences, *, forward_rows=1000, backward_rows=1000, budget=None):
-    training = TrainingPass(adapter, training_programs(adapter, budget_bytes_per_token=budget), make_pack(sequences))
+    training = TrainingPass(
+        adapter, training_programs(adapter, budget_bytes_per_token=budget), make_pack(sequences)
+    )
     run_alone(training, forward_rows=forward_rows, backward_rows=backward_rows)
     return training
 
@@ -63,15 +70,24 @@ def test_gradients_equal_pefts_for_every_family(name, targets):
     sequences = random_sequences(LENGTHS)
     theirs = peft_gradients(model, sequences)
     for forward_rows, backward_rows in ((1000, 1000), (5, 3), (1, 1)):
-        training = gradients(adapter, sequences, forward_rows=forward_rows, backward_rows=backward_rows)
+        training = gradients(
+            adapter, sequences, forward_rows=forward_rows, backward_rows=backward_rows
+        )
         assert worst_error(training.gradients, theirs) < 1e-5
-        assert training.sums.loss == pytest.approx(float(summed_loss(model, sequences).detach()), rel=1e-5)
+        assert training.sums.loss == pytest.approx(
+            float(summed_loss(model, sequences).detach()), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize(
     "lora",
     [
-        {"use_rslora": True, "r": 5, "rank_pattern": {"q_proj": 2, "down_proj": 9}, "alpha_pattern": {"v_proj": 1}},
+        {
+            "use_rslora": True,
+            "r": 5,
+            "rank_pattern": {"q_proj": 2, "down_proj": 9},
+            "alpha_pattern": {"v_proj": 1},
+        },
         {"target_modules": ["down_proj"], "layers_to_transform": [1]},
         {"target_modules": ["q_proj"], "layers_to_transform": [2]},
         {"target_modules": ["lm_head", "up_proj"]},
@@ -104,16 +120,22 @@ def test_gradients_of_factors_may_go_with_those_of_their_products(name, refused,
     theirs = peft_gradients(model, sequences)
     for rows in (1000, 5):
         asked.clear()
-        assert worst_error(gradients(adapter, sequences, backward_rows=rows).gradients, theirs) < 1e-5
+        assert (
+            worst_error(gradients(adapter, sequences, backward_rows=rows).gradients, theirs) < 1e-5
+        )
         assert set(asked) == {True, False}
 
 
 def test_blocks_below_the_lowest_adapter_run_no_backward_and_keep_only_k_and_v():
-    adapter = make_adapter(make_backbone("llama"), target_modules=["down_proj"], layers_to_transform=[1])
+    adapter = make_adapter(
+        make_backbone("llama"), target_modules=["down_proj"], layers_to_transform=[1]
+    )
     programs = training_programs(adapter)
     assert programs.parts == (2, 1)
     assert set(programs.program[0].saved) == set(programs.program[0].graph.kv_tensors)
-    assert "attention" not in {step.node.op for step in programs.program[1].backward}, "nothing below wants a gradient"
+    assert "attention" not in {step.node.op for step in programs.program[1].backward}, (
+        "nothing below wants a gradient"
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "opt-350m-style", "mistral-sliding"])
@@ -144,7 +166,8 @@ class Recorder(DeviceMemory):
 
 
 class Storm:
-    """Runs two jobs and some requests in random company: windows, tasklets and stops of any size, in any order."""
+    """Runs two jobs and some requests in random company: windows, tasklets and stops of any size,
+    in any order."""
 
     def __init__(self, seed: int, jobs: list[TrainingPass]) -> None:
         self.random, self.jobs = random.Random(seed), jobs
@@ -160,16 +183,24 @@ class Storm:
 
     def forward(self) -> None:
         if self.random.random() < 0.5:
-            self.requests = [CachedSequence(self.backbone, 60) for _ in range(self.random.randint(0, 2))]
+            self.requests = [
+                CachedSequence(self.backbone, 60) for _ in range(self.random.randint(0, 2))
+            ]
         training = [job for job in self.jobs if not job.forward_done and self.random.random() < 0.7]
-        spans: list[tuple[Any, Any]] = [(job, job.next_window(self.random.randint(1, 9))) for job in training]
+        spans: list[tuple[Any, Any]] = [
+            (job, job.next_window(self.random.randint(1, 9))) for job in training
+        ]
         live = [request for request in self.requests if request.length < 50]
-        spans += [(None, r.extend(random_tokens(self.random.randint(1, 5), r.length))) for r in live]
+        spans += [
+            (None, r.extend(random_tokens(self.random.randint(1, 5), r.length))) for r in live
+        ]
         self.random.shuffle(spans)
         if not spans:
             return
         hidden = forward(self.backbone, [span for _, span in spans])
-        for (job, _), rows in zip(spans, hidden.split([len(span.tokens) for _, span in spans]), strict=True):
+        for (job, _), rows in zip(
+            spans, hidden.split([len(span.tokens) for _, span in spans]), strict=True
+        ):
             if job is not None:
                 job.finish_window(rows)
 
@@ -201,12 +232,18 @@ def test_a_job_ends_the_same_in_any_company(seed, name, lengths, tight):
     # Fewer trained tokens say little, and leave gradients that are all cancellation.
     assume(sum(sum(trained[1:]) for _, trained in sequences) >= 3)
     budget = (
-        frontier_of_part(training_programs(adapter), adapter, 1, mean_context_len=5.0)[-1].bytes_per_token
+        frontier_of_part(training_programs(adapter), adapter, 1, mean_context_len=5.0)[
+            -1
+        ].bytes_per_token
         if tight
         else None
     )
-    job = TrainingPass(adapter, training_programs(adapter, budget_bytes_per_token=budget), make_pack(sequences))
-    company = TrainingPass(other, training_programs(other), make_pack(random_sequences((8, 13), seed)))
+    job = TrainingPass(
+        adapter, training_programs(adapter, budget_bytes_per_token=budget), make_pack(sequences)
+    )
+    company = TrainingPass(
+        other, training_programs(other), make_pack(random_sequences((8, 13), seed))
+    )
     lonely = TrainingPass(other, company.programs, company.pack)
     run_alone(lonely, forward_rows=100, backward_rows=100)
     Storm(seed, [job, company]).run()
@@ -216,12 +253,16 @@ def test_a_job_ends_the_same_in_any_company(seed, name, lengths, tight):
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 def test_dropout_equals_peft_under_the_same_masks(monkeypatch):
-    """Which mask a place gets: by seed, row, part of the model, and site. PEFT's dropout modules are given just
-    those."""
+    """Which mask a place gets: by seed, row, part of the model, and site. PEFT's dropout modules
+    are given just those."""
     from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
 
-    _, adapter = peft_twin("llama", lora_dropout=0.4, target_modules=["q_proj", "k_proj", "down_proj", "lm_head"])
-    model, _ = fresh_peft_twin("llama", lora_dropout=0.4, target_modules=["q_proj", "k_proj", "down_proj", "lm_head"])
+    _, adapter = peft_twin(
+        "llama", lora_dropout=0.4, target_modules=["q_proj", "k_proj", "down_proj", "lm_head"]
+    )
+    model, _ = fresh_peft_twin(
+        "llama", lora_dropout=0.4, target_modules=["q_proj", "k_proj", "down_proj", "lm_head"]
+    )
     model.train()
     parts = adapter.backbone.architecture.parts
     names = {module: name for name, module in model.named_modules()}
@@ -238,7 +279,9 @@ def test_dropout_equals_peft_under_the_same_masks(monkeypatch):
     theirs = peft_gradients(model, sequences)
     programs = training_programs(adapter)
     for forward_rows, backward_rows in ((9, 9), (2, 4)):
-        training = TrainingPass(adapter, programs, make_pack(sequences), dropout_seed=11, first_row=30)
+        training = TrainingPass(
+            adapter, programs, make_pack(sequences), dropout_seed=11, first_row=30
+        )
         run_alone(training, forward_rows=forward_rows, backward_rows=backward_rows)
         assert worst_error(training.gradients, theirs) < 1e-5
     others: Any
@@ -255,7 +298,8 @@ def test_the_sites_of_a_block_drop_independently():
 
 
 def test_bits_of_a_relu_are_those_of_the_windows_rows():
-    """OPT with a LoRA on q_proj alone keeps its ReLU as bits, also after a request's rows in the batch."""
+    """OPT with a LoRA on q_proj alone keeps its ReLU as bits, also after a request's rows in the
+    batch."""
     model, adapter = peft_twin("opt", target_modules=["q_proj"])
     programs, sequences = training_programs(adapter), random_sequences((9, 6))
     assert "activation.sign" in programs.program[1].saved
@@ -273,7 +317,12 @@ def test_bits_of_a_relu_are_those_of_the_windows_rows():
 
 def test_ten_steps_of_adamw_follow_pefts_trajectory_and_the_result_loads_in_peft(tmp_path):
     model, adapter = fresh_peft_twin("qwen2", target_modules="all-linear")
-    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    settings: dict[str, Any] = {
+        "lr": 1e-2,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+    }
     theirs = {
         name.removeprefix("base_model.model.").replace(".default", ""): parameter
         for name, parameter in model.named_parameters()
@@ -306,7 +355,9 @@ def test_ten_steps_of_adamw_follow_pefts_trajectory_and_the_result_loads_in_peft
     loaded = PeftModel.from_pretrained(make_model("qwen2"), tmp_path)
     tokens = random_tokens(12, 5)
     with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens[None]).logits, model(tokens[None]).logits, atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            loaded(tokens[None]).logits, model(tokens[None]).logits, atol=1e-3, rtol=0
+        )
 
 
 def test_bfloat16_gradients_are_as_close_to_float32_as_pefts():
@@ -337,7 +388,10 @@ def test_only_trained_rows_pass_the_head(monkeypatch):
     heads = [rows for rows, weight in products if len(weight) == 97]
     assert max(heads) <= 4 and sum(heads) == pack.num_trained == training.sums.num_trained
     gradient = training.kept.rows
-    assert not gradient[pack.targets == UNTRAINED].any() and gradient[pack.targets != UNTRAINED].any(1).all()
+    assert (
+        not gradient[pack.targets == UNTRAINED].any()
+        and gradient[pack.targets != UNTRAINED].any(1).all()
+    )
     untrained = make_pack([([5, 6, 7], [False] * 3)])
     nothing = TrainingPass(adapter, training_programs(adapter), untrained)
     nothing.finish_window(forward(adapter.backbone, [nothing.next_window(3)]))
@@ -356,7 +410,9 @@ def test_the_loss_is_taken_in_chunks(monkeypatch):
     products, results = record_products(monkeypatch), []
     for max_rows in (1000, 3):
         products.clear()
-        grads = {name: torch.zeros(tensor.shape) for name, tensor in adapter.parameters("head").items()}
+        grads = {
+            name: torch.zeros(tensor.shape) for name, tensor in adapter.parameters("head").items()
+        }
         weights = {**backbone.weights["head"], **adapter.parameters("head")}
         losses, correct, gradient = loss_and_gradient(
             programs.loss,
@@ -384,7 +440,9 @@ def test_the_loss_is_taken_in_chunks(monkeypatch):
         ("gemma2", "q_proj", ["soft_cap", "cross_entropy"]),
     ],
 )
-def test_the_heads_product_and_its_loss_are_one_operator_if_nothing_comes_between(name, target, expected):
+def test_the_heads_product_and_its_loss_are_one_operator_if_nothing_comes_between(
+    name, target, expected
+):
     programs = training_programs(make_adapter(make_backbone(name), target_modules=[target]))
     assert [node.op for node in programs.loss.graph.nodes][-2:] == expected
 
@@ -423,22 +481,31 @@ def test_saved_bytes_counted_from_the_program_are_the_bytes_held(name, dtype, ta
     memory = Recorder()
     frontier = list(frontier_of_part(training_programs(adapter), adapter, 1, mean_context_len=5.0))
     for point in [*frontier[:: 1 + len(frontier) // 6], frontier[-1]]:
-        programs = training_programs(adapter, budget_bytes_per_token=point.bytes_per_token, mean_context_len=5.0)
+        programs = training_programs(
+            adapter, budget_bytes_per_token=point.bytes_per_token, mean_context_len=5.0
+        )
         memory.taken.clear()
         training = TrainingPass(adapter, programs, pack, memory=memory)
         counted = programs.saved_bytes_per_token(adapter.backbone.dtype) * pack.num_rows
         workspace = group_bytes(workspace_shapes(programs, adapter.backbone, pack.num_rows))
-        held = sum(tensor.untyped_storage().nbytes() for group in memory.taken for tensor in group.values())
+        held = sum(
+            tensor.untyped_storage().nbytes() for group in memory.taken for tensor in group.values()
+        )
         assert held == counted + workspace
         assert training.num_saved_bytes == counted
-        assert programs.program[1].saved_bytes_per_token(adapter.backbone.dtype) == point.bytes_per_token
+        assert (
+            programs.program[1].saved_bytes_per_token(adapter.backbone.dtype)
+            == point.bytes_per_token
+        )
         run_alone(training, forward_rows=7, backward_rows=11)
         assert not any(memory.taken), "and all of it comes back"
 
 
 def test_saved_tensors_are_let_go_block_by_block():
     adapter = make_adapter(make_backbone("llama"))
-    training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))))
+    training = TrainingPass(
+        adapter, training_programs(adapter), make_pack(random_sequences((9, 4)))
+    )
     full = training.num_saved_bytes
     training.finish_window(forward(adapter.backbone, [training.next_window(13)]))
     training.run_loss(13)
@@ -451,8 +518,8 @@ def test_saved_tensors_are_let_go_block_by_block():
 
 
 def test_a_tasklet_holds_no_more_than_it_still_needs():
-    """Transient tensors of a tasklet: at most a few of the MLP's width at any instruction, and one block's input at
-    the end."""
+    """Transient tensors of a tasklet: at most a few of the MLP's width at any instruction, and one
+    block's input at the end."""
     adapter = make_adapter(make_backbone("llama"))
     programs = training_programs(adapter)
     training = TrainingPass(adapter, programs, make_pack(random_sequences((40,))))
@@ -468,7 +535,9 @@ def test_a_tasklet_holds_no_more_than_it_still_needs():
 
 
 def test_k_and_v_of_blocks_below_the_lowest_adapter_go_after_the_forward_pass():
-    adapter = make_adapter(make_backbone("llama"), target_modules=["q_proj"], layers_to_transform=[2])
+    adapter = make_adapter(
+        make_backbone("llama"), target_modules=["q_proj"], layers_to_transform=[2]
+    )
     programs = training_programs(adapter)
     training = TrainingPass(adapter, programs, make_pack(random_sequences((9, 4))))
     full = training.num_saved_bytes
@@ -481,8 +550,12 @@ def test_k_and_v_of_blocks_below_the_lowest_adapter_go_after_the_forward_pass():
 def test_nothing_outlives_the_pass():
     """The storages themselves are gone, whatever might still have held a view."""
     adapter, memory = make_adapter(make_backbone("llama")), Recorder()
-    training = TrainingPass(adapter, training_programs(adapter), make_pack(random_sequences((9, 4))), memory=memory)
-    tensors = [weakref.ref(tensor.untyped_storage()) for group in memory.taken for tensor in group.values()]
+    training = TrainingPass(
+        adapter, training_programs(adapter), make_pack(random_sequences((9, 4))), memory=memory
+    )
+    tensors = [
+        weakref.ref(tensor.untyped_storage()) for group in memory.taken for tensor in group.values()
+    ]
     run_alone(training, forward_rows=6, backward_rows=6)
     assert len(tensors) > 30
     assert not any(tensor() is not None for tensor in tensors)
@@ -490,7 +563,9 @@ def test_nothing_outlives_the_pass():
 
 def test_a_pack_without_trained_rows_has_no_loss_and_no_gradient():
     adapter = make_adapter(make_backbone("llama"))
-    training = gradients(adapter, [([1, 2, 3], [True, False, False])], forward_rows=2, backward_rows=2)
+    training = gradients(
+        adapter, [([1, 2, 3], [True, False, False])], forward_rows=2, backward_rows=2
+    )
     assert training.sums.num_trained == 0
     assert math.isnan(training.sums.mean_loss)
     assert not any(gradient.any() for gradient in training.gradients.values())
@@ -504,12 +579,21 @@ def test_dropout_reaches_every_part_of_the_model(name):
     _, adapter = fresh_peft_twin(name, target_modules=targets, lora_dropout=0.3)
     sequences = random_sequences((9, 6))
     whole = gradients(adapter, sequences)
-    assert worst_error(gradients(adapter, sequences, forward_rows=4, backward_rows=3).gradients, whole.gradients) < 1e-5
+    assert (
+        worst_error(
+            gradients(adapter, sequences, forward_rows=4, backward_rows=3).gradients,
+            whole.gradients,
+        )
+        < 1e-5
+    )
 
 
 def test_dropout_saves_no_more_than_training_without_it():
     plain, dropped = (make_adapter(make_backbone("llama"), dropout=p) for p in (0.0, 0.3))
-    saved = [training_programs(adapter).saved_bytes_per_token(torch.float32) for adapter in (plain, dropped)]
+    saved = [
+        training_programs(adapter).saved_bytes_per_token(torch.float32)
+        for adapter in (plain, dropped)
+    ]
     assert saved[0] == saved[1]
 
 

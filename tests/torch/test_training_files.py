@@ -1,4 +1,5 @@
-"""The same records from JSONL, CSV and Parquet; `coserve data check`, which reads them as jobs do."""
+"""The same records from JSONL, CSV and Parquet; `coserve data check`, which reads them as jobs
+do."""
 
 import csv
 import json
@@ -29,11 +30,25 @@ from coserve.tuning.reading_report import ReadingReport
 from coserve.tuning.training_files import TrainingFile
 
 CHATS = [
-    {"messages": [{"role": "user", "content": "hi\nyou"}, {"role": "assistant", "content": 'say, "ho"', "weight": 1}]},
-    {"messages": [{"role": "assistant", "content": "日本 first"}], "tools": [{"type": "function", "function": {}}]},
+    {
+        "messages": [
+            {"role": "user", "content": "hi\nyou"},
+            {"role": "assistant", "content": 'say, "ho"', "weight": 1},
+        ]
+    },
+    {
+        "messages": [{"role": "assistant", "content": "日本 first"}],
+        "tools": [{"type": "function", "function": {}}],
+    },
 ]
-TEXTS = [{"prompt": "a, b", "completion": '"c"\nd', "id": 3}, {"prompt": "x", "completion": "1", "id": 4}]
-ALPACA = [{"instruction": "add", "input": "1 2", "output": "3"}, {"instruction": "wait", "input": "", "output": "ok"}]
+TEXTS = [
+    {"prompt": "a, b", "completion": '"c"\nd', "id": 3},
+    {"prompt": "x", "completion": "1", "id": 4},
+]
+ALPACA = [
+    {"instruction": "add", "input": "1 2", "output": "3"},
+    {"instruction": "wait", "input": "", "output": "ok"},
+]
 PAIRS = [
     {
         "input": {"messages": [{"role": "user", "content": "hi"}]},
@@ -41,8 +56,13 @@ PAIRS = [
         "non_preferred_output": [{"role": "assistant", "content": "no"}],
     }
 ]
-ANSWERS = [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "c", "completion": "d", "label": False}]
-SAMPLED = [{"prompt_tokens": [1], "completion_tokens": [2, 3], "logprobs": [-1.5, -2.0], "advantages": 0.5}]
+ANSWERS = [
+    {"prompt": "a", "completion": "b", "label": True},
+    {"prompt": "c", "completion": "d", "label": False},
+]
+SAMPLED = [
+    {"prompt_tokens": [1], "completion_tokens": [2, 3], "logprobs": [-1.5, -2.0], "advantages": 0.5}
+]
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -57,8 +77,14 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
             rows = csv.DictWriter(file, names)
             rows.writeheader()
             for record in records:
-                texts = {n: value if isinstance(value, str) else json.dumps(value) for n, value in record.items()}
-                rows.writerow(texts | {n: str(value) for n, value in record.items() if isinstance(value, bool)})
+                texts = {
+                    n: value if isinstance(value, str) else json.dumps(value)
+                    for n, value in record.items()
+                }
+                rows.writerow(
+                    texts
+                    | {n: str(value) for n, value in record.items() if isinstance(value, bool)}
+                )
     return path
 
 
@@ -92,12 +118,18 @@ def test_the_python_api_reads_the_same_files(tmp_path):
 def test_what_is_wrong_with_a_table_is_named_by_its_line(tmp_path):
     path = tmp_path / "data.csv"
     for text, wrong in (
-        ("text\n\nfine\nfine,too\n", "line 4: has 2 cells; the header has 1: a comma without quotes?"),
+        (
+            "text\n\nfine\nfine,too\n",
+            "line 4: has 2 cells; the header has 1: a comma without quotes?",
+        ),
         ('text\n"two\nlines"\n"open\n', "line 4: is not valid CSV .unexpected end of data"),
         ("text,text\na,b\n", "line 1: the header has 'text' more than once"),
         ("messages\nhello\n", "line 2: messages is not valid JSON"),
         ("txt\nhello\n", "line 2: needs messages, or conversations"),
-        ("text\n" + '"' + "a\n" * (1 << 20) + '"', "is not valid CSV .field larger than field limit"),
+        (
+            "text\n" + '"' + "a\n" * (1 << 20) + '"',
+            "is not valid CSV .field larger than field limit",
+        ),
         ("text\n", "there is no line with an example"),
     ):
         path.write_text(text)
@@ -120,9 +152,13 @@ def test_what_is_wrong_with_a_parquet_file_is_named(tmp_path, monkeypatch):
 
 
 def test_records_that_are_left_out_do_not_hide_tokens_of_another_vocabulary(tmp_path):
-    path = write(tmp_path / "data.jsonl", [{"prompt": "a " * 99, "completion": "b"}, {"text": "fine"}])
+    path = write(
+        tmp_path / "data.jsonl", [{"prompt": "a " * 99, "completion": "b"}, {"text": "fine"}]
+    )
     report = ReadingReport()
-    with pytest.raises(DataError, match=r"line 2: has token \d+; the model has 1: is this its tokenizer"):
+    with pytest.raises(
+        DataError, match=r"line 2: has token \d+; the model has 1: is this its tokenizer"
+    ):
         read(path, max_sequence_length=9, vocab_size=1, report=report)
     assert report.left_out.lines() == ["line 1: has no token to train on within 9 tokens"]
 
@@ -143,7 +179,10 @@ def test_the_share_of_a_table_that_was_read_is_known(tmp_path):
         path = write(tmp_path / f"data.{kind}", [{"text": f"number {n}"} for n in range(100)])
         file = TrainingFile(path)
         read_so_far = [file.num_bytes_read for _ in file.records()]
-        assert read_so_far == sorted(read_so_far) and 0 < read_so_far[0] < read_so_far[50] < read_so_far[-1]
+        assert (
+            read_so_far == sorted(read_so_far)
+            and 0 < read_so_far[0] < read_so_far[50] < read_so_far[-1]
+        )
         assert read_so_far[-1] == path.stat().st_size
 
 
@@ -162,8 +201,13 @@ def check(monkeypatch, capsys, *arguments: Any) -> tuple[int, str]:
 
 
 def test_a_file_is_shown_as_a_job_would_read_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COSERVE_CACHE", str(tmp_path / "cache"))  # where profiles of the device are kept
-    records = [{"prompt": "one two three", "completion": " four"}, {"text": "five six seven eight nine ten"}]
+    monkeypatch.setenv(
+        "COSERVE_CACHE", str(tmp_path / "cache")
+    )  # where profiles of the device are kept
+    records = [
+        {"prompt": "one two three", "completion": " four"},
+        {"text": "five six seven eight nine ten"},
+    ]
     records += [{"prompt": "eleven " * 30, "completion": "no"}]
     path = write(tmp_path / "data.jsonl", records)
     status, out = check(monkeypatch, capsys, path, "--max-length", 16, "--json")
@@ -171,11 +215,20 @@ def test_a_file_is_shown_as_a_job_would_read_it(tmp_path, monkeypatch, capsys):
     assert "one two three⟦ four<|end|>⟧" in out
     report = json.loads(out.splitlines()[-1])
     noticed = ReadingReport()
-    examples = read_training_file(path, find_tokenizer(), max_sequence_length=16, vocab_size=1 << 20, report=noticed)
+    examples = read_training_file(
+        path, find_tokenizer(), max_sequence_length=16, vocab_size=1 << 20, report=noticed
+    )
     assert report["tokens"] == sum(len(example.tokens) for example in examples)
     assert report["trained_tokens"] == sum(example.num_trained for example in examples)
-    assert (report["examples"], report["lengths"]["longest"]) == (2, max(len(each.tokens) for each in examples))
-    assert report["left_out"] == noticed.left_out.lines() == ["line 3: has no token to train on within 16 tokens"]
+    assert (report["examples"], report["lengths"]["longest"]) == (
+        2,
+        max(len(each.tokens) for each in examples),
+    )
+    assert (
+        report["left_out"]
+        == noticed.left_out.lines()
+        == ["line 3: has no token to train on within 16 tokens"]
+    )
     assert report["num_left_out"] == 1
     assert report["cut"] == [f"line {n}" for n, each in enumerate(examples, 1) if each.truncated]
     assert report["seconds_alone"] is None and "has not measured the model" in out
@@ -190,7 +243,9 @@ def test_a_file_that_a_job_would_refuse_is_refused(tmp_path, monkeypatch, capsys
 
 def test_a_method_that_is_none_is_named_as_jobs_name_them(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "data.jsonl", [{"text": "fine"}])
-    monkeypatch.setattr(sys, "argv", ["coserve", "data", "check", str(path), "--method", "policy-gradient"])
+    monkeypatch.setattr(
+        sys, "argv", ["coserve", "data", "check", str(path), "--method", "policy-gradient"]
+    )
     with pytest.raises(SystemExit) as status:
         main()
     told = " ".join(capsys.readouterr().err.split())
@@ -203,7 +258,10 @@ def test_the_time_is_that_of_the_stored_profile(tmp_path, monkeypatch, capsys):
     hardware = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
     backbone = load_backbone("tiny", dtype="float32")
     shapes = load_backbone("tiny", dtype="float32", device="meta")
-    profile, path = roofline_profile(shapes, hardware), write(tmp_path / "data.jsonl", [{"text": "fine"}] * 40)
+    profile, path = (
+        roofline_profile(shapes, hardware),
+        write(tmp_path / "data.jsonl", [{"text": "fine"}] * 40),
+    )
     keep_profile(backbone, profile)
     times = {}
     for epochs in (1, 3):
@@ -215,7 +273,9 @@ def test_the_time_is_that_of_the_stored_profile(tmp_path, monkeypatch, capsys):
         read_training_file(path, find_tokenizer(), max_sequence_length=1024, vocab_size=1 << 20),
         TuningConfig(batch_size=report["batch_size"]),
     )
-    assert times[1] == pytest.approx(seconds_alone(order, profile)) and times[3] == pytest.approx(3 * times[1])
+    assert times[1] == pytest.approx(seconds_alone(order, profile)) and times[3] == pytest.approx(
+        3 * times[1]
+    )
 
 
 # -- files of public reports --------------------------------------------------------------
@@ -228,18 +288,26 @@ def lines_of(tmp_path: Path, text: str) -> Path:
 
 
 def test_files_of_public_reports_are_read(tmp_path, monkeypatch, capsys):
-    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
-    status, out = check(monkeypatch, capsys, lines_of(tmp_path, "\n\n" + json.dumps([chat, chat])), "--json")
+    chat = {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    }
+    status, out = check(
+        monkeypatch, capsys, lines_of(tmp_path, "\n\n" + json.dumps([chat, chat])), "--json"
+    )
     assert status == 0 and json.loads(out.splitlines()[-1])["examples"] == 2
     refused = {"role": "assistant", "content": None, "refusal": "I cannot help with that."}
-    path = lines_of(tmp_path, json.dumps({"messages": [{"role": "user", "content": "bad"}, refused]}))
+    path = lines_of(
+        tmp_path, json.dumps({"messages": [{"role": "user", "content": "bad"}, refused]})
+    )
     status, out = check(monkeypatch, capsys, path)
     assert status == 0 and "bad<|end|><|assistant|>⟦I cannot help with that.<|end|>⟧" in out
 
 
 def test_a_check_says_what_is_not_learned_and_by_which_template(tmp_path, monkeypatch, capsys):
     asked = {"role": "user", "content": "hi"}
-    thinks = {"messages": [asked, {"role": "assistant", "content": "hello", "reasoning_content": "hm"}]}
+    thinks = {
+        "messages": [asked, {"role": "assistant", "content": "hello", "reasoning_content": "hm"}]
+    }
     unwanted = {"messages": [asked, {"role": "assistant", "content": "hello", "weight": 0}]}
     path = lines_of(tmp_path, "\n".join(json.dumps(each) for each in (thinks, unwanted, thinks)))
     status, out = check(monkeypatch, capsys, path, "--json")
@@ -248,7 +316,10 @@ def test_a_check_says_what_is_not_learned_and_by_which_template(tmp_path, monkey
     assert report["warnings"] == [
         "lines 1 and 3: reasoning_content is not learned: the chat template does not write it"
     ]
-    assert report["left_out"] == ["line 2: has no turn to train on: each message of the assistant has weight 0"]
+    assert report["left_out"] == [
+        "line 2: has no turn to train on: each message of the assistant has weight 0"
+    ]
     assert (
-        "Not learned, by tiny's chat template (1):" in out and "Left out, since there is nothing to learn (1):" in out
+        "Not learned, by tiny's chat template (1):" in out
+        and "Left out, since there is nothing to learn (1):" in out
     )

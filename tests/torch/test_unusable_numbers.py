@@ -1,4 +1,5 @@
-"""Adapters and checkpoints whose numbers are NaN or infinite are refused when they are loaded, by file and tensor."""
+"""Adapters and checkpoints whose numbers are NaN or infinite are refused when they are loaded, by
+file and tensor."""
 
 import shutil
 from math import inf, nan
@@ -56,7 +57,9 @@ def test_an_engine_refuses_the_adapter_on_every_way_to_it(value, said):
 
 
 @pytest.mark.filterwarnings("ignore:.*invalid shape")
-@pytest.mark.parametrize("method", sorted(name for name, case in CASES.items() if case.peft is not None))
+@pytest.mark.parametrize(
+    "method", sorted(name for name, case in CASES.items() if case.peft is not None)
+)
 def test_adapters_of_every_method_are_refused(method, tmp_path):
     family = CASES[method].families[0]
     shutil.copytree(peft_directory(method, family), tmp_path, dirs_exist_ok=True)
@@ -68,7 +71,11 @@ def test_adapters_of_every_method_are_refused(method, tmp_path):
 
 @pytest.mark.parametrize(
     ("dtype", "stored", "value"),
-    [("float16", torch.float32, 1e5), ("bfloat16", torch.float64, 1e100), ("float32", torch.float64, 1e39)],
+    [
+        ("float16", torch.float32, 1e5),
+        ("bfloat16", torch.float64, 1e100),
+        ("float32", torch.float64, 1e39),
+    ],
 )
 def test_numbers_that_are_infinite_as_the_model_computes_are_refused(dtype, stored, value):
     """The largest of float16 is 65,504; of the others, 3.4e38."""

@@ -1,4 +1,5 @@
-"""The scripts in examples/ that need no server: they run as they are, and print what they promise."""
+"""The scripts in examples/ that need no server: they run as they are, and print what they
+promise."""
 
 import re
 import subprocess
@@ -15,14 +16,19 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(name: str, *arguments: str) -> str:
     """What an example prints."""
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=400
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_every_example_is_short_and_run_by_a_test():
-    tests = "".join(path.read_text() for path in Path(__file__).parents[1].glob("*/test_user_examples*.py"))
+    tests = "".join(
+        path.read_text() for path in Path(__file__).parents[1].glob("*/test_user_examples*.py")
+    )
     for path in EXAMPLES.glob("*.py"):
         assert f'"{path.name}"' in tests, path.name
         assert len(path.read_text().splitlines()) <= 60, path.name
@@ -48,7 +54,9 @@ def test_peft_adapter_answers_beside_the_base(tmp_path):
 
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(model_directory()),
-        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"),
+        LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        ),
     )
     model.save_pretrained(tmp_path)
     base, mine = run("peft_adapter.py", str(model_directory()), str(tmp_path)).splitlines()
@@ -61,7 +69,9 @@ def test_simulate_policy_compares_policies():
     slack, alone = run("simulate_policy.py").splitlines()
     assert slack.startswith("slack ")
     assert alone.startswith("inference-only ")
-    held, harvest = (float(re.search(rf"{name} +([0-9.]+)", slack)[1]) for name in ("held", "harvest"))
+    held, harvest = (
+        float(re.search(rf"{name} +([0-9.]+)", slack)[1]) for name in ("held", "harvest")
+    )
     assert held > 99
     assert harvest > 1000
     assert alone.endswith("harvest     0 tokens/s")

@@ -1,4 +1,5 @@
-"""Checkpoints of models that see pictures, too: what is read of them, what is left, and what is written."""
+"""Checkpoints of models that see pictures, too: what is read of them, what is left, and what is
+written."""
 
 import json
 import logging
@@ -28,17 +29,24 @@ def fused(tmp_path):
     tensors = load_file(path)
     tensors = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     model = make_model("qwen3.5-moe-published")
-    tensors |= {name: value.clone() for name, value in model.state_dict().items() if ".mlp.experts." in name}
+    tensors |= {
+        name: value.clone() for name, value in model.state_dict().items() if ".mlp.experts." in name
+    }
     save_file(tensors, path)
     return directory
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-published", "gemma3-published", "mistral3"])
 def test_the_log_says_what_is_left_unread(name, caplog):
-    num_seen = sum("language_model" not in each and "lm_head" not in each for each in make_model(name).state_dict())
+    num_seen = sum(
+        "language_model" not in each and "lm_head" not in each
+        for each in make_model(name).state_dict()
+    )
     with caplog.at_level(logging.INFO):
         load_backbone(str(model_directory(name)))
-    assert f"{num_seen} tensors are left unread, which the text model does not have: " in caplog.text
+    assert (
+        f"{num_seen} tensors are left unread, which the text model does not have: " in caplog.text
+    )
 
 
 def test_a_tensor_of_the_text_part_too_many_is_named(tmp_path):
@@ -51,9 +59,12 @@ def test_a_tensor_of_the_text_part_too_many_is_named(tmp_path):
 
 def test_experts_in_one_tensor_are_those_in_many(fused):
     tokens = random_tokens(9, 1)
-    assert any(name.endswith("experts.gate_up_proj") for name in load_file(fused / "model.safetensors"))
+    assert any(
+        name.endswith("experts.gate_up_proj") for name in load_file(fused / "model.safetensors")
+    )
     torch.testing.assert_close(
-        logits_of(load_backbone(str(fused)), tokens), logits_of(make_backbone("qwen3.5-moe-published"), tokens)
+        logits_of(load_backbone(str(fused)), tokens),
+        logits_of(make_backbone("qwen3.5-moe-published"), tokens),
     )
 
 
@@ -71,18 +82,30 @@ def test_changed_weights_are_written_where_they_were_and_the_rest_stays(is_fused
     directory = fused if is_fused else model_directory("qwen3.5-moe-published")
     backbone, target = load_backbone(str(directory)), tmp_path / "changed"
     shapes = backbone.architecture.weight_shapes
-    changed = {name: torch.randn(shape) * 0.1 for name, shape in shapes.items() if name.endswith("_proj.weight")}
-    assert any("experts" in name for name in changed) and any("out_proj" in name for name in changed)
+    changed = {
+        name: torch.randn(shape) * 0.1
+        for name, shape in shapes.items()
+        if name.endswith("_proj.weight")
+    }
+    assert any("experts" in name for name in changed) and any(
+        "out_proj" in name for name in changed
+    )
     save_model(backbone.architecture, find_model(str(directory)), target, changed)
     before, after = (load_file(each / "model.safetensors") for each in (directory, target))
     assert before.keys() == after.keys()
     seen = [name for name in before if "visual" in name]
     assert seen and all(torch.equal(before[name], after[name]) for name in seen)
-    theirs = type(make_model("qwen3.5-moe-published")).from_pretrained(target, attn_implementation="eager").eval()
+    theirs = (
+        type(make_model("qwen3.5-moe-published"))
+        .from_pretrained(target, attn_implementation="eager")
+        .eval()
+    )
     tokens = random_tokens(9, 1)
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
-    torch.testing.assert_close(logits_of(load_backbone(str(target)), tokens), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        logits_of(load_backbone(str(target)), tokens), expected, atol=1e-4, rtol=0
+    )
 
 
 def test_a_text_part_of_another_family_is_refused_by_name(tmp_path):
@@ -90,5 +113,7 @@ def test_a_text_part_of_another_family_is_refused_by_name(tmp_path):
     config = json.loads((directory / "config.json").read_text())
     config["text_config"]["model_type"] = "llama"
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="mistral3 with a text_config of model_type 'llama'"):
+    with pytest.raises(
+        UnsupportedModelError, match="mistral3 with a text_config of model_type 'llama'"
+    ):
         load_backbone(str(directory))

@@ -1,4 +1,5 @@
-"""The window that a model's weights pass through, and training through it: what is there when, and PEFT's gradients."""
+"""The window that a model's weights pass through, and training through it: what is there when, and
+PEFT's gradients."""
 
 import shutil
 from dataclasses import replace
@@ -21,7 +22,9 @@ from coserve.tuning.programs import evaluation_programs
 LENGTHS = (7, 11, 1, 5)
 
 
-def make_window(name: str = "llama", *, dtype: torch.dtype = torch.float32, directory: Any = None) -> WeightWindow:
+def make_window(
+    name: str = "llama", *, dtype: torch.dtype = torch.float32, directory: Any = None
+) -> WeightWindow:
     """Over its own memory, of which it has nothing yet."""
     architecture = make_backbone(name).architecture
     mapped = MappedWeights(architecture, directory or model_directory(name))
@@ -51,7 +54,11 @@ def test_parts_are_the_models_in_any_order_and_any_room(name):
     parts = make_backbone(name).architecture.parts
     for turn in range(60):
         start = rng.randrange(1000)
-        size = rng.randrange(window.least_bytes + 64, window.all_bytes + 64) if turn else window.all_bytes + 64
+        size = (
+            rng.randrange(window.least_bytes + 64, window.all_bytes + 64)
+            if turn
+            else window.all_bytes + 64
+        )
         window.resize(range(start, start + size))
         for _ in range(rng.randrange(1, 6)):
             order = rng.sample(parts, len(parts))
@@ -59,14 +66,18 @@ def test_parts_are_the_models_in_any_order_and_any_room(name):
             assert_is_the_model(window, order[0], name)
             window.release()
             held = [copy.bytes for copy in window._copies.values()]
-            assert all(start <= one.start and one.stop <= start + size for one in held), "never beyond its bytes"
+            assert all(start <= one.start and one.stop <= start + size for one in held), (
+                "never beyond its bytes"
+            )
             taken = [byte for one in held for byte in (one.start, one.stop)]
             assert sorted(taken) == [
                 x for one in sorted(held, key=lambda one: one.start) for x in (one.start, one.stop)
             ]
             assert sum(map(len, held)) <= size
             if not turn:
-                assert len(held) == len(parts) - 1, "all but the table of embeddings, which is read where it lies"
+                assert len(held) == len(parts) - 1, (
+                    "all but the table of embeddings, which is read where it lies"
+                )
     window.close()
     assert not window.parts_held
 
@@ -178,7 +189,10 @@ def test_files_that_are_cut_short_are_named(tmp_path):
     window.resize(range(window.least_bytes + 64))
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    with pytest.raises(WeightsError, match=r"model\.safetensors had [\d,]+ bytes, and has [\d,]+ now; fetch it again"):
+    with pytest.raises(
+        WeightsError,
+        match=r"model\.safetensors had [\d,]+ bytes, and has [\d,]+ now; fetch it again",
+    ):
         window.use([0])
     with pytest.raises(WeightsError, match=r"model\.safetensors is damaged or cut short"):
         make_window(directory=directory)

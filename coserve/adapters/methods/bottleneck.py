@@ -1,6 +1,7 @@
-"""Bottleneck adapters: y + scaling * (up f(down y + b) + c) after attention and after the MLP. Source: arXiv 1902.00751
-(Houlsby); settings and initial values as in https://docs.adapterhub.ml/methods.html#bottleneck-adapters. PEFT has none:
-directories have the same two files, with these settings and AdapterHub's names of parameters.
+"""Bottleneck adapters: y + scaling * (up f(down y + b) + c) after attention and after the MLP.
+Source: arXiv 1902.00751 (Houlsby); settings and initial values as in
+https://docs.adapterhub.ml/methods.html#bottleneck-adapters. PEFT has none: directories have the
+same two files, with these settings and AdapterHub's names of parameters.
 """
 
 from collections.abc import Mapping
@@ -32,8 +33,9 @@ _DOWN, _UP = "adapter_down.0", "adapter_up"
 class BottleneckConfig(TargetedConfig):
     """Bottleneck adapters with AdapterHub's settings.
 
-    reduction_factor: the module's features for each of the bottleneck. non_linearity: f. scaling: of what is added.
-    target_modules: the last layers of attention and of the MLP, on whose outputs adapters sit.
+    reduction_factor: the module's features for each of the bottleneck. non_linearity: f. scaling:
+    of what is added. target_modules: the last layers of attention and of the MLP, on whose outputs
+    adapters sit.
     """
 
     peft_type = "BOTTLENECK"
@@ -56,20 +58,34 @@ class BottleneckConfig(TargetedConfig):
         check_number("scaling", self.scaling)
         if self.non_linearity not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
-            raise ValueError(f"non_linearity must be one of {known}, not {shown(self.non_linearity)}")
+            raise ValueError(
+                f"non_linearity must be one of {known}, not {shown(self.non_linearity)}"
+            )
 
     def target_bypass(self, place: Place, *, training: bool) -> Bypass:
         b, width = GraphBuilder(), place.outputs
         size = max(1, int(width / self.reduction_factor))
         operator, attributes = _ACTIVATIONS[self.non_linearity]
-        down = {"weight": b.parameter(f"{_DOWN}.weight", size, width), "bias": b.parameter(f"{_DOWN}.bias", size)}
-        up = {"weight": b.parameter(f"{_UP}.weight", width, size), "bias": b.parameter(f"{_UP}.bias", width)}
+        down = {
+            "weight": b.parameter(f"{_DOWN}.weight", size, width),
+            "bias": b.parameter(f"{_DOWN}.bias", size),
+        }
+        up = {
+            "weight": b.parameter(f"{_UP}.weight", width, size),
+            "bias": b.parameter(f"{_UP}.bias", width),
+        }
         h = b.apply("linear", "down", {"x": b.rows("y", width), **down})
         y = b.apply("linear", "up", {"x": b.apply(operator, "act", {"x": h}, **attributes), **up})
         if self.scaling != 1:
             y = b.apply("scale", "scaled", {"x": y}, factor=self.scaling)
         return Bypass(graph=b.build(y))
 
-    def target_initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+    def target_initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
         """Near the identity, as in the paper."""
-        return torch.zeros(shape).normal_(0, 0.02, generator=generator) if len(shape) > 1 else torch.zeros(shape)
+        return (
+            torch.zeros(shape).normal_(0, 0.02, generator=generator)
+            if len(shape) > 1
+            else torch.zeros(shape)
+        )

@@ -1,5 +1,6 @@
-"""Diff pruning: a sparse difference z * w to the weights of linear layers, whose gates z are learned with it. Source:
-arXiv 2012.07463 (sections 3.1 and 3.2). PEFT has none: directories have the same two files, with the difference itself.
+"""Diff pruning: a sparse difference z * w to the weights of linear layers, whose gates z are
+learned with it. Source: arXiv 2012.07463 (sections 3.1 and 3.2). PEFT has none: directories have
+the same two files, with the difference itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,8 @@ from coserve.kernels.groups.base import RankGroup
 from coserve.models.shares import owned
 from coserve.settings import check_number
 
-# The interval that gates are stretched to before they are cut to [0, 1] (arXiv 1712.01312), and what they start from.
+# The interval that gates are stretched to before they are cut to [0, 1] (arXiv 1712.01312), and
+# what they start from.
 _LOW, _HIGH, _FIRST_GATE = -1.5, 1.5, 5.0
 _LEAST = 1e-6
 _DRAWS = "num_draws"
@@ -33,8 +35,8 @@ _HALF = 16
 class DiffPruningConfig(TargetedConfig):
     """Diff pruning.
 
-    fraction: of the elements of the differences, those that versions keep, the largest ones. penalty: of the loss for
-    each gate that is expected to be open.
+    fraction: of the elements of the differences, those that versions keep, the largest ones.
+    penalty: of the loss for each gate that is expected to be open.
     """
 
     peft_type = "DIFF_PRUNING"
@@ -58,26 +60,42 @@ class DiffPruningConfig(TargetedConfig):
     def target_bypass(self, place: Place, *, training: bool) -> Bypass:
         b = GraphBuilder()
         weight = b.parameter("difference", place.outputs, place.inputs)
-        return Bypass(graph=b.build(b.apply("linear", "change", {"x": b.rows("x", place.inputs), "weight": weight})))
+        return Bypass(
+            graph=b.build(
+                b.apply("linear", "change", {"x": b.rows("x", place.inputs), "weight": weight})
+            )
+        )
 
-    def target_initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+    def target_initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
         return torch.zeros(shape)
 
     def target_merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {"weight": site.dense_weight + parameters["difference"]}
 
-    def reparametrization(self, adapter: Adapter, generator: torch.Generator) -> Reparametrization | None:
+    def reparametrization(
+        self, adapter: Adapter, generator: torch.Generator
+    ) -> Reparametrization | None:
         return GatedDifferences(self, adapter, seed=generator.initial_seed())
 
 
 class GatedDifferences(Reparametrization):
-    """Differences w and the logits of their gates; what is trained on has gates of this step's draw."""
+    """Differences w and the logits of their gates; what is trained on has gates of this step's
+    draw.
+    """
 
     def __init__(self, config: DiffPruningConfig, adapter: Adapter, *, seed: int) -> None:
         """Begin with gates that are open."""
-        self._graphs, self._group, self._shapes = adapter.graphs, adapter.backbone.group, adapter.layout.shapes
+        self._graphs, self._group, self._shapes = (
+            adapter.graphs,
+            adapter.backbone.group,
+            adapter.layout.shapes,
+        )
         self._config, self._seed, self._num_draws = config, seed, 0
-        self._gated = tuple(name for name, local in adapter.layout.local_names.items() if local == "difference")
+        self._gated = tuple(
+            name for name, local in adapter.layout.local_names.items() if local == "difference"
+        )
         self.parameters = {name: master.clone() for name, master in adapter.masters.items()}
         for name in self._gated:
             self.parameters[_gate(name)] = torch.full_like(adapter.masters[name], _FIRST_GATE)
@@ -91,21 +109,34 @@ class GatedDifferences(Reparametrization):
         found = {name: value for name, value in parameters.items() if not name.endswith(_gate(""))}
         for name in self._gated:
             logits = parameters[_gate(name)]
-            whole = torch.rand(self._shapes[name], generator=generator).clamp_(_LEAST, 1 - _LEAST).logit()
-            noise = self._graphs.own(name, whole, self._shapes[name], self._group.rank).to(logits.device)
+            whole = (
+                torch.rand(self._shapes[name], generator=generator)
+                .clamp_(_LEAST, 1 - _LEAST)
+                .logit()
+            )
+            noise = self._graphs.own(name, whole, self._shapes[name], self._group.rank).to(
+                logits.device
+            )
             found[name] = found[name] * open_share(logits + noise)
         return found
 
     def published(self) -> dict[str, Tensor]:
         """Without noise, and only the largest."""
-        found = {name: value for name, value in self.parameters.items() if not name.endswith(_gate(""))}
+        found = {
+            name: value for name, value in self.parameters.items() if not name.endswith(_gate(""))
+        }
         for name in self._gated:
             found[name] = found[name] * open_share(self.parameters[_gate(name)])
         if not self._gated:
             return found
-        num_kept = max(1, round(self._config.fraction * sum(prod(self._shapes[name]) for name in self._gated)))
+        num_kept = max(
+            1, round(self._config.fraction * sum(prod(self._shapes[name]) for name in self._gated))
+        )
         least = self._kth_largest([found[name] for name in self._gated], num_kept)
-        return {name: value * (value.abs() >= least) if name in self._gated else value for name, value in found.items()}
+        return {
+            name: value * (value.abs() >= least) if name in self._gated else value
+            for name, value in found.items()
+        }
 
     def _kth_largest(self, differences: Sequence[Tensor], k: int) -> Tensor:
         """Return the k-th largest size of the elements of all ranks' differences, float32 []."""
@@ -117,14 +148,18 @@ class GatedDifferences(Reparametrization):
             owned(each.abs(), states.get(name, WHOLE), group.rank)
             for name, each in zip(self._gated, differences, strict=True)
         )
-        return kth_largest([part.flatten() for part in parts if part is not None], k, group, differences[0].device)
+        return kth_largest(
+            [part.flatten() for part in parts if part is not None], k, group, differences[0].device
+        )
 
     def state_of(self, name: str, states: Mapping[str, AnyState]) -> AnyState:
         """Return how ranks divide a parameter: a gate as its difference."""
         return states.get(name.removesuffix(_gate("")), WHOLE)
 
     def penalty(self, parameters: Mapping[str, Tensor]) -> Tensor | None:
-        """The number of gates that are expected to be open, weighed (arXiv 2012.07463, equation 5)."""
+        """The number of gates that are expected to be open, weighed (arXiv 2012.07463, equation
+        5).
+        """
         expected = [torch.sigmoid(parameters[_gate(name)]).sum() for name in self._gated]
         return self._config.penalty * torch.stack(expected).sum() if expected else None
 
@@ -145,8 +180,9 @@ def open_share(logits: Tensor) -> Tensor:
 def kth_largest(parts: Sequence[Tensor], k: int, group: RankGroup, device: torch.device) -> Tensor:
     """Return the k-th largest number of all ranks', float32 [], which is the same on all of them.
 
-    Non-negative floats are in the order of their bits as whole numbers. So the upper half of its bits is found by
-    counting how many numbers have which, and then the lower half among those numbers.
+    Non-negative floats are in the order of their bits as whole numbers. So the upper half of its
+    bits is found by counting how many numbers have which, and then the lower half among those
+    numbers.
 
     Args:
         parts: of this rank, float32, without negative numbers; of ranks without any, empty.
@@ -156,12 +192,20 @@ def kth_largest(parts: Sequence[Tensor], k: int, group: RankGroup, device: torch
     """
     bits = [part.view(torch.int32) for part in parts]
     upper, k = _kth_of([each >> _HALF for each in bits], k, group, device)
-    lower, _ = _kth_of([each[each >> _HALF == upper] & (2**_HALF - 1) for each in bits], k, group, device)
-    return torch.tensor((upper << _HALF) + lower, dtype=torch.int32, device=device).view(torch.float32)
+    lower, _ = _kth_of(
+        [each[each >> _HALF == upper] & (2**_HALF - 1) for each in bits], k, group, device
+    )
+    return torch.tensor((upper << _HALF) + lower, dtype=torch.int32, device=device).view(
+        torch.float32
+    )
 
 
-def _kth_of(parts: Sequence[Tensor], k: int, group: RankGroup, device: torch.device) -> tuple[int, int]:
-    """Return the k-th largest of all ranks' numbers below 2**16, and its place among those that are equal to it."""
+def _kth_of(
+    parts: Sequence[Tensor], k: int, group: RankGroup, device: torch.device
+) -> tuple[int, int]:
+    """Return the k-th largest of all ranks' numbers below 2**16, and its place among those that are
+    equal to it.
+    """
     counts = torch.zeros(2**_HALF, dtype=torch.int64, device=device)
     for part in parts:
         counts += torch.bincount(part, minlength=2**_HALF)

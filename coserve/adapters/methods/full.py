@@ -1,4 +1,6 @@
-"""Full fine-tuning: the model's own weights, or chosen parts of them, are trained where they are served."""
+"""Full fine-tuning: the model's own weights, or chosen parts of them, are trained where they are
+served.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,12 +28,15 @@ from coserve.settings import MOST_WHOLE, is_whole, shown
 class FullConfig(NamedConfig):
     """Full fine-tuning.
 
-    target_modules: ends of names of modules whose weights are trained; none: of all. layers_to_transform: indices of
-    blocks whose weights are trained, and nothing outside of blocks then; none: of all.
+    target_modules: ends of names of modules whose weights are trained; none: of all.
+    layers_to_transform: indices of blocks whose weights are trained, and nothing outside of blocks
+    then; none: of all.
     """
 
     peft_type = "FULL"
-    peft_names: ClassVar[Mapping[str, str]] = {name: name for name in ("target_modules", "layers_to_transform")}
+    peft_names: ClassVar[Mapping[str, str]] = {
+        name: name for name in ("target_modules", "layers_to_transform")
+    }
     supported = "full fine-tuning"
     is_model = True
 
@@ -46,16 +51,21 @@ class FullConfig(NamedConfig):
         if not isinstance(targets, tuple) or not all(isinstance(each, str) for each in targets):
             raise ValueError(f"target_modules must be a list of names, not {shown(targets)}")
         check_sizes("target_modules", targets)
-        if not isinstance(layers, tuple) or not all(is_whole(each, 0, MOST_WHOLE) for each in layers):
-            raise ValueError(f"layers_to_transform must be a list of whole numbers, not {shown(layers)}")
+        if not isinstance(layers, tuple) or not all(
+            is_whole(each, 0, MOST_WHOLE) for each in layers
+        ):
+            raise ValueError(
+                f"layers_to_transform must be a list of whole numbers, not {shown(layers)}"
+            )
 
     def chosen(self, architecture: Architecture) -> dict[str, tuple[Part, str]]:
-        """Full name -> (part, name in its graph) of the weights that are trained; AdapterError if there are none, or
-        the model's files have no place for them.
+        """Full name -> (part, name in its graph) of the weights that are trained; AdapterError if
+        there are none, or the model's files have no place for them.
         """
         if (quantisation := quantisation_of_model(architecture)) is not None:
             raise AdapterError(
-                f"full fine-tuning writes weights as floats, and this model is quantised ({quantisation.words}): serve "
+                f"full fine-tuning writes weights as floats, and this model is quantised "
+                f"({quantisation.words}): serve "
                 "the model that it was made from, or train an adapter"
             )
         found = {
@@ -65,10 +75,14 @@ class FullConfig(NamedConfig):
             and (not self.target_modules or is_one_of(name.rpartition(".")[0], self.target_modules))
         }
         if not found:
-            raise AdapterError("target_modules and layers_to_transform leave no weight of this model to train")
+            raise AdapterError(
+                "target_modules and layers_to_transform leave no weight of this model to train"
+            )
         return found
 
-    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+    def sites(
+        self, architecture: Architecture, *, every_target: bool = True
+    ) -> dict[str, tuple[Part, str]]:
         """None: there are no bypasses."""
         self.chosen(architecture)
         return {}
@@ -76,7 +90,12 @@ class FullConfig(NamedConfig):
     def sizes(self, architecture: Architecture) -> AdapterLayout:
         shapes = {name: architecture.weight_shapes[name] for name in self.chosen(architecture)}
         return AdapterLayout(
-            architecture=architecture, places={}, shapes=shapes, local_names={}, modules={}, derived={}
+            architecture=architecture,
+            places={},
+            shapes=shapes,
+            local_names={},
+            modules={},
+            derived={},
         )
 
     def create(self, backbone: Backbone, *, seed: int) -> Adapter:
@@ -85,5 +104,7 @@ class FullConfig(NamedConfig):
     def bypass(self, place: Place, *, training: bool) -> Bypass:
         raise AssertionError("there are none")
 
-    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+    def initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
         raise AssertionError("there are none")

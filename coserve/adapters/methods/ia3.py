@@ -1,5 +1,6 @@
-"""IA3: the outputs of attention's layers, and the inputs of feed-forward layers, times learned vectors. Source: arXiv
-2205.05638; `feedforward_modules` as in https://huggingface.co/docs/peft/package_reference/ia3.
+"""IA3: the outputs of attention's layers, and the inputs of feed-forward layers, times learned
+vectors. Source: arXiv 2205.05638; `feedforward_modules` as in
+https://huggingface.co/docs/peft/package_reference/ia3.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,9 @@ class Ia3Config(TargetedConfig):
     """
 
     peft_type = "IA3"
-    target_names: ClassVar[Mapping[str, str]] = {name: name for name in ("target_modules", "exclude_modules")}
+    target_names: ClassVar[Mapping[str, str]] = {
+        name: name for name in ("target_modules", "exclude_modules")
+    }
     peft_names: ClassVar[Mapping[str, str]] = {
         **target_names,
         **TargetedConfig.whole_names,
@@ -43,8 +46,15 @@ class Ia3Config(TargetedConfig):
         if isinstance(self.feedforward_modules, list | set):
             object.__setattr__(self, "feedforward_modules", tuple(self.feedforward_modules))
         targets, inner = self.target_modules, self.feedforward_modules
-        if isinstance(targets, tuple) and isinstance(inner, tuple) and (unknown := sorted(set(inner) - set(targets))):
-            raise ValueError(f"feedforward_modules {', '.join(unknown)} must be among the target_modules; [] for none")
+        if (
+            isinstance(targets, tuple)
+            and isinstance(inner, tuple)
+            and (unknown := sorted(set(inner) - set(targets)))
+        ):
+            raise ValueError(
+                f"feedforward_modules {', '.join(unknown)} must be among the target_modules; [] "
+                f"for none"
+            )
         self._feedforward  # noqa: B018 (it checks itself)
 
     @cached_property
@@ -55,13 +65,19 @@ class Ia3Config(TargetedConfig):
         b = GraphBuilder()
         if self._feedforward is None or not self._feedforward.chooses(place.module):
             factor = b.parameter("ia3_l", place.outputs, 1)
-            return Bypass(graph=b.build(b.apply("gain", "change", {"x": b.rows("y", place.outputs), "factor": factor})))
+            return Bypass(
+                graph=b.build(
+                    b.apply("gain", "change", {"x": b.rows("y", place.outputs), "factor": factor})
+                )
+            )
         factor = b.parameter("ia3_l", 1, place.inputs)
         x = b.apply("gain", "change_of_input", {"x": b.rows("x", place.inputs), "factor": factor})
         weight = b.weight("weight", place.outputs, place.inputs)
         return Bypass(graph=b.build(b.apply("linear", "change", {"x": x, "weight": weight})))
 
-    def target_initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+    def target_initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
         return torch.ones(shape)
 
     def target_merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -1,6 +1,6 @@
-"""LoRA: bypass(x) = B (A dropout(x)) * scaling. Source: arXiv 2106.09685; rank-stabilised scaling: arXiv 2312.03732;
-magnitudes of their own for the rows of the sum with the weight: DoRA, arXiv 2402.09353; factors that start from the
-weight itself: see `adapters.principal`.
+"""LoRA: bypass(x) = B (A dropout(x)) * scaling. Source: arXiv 2106.09685; rank-stabilised scaling:
+arXiv 2312.03732; magnitudes of their own for the rows of the sum with the weight: DoRA, arXiv
+2402.09353; factors that start from the weight itself: see `adapters.principal`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,14 @@ from coserve.adapters.experts import (
 from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.patterns import ByPattern
 from coserve.adapters.places import Place, Site
-from coserve.adapters.principal import LORA_A, LORA_B, TrainedHalf, beside_weight, is_principal, principal_factors
+from coserve.adapters.principal import (
+    LORA_A,
+    LORA_B,
+    TrainedHalf,
+    beside_weight,
+    is_principal,
+    principal_factors,
+)
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.settings import TargetedConfig, check_flags
 from coserve.adapters.trainable_tokens import (
@@ -52,8 +59,8 @@ from coserve.graph.ir import GraphBuilder
 from coserve.models.base import Architecture, Part
 from coserve.settings import MOST_WHOLE, check_number, check_whole, is_number, shown
 
-# Initial values that leave the backbone's weights alone and are none of `_INITIAL_VALUES`: of an adapter that is there
-# they say nothing.
+# Initial values that leave the backbone's weights alone and are none of `_INITIAL_VALUES`: of an
+# adapter that is there they say nothing.
 _FORGOTTEN_INITIAL_VALUES = (False, None, "eva", "orthogonal")
 _INITIAL_VALUES = ("gaussian", "pissa", "pissa_niter_N", "olora")
 _MOST_ALPHA = 1e9
@@ -64,24 +71,34 @@ _MAGNITUDE, _BIAS = "lora_magnitude_vector", "lora_B.bias"
 class LoraConfig(TargetedConfig):
     """LoRA with PEFT's settings, under PEFT's meaning.
 
-    r: rank. alpha: numerator of the scaling alpha / r. use_rslora: alpha / sqrt(r) instead. dropout: probability of
-    dropping a feature of the bypass's input in training. lora_bias: B has a bias, too, which is scaled with it.
-    target_parameters: matrices of all experts of a mixture, each with a LoRA of its own: ends of their names, such as
-    `mlp.experts.down_proj`. use_dora: DoRA's magnitudes. init_lora_weights: true (A uniform, B zero), or one of
-    `_INITIAL_VALUES`.
-    rank_pattern, alpha_pattern: r and alpha for modules whose name ends with a match of the pattern.
-    trainable_token_indices: tokens whose embeddings are trained, or by module name such tokens. ensure_weight_tying: on
-    a model whose head is its table of embeddings, both stay one in what the adapter changes of them.
+    r: rank. alpha: numerator of the scaling alpha / r. use_rslora: alpha / sqrt(r) instead.
+    dropout: probability of dropping a feature of the bypass's input in training. lora_bias: B has a
+    bias, too, which is scaled with it. target_parameters: matrices of all experts of a mixture,
+    each with a LoRA of its own: ends of their names, such as `mlp.experts.down_proj`. use_dora:
+    DoRA's magnitudes. init_lora_weights: true (A uniform, B zero), or one of `_INITIAL_VALUES`.
+    rank_pattern, alpha_pattern: r and alpha for modules whose name ends with a match of the
+    pattern. trainable_token_indices: tokens whose embeddings are trained, or by module name such
+    tokens. ensure_weight_tying: on a model whose head is its table of embeddings, both stay one in
+    what the adapter changes of them.
     """
 
     peft_type = "LORA"
-    job_defaults: ClassVar[Mapping[str, Any]] = {"r": 16, "alpha": 32, "target_modules": "all-linear"}
+    job_defaults: ClassVar[Mapping[str, Any]] = {
+        "r": 16,
+        "alpha": 32,
+        "target_modules": "all-linear",
+    }
     peft_names: ClassVar[Mapping[str, str]] = {
-        **{name: name for name in ("r", "use_rslora", "use_dora", "lora_bias", "init_lora_weights")},
+        **{
+            name: name for name in ("r", "use_rslora", "use_dora", "lora_bias", "init_lora_weights")
+        },
         **{name: name for name in ("rank_pattern", "alpha_pattern")},
         "alpha": "lora_alpha",
         "dropout": "lora_dropout",
-        **{name: name for name in ("target_parameters", "trainable_token_indices", "ensure_weight_tying")},
+        **{
+            name: name
+            for name in ("target_parameters", "trainable_token_indices", "ensure_weight_tying")
+        },
         **TargetedConfig.target_names,
         **TargetedConfig.whole_names,
     }
@@ -89,7 +106,8 @@ class LoraConfig(TargetedConfig):
     harmless = frozenset(("megatron_config", "megatron_core", "eva_config", "qalora_group_size"))
     required = ("r", "alpha", "target_modules")
     supported = (
-        "LoRA on linear layers and embeddings with r, alpha, rsLoRA, DoRA, biases of B, PiSSA, OLoRA, dropout, "
+        "LoRA on linear layers and embeddings with r, alpha, rsLoRA, DoRA, biases of B, PiSSA, "
+        "OLoRA, dropout, "
         "patterns, whole modules and trainable tokens"
     )
 
@@ -109,32 +127,51 @@ class LoraConfig(TargetedConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_parameters", expert_targets(self.target_parameters))
-        object.__setattr__(self, "trainable_token_indices", token_indices(self.trainable_token_indices))
+        object.__setattr__(
+            self, "trainable_token_indices", token_indices(self.trainable_token_indices)
+        )
         super().__post_init__()
-        others = self.dropout or self.use_dora or self.lora_bias or is_principal(self.init_lora_weights)
+        others = (
+            self.dropout or self.use_dora or self.lora_bias or is_principal(self.init_lora_weights)
+        )
         if self.target_parameters and others:
             raise ValueError(
-                "LoRA's target_parameters go without dropout, use_dora, lora_bias, and initial values of a weight"
+                "LoRA's target_parameters go without dropout, use_dora, lora_bias, and initial "
+                "values of a weight"
             )
-        for name, values in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
-            if not isinstance(values, Mapping) or not all(isinstance(pattern, str) for pattern in values):
-                raise ValueError(f"{name} must be a mapping from patterns to numbers, not {shown(values)}")
+        for name, values in (
+            ("rank_pattern", self.rank_pattern),
+            ("alpha_pattern", self.alpha_pattern),
+        ):
+            if not isinstance(values, Mapping) or not all(
+                isinstance(pattern, str) for pattern in values
+            ):
+                raise ValueError(
+                    f"{name} must be a mapping from patterns to numbers, not {shown(values)}"
+                )
         for name, rank in (("r", self.r), *self.rank_pattern.items()):
             check_whole(f"LoRA's rank {_shortened(name)}", rank, 1, MOST_WHOLE)
         for name, alpha in (("alpha", self.alpha), *self.alpha_pattern.items()):
             check_number(f"LoRA's {_shortened(name)}", alpha, above=0, most=_MOST_ALPHA)
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
-            raise ValueError(f"LoRA's dropout must be at least 0 and below 1, not {shown(self.dropout)}")
+            raise ValueError(
+                f"LoRA's dropout must be at least 0 and below 1, not {shown(self.dropout)}"
+            )
         check_flags(self, "use_rslora", "use_dora", "lora_bias", "ensure_weight_tying")
         initial = self.init_lora_weights
         if initial is not True and initial != "gaussian" and not is_principal(initial):
             known = ", ".join(_INITIAL_VALUES)
-            raise ValueError(f"LoRA's init_lora_weights must be true or one of {known}, not {shown(initial)}")
+            raise ValueError(
+                f"LoRA's init_lora_weights must be true or one of {known}, not {shown(initial)}"
+            )
         if self.lora_bias and self.use_dora:
-            raise ValueError("LoRA's lora_bias must be false with use_dora; PEFT has no DoRA whose B has a bias")
+            raise ValueError(
+                "LoRA's lora_bias must be false with use_dora; PEFT has no DoRA whose B has a bias"
+            )
         if is_principal(initial) and self.dropout:
             raise ValueError(
-                f"LoRA's dropout must be 0 with init_lora_weights={initial!r}, which starts from a part of the weight"
+                f"LoRA's dropout must be 0 with init_lora_weights={initial!r}, which starts from a "
+                f"part of the weight"
             )
         self._ranks, self._alphas  # noqa: B018 (they check themselves)
 
@@ -152,7 +189,10 @@ class LoraConfig(TargetedConfig):
             *((f"rank_pattern.{each}", rank) for each, rank in self.rank_pattern.items()),
         ):
             if rank > architecture.hidden_size:
-                yield name, f"is {rank}; a rank above the model's {architecture.hidden_size} adds nothing"
+                yield (
+                    name,
+                    f"is {rank}; a rank above the model's {architecture.hidden_size} adds nothing",
+                )
 
     def rank(self, module: str) -> int:
         """The rank at a module."""
@@ -163,7 +203,9 @@ class LoraConfig(TargetedConfig):
         rank = self.rank(module)
         return self._alphas.at(module) / (sqrt(rank) if self.use_rslora else rank)
 
-    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+    def sites(
+        self, architecture: Architecture, *, every_target: bool = True
+    ) -> dict[str, tuple[Part, str]]:
         experts = expert_sites(self.target_parameters, architecture)
         found = super().sites(architecture, every_target=every_target)
         choices, modules = self._embeddings(architecture), tied_modules(architecture)
@@ -174,7 +216,9 @@ class LoraConfig(TargetedConfig):
     def can_be_targets(self, architecture: Architecture) -> Mapping[str, tuple[Part, str]]:
         return {**architecture.linear_sites, **embedding_site(architecture)}
 
-    def target_sites(self, architecture: Architecture, *, every_target: bool) -> dict[str, tuple[Part, str]]:
+    def target_sites(
+        self, architecture: Architecture, *, every_target: bool
+    ) -> dict[str, tuple[Part, str]]:
         found = super().target_sites(architecture, every_target=every_target)
         if self._embeddings(architecture).ties_targets:
             found |= tied_modules(architecture)
@@ -209,12 +253,18 @@ class LoraConfig(TargetedConfig):
         has_others = self.use_dora or self.lora_bias or is_principal(self.init_lora_weights)
         if has_others:
             raise AdapterError(
-                f"target_modules means {architecture.embedding_name}, where LoRA goes without use_dora, lora_bias, and "
-                "initial values of a weight: leave it out of target_modules, or name it in modules_to_save"
+                f"target_modules means {architecture.embedding_name}, where LoRA goes without "
+                f"use_dora, lora_bias, and "
+                "initial values of a weight: leave it out of target_modules, or name it in "
+                "modules_to_save"
             )
 
     def bypass(self, place: Place, *, training: bool) -> Bypass:
-        tokens = self.tokens(place.architecture).get(place.module) if self.trainable_token_indices else None
+        tokens = (
+            self.tokens(place.architecture).get(place.module)
+            if self.trainable_token_indices
+            else None
+        )
         if tokens is None:
             return super().bypass(place, training=training)
         own = token_graph(place, tokens)
@@ -224,14 +274,18 @@ class LoraConfig(TargetedConfig):
         assert other is not None, "a target has a graph"
         return Bypass(graph=combined(own, other))
 
-    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+    def initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
         if parameter == TOKENS:
             return tokens_initial(self.tokens(site.place.architecture)[site.place.module], site)
         return super().initial(parameter, shape, site, generator)
 
     def target_bypass(self, place: Place, *, training: bool) -> Bypass:
         if place.experts is not None:
-            return expert_bypass(place, place.experts, self.rank(place.module), self.scaling(place.module))
+            return expert_bypass(
+                place, place.experts, self.rank(place.module), self.scaling(place.module)
+            )
         if place.node.op == "embedding":
             return embedding_bypass(place, self.rank(place.module), self.scaling(place.module))
         b, rank = GraphBuilder(), self.rank(place.module)
@@ -245,26 +299,44 @@ class LoraConfig(TargetedConfig):
         else:
             x = b.apply("low_rank", "lora_A", into)
         x = b.apply("scale", "scaled", {"x": x}, factor=self.scaling(place.module))
-        y = b.apply("low_rank", "lora_B", {"x": x, "weight": b.parameter(LORA_B, place.outputs, rank)})
+        y = b.apply(
+            "low_rank", "lora_B", {"x": x, "weight": b.parameter(LORA_B, place.outputs, rank)}
+        )
         if self.lora_bias:
             bias = b.parameter(_BIAS, place.outputs)
-            y = b.apply("add_vector", "lora_B.sum", {"x": y, "vector": bias}, factor=self.scaling(place.module))
+            y = b.apply(
+                "add_vector",
+                "lora_B.sum",
+                {"x": y, "vector": bias},
+                factor=self.scaling(place.module),
+            )
         if self.use_dora:
             read = {"base": b.rows("y", place.outputs)}
-            if is_dropping:  # PEFT: then the magnitudes act on what the weight gives for the dropped rows
-                x = b.apply("dropout", "dropped", {"x": "x", "dropout_row_ids": into["dropout_row_ids"]}, **drop)
+            if (
+                is_dropping
+            ):  # PEFT: then the magnitudes act on what the weight gives for the dropped rows
+                x = b.apply(
+                    "dropout",
+                    "dropped",
+                    {"x": "x", "dropout_row_ids": into["dropout_row_ids"]},
+                    **drop,
+                )
                 weight = b.weight("weight", place.outputs, place.inputs)
                 read["base"] = b.apply("linear", "of_dropped", {"x": x, "weight": weight})
             elif place.has_bias:
                 read["bias"] = b.weight("bias", place.outputs)
             magnitude = b.parameter(_MAGNITUDE, place.outputs)
             norm = b.derived("weight_norm", place.outputs)
-            y = b.apply("magnitude", "dora", {**read, "change": y, "magnitude": magnitude, "norm": norm})
+            y = b.apply(
+                "magnitude", "dora", {**read, "change": y, "magnitude": magnitude, "norm": norm}
+            )
         return Bypass(graph=b.build(y))
 
-    def target_initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
-        """A is uniform within 1 / sqrt(inputs) (PEFT's Kaiming initialisation with a = sqrt 5), B is zero: the bypass
-        starts at zero, however it is initialised.
+    def target_initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
+        """A is uniform within 1 / sqrt(inputs) (PEFT's Kaiming initialisation with a = sqrt 5), B
+        is zero: the bypass starts at zero, however it is initialised.
         """
         initial, module = self.init_lora_weights, site.place.module
         if parameter in (EMBEDDING_A, EMBEDDING_B):
@@ -275,7 +347,9 @@ class LoraConfig(TargetedConfig):
             return torch.zeros(shape)
         is_first = parameter == LORA_A
         if isinstance(initial, str) and is_principal(initial):
-            return principal_factors(site, initial, self.rank(module), self.scaling(module))[not is_first].clone()
+            return principal_factors(site, initial, self.rank(module), self.scaling(module))[
+                not is_first
+            ].clone()
         value = torch.zeros(shape)
         if is_first and initial == "gaussian":
             value.normal_(0, 1 / shape[-2], generator=generator)
@@ -283,8 +357,14 @@ class LoraConfig(TargetedConfig):
             value.uniform_(-1, 1, generator=generator).div_(sqrt(shape[-1]))
         return value
 
-    def to_peft_tensors(self, values: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
-        found = {name: value for name, value in values.items() if layout.places[layout.modules[name]].experts is None}
+    def to_peft_tensors(
+        self, values: Mapping[str, Tensor], layout: AdapterLayout
+    ) -> dict[str, Tensor]:
+        found = {
+            name: value
+            for name, value in values.items()
+            if layout.places[layout.modules[name]].experts is None
+        }
         experts = {
             expert_name(name, layout): to_stacked(value, layout.local_names[name])
             for name, value in values.items()
@@ -292,11 +372,15 @@ class LoraConfig(TargetedConfig):
         }
         return {**super().to_peft_tensors(found, layout), **experts}
 
-    def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+    def from_peft_tensors(
+        self, tensors: Mapping[str, Tensor], layout: AdapterLayout
+    ) -> dict[str, Tensor]:
         found = {}
         for name, module in layout.modules.items():
             if layout.places[module].experts is None:
-                found[name] = self.from_peft_value(layout.local_names[name], tensors[self.file_name(name)])
+                found[name] = self.from_peft_value(
+                    layout.local_names[name], tensors[self.file_name(name)]
+                )
             else:
                 stacked = tensors[expert_name(name, layout)]
                 found[name] = from_stacked(stacked, layout.shapes[name], layout.local_names[name])
@@ -333,7 +417,9 @@ class LoraConfig(TargetedConfig):
 
     def target_merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if site.place.experts is not None:
-            raise AdapterError("target_parameters cannot be merged; merge the model with an adapter without them")
+            raise AdapterError(
+                "target_parameters cannot be merged; merge the model with an adapter without them"
+            )
         scaling, found = self.scaling(site.place.module), {}
         if EMBEDDING_A in parameters:
             return {"weight": site.dense_weight + embedding_change(parameters, scaling)}
@@ -342,12 +428,16 @@ class LoraConfig(TargetedConfig):
             weight *= (parameters[_MAGNITUDE] / weight.norm(dim=1))[:, None]
         if self.lora_bias:
             if not site.place.has_bias:
-                raise AdapterError(f"lora_bias cannot be merged at {site.place.module}, which has no bias")
+                raise AdapterError(
+                    f"lora_bias cannot be merged at {site.place.module}, which has no bias"
+                )
             found["bias"] = site.bias + scaling * parameters[_BIAS]
         return {"weight": weight, **found}
 
     def as_served(self, adapter: Adapter, *, is_fresh: bool) -> Adapter:
-        """A LoRA of twice the rank, where the initial factors are a part of the weight (see `adapters.principal`)."""
+        """A LoRA of twice the rank, where the initial factors are a part of the weight (see
+        `adapters.principal`).
+        """
         initial, at, masters = self.init_lora_weights, adapter.at, adapter.masters
         if not isinstance(initial, str) or not is_principal(initial):
             return adapter
@@ -357,7 +447,9 @@ class LoraConfig(TargetedConfig):
             if is_fresh:
                 first[name] = masters[name]
             elif local in (LORA_A, LORA_B):
-                factors = principal_factors(at[module], initial, self.rank(module), self.scaling(module))
+                factors = principal_factors(
+                    at[module], initial, self.rank(module), self.scaling(module)
+                )
                 shape, rank = adapter.layout.shapes[name], adapter.backbone.ranks.rank
                 first[name] = adapter.graphs.own(name, factors[local == LORA_B], shape, rank)
         doubled = replace(
@@ -366,7 +458,10 @@ class LoraConfig(TargetedConfig):
             r=2 * self.r,
             rank_pattern={pattern: 2 * rank for pattern, rank in self.rank_pattern.items()},
             alpha=self._with_twice_the_rank(self.alpha),
-            alpha_pattern={pattern: self._with_twice_the_rank(alpha) for pattern, alpha in self.alpha_pattern.items()},
+            alpha_pattern={
+                pattern: self._with_twice_the_rank(alpha)
+                for pattern, alpha in self.alpha_pattern.items()
+            },
         )
         return Adapter(
             adapter.backbone,
@@ -381,7 +476,9 @@ class LoraConfig(TargetedConfig):
         """For the same scaling."""
         return alpha * (sqrt(2) if self.use_rslora else 2)
 
-    def reparametrization(self, adapter: Adapter, generator: torch.Generator) -> Reparametrization | None:
+    def reparametrization(
+        self, adapter: Adapter, generator: torch.Generator
+    ) -> Reparametrization | None:
         return TrainedHalf(adapter) if is_principal(self.init_lora_weights) else None
 
     @classmethod
@@ -390,7 +487,9 @@ class LoraConfig(TargetedConfig):
         if initial in _FORGOTTEN_INITIAL_VALUES:
             settings.pop("init_lora_weights", None)
             return []
-        return [] if initial in (True, "gaussian") or is_principal(initial) else ["init_lora_weights"]
+        return (
+            [] if initial in (True, "gaussian") or is_principal(initial) else ["init_lora_weights"]
+        )
 
 
 def _shortened(pattern: str) -> str:

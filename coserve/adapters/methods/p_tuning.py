@@ -1,5 +1,6 @@
-"""P-tuning: embeddings of virtual tokens before every prompt, from a small network that is trained. Source: arXiv
-2103.10385; its layers as in https://huggingface.co/docs/peft/package_reference/p_tuning.
+"""P-tuning: embeddings of virtual tokens before every prompt, from a small network that is trained.
+Source: arXiv 2103.10385; its layers as in
+https://huggingface.co/docs/peft/package_reference/p_tuning.
 """
 
 from collections.abc import Mapping
@@ -34,15 +35,21 @@ _MOST_LAYERS = 16
 class PTuningConfig(VirtualTokensConfig):
     """P-tuning with PEFT's settings.
 
-    num_virtual_tokens: how many. encoder_reparameterization_type: the network, MLP or LSTM. encoder_hidden_size: of it
-    (None: the model's). encoder_num_layers: of an LSTM. What is saved, and served, are the embeddings alone.
+    num_virtual_tokens: how many. encoder_reparameterization_type: the network, MLP or LSTM.
+    encoder_hidden_size: of it (None: the model's). encoder_num_layers: of an LSTM. What is saved,
+    and served, are the embeddings alone.
     """
 
     peft_type = "P_TUNING"
     peft_names: ClassVar[Mapping[str, str]] = {
         name: name
         for name in (
-            *("num_virtual_tokens", "encoder_reparameterization_type", "encoder_hidden_size", "encoder_num_layers"),
+            *(
+                "num_virtual_tokens",
+                "encoder_reparameterization_type",
+                "encoder_hidden_size",
+                "encoder_num_layers",
+            ),
         )
     }
     supported = "p-tuning without dropout"
@@ -55,22 +62,30 @@ class PTuningConfig(VirtualTokensConfig):
     def __post_init__(self) -> None:
         self.check_number()
         if (kind := self.encoder_reparameterization_type) not in _ENCODERS:
-            raise ValueError(f"encoder_reparameterization_type must be MLP or LSTM, not {shown(kind)}")
+            raise ValueError(
+                f"encoder_reparameterization_type must be MLP or LSTM, not {shown(kind)}"
+            )
         if self.encoder_hidden_size is not None:
             check_whole("encoder_hidden_size", self.encoder_hidden_size, 1, MOST_WHOLE)
         check_whole("encoder_num_layers", self.encoder_num_layers, 1, _MOST_LAYERS)
 
-    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
+    def sites(
+        self, architecture: Architecture, *, every_target: bool = True
+    ) -> dict[str, tuple[Part, str]]:
         return embedded_site(architecture)
 
     def bypass(self, place: Place, *, training: bool) -> Bypass:
         b = GraphBuilder()
         return Bypass(graph=b.build(looked_up(b, "prompt", self.num_virtual_tokens, place.outputs)))
 
-    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+    def initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
         return torch.zeros(shape)
 
-    def reparametrization(self, adapter: Adapter, generator: torch.Generator) -> Reparametrization | None:
+    def reparametrization(
+        self, adapter: Adapter, generator: torch.Generator
+    ) -> Reparametrization | None:
         if adapter.backbone.device.type == "meta":
             return None
         (place,) = adapter.layout.places.values()
@@ -80,8 +95,22 @@ class PTuningConfig(VirtualTokensConfig):
     def _encoder(self, width: int) -> PromptEncoder:
         hidden = self.encoder_hidden_size or width
         if self.encoder_reparameterization_type == "LSTM":
-            lstm = nn.LSTM(width, hidden, num_layers=self.encoder_num_layers, bidirectional=True, batch_first=True)
-            head = nn.Sequential(nn.Linear(2 * hidden, 2 * hidden), nn.ReLU(), nn.Linear(2 * hidden, width))
+            lstm = nn.LSTM(
+                width,
+                hidden,
+                num_layers=self.encoder_num_layers,
+                bidirectional=True,
+                batch_first=True,
+            )
+            head = nn.Sequential(
+                nn.Linear(2 * hidden, 2 * hidden), nn.ReLU(), nn.Linear(2 * hidden, width)
+            )
             return PromptEncoder(self.num_virtual_tokens, width, lstm_head=lstm, mlp_head=head)
-        layers = (nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        layers = (
+            nn.Linear(width, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, width),
+        )
         return PromptEncoder(self.num_virtual_tokens, width, mlp_head=nn.Sequential(*layers))

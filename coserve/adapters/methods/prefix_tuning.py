@@ -1,5 +1,6 @@
-"""Prefix tuning: keys and values of virtual tokens before every prompt, in every block, are trained. Source: arXiv
-2101.00190; `prefix_projection` (section 4.3) as in https://huggingface.co/docs/peft/package_reference/prefix_tuning.
+"""Prefix tuning: keys and values of virtual tokens before every prompt, in every block, are
+trained. Source: arXiv 2101.00190; `prefix_projection` (section 4.3) as in
+https://huggingface.co/docs/peft/package_reference/prefix_tuning.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,13 @@ from coserve.adapters.base import Adapter
 from coserve.adapters.places import Place, Site
 from coserve.adapters.reparametrization import Reparametrization
 from coserve.adapters.settings import check_flags
-from coserve.adapters.virtual_tokens import EncodedTable, PromptEncoder, VirtualTokensConfig, looked_up, seeded
+from coserve.adapters.virtual_tokens import (
+    EncodedTable,
+    PromptEncoder,
+    VirtualTokensConfig,
+    looked_up,
+    seeded,
+)
 from coserve.errors import AdapterError
 from coserve.graph.bypass import Bypass
 from coserve.graph.ir import Graph, GraphBuilder
@@ -25,9 +32,9 @@ from coserve.settings import MOST_WHOLE, check_whole
 class PrefixTuningConfig(VirtualTokensConfig):
     """Prefix tuning with PEFT's settings.
 
-    num_virtual_tokens: how many. prefix_projection: whether keys and values come from a network that is trained in
-    their place; what is saved, and served, are keys and values alone. encoder_hidden_size: of the network (None: the
-    width of a block's keys).
+    num_virtual_tokens: how many. prefix_projection: whether keys and values come from a network
+    that is trained in their place; what is saved, and served, are keys and values alone.
+    encoder_hidden_size: of the network (None: the width of a block's keys).
     """
 
     peft_type = "PREFIX_TUNING"
@@ -46,15 +53,21 @@ class PrefixTuningConfig(VirtualTokensConfig):
         if self.encoder_hidden_size is not None:
             check_whole("encoder_hidden_size", self.encoder_hidden_size, 1, MOST_WHOLE)
 
-    def sites(self, architecture: Architecture, *, every_target: bool = True) -> dict[str, tuple[Part, str]]:
-        """Of each block, the nodes that give attention its keys and its values: in this order in PEFT's table."""
+    def sites(
+        self, architecture: Architecture, *, every_target: bool = True
+    ) -> dict[str, tuple[Part, str]]:
+        """Of each block, the nodes that give attention its keys and its values: in this order in
+        PEFT's table.
+        """
         found: dict[str, tuple[Part, str]] = {}
         for layer in range(architecture.num_layers):
             for slot in ("k", "v"):
                 node = _maker(architecture.graphs[layer], slot)
                 found[f"{architecture.prefix(layer)}{node}"] = (layer, node)
         if len(found) != 2 * architecture.num_layers:
-            raise AdapterError("prefix tuning needs keys and values of their own in every block of the model")
+            raise AdapterError(
+                "prefix tuning needs keys and values of their own in every block of the model"
+            )
         return found
 
     def bypass(self, place: Place, *, training: bool) -> Bypass:
@@ -63,10 +76,14 @@ class PrefixTuningConfig(VirtualTokensConfig):
         read = {"x": b.rows("y", place.outputs), "other": table, "tokens": "tokens"}
         return Bypass(graph=b.build(b.apply("on_virtual_rows", "change", read)))
 
-    def initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+    def initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
         return torch.zeros(shape).normal_(generator=generator)
 
-    def reparametrization(self, adapter: Adapter, generator: torch.Generator) -> Reparametrization | None:
+    def reparametrization(
+        self, adapter: Adapter, generator: torch.Generator
+    ) -> Reparametrization | None:
         if not self.prefix_projection or adapter.backbone.device.type == "meta":
             return None
         widths = [shape[1] for shape in adapter.layout.shapes.values()]
@@ -83,8 +100,12 @@ def _maker(graph: Graph, slot: str) -> str:
     """The node whose first output attention takes as its keys or values."""
     attention = next((node for node in graph.nodes if node.op == "attention"), None)
     if attention is None:
-        raise AdapterError("prefix tuning needs keys and values in every block, and this model has blocks without")
+        raise AdapterError(
+            "prefix tuning needs keys and values in every block, and this model has blocks without"
+        )
     maker = graph.producer[attention.input[slot]]
     if maker.outputs[0][1] != attention.input[slot]:
-        raise AdapterError(f"prefix tuning is not supported on a model whose {maker.name} gives several tensors")
+        raise AdapterError(
+            f"prefix tuning is not supported on a model whose {maker.name} gives several tensors"
+        )
     return maker.name

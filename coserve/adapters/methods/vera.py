@@ -1,5 +1,6 @@
-"""VeRA: bypass(x) = b * (B (d * (A x))) with random A and B that all layers share, and learned vectors d and b. Source:
-arXiv 2310.11454; shapes and random numbers as in https://huggingface.co/docs/peft/package_reference/vera.
+"""VeRA: bypass(x) = b * (B (d * (A x))) with random A and B that all layers share, and learned
+vectors d and b. Source: arXiv 2310.11454; shapes and random numbers as in
+https://huggingface.co/docs/peft/package_reference/vera.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,8 +30,8 @@ _MOST_KEY = 2**63 - 1
 class VeraConfig(TargetedConfig):
     """VeRA with PEFT's settings.
 
-    r: rank of A and B. d_initial: what d starts from; b starts at zero. dropout: as LoRA's. projection_prng_key: seed
-    of A and B. save_projection: whether a directory holds A and B.
+    r: rank of A and B. d_initial: what d starts from; b starts at zero. dropout: as LoRA's.
+    projection_prng_key: seed of A and B. save_projection: whether a directory holds A and B.
     """
 
     peft_type = "VERA"
@@ -60,7 +61,9 @@ class VeraConfig(TargetedConfig):
         check_number("VeRA's d_initial", self.d_initial)
         check_whole("VeRA's projection_prng_key", self.projection_prng_key, 0, _MOST_KEY)
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
-            raise ValueError(f"VeRA's dropout must be at least 0 and below 1, not {shown(self.dropout)}")
+            raise ValueError(
+                f"VeRA's dropout must be at least 0 and below 1, not {shown(self.dropout)}"
+            )
         check_flags(self, "save_projection")
 
     def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
@@ -78,45 +81,69 @@ class VeraConfig(TargetedConfig):
             x = b.apply("low_rank", "projected", into)
         d = b.parameter("vera_lambda_d", self.r)
         x = b.apply("mul", "scaled", {"x": x, "factor": d}, per_row=False)
-        y = b.apply("low_rank", "widened", {"x": x, "weight": b.derived("vera_B", place.outputs, self.r)})
+        y = b.apply(
+            "low_rank", "widened", {"x": x, "weight": b.derived("vera_B", place.outputs, self.r)}
+        )
         factor = b.parameter("vera_lambda_b", place.outputs)
-        return Bypass(graph=b.build(b.apply("mul", "change", {"x": y, "factor": factor}, per_row=False)))
+        return Bypass(
+            graph=b.build(b.apply("mul", "change", {"x": y, "factor": factor}, per_row=False))
+        )
 
-    def target_initial(self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator) -> Tensor:
+    def target_initial(
+        self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
+    ) -> Tensor:
         return torch.full(shape, self.d_initial if parameter == "vera_lambda_d" else 0.0)
 
     def derived(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         backbone, place = site.backbone, site.place
         widest = _widest(self, backbone.architecture)
         a, b = (
-            _part(self.projection_prng_key, self.r, widest, which, size, backbone.dtype, backbone.device)
+            _part(
+                self.projection_prng_key,
+                self.r,
+                widest,
+                which,
+                size,
+                backbone.dtype,
+                backbone.device,
+            )
             for which, size in ((0, place.inputs), (1, place.outputs))
         )
         return {"vera_A": a, "vera_B": b}
 
     def target_merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         place = site.place
-        a, b = projections(self.projection_prng_key, self.r, _widest(self, site.backbone.architecture))
+        a, b = projections(
+            self.projection_prng_key, self.r, _widest(self, site.backbone.architecture)
+        )
         device = site.backbone.device
         inner = parameters["vera_lambda_d"][:, None] * a[:, : place.inputs].to(device)
         outer = parameters["vera_lambda_b"][:, None] * b[: place.outputs].to(device)
         return {"weight": site.dense_weight + outer @ inner}
 
-    def to_peft_tensors(self, values: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+    def to_peft_tensors(
+        self, values: Mapping[str, Tensor], layout: AdapterLayout
+    ) -> dict[str, Tensor]:
         found = super().to_peft_tensors(values, layout)
         if not self.save_projection:
             return found
         if any(value.device.type == "meta" for value in values.values()):  # asked for shapes alone
             inputs, outputs = self._sizes(layout)
             shapes = {_A: (self.r, inputs), _B: (outputs, self.r)}
-            return {**found, **{name: torch.empty(shape, device="meta") for name, shape in shapes.items()}}
+            return {
+                **found,
+                **{name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
+            }
         return {**found, **self._projections(layout)}
 
-    def from_peft_tensors(self, tensors: Mapping[str, Tensor], layout: AdapterLayout) -> dict[str, Tensor]:
+    def from_peft_tensors(
+        self, tensors: Mapping[str, Tensor], layout: AdapterLayout
+    ) -> dict[str, Tensor]:
         for name, own in self._projections(layout).items() if self.save_projection else ():
             if not torch.allclose(tensors[name].float(), own, rtol=2**-7, atol=1e-6):
                 raise AdapterError(
-                    f"{name} is not what projection_prng_key={self.projection_prng_key} gives; other projections are "
+                    f"{name} is not what projection_prng_key={self.projection_prng_key} gives; "
+                    f"other projections are "
                     "not supported"
                 )
         return super().from_peft_tensors(tensors, layout)
@@ -133,8 +160,8 @@ class VeraConfig(TargetedConfig):
 
 @lru_cache(maxsize=4)
 def projections(key: int, rank: int, widest: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """A [rank, inputs] and B [outputs, rank] of the widest layers, float32: Kaiming's uniform numbers, as PEFT draws
-    them.
+    """A [rank, inputs] and B [outputs, rank] of the widest layers, float32: Kaiming's uniform
+    numbers, as PEFT draws them.
     """
     generator, (inputs, outputs) = torch.Generator().manual_seed(key), widest
     a = torch.empty(rank, inputs).uniform_(-sqrt(6 / inputs), sqrt(6 / inputs), generator=generator)
@@ -144,7 +171,13 @@ def projections(key: int, rank: int, widest: tuple[int, int]) -> tuple[Tensor, T
 
 @lru_cache(maxsize=64)
 def _part(
-    key: int, rank: int, widest: tuple[int, int], which: int, size: int, dtype: torch.dtype, device: torch.device
+    key: int,
+    rank: int,
+    widest: tuple[int, int],
+    which: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """A for as many inputs, or B for as many outputs: one tensor for all adapters of a key."""
     whole = projections(key, rank, widest)[which]

@@ -12,14 +12,18 @@ from coserve.cli.connection import Json
 
 
 def backup(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Archive to write, such as home.tar.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Archive to write, such as home.tar.")
+    ],
     home: Home = None,
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Save a home in a tar archive: records, files, and all that jobs need to resume. Its server may run meanwhile.
+    """Save a home in a tar archive: records, files, and all that jobs need to resume. Its server
+    may run meanwhile.
 
-    It is all as of one moment, whatever the server does in the meantime. `coserve restore` makes a home of it again.
+    It is all as of one moment, whatever the server does in the meantime. `coserve restore` makes a
+    home of it again.
     """
     from coserve.home import private_files
     from coserve.jobs.backup import to_data, write_backup
@@ -35,11 +39,16 @@ def backup(
         finally:
             store.close()
     for path in made.missing:
-        print(f"missing: {directory / path} is on record, and is not there (coserve doctor says more)", file=sys.stderr)
+        print(
+            f"missing: {directory / path} is on record, and is not there (coserve doctor says "
+            f"more)",
+            file=sys.stderr,
+        )
     if as_json:
         print(json.dumps(to_data(made)))
     else:
         print(
-            f"{made.file}: {made.num_bytes:,} bytes with {made.num_files} files, {made.num_jobs} jobs and "
+            f"{made.file}: {made.num_bytes:,} bytes with {made.num_files} files, {made.num_jobs} "
+            f"jobs and "
             f"{made.num_checkpoints} checkpoints"
         )

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.connection import DEFAULT_URL, ApiKey, Url, base_model, find_model, is_there, own_server
+from coserve.cli.connection import (
+    DEFAULT_URL,
+    ApiKey,
+    Url,
+    base_model,
+    find_model,
+    is_there,
+    own_server,
+)
 from coserve.cli.drawing import printable, starting
 from coserve.client.http import Client
 from coserve.errors import DataError, ServerError
@@ -30,24 +38,40 @@ _HELP = """\
 
 def chat(
     model: Annotated[
-        str, typer.Argument(help="What to serve if no server runs: a directory, a hub id, or tiny, the built-in model.")
+        str,
+        typer.Argument(
+            help=(
+                "What to serve if no server runs: a directory, a hub id, or tiny, the built-in "
+                "model."
+            )
+        ),
     ] = "tiny",
     adapter: Annotated[
-        str | None, typer.Option(help="Answer with this adapter: its id, or the suffix it was given.")
+        str | None,
+        typer.Option(help="Answer with this adapter: its id, or the suffix it was given."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before the conversation.")
+    ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help=f"The longest answer. [{_LONGEST_ANSWER}, or half of a short context]"),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=f"The longest answer. [{_LONGEST_ANSWER}, or half of a short context]",
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is always the likeliest token.")] = 0.7,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="0 is always the likeliest token.")
+    ] = 0.7,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Talk to a model: of the server that runs on this machine, or of --url. Without any, one is started for as long as
-    the conversation lasts.
+    """Talk to a model: of the server that runs on this machine, or of --url. Without any, one is
+    started for as long as the conversation lasts.
 
-    In a pipe, every line of stdin is a question of the same conversation: `echo "Hello" | coserve chat`.
+    In a pipe, every line of stdin is a question of the same conversation: `echo "Hello" | coserve
+    chat`.
     """
     from coserve.cli.tables import console
 
@@ -64,7 +88,9 @@ def chat(
 
 
 def _longest_answer(client: Client) -> int:
-    """As many tokens as are usual, if the model's context has room for them and for what was said before."""
+    """As many tokens as are usual, if the model's context has room for them and for what was said
+    before.
+    """
     context: int | None = client.get(f"/v1/models/{base_model(client)}").get("max_model_len")
     return _LONGEST_ANSWER if context is None else max(1, min(_LONGEST_ANSWER, context // 2))
 
@@ -82,7 +108,9 @@ def _server_for_now(model: str, screen: "Console") -> Iterator[str]:
 class _Conversation:
     """What was said, to whom."""
 
-    def __init__(self, client: Client, screen: "Console", *, system: str | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, client: Client, screen: "Console", *, system: str | None, options: dict[str, Any]
+    ) -> None:
         self._client, self._screen, self._options = client, screen, options
         self._base = self._model = base_model(client)
         self._start = [{"role": "system", "content": system}] if system else []
@@ -147,7 +175,12 @@ class _Conversation:
 
     def _answer(self, question: str) -> None:
         messages = [*self._messages, {"role": "user", "content": question}]
-        body = {"model": self._model, "messages": messages, "stream_options": {"include_usage": True}, **self._options}
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "stream_options": {"include_usage": True},
+            **self._options,
+        }
         start_s, first_s, text = monotonic(), None, ""
         usage: dict[str, Any] = {}
         stream = self._client.stream("/v1/chat/completions", body)
@@ -168,7 +201,10 @@ class _Conversation:
         if self._interactive and first_s is not None and num_tokens:
             each_ms = 1e3 * (monotonic() - first_s) / max(1, num_tokens - 1)
             first_ms = 1e3 * (first_s - start_s)
-            self._say(f"{num_tokens} tokens, the first after {first_ms:.0f} ms, then {each_ms:.1f} ms each")
+            self._say(
+                f"{num_tokens} tokens, the first after {first_ms:.0f} ms, then {each_ms:.1f} ms "
+                f"each"
+            )
 
     def _say(self, text: str) -> None:
         """Words of the command, not of the model."""

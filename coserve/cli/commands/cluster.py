@@ -42,7 +42,10 @@ _Nodes = Annotated[
         "--nodes",
         min=0,
         metavar="N",
-        help="Nodes on this machine, each on a device or, with --tensor-parallel, on as many; 0: none.",
+        help=(
+            "Nodes on this machine, each on a device or, with --tensor-parallel, on as many; 0: "
+            "none."
+        ),
         show_default="as many as its GPUs allow, or 1",
     ),
 ]
@@ -60,7 +63,10 @@ _RayPort = Annotated[
 _Placement = Annotated[
     str | None,
     typer.Option(
-        "--placement", metavar="NAME", help="Which node gets a request or a job.", show_default="slack-affinity"
+        "--placement",
+        metavar="NAME",
+        help="Which node gets a request or a job.",
+        show_default="slack-affinity",
     ),
 ]
 _Fronts = Annotated[
@@ -75,7 +81,10 @@ _Fronts = Annotated[
 ]
 
 _Known = Annotated[
-    str, typer.Option("--address", envvar="COSERVE_CLUSTER", metavar="HOST:PORT", help="Of the Ray cluster.")
+    str,
+    typer.Option(
+        "--address", envvar="COSERVE_CLUSTER", metavar="HOST:PORT", help="Of the Ray cluster."
+    ),
 ]
 _DEFAULT_ADDRESS = "127.0.0.1:6379"
 
@@ -85,7 +94,7 @@ def cluster() -> None:
     """One server whose engines are many nodes, on Ray."""
 
 
-def _up(
+def _up(  # noqa: C901
     address: str | None = None,
     nodes: int | None = None,
     ray_port: int | None = None,
@@ -95,14 +104,16 @@ def _up(
 ) -> None:
     """Serve MODEL on many nodes: start a cluster here, or join one with this machine's devices.
 
-    The first one starts Ray and the front, which answers as `coserve up` does, and prints the command for others.
-    MODEL may be the name (ft:…) of what full fine-tuning has made in this home.
-    With `--address` alone, and `--nodes`, this machine joins; the model and all other options are then the cluster's
-    own. Files, jobs and adapters (`--home`) lie on a path that every node can read. Ctrl-C ends this machine's part in
-    good order; a second one waits for no requests.
+    The first one starts Ray and the front, which answers as `coserve up` does, and prints the
+    command for others. MODEL may be the name (ft:…) of what full fine-tuning has made in this home.
+    With `--address` alone, and `--nodes`, this machine joins; the model and all other options are
+    then the cluster's own. Files, jobs and adapters (`--home`) lie on a path that every node can
+    read. Ctrl-C ends this machine's part in good order; a second one waits for no requests.
     """
     if address is not None and ray_port is not None:
-        raise ClusterError("--ray-port is for a cluster that is started here: leave it out, or --address")
+        raise ClusterError(
+            "--ray-port is for a cluster that is started here: leave it out, or --address"
+        )
     _require_ray(creates_token=address is None)
     config = with_finished_model(server_config(**given))
     from coserve.cluster.deploy_claim import DeployClaim
@@ -114,7 +125,8 @@ def _up(
     # One without devices, or with options of its own, serves from here where nobody does yet.
     joins = address is not None and not own and nodes != 0
     told = None
-    # Before all else, which takes seconds to import; and before this machine is one of Ray's, whose devices get nodes.
+    # Before all else, which takes seconds to import; and before this machine is one of Ray's, whose
+    # devices get nodes.
     if address is not None:
         told = served_at(address)
         if told is None and joins:
@@ -146,11 +158,15 @@ def _up(
     with ExitStack() as leaving:
         claim: DeployClaim | None = None
         if address is not None and (told is None or nodes == 0):
-            claim = leaving.enter_context(DeployClaim(ClusterKeys(address), waiting=partial(_say_waits, address)))
+            claim = leaving.enter_context(
+                DeployClaim(ClusterKeys(address), waiting=partial(_say_waits, address))
+            )
             if nodes != 0 and (told := served_at(address)) is not None:  # by one that was first
                 _check_joins(address, [told.model], own, config.model, told.version)
         ended = leaving.enter_context(_Signals())
-        machine = leaving.enter_context(ray_machine(address, number, host=config.host, port=ray_port or DEFAULT_PORT))
+        machine = leaving.enter_context(
+            ray_machine(address, number, host=config.host, port=ray_port or DEFAULT_PORT)
+        )
         if address is None:
             claim = leaving.enter_context(DeployClaim(ClusterKeys(machine.address), at_once=True))
         on_ray.connect(machine.address)
@@ -161,7 +177,8 @@ def _up(
             _say(f"{number} {'device joins' if number == 1 else 'devices join'} {machine.address}")
         elif claim is None:
             raise ClusterError(
-                f"the cluster at {machine.address} has just ended its front; join it when it has another"
+                f"the cluster at {machine.address} has just ended its front; join it when it has "
+                f"another"
             )
         else:
             ray_front.check_http(config)
@@ -190,31 +207,45 @@ def _own_options(given: dict[str, Any]) -> set[str]:
     return {name for name, value in given.items() if value != getattr(usual, name, None)}
 
 
-def _check_joins(address: str, served: list[str], own: set[str], model: str, version: str = VERSION) -> None:
-    """ClusterError if somebody means another cluster. own: options of the command. version: of its coserve."""
+def _check_joins(
+    address: str, served: list[str], own: set[str], model: str, version: str = VERSION
+) -> None:
+    """ClusterError if somebody means another cluster. own: options of the command. version: of its
+    coserve.
+    """
     if own - {"model"} or (own and model not in served):
         raise ClusterError(
-            f"the cluster at {address} serves {served[0] or 'something'} already, as its first coserve cluster up "
+            f"the cluster at {address} serves {served[0] or 'something'} already, as its first "
+            f"coserve cluster up "
             "said: to join it, leave out all options but --address and --nodes"
         )
     if version != VERSION:
-        raise ClusterError(f"the cluster at {address} runs coserve {version}, and this is {VERSION}: install the same")
+        raise ClusterError(
+            f"the cluster at {address} runs coserve {version}, and this is {VERSION}: install the "
+            f"same"
+        )
 
 
 def _say_waits(address: str) -> None:
-    _say(f"another coserve cluster up begins or ends at {address} at this moment: this one waits for that")
+    _say(
+        f"another coserve cluster up begins or ends at {address} at this moment: this one waits "
+        f"for that"
+    )
 
 
 def _start_line(config: Any, address: str) -> str:
     scheme = "http" if config.ssl_certfile is None else "https"
     return (
-        f"coserve serves {config.model} at {scheme}://{config.host}:{config.port}/v1; other machines join it with "
+        f"coserve serves {config.model} at {scheme}://{config.host}:{config.port}/v1; other "
+        f"machines join it with "
         f"coserve cluster up --address {address}{_token_line()}"
     )
 
 
 def _token_line() -> str:
-    """Return what other machines need of this one to join, if it is the token that was made here."""
+    """Return what other machines need of this one to join, if it is the token that was made
+    here.
+    """
     from coserve.cluster.ray_token import token_in_use
 
     path = token_in_use()
@@ -260,28 +291,45 @@ def status(
         pages = "" if node["pages"] is None else f"{node['free_pages']} of {node['pages']}"
         numbers = (str(node["requests"]), str(len(node["jobs"])), pages)
         shown.add_row(
-            node["name"], node["state"], node["host"] or "", node["device"] or "", *numbers, node["problem"] or ""
+            node["name"],
+            node["state"],
+            node["host"] or "",
+            node["device"] or "",
+            *numbers,
+            node["problem"] or "",
         )
     console().print(shown)
-    print(f"{len(found['waiting'])} wait for a node" + "".join(f"\n  {each}" for each in found["waiting"]))
+    print(
+        f"{len(found['waiting'])} wait for a node"
+        + "".join(f"\n  {each}" for each in found["waiting"])
+    )
 
 
 @app.command()
 def drain(
     node: Annotated[
-        str | None, typer.Argument(metavar="[NODE]", help="As coserve cluster status names it.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[NODE]", help="As coserve cluster status names it.", show_default=False
+        ),
     ] = None,
     here: Annotated[
         bool,
         typer.Option(
-            "--here", help="All nodes of this machine, before it is switched off: their requests are waited for, too."
+            "--here",
+            help=(
+                "All nodes of this machine, before it is switched off: their requests are waited "
+                "for, too."
+            ),
         ),
     ] = False,
     address: _Known = _DEFAULT_ADDRESS,
 ) -> None:
     """Have a node get nothing more, and its jobs continue on others from their checkpoints."""
     if (node is None) != here:
-        raise ClusterError("coserve cluster drain is for one NODE, or with --here for all nodes of this machine")
+        raise ClusterError(
+            "coserve cluster drain is for one NODE, or with --here for all nodes of this machine"
+        )
     _require_ray()
     from coserve.cluster.ray_machine import check_address
 
@@ -297,7 +345,11 @@ def drain(
             on_ray.drain_machines(None, _say)
     finally:
         on_ray.disconnect()
-    _say("the nodes of this machine have drained" if node is None else f"{node} drains: its jobs have moved")
+    _say(
+        "the nodes of this machine have drained"
+        if node is None
+        else f"{node} drains: its jobs have moved"
+    )
 
 
 def _say(line: str) -> None:
@@ -308,14 +360,18 @@ def _say(line: str) -> None:
 def _require_ray(*, creates_token: bool = False) -> None:
     """Raise ClusterError if Ray is not installed; prepare what it reads when it is imported."""
     if find_spec("ray") is None:
-        raise ClusterError("clusters need Ray, which is not installed: pip install 'coserve[cluster]'")
+        raise ClusterError(
+            "clusters need Ray, which is not installed: pip install 'coserve[cluster]'"
+        )
     from coserve.cluster.ray_token import use_token
 
     use_token(creates=creates_token)
 
 
 def _num_devices(device: str, num_ranks: int) -> int:
-    """Return how many nodes this machine has by default: one for each group of GPUs, one for each rank; or 1."""
+    """Return how many nodes this machine has by default: one for each group of GPUs, one for each
+    rank; or 1.
+    """
     if device == "cpu":
         return 1
     import torch
@@ -333,7 +389,9 @@ def _reloading(reload: Callable[[], None], keys_file: str | None) -> Iterator[No
         return
 
     def read(number: int, frame: object) -> None:
-        threading.Thread(target=_told, args=(reload,)).start()  # the main thread may be anywhere now
+        threading.Thread(
+            target=_told, args=(reload,)
+        ).start()  # the main thread may be anywhere now
 
     before = signal.signal(signal.SIGHUP, read)
     try:
@@ -350,7 +408,9 @@ def _told(reload: Callable[[], None]) -> None:
 
 
 class _Signals:
-    """An event that the first SIGINT or SIGTERM sets, or the end of the terminal; the second ends the process."""
+    """An event that the first SIGINT or SIGTERM sets, or the end of the terminal; the second ends
+    the process.
+    """
 
     def __enter__(self) -> threading.Event:
         ended = threading.Event()

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from coserve.models.source import ModelSource
 
 app = typer.Typer(
-    name="data", help="Training files, before they are used.", no_args_is_help=True, rich_markup_mode="markdown"
+    name="data",
+    help="Training files, before they are used.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
 )
 
 # Of the examples that are cut, or left out.
@@ -33,32 +36,45 @@ def _group() -> None:
 
 @app.command()
 def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, JSON, CSV or Parquet: docs/jobs.md.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="JSONL, JSON, CSV or Parquet: docs/jobs.md.")
+    ],
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help="Whose tokenizer and chat template read it: a directory or a hub id.")
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="Whose tokenizer and chat template read it: a directory or a hub id.",
+        ),
     ] = "tiny",
     method: Annotated[
         str,
         typer.Option(metavar="NAME", help=f"What is learned: {', '.join(method_names())}."),
     ] = "supervised",
     max_length: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Longer examples are cut to this many tokens. [as of jobs]")
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="Longer examples are cut to this many tokens. [as of jobs]"
+        ),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Times that every example is used. [as of jobs]")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Times that every example is used. [as of jobs]"),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Examples of an optimizer step. [as of jobs]")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Examples of an optimizer step. [as of jobs]"),
     ] = None,
-    examples: Annotated[int, typer.Option(metavar="N", min=0, help="How many are shown, token by token.")] = 3,
+    examples: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How many are shown, token by token.")
+    ] = 3,
     as_json: Json = False,
 ) -> None:
     """Read FILE as a job on MODEL would, and show what is trained on.
 
-    Its counts and lengths; of the first examples, which text is learned and which is only read; what would be cut,
-    left out or not learned, and why; which lines a job would fail at; and how long a job takes that has the device to
-    itself, if this machine has served the model before and so knows how fast it is. The status is 1 if a job would
-    refuse the file.
+    Its counts and lengths; of the first examples, which text is learned and which is only read;
+    what would be cut, left out or not learned, and why; which lines a job would fail at; and how
+    long a job takes that has the device to itself, if this machine has served the model before and
+    so knows how fast it is. The status is 1 if a job would refuse the file.
     """
     from coserve.cli.tables import console
     from coserve.engine.prompts import end_tokens_of, load_tokenizer
@@ -70,7 +86,9 @@ def check(
     from coserve.tuning.training_files import TrainingFile
 
     if method not in (names := [each.replace("-", "_") for each in objective_names()]):
-        raise typer.BadParameter(f"{method!r} is not one of {', '.join(names)}", param_hint="--method")
+        raise typer.BadParameter(
+            f"{method!r} is not one of {', '.join(names)}", param_hint="--method"
+        )
     source = find_model(model, with_weights=False)
     architecture, tokenizer = build_architecture(source.config), load_tokenizer(source)
     if tokenizer is None:
@@ -113,7 +131,11 @@ def _numbers(preview: "Preview", max_length: int) -> dict[str, Any]:
         "examples": preview.num_examples,
         "tokens": preview.num_tokens,
         "trained_tokens": preview.num_trained,
-        "lengths": {name: lengths[round(share * (len(lengths) - 1))] for name, share in _SHARES.items() if lengths},
+        "lengths": {
+            name: lengths[round(share * (len(lengths) - 1))]
+            for name, share in _SHARES.items()
+            if lengths
+        },
         "max_sequence_length": max_length,
         "cut": preview.cut,
         "num_left_out": preview.report.left_out.num_places,
@@ -148,12 +170,18 @@ def _show(screen: "Console", preview: "Preview", report: dict[str, Any]) -> None
         legend = "In green what" if screen.is_terminal else "Between ⟦ and ⟧ is what"
         screen.print(f"{legend} is learned; the rest is only read.\n", style="dim")
     _list(screen, "A job would refuse the file for", preview.faults.lines(), style="bold red")
-    _list(screen, f"Not learned, by {report['model']}'s chat template", report["warnings"], style="yellow")
+    _list(
+        screen,
+        f"Not learned, by {report['model']}'s chat template",
+        report["warnings"],
+        style="yellow",
+    )
     if not preview.is_whole:
         return
     lengths = ", ".join(f"{name} {length:,}" for name, length in report["lengths"].items())
     screen.print(
-        f"{report['examples']:,} examples, {report['tokens']:,} tokens, {report['trained_tokens']:,} of them learned"
+        f"{report['examples']:,} examples, {report['tokens']:,} tokens, "
+        f"{report['trained_tokens']:,} of them learned"
         + (f"; tokens of an example: {lengths}" if lengths else "")
     )
     longest = f"{report['max_sequence_length']:,} tokens (--max-length)"
@@ -170,7 +198,10 @@ def _show_time(screen: "Console", report: dict[str, Any]) -> None:
     examples = "1 example" if size == 1 else f"{size} examples"
     steps = f"{report['epochs']} epochs, {report['steps']:,} optimizer steps of {examples}: "
     if report["seconds_alone"] is None:
-        screen.print(f"{steps}no estimate, since this machine has not measured the model; coserve up MODEL does.")
+        screen.print(
+            f"{steps}no estimate, since this machine has not measured the model; coserve up MODEL "
+            f"does."
+        )
     else:
         seconds = report["seconds_alone"]
         time = f"about {duration(seconds)}" if seconds >= 1 else "less than a second"
@@ -195,7 +226,9 @@ def _example(example: "ShownExample", *, in_colour: bool) -> "Text":
 
     from coserve.cli.drawing import printable
 
-    shown = Text.assemble((f"{example.place}, {example.num_trained:,} of {example.num_tokens:,} tokens", "bold"), "\n")
+    shown = Text.assemble(
+        (f"{example.place}, {example.num_trained:,} of {example.num_tokens:,} tokens", "bold"), "\n"
+    )
     was_trained = False
     for token in example.tokens:
         if not in_colour and token.is_trained != was_trained:

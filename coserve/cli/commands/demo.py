@@ -1,4 +1,6 @@
-"""`coserve demo`: everything at once on the built-in model, in three minutes, with a report to look at."""
+"""`coserve demo`: everything at once on the built-in model, in three minutes, with a report to look
+at.
+"""
 
 import json
 import os
@@ -23,11 +25,18 @@ if TYPE_CHECKING:
     from coserve.bench.demo import DemoConfig, DemoState
 
 LessonName = Literal["pirate", "zub"]
-# For the built-in model: enough pages for all that is asked here, few enough to see in a chart; and answers at
-# 25 tokens a second, faster than people read. The usual SLO, 2.5 times a step of some 3 ms, is less than what
-# requests alone took at p99 on two cores that server, engine and clients share (8 to 10 ms).
+# For the built-in model: enough pages for all that is asked here, few enough to see in a chart; and
+# answers at 25 tokens a second, faster than people read. The usual SLO, 2.5 times a step of some 3
+# ms, is less than what requests alone took at p99 on two cores that server, engine and clients
+# share (8 to 10 ms).
 _TINY_OPTIONS = {"--memory": "256MB", "--slo-ttft": "500ms", "--slo-tpot": "40ms"}
-_QUICK: dict[str, Any] = {"seconds": 3.0, "rate": 4.0, "num_scored": 4, "num_questions": 4, "checkpoint_every_steps": 5}
+_QUICK: dict[str, Any] = {
+    "seconds": 3.0,
+    "rate": 4.0,
+    "num_scored": 4,
+    "num_questions": 4,
+    "checkpoint_every_steps": 5,
+}
 
 
 def demo(
@@ -40,14 +49,22 @@ def demo(
         ),
     ] = Path("demo-report"),
     lesson: Annotated[
-        LessonName, typer.Option(help="What the model learns: a manner, or words of a new language.")
+        LessonName,
+        typer.Option(help="What the model learns: a manner, or words of a new language."),
     ] = "pirate",
-    model: Annotated[str, typer.Option(help="A directory, a hub id, or tiny, the built-in model.")] = "tiny",
+    model: Annotated[
+        str, typer.Option(help="A directory, a hub id, or tiny, the built-in model.")
+    ] = "tiny",
     seconds: Annotated[float, typer.Option(min=1, help="Of each of the three phases.")] = 35.0,
-    rate: Annotated[float, typer.Option(min=0.1, help="Mean requests per second; they come in bursts.")] = 2.0,
+    rate: Annotated[
+        float, typer.Option(min=0.1, help="Mean requests per second; they come in bursts.")
+    ] = 2.0,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A recorded trace (CSV, as Azure's or BurstGPT's) for the arrivals instead."),
+        typer.Option(
+            metavar="FILE",
+            help="A recorded trace (CSV, as Azure's or BurstGPT's) for the arrivals instead.",
+        ),
     ] = None,
     where: Where = None,
     slo_ttft: Annotated[
@@ -67,22 +84,30 @@ def demo(
         ),
     ] = None,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Number of processes that hold the model together; see coserve up.")
+        int,
+        typer.Option(
+            min=1, help="Number of processes that hold the model together; see coserve up."
+        ),
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the lesson, the trace and the job.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds a phase: to see that it runs.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few seconds a phase: to see that it runs.")
+    ] = False,
 ) -> None:
     """Show what coserve does, in three minutes and without any set-up.
 
-    Starts a server; asks it some questions; plays a bursty trace of requests alone, runs a fine-tuning job alone, then
-    both at once; asks the same questions again, of what was learned meanwhile. Leaves `report.html` with the latency
-    of every request against its SLO, `results.json`, and `adapter/` in PEFT's format.
+    Starts a server; asks it some questions; plays a bursty trace of requests alone, runs a
+    fine-tuning job alone, then both at once; asks the same questions again, of what was learned
+    meanwhile. Leaves `report.html` with the latency of every request against its SLO,
+    `results.json`, and `adapter/` in PEFT's format.
     """
     from coserve.bench.demo import DemoConfig
     from coserve.workloads.traces import read_trace
 
     if where and trace is None:
-        raise typer.BadParameter("there are no rows to choose from without --trace", param_hint="--where")
+        raise typer.BadParameter(
+            "there are no rows to choose from without --trace", param_hint="--where"
+        )
     config = DemoConfig(
         seconds=seconds,
         rate=rate,
@@ -102,16 +127,24 @@ def demo(
     _tell(results, out)
 
 
-def _server_options(model: str, slo_ttft: str | None, slo_tpot: str | None, tensor_parallel: int) -> list[str]:
+def _server_options(
+    model: str, slo_ttft: str | None, slo_tpot: str | None, tensor_parallel: int
+) -> list[str]:
     """Return options of `coserve up`; for models other than the built-in one, its own defaults."""
-    given = {name: value for name, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot)) if value is not None}
+    given = {
+        name: value
+        for name, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot))
+        if value is not None
+    }
     if tensor_parallel > 1:
         given["--tensor-parallel"] = str(tensor_parallel)
     options = (_TINY_OPTIONS if model == "tiny" else {}) | given
     return [*(word for pair in options.items() for word in pair), "--measure-first"]
 
 
-def _run(config: "DemoConfig", lesson_name: str, model: str, options: list[str], directory: Path) -> dict[str, Any]:
+def _run(
+    config: "DemoConfig", lesson_name: str, model: str, options: list[str], directory: Path
+) -> dict[str, Any]:
     from rich.live import Live
 
     from coserve.bench.demo import Demo
@@ -160,7 +193,9 @@ def _settings(config: dict[str, Any], lesson: Any, num_ranks: int) -> dict[str, 
     """Return what the report says of the settings."""
     ranks = {} if num_ranks == 1 else {"ranks": f"{num_ranks} processes hold the model together"}
     return {
-        "trace": f"{config['trace_file'] or 'bursty'}, {config['seconds']:g} s, seed {config['seed']}",
+        "trace": (
+            f"{config['trace_file'] or 'bursty'}, {config['seconds']:g} s, seed {config['seed']}"
+        ),
         "arrivals": f"{config['rate']:g} requests/s on average",
         "answers": f"{config['mean_output_tokens']:g} tokens on average",
         "examples": f"{len(lesson.train)} of the lesson “{lesson.name}”",
@@ -192,7 +227,9 @@ def _write(out: Path, results: dict[str, Any], adapter: Path | None) -> None:
                 if path.name.startswith("adapter_"):
                     shutil.copyfile(path, out / "adapter" / path.name)
     except OSError as error:
-        raise CoserveError(f"the report cannot be written to {out}: {error.strerror or error}") from None
+        raise CoserveError(
+            f"the report cannot be written to {out}: {error.strerror or error}"
+        ) from None
 
 
 def _tell(results: dict[str, Any], out: Path) -> None:
@@ -202,7 +239,9 @@ def _tell(results: dict[str, Any], out: Path) -> None:
 
     screen = console()
     screen.print(comparison(results), questions(results))
-    screen.print(f"The report: {out / 'report.html'}\nThe adapter: {out / 'adapter'}{os.sep}", soft_wrap=True)
+    screen.print(
+        f"The report: {out / 'report.html'}\nThe adapter: {out / 'adapter'}{os.sep}", soft_wrap=True
+    )
     print(json.dumps(_main_numbers(results) | {"report": str(out / "report.html")}))
 
 

@@ -12,18 +12,25 @@ from coserve.cli.at_rest import Database, Home, store_at_rest
 def doctor(
     home: Home = None,
     database: Database = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended without loss.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Mend what can be mended without loss.")
+    ] = False,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of ranks that coserve up is to start on this machine.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Number of ranks that coserve up is to start on this machine."
+        ),
     ] = 1,
     device: Annotated[str, typer.Option(help="Device of the ranks: cpu, cuda, or auto.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of each rank.")] = 1,
 ) -> None:
-    """Look for what is wrong with a home while no server uses it: records, files, checkpoints, adapters, permissions.
+    """Look for what is wrong with a home while no server uses it: records, files, checkpoints,
+    adapters, permissions.
 
-    The status is 1 if something is wrong, or still is after --repair, which deletes nothing that a record names, and
-    moves aside what none does. A warning says so where slow kernels would run, and with --tensor-parallel where the
-    machine has no place for that many ranks. The last line is JSON.
+    The status is 1 if something is wrong, or still is after --repair, which deletes nothing that a
+    record names, and moves aside what none does. A warning says so where slow kernels would run,
+    and with --tensor-parallel where the machine has no place for that many ranks. The last line is
+    JSON.
     """
     from coserve.cli.tables import console, table
     from coserve.jobs.doctor import Finding, examine

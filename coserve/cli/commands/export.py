@@ -1,4 +1,6 @@
-"""`coserve export`: what a job has made, as files: an adapter by itself or merged into its model, or a whole model."""
+"""`coserve export`: what a job has made, as files: an adapter by itself or merged into its model,
+or a whole model.
+"""
 
 import json
 import shutil
@@ -20,28 +22,43 @@ _FLOAT32_TIMES = 2
 
 def export(
     name: Annotated[
-        str, typer.Argument(metavar="ID", help="A fine-tuned model, a job, last, or a directory of PEFT's.")
+        str,
+        typer.Argument(
+            metavar="ID", help="A fine-tuned model, a job, last, or a directory of PEFT's."
+        ),
     ],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; a new or empty directory.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to write it; a new or empty directory.")
+    ],
     merge: Annotated[
-        bool, typer.Option("--merge", help="Write the whole model with the adapter in its weights, not the adapter.")
+        bool,
+        typer.Option(
+            "--merge",
+            help="Write the whole model with the adapter in its weights, not the adapter.",
+        ),
     ] = False,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The base model for --merge. [the one it was trained on]")
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="The base model for --merge. [the one it was trained on]"
+        ),
     ] = None,
     home: Home = None,
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Write a finished adapter to DIR in PEFT's format, or with --merge its whole model in Hugging Face's.
+    """Write a finished adapter to DIR in PEFT's format, or with --merge its whole model in Hugging
+    Face's.
 
-    What full fine-tuning has made is a whole model in any case: `coserve up DIR` serves it. The server may run
-    meanwhile. Merging needs memory for the model's weights in float32.
+    What full fine-tuning has made is a whole model in any case: `coserve up DIR` serves it. The
+    server may run meanwhile. Merging needs memory for the model's weights in float32.
     """
     from coserve.errors import AdapterError
 
     if model is not None and not merge:
-        raise typer.BadParameter("this is for --merge: an adapter is written as it is", param_hint="--model")
+        raise typer.BadParameter(
+            "this is for --merge: an adapter is written as it is", param_hint="--model"
+        )
     found, base, is_model, name = _find(name, home, database)
     with _written_whole(directory) as part:
         if is_model:
@@ -66,7 +83,9 @@ def export(
 
 
 def _check_memory(model: str) -> None:
-    """Raise AdapterTooLargeError if a model's weights in float32 do not fit into the free memory."""
+    """Raise AdapterTooLargeError if a model's weights in float32 do not fit into the free
+    memory.
+    """
     import torch
 
     from coserve.devices.process_memory import available_bytes
@@ -81,13 +100,15 @@ def _check_memory(model: str) -> None:
     free_bytes = available_bytes(torch.device("cpu"))
     if needed_bytes > free_bytes:
         raise AdapterTooLargeError(
-            f"merging takes about {needed_bytes / 1e9:.1f} GB of memory, and {free_bytes / 1e9:.1f} GB are free"
+            f"merging takes about {needed_bytes / 1e9:.1f} GB of memory, and "
+            f"{free_bytes / 1e9:.1f} GB are free"
         )
 
 
 @contextmanager
 def _written_whole(directory: Path) -> Iterator[Path]:
-    """A directory to write to, whose files are moved to this one at the end; of what goes wrong nothing is left.
+    """A directory to write to, whose files are moved to this one at the end; of what goes wrong
+    nothing is left.
 
     AdapterError if it is not empty, or cannot be written.
     """
@@ -96,7 +117,9 @@ def _written_whole(directory: Path) -> Iterator[Path]:
     part, is_new = directory / ".part-export", not directory.exists()
     try:
         if not is_new and any(directory.iterdir()):
-            raise AdapterError(f"{directory} is not empty; name a directory that is, or that is not there")
+            raise AdapterError(
+                f"{directory} is not empty; name a directory that is, or that is not there"
+            )
         part.mkdir(parents=True)
         yield part
         for path in part.iterdir():
@@ -114,7 +137,9 @@ def _written_whole(directory: Path) -> Iterator[Path]:
 
 
 def _find(name: str, home: str | None, database: str | None) -> tuple[Path, str | None, bool, str]:
-    """The directory, the model that it is of, if that is known, whether it is a model by itself, and its name."""
+    """The directory, the model that it is of, if that is known, whether it is a model by itself,
+    and its name.
+    """
     path = Path(name)
     if (path / CONFIG_FILE).is_file():
         return path, _base_of(path / CONFIG_FILE), False, name
@@ -132,7 +157,9 @@ def _base_of(config: Path) -> str | None:
     except OSError as error:
         raise AdapterError(f"{config} cannot be read: {error.strerror or error}") from None
     except (ValueError, AttributeError, RecursionError):
-        raise AdapterError(f"{config} is no configuration of PEFT's: it must hold a JSON object") from None
+        raise AdapterError(
+            f"{config} is no configuration of PEFT's: it must hold a JSON object"
+        ) from None
 
 
 def _copy_model(source: Path, directory: Path) -> None:

@@ -1,4 +1,6 @@
-"""`coserve inspect`: what a block computes, what training an adapter keeps of it, and what it could do without."""
+"""`coserve inspect`: what a block computes, what training an adapter keeps of it, and what it could
+do without.
+"""
 
 import json
 import re
@@ -20,18 +22,28 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A directory, a hub id, dummy:PRESET, or dummy:PATH of a config.json.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A directory, a hub id, dummy:PRESET, or dummy:PATH of a config.json."),
+    ],
     adapter: Annotated[
-        str, typer.Option(metavar="METHOD", help="The PEFT method: lora, ia3, vera, bottleneck, …; docs/methods.md.")
+        str,
+        typer.Option(
+            metavar="METHOD",
+            help="The PEFT method: lora, ia3, vera, bottleneck, …; docs/methods.md.",
+        ),
     ] = "lora",
     adapter_setting: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE", help="A setting of the method, its value as JSON or as text; may be repeated."
+            metavar="KEY=VALUE",
+            help="A setting of the method, its value as JSON or as text; may be repeated.",
         ),
     ] = None,
     r: Annotated[int | None, typer.Option(help="LoRA's rank. [16]")] = None,
-    alpha: Annotated[float | None, typer.Option(help="LoRA's alpha; the bypass is scaled by alpha / r. [32]")] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="LoRA's alpha; the bypass is scaled by alpha / r. [32]")
+    ] = None,
     targets: Annotated[
         str | None,
         typer.Option(
@@ -42,27 +54,40 @@ def inspect(
     dropout: Annotated[float | None, typer.Option(help="LoRA's dropout in training. [0]")] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of the training sequence.")] = 1024,
     budget: Annotated[
-        int | None, typer.Option(min=0, help="Most bytes that a block keeps of one token; the rest is recomputed.")
+        int | None,
+        typer.Option(
+            min=0, help="Most bytes that a block keeps of one token; the rest is recomputed."
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the model's own.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, or auto: the model's own.")
+    ] = "auto",
     tensor_parallel: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Also show how this many ranks would divide the model: a look at the layout, nothing runs."
+            min=1,
+            help="Also show how this many ranks would divide the model: a look at the layout, nothing runs.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON instead of tables.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One line of JSON instead of tables.")
+    ] = False,
 ) -> None:
     """Show a block of MODEL as the program that trains an adapter, and the memory that this takes.
 
-    No weights are read: the shape is enough. A tensor of the forward pass is saved, restored (handed back by the
-    backward pass on its way, at no cost), rematerialized (computed again), or dropped because no gradient that is
-    asked for needs it. What only the training of some methods has (the encoder of p-tuning, the masks of diff
-    pruning) comes on top of the memory that is shown.
+    No weights are read: the shape is enough. A tensor of the forward pass is saved, restored
+    (handed back by the backward pass on its way, at no cost), rematerialized (computed again), or
+    dropped because no gradient that is asked for needs it. What only the training of some methods
+    has (the encoder of p-tuning, the masks of diff pruning) comes on top of the memory that is
+    shown.
     """
     given = {"r": r, "alpha": alpha, "target_modules": _targets(targets), "dropout": dropout}
-    settings = {name: value for name, value in given.items() if value is not None} | adapter_settings(adapter_setting)
-    report = _examine(model, _config(adapter, settings), seq=seq, budget=budget, dtype=dtype, size=tensor_parallel)
+    settings = {
+        name: value for name, value in given.items() if value is not None
+    } | adapter_settings(adapter_setting)
+    report = _examine(
+        model, _config(adapter, settings), seq=seq, budget=budget, dtype=dtype, size=tensor_parallel
+    )
     if as_json:
         print(json.dumps(report.as_dict(), allow_nan=False))
     else:
@@ -110,7 +135,9 @@ def _config(name: str, settings: dict[str, Any]) -> "AdapterConfig":
     try:
         kind = method(name)
         if kind.is_model:
-            raise AdapterError(f"adapter {name!r} trains the model's own weights; inspect shows what an adapter adds")
+            raise AdapterError(
+                f"adapter {name!r} trains the model's own weights; inspect shows what an adapter adds"
+            )
         known = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # they are dataclasses
         if unknown := [setting for setting in settings if setting not in known]:
             raise AdapterError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
@@ -120,7 +147,13 @@ def _config(name: str, settings: dict[str, Any]) -> "AdapterConfig":
 
 
 def _examine(
-    model: str, config: "AdapterConfig", *, seq: int, budget: int | None, dtype: str, size: int | None
+    model: str,
+    config: "AdapterConfig",
+    *,
+    seq: int,
+    budget: int | None,
+    dtype: str,
+    size: int | None,
 ) -> _Report:
     import torch
 
@@ -146,7 +179,9 @@ def _examine(
     program = programs.program[layer]
     conventional = None
     if isinstance(config, LoraConfig) and not config.use_dora:
-        conventional = conventional_saved_bytes(architecture, config, rows=seq, dtype=backbone.dtype)
+        conventional = conventional_saved_bytes(
+            architecture, config, rows=seq, dtype=backbone.dtype
+        )
     memory = _memory(adapter, programs, seq)
     choices = frontier_of_part(programs, adapter, layer, mean_context_len=keys) if trained else ()
     return _Report(
@@ -167,12 +202,17 @@ def _examine(
         conventional_memory_bytes=_conventional_memory(memory, conventional, seq),
         forward=_forward_rows(program, backbone.dtype),
         backward=_backward_rows(program, backbone.dtype),
-        ranks=None if size is None else rank_layout(config, adapter.layout, size, layer, program, by),
+        ranks=None
+        if size is None
+        else rank_layout(config, adapter.layout, size, layer, program, by),
     )
 
 
 def _point(choice: "Retention") -> dict[str, Any]:
-    return {"bytes_per_token": choice.bytes_per_token, "extra_flops_fraction": choice.extra_flops_fraction}
+    return {
+        "bytes_per_token": choice.bytes_per_token,
+        "extra_flops_fraction": choice.extra_flops_fraction,
+    }
 
 
 def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[str, int]:
@@ -198,7 +238,9 @@ def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[
     }
 
 
-def _conventional_memory(ours: dict[str, int], blocks: dict[int, int] | None, seq: int) -> dict[str, int] | None:
+def _conventional_memory(
+    ours: dict[str, int], blocks: dict[int, int] | None, seq: int
+) -> dict[str, int] | None:
     if blocks is None:
         return None
     return {
@@ -223,7 +265,9 @@ def _forward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
             {
                 "tensor": spec.name,
                 "operator": node.op if node else "input",
-                "inputs": [name for name in node.input.values() if graph.spec[name].per_row] if node else [],
+                "inputs": [name for name in node.input.values() if graph.spec[name].per_row]
+                if node
+                else [],
                 "shape": list(spec.shape),
                 "bytes": spec.num_bytes(dtype),
                 "state": state,
@@ -234,7 +278,9 @@ def _forward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
 
 
 def _backward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
-    """The instructions; shapes and bytes are of the gradients, per row, or of a parameter as a whole."""
+    """The instructions; shapes and bytes are of the gradients, per row, or of a parameter as a
+    whole.
+    """
     spec = program.graph.spec
     return [
         {
@@ -263,9 +309,15 @@ def _show(report: _Report) -> None:
 
     screen = console()
     shape = f"{report.family}, {report.num_layers} blocks, {report.dtype}"
-    screen.print(Text.assemble((report.model, "bold"), f"  {shape}; {_in_words(report)}; {report.seq:,} tokens\n"))
+    screen.print(
+        Text.assemble(
+            (report.model, "bold"), f"  {shape}; {_in_words(report)}; {report.seq:,} tokens\n"
+        )
+    )
     if report.seq > report.max_positions:
-        screen.print(f"The model was made for at most {report.max_positions:,} tokens.\n", style="yellow")
+        screen.print(
+            f"The model was made for at most {report.max_positions:,} tokens.\n", style="yellow"
+        )
     wide = screen.width >= 120
     screen.print(_forward_table(report, wide))
     if report.backward:
@@ -289,7 +341,11 @@ def _in_words(report: _Report) -> str:
     name = "LoRA" if kind == "lora" else str(kind)
     if rank is not None:
         name += f" r={rank}"
-    return f"{name} on {targets if isinstance(targets, str) else ', '.join(targets)}" if targets else name
+    return (
+        f"{name} on {targets if isinstance(targets, str) else ', '.join(targets)}"
+        if targets
+        else name
+    )
 
 
 def _table(title: str, *columns: str) -> "Table":
@@ -314,7 +370,9 @@ def _forward_table(report: _Report, wide: bool) -> "Table":
             Text(row["state"], style=_STYLES[row["state"]]),
         )
     table.add_section()
-    table.add_row("", "saved in all", *([""] * wide), "", f"{report.saved_bytes_per_token:,}", _share(report))
+    table.add_row(
+        "", "saved in all", *([""] * wide), "", f"{report.saved_bytes_per_token:,}", _share(report)
+    )
     return table
 
 
@@ -342,7 +400,9 @@ def _backward_table(report: _Report, wide: bool) -> "Table":
 
 
 def _memory_table(report: _Report) -> "Table":
-    table = _table(f"Memory to train on {report.seq:,} tokens", "", ">coserve", ">transformers + PEFT")
+    table = _table(
+        f"Memory to train on {report.seq:,} tokens", "", ">coserve", ">transformers + PEFT"
+    )
     ours, theirs = report.memory_bytes, report.conventional_memory_bytes
     for name, num_bytes in ours.items():
         other = "not counted" if theirs is None else _size(theirs[name]) if name in theirs else ""
@@ -362,11 +422,20 @@ def _frontier_table(report: _Report) -> "Table":
         "Keep less, compute more (extra FLOPs: of forward and backward together)",
         *(">bytes per token", ">of autograd's", ">extra FLOPs", ""),
     )
-    most, last, conventional = report.frontier[0]["bytes_per_token"], None, report.conventional_bytes_per_token
+    most, last, conventional = (
+        report.frontier[0]["bytes_per_token"],
+        None,
+        report.conventional_bytes_per_token,
+    )
     for point in report.frontier:
         num_bytes = point["bytes_per_token"]
         chosen = num_bytes == report.saved_bytes_per_token
-        if last is not None and num_bytes > 0.97 * last and not chosen and point is not report.frontier[-1]:
+        if (
+            last is not None
+            and num_bytes > 0.97 * last
+            and not chosen
+            and point is not report.frontier[-1]
+        ):
             continue
         last = num_bytes
         table.add_row(

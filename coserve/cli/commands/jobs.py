@@ -12,7 +12,9 @@ from coserve.cli.connection import DEFAULT_URL, ApiKey, Json, Url
 from coserve.client.http import Client
 from coserve.errors import JobError
 
-JobId = Annotated[str, typer.Argument(metavar="ID", help="Of the job, such as ftjob-…, or `last` for the newest.")]
+JobId = Annotated[
+    str, typer.Argument(metavar="ID", help="Of the job, such as ftjob-…, or `last` for the newest.")
+]
 
 _ID = re.compile(r"[\w-]+", re.ASCII)
 _FILE = re.compile(r"^\w+_file file-\w+: ")
@@ -31,7 +33,9 @@ def jobs(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: Json = False,
-    limit: Annotated[int, typer.Option(min=1, max=100, help="How many to list, newest first.")] = 20,
+    limit: Annotated[
+        int, typer.Option(min=1, max=100, help="How many to list, newest first.")
+    ] = 20,
 ) -> None:
     """Fine-tuning jobs of the server: list them; show, follow, pause, resume or cancel one."""
     if context.invoked_subcommand is not None:
@@ -53,14 +57,18 @@ def jobs(
         if len(error) > _LONGEST_ERROR:
             error = f"{error[: _LONGEST_ERROR - 1]}…"
         result = job.get("fine_tuned_model") or error or f"on {job['model']}"
-        listing.add_row(job["id"], job["status"], *_progress(job), result, moment(job["created_at"]))
+        listing.add_row(
+            job["id"], job["status"], *_progress(job), result, moment(job["created_at"])
+        )
     console().print(listing if found else "No jobs yet; `coserve tune FILE` starts one.")
     for group in joined:
         console().print(f"{', '.join(group)} go backward as one batch of rows.")
 
 
 def _refuse_given(context: typer.Context, command: str) -> None:
-    """Options of the list, before a command that does not read them: it would talk to another server than was named."""
+    """Options of the list, before a command that does not read them: it would talk to another
+    server than was named.
+    """
     for option in context.command.params:
         source = context.get_parameter_source(str(option.name))
         if source is not None and source.name == "COMMANDLINE":
@@ -73,7 +81,11 @@ def _progress(job: dict[str, Any]) -> tuple[str, str, str]:
     from coserve.cli.drawing import duration
 
     known = job.get("coserve") or {}
-    total, loss, finish = known.get("total_steps"), known.get("train_loss"), job.get("estimated_finish")
+    total, loss, finish = (
+        known.get("total_steps"),
+        known.get("train_loss"),
+        job.get("estimated_finish"),
+    )
     return (
         f"{known.get('step') or 0}/{total}" if total else "",
         "" if loss is None else f"{loss:.3f}",
@@ -97,10 +109,18 @@ def show(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Js
     for name, value in record.items():
         if value not in (None, [], {}):
             is_moment = name.endswith("_at") or name == "estimated_finish"
-            words = moment(value) if is_moment else value if isinstance(value, str) else json.dumps(value)
+            words = (
+                moment(value)
+                if is_moment
+                else value
+                if isinstance(value, str)
+                else json.dumps(value)
+            )
             listing.add_row(name, words)
     for checkpoint in checkpoints:
-        listing.add_row(f"step {checkpoint['step_number']}", checkpoint["fine_tuned_model_checkpoint"])
+        listing.add_row(
+            f"step {checkpoint['step_number']}", checkpoint["fine_tuned_model_checkpoint"]
+        )
     console().print(listing)
 
 
@@ -126,8 +146,12 @@ def events(
 
 
 @app.command()
-def follow(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """Watch a job until it is over: steps, loss, and what requests see meanwhile. Ctrl-C leaves it running."""
+def follow(
+    job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False
+) -> None:
+    """Watch a job until it is over: steps, loss, and what requests see meanwhile. Ctrl-C leaves it
+    running.
+    """
     from coserve.cli.commands.tune import watch
 
     with Client(url, api_key) as client:
@@ -135,13 +159,19 @@ def follow(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: 
 
 
 @app.command()
-def pause(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """Pause a job after a checkpoint; the device is for requests alone until `coserve jobs resume`."""
+def pause(
+    job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False
+) -> None:
+    """Pause a job after a checkpoint; the device is for requests alone until `coserve jobs
+    resume`.
+    """
     _do("pause", job, url, api_key, as_json)
 
 
 @app.command()
-def resume(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
+def resume(
+    job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False
+) -> None:
     """Resume a paused job exactly where it stopped."""
     _do("resume", job, url, api_key, as_json)
 
@@ -153,7 +183,10 @@ def cancel(
     api_key: ApiKey = None,
     as_json: Json = False,
     offline: Annotated[
-        bool, typer.Option("--offline", help="On record, while no server uses the home: before one starts again.")
+        bool,
+        typer.Option(
+            "--offline", help="On record, while no server uses the home: before one starts again."
+        ),
     ] = False,
     home: Home = None,
     database: Database = None,
@@ -166,7 +199,11 @@ def cancel(
 
     with store_at_rest(home, database) as (directory, store):
         record = cancel_job(store, directory, None if job == "last" else job)
-    print(json.dumps({"id": record.id, "status": record.status}) if as_json else f"{record.id}: {record.status}")
+    print(
+        json.dumps({"id": record.id, "status": record.status})
+        if as_json
+        else f"{record.id}: {record.status}"
+    )
 
 
 def _do(verb: str, job: str, url: str, api_key: str | None, as_json: bool) -> None:

@@ -1,4 +1,6 @@
-"""`coserve keys`: keys of a server's clients. Nothing is written: what is printed goes where it belongs."""
+"""`coserve keys`: keys of a server's clients. Nothing is written: what is printed goes where it
+belongs.
+"""
 
 import json
 import re
@@ -9,7 +11,12 @@ import typer
 from coserve.cli.connection import Json
 from coserve.server.keys import TENANT_NAME, digest_of, new_key
 
-app = typer.Typer(name="keys", help="Keys of a server's clients.", no_args_is_help=True, rich_markup_mode="markdown")
+app = typer.Typer(
+    name="keys",
+    help="Keys of a server's clients.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
 
 
 @app.callback()
@@ -19,12 +26,18 @@ def keys() -> None:
 
 @app.command()
 def new(
-    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Whose key it is; a tenant may have several.")],
+    tenant: Annotated[
+        str, typer.Argument(metavar="TENANT", help="Whose key it is; a tenant may have several.")
+    ],
     as_json: Json = False,
 ) -> None:
-    """Make a key, and its line for the file of `coserve up --api-keys-file`, which holds only its digest."""
+    """Make a key, and its line for the file of `coserve up --api-keys-file`, which holds only its
+    digest.
+    """
     if re.fullmatch(TENANT_NAME, tenant) is None:
-        raise typer.BadParameter("a tenant's name has 1 to 64 letters, digits, dots, hyphens or underscores")
+        raise typer.BadParameter(
+            "a tenant's name has 1 to 64 letters, digits, dots, hyphens or underscores"
+        )
     key = new_key()
     line = f'"{digest_of(key)}" = "{tenant}"'
     if as_json:

@@ -14,14 +14,18 @@ def models(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     families: Annotated[
-        bool, typer.Option("--families", help="List the families of models that can be run; no server is asked.")
+        bool,
+        typer.Option(
+            "--families", help="List the families of models that can be run; no server is asked."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List what the server answers as: the base model, adapters that were loaded or learned here, their checkpoints.
+    """List what the server answers as: the base model, adapters that were loaded or learned here,
+    their checkpoints.
 
-    Any of these ids is a `model` of a request (`coserve chat --adapter ID`), and a `model` that a job can train
-    further (`coserve tune FILE --model ID`).
+    Any of these ids is a `model` of a request (`coserve chat --adapter ID`), and a `model` that a
+    job can train further (`coserve tune FILE --model ID`).
     """
     if families:
         _show_families(as_json=as_json)
@@ -58,7 +62,11 @@ def _show_families(*, as_json: bool) -> None:
 
 def moment(seconds: int | None) -> str:
     """A time as it is told here."""
-    return "" if not seconds else datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+    return (
+        ""
+        if not seconds
+        else datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+    )
 
 
 def _kind(model: dict[str, Any]) -> str:

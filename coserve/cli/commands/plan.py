@@ -1,4 +1,6 @@
-"""`coserve plan`: how much fine-tuning a trace leaves over, on how many devices, and what that saves."""
+"""`coserve plan`: how much fine-tuning a trace leaves over, on how many devices, and what that
+saves.
+"""
 
 import json
 from datetime import UTC, datetime
@@ -28,40 +30,66 @@ def plan(
             "(hour_of_day,requests), with --rate.",
         ),
     ],
-    model: Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")] = "dummy:llama-3.1-8b",
+    model: Annotated[
+        str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")
+    ] = "dummy:llama-3.1-8b",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    hardware: Annotated[str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")] = "a100",
+    hardware: Annotated[
+        str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")
+    ] = "a100",
     tensor_parallel: TensorParallel = 1,
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, max=1e9, help="Mean requests per second over all hours. [the trace's]")
+        float | None,
+        typer.Option(
+            min=1e-6, max=1e9, help="Mean requests per second over all hours. [the trace's]"
+        ),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="How many there are. [as many as requests alone need]")
     ] = None,
-    price: Annotated[float, typer.Option(min=0, max=1e9, help="Of a device for an hour, in any currency.")] = 2.0,
+    price: Annotated[
+        float, typer.Option(min=0, max=1e9, help="Of a device for an hour, in any currency.")
+    ] = 2.0,
     slo_ttft: Annotated[
-        str, typer.Option(metavar="TIME", callback=slo_option, help="SLO: time to the first token, such as 5s.")
+        str,
+        typer.Option(
+            metavar="TIME", callback=slo_option, help="SLO: time to the first token, such as 5s."
+        ),
     ] = "5s",
     slo_tpot: Annotated[
         str | None,
-        typer.Option(metavar="TIME", callback=slo_option, help="SLO: mean time per later token. [2.5 decode steps]"),
+        typer.Option(
+            metavar="TIME",
+            callback=slo_option,
+            help="SLO: mean time per later token. [2.5 decode steps]",
+        ),
     ] = None,
     lengths: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="For hours of a day: lengths, as ShareGPT's. [around 1024 in, 256 out]"),
+        typer.Option(
+            metavar="FILE",
+            help="For hours of a day: lengths, as ShareGPT's. [around 1024 in, 256 out]",
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=64, help="Jobs that run at once on each device.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, max=64, help="Jobs that run at once on each device.")
+    ] = 1,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens of a job's example.")] = 512,
-    sample: Annotated[float, typer.Option(min=1, max=3600, help="Seconds of each hour that are simulated.")] = 60.0,
+    sample: Annotated[
+        float, typer.Option(min=1, max=3600, help="Seconds of each hour that are simulated.")
+    ] = 60.0,
     where: Where = None,
     picture: Annotated[
-        Path, typer.Option(callback=report_option, help="Where the report is written, as a page for browsers.")
+        Path,
+        typer.Option(
+            callback=report_option, help="Where the report is written, as a page for browsers."
+        ),
     ] = Path("plan.html"),
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """How much fine-tuning a trace of requests leaves over, hour by hour, on how many devices; and what it would cost
-    to train as much on separate devices. Devices are modelled, and the error of the model is named. Leaves a report;
-    the last line is JSON.
+    """How much fine-tuning a trace of requests leaves over, hour by hour, on how many devices; and
+    what it would cost to train as much on separate devices. Devices are modelled, and the error of
+    the model is named. Leaves a report; the last line is JSON.
     """
     import torch
 
@@ -99,14 +127,22 @@ def plan(
         "tensor_parallel": tensor_parallel,
         "trace": " ".join([str(trace), *(where or ())]),
         **found.result(),
-        "model_error": model_error(found.place.removeprefix(f"{tensor_parallel} x "), num_parameters(shapes)),
+        "model_error": model_error(
+            found.place.removeprefix(f"{tensor_parallel} x "), num_parameters(shapes)
+        ),
     }
     _print(result)
     write_report(picture, plan_html(result, found))
 
 
 def _hours(
-    path: Path, where: list[str] | None, *, rate: float | None, lengths: Path | None, sample_s: float, seed: int
+    path: Path,
+    where: list[str] | None,
+    *,
+    rate: float | None,
+    lengths: Path | None,
+    sample_s: float,
+    seed: int,
 ) -> "list[Hour]":
     from coserve.bench.plan import hours_of_day, hours_of_trace
     from coserve.workloads.arrivals import Lengths, LogNormalLengths, RecordedLengths
@@ -117,10 +153,16 @@ def _hours(
             raise typer.BadParameter(f"{path} has lengths of its own", param_hint="--lengths")
         return hours_of_trace(read_trace(path, where=values_by_column(where)), rate)
     if where:
-        raise typer.BadParameter(f"{path} has requests by hour, and no rows to choose from", param_hint="--where")
+        raise typer.BadParameter(
+            f"{path} has requests by hour, and no rows to choose from", param_hint="--where"
+        )
     if rate is None:
-        raise typer.BadParameter(f"{path} has requests by hour: give their mean number per second", param_hint="--rate")
-    drawn: Lengths = LogNormalLengths(mean_prompt_tokens=_MEAN_PROMPT_TOKENS, mean_output_tokens=_MEAN_OUTPUT_TOKENS)
+        raise typer.BadParameter(
+            f"{path} has requests by hour: give their mean number per second", param_hint="--rate"
+        )
+    drawn: Lengths = LogNormalLengths(
+        mean_prompt_tokens=_MEAN_PROMPT_TOKENS, mean_output_tokens=_MEAN_OUTPUT_TOKENS
+    )
     if lengths is not None:
         drawn = RecordedLengths(read_lengths(lengths))
     return hours_of_day(read_day(path), rate=rate, sample_s=sample_s, lengths=drawn, seed=seed)

@@ -26,19 +26,23 @@ class On(StrEnum):
 def replay(
     file: Annotated[Path, typer.Argument(help="A recording, of `coserve up --record FILE`.")],
     device: Annotated[
-        On, typer.Option(help="torch; process: torch in another process; modelled: no model, the plans alone.")
+        On,
+        typer.Option(
+            help="torch; process: torch in another process; modelled: no model, the plans alone."
+        ),
     ] = On.torch,
 ) -> None:
     """Run a recording again, and compare.
 
-    The engine decides anew from what it was asked, the recorded clock and the recorded results; the device does the
-    same work beside it. Plans must be equal anywhere; tokens and losses in float32 on the same kind of device.
+    The engine decides anew from what it was asked, the recorded clock and the recorded results; the
+    device does the same work beside it. Plans must be equal anywhere; tokens and losses in float32
+    on the same kind of device.
 
-    FILE may be anyone's: it is read as data, and nothing is written but to a temporary directory. The model that it
-    names must be on this machine; nothing is fetched.
+    FILE may be anyone's: it is read as data, and nothing is written but to a temporary directory.
+    The model that it names must be on this machine; nothing is fetched.
 
-    The last line is JSON: steps, plans_equal, tokens_equal, max_loss_difference (null on a device that has no tokens
-    or losses of its own). The status is 1 if plans or tokens are not equal.
+    The last line is JSON: steps, plans_equal, tokens_equal, max_loss_difference (null on a device
+    that has no tokens or losses of its own). The status is 1 if plans or tokens are not equal.
     """
     from coserve.engine.recorded_lines import read_recording
     from coserve.engine.replay import replay as run
@@ -74,7 +78,9 @@ def _open(header: "Header", device: On) -> "Device":
         from coserve.models.backbone import load_backbone
         from coserve.simulate.modelled_device import ModelledDevice
 
-        backbone = load_backbone(info.model, dtype=info.dtype, device="meta", max_positions=info.max_positions)
+        backbone = load_backbone(
+            info.model, dtype=info.dtype, device="meta", max_positions=info.max_positions
+        )
         return ModelledDevice(
             backbone,
             info.profile,
@@ -106,8 +112,8 @@ def _open(header: "Header", device: On) -> "Device":
 
 
 def _check_before_loading(header: "Header") -> None:
-    """Raise DataError, before any memory is taken, if the recorded device is not one of the model's, or needs more
-    memory than there is.
+    """Raise DataError, before any memory is taken, if the recorded device is not one of the
+    model's, or needs more memory than there is.
     """
     from coserve.devices.counting import device_info
     from coserve.devices.process_memory import available_bytes
@@ -135,6 +141,7 @@ def _check_before_loading(header: "Header") -> None:
     for device, num_bytes in ((place, on_device), (find_device("cpu"), on_host)):
         if num_bytes > (there := available_bytes(device)):
             raise DataError(
-                f"the recorded device takes {num_bytes:,} bytes of memory ({device.type}), and {there:,} are free "
+                f"the recorded device takes {num_bytes:,} bytes of memory ({device.type}), and "
+                f"{there:,} are free "
                 "here; --device modelled takes none"
             )

@@ -13,12 +13,19 @@ from coserve.errors import CoserveError
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Archive that `coserve backup` has written.")],
-    home: Annotated[str, typer.Option("--home", metavar="DIR", help="Where to make the home; nothing may be there.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Archive that `coserve backup` has written.")
+    ],
+    home: Annotated[
+        str,
+        typer.Option("--home", metavar="DIR", help="Where to make the home; nothing may be there."),
+    ],
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Make a home from a backup. The archive is checked first; jobs resume when a server is started there."""
+    """Make a home from a backup. The archive is checked first; jobs resume when a server is started
+    there.
+    """
     from coserve.home import home_directory, private_files
     from coserve.jobs.databases import database_url
     from coserve.jobs.restore import restore_backup
@@ -27,7 +34,9 @@ def restore(
     directory = home_directory(home)
     if not file.is_file():
         raise CoserveError(f"there is no file {file}")
-    if directory.exists() and (not directory.is_dir() or any(path.name != LOCK_FILE for path in directory.iterdir())):
+    if directory.exists() and (
+        not directory.is_dir() or any(path.name != LOCK_FILE for path in directory.iterdir())
+    ):
         raise CoserveError(f"{directory} is not empty: restore into a new directory")
     with private_files(), lock_home(directory):
         made = restore_backup(file, directory, database_url(database))

@@ -27,20 +27,34 @@ def _group() -> None:
 @app.command()
 def cluster(
     trace: Annotated[
-        Path, typer.Option(metavar="FILE", help="Requests: arrivals and lengths, as Azure or BurstGPT publish them.")
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Requests: arrivals and lengths, as Azure or BurstGPT publish them.",
+        ),
     ],
     jobs: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Fine-tuning jobs, as Philly's: submit_s,num_gpus,duration_s. [none]"),
+        typer.Option(
+            metavar="FILE",
+            help="Fine-tuning jobs, as Philly's: submit_s,num_gpus,duration_s. [none]",
+        ),
     ] = None,
     where: Where = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Devices, or groups of --tensor-parallel devices.")] = 1000,
-    hardware: Annotated[str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")] = "h100",
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Devices, or groups of --tensor-parallel devices.")
+    ] = 1000,
+    hardware: Annotated[
+        str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")
+    ] = "h100",
     tensor_parallel: TensorParallel = 1,
-    model: Annotated[str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")] = "dummy:llama-3.1-8b",
+    model: Annotated[
+        str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")
+    ] = "dummy:llama-3.1-8b",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, max=1e9, help="Requests per second over the cluster. [the trace's]")
+        float | None,
+        typer.Option(min=1e-6, max=1e9, help="Requests per second over the cluster. [the trace's]"),
     ] = None,
     hours: Annotated[float, typer.Option(min=0.001, max=1e6, help="Of virtual time.")] = 24.0,
     cell: Annotated[int, typer.Option(min=1, help="Nodes that one scheduler places on.")] = 8,
@@ -49,8 +63,8 @@ def cluster(
     ] = "slack-affinity",
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
 ) -> None:
-    """A day of traffic on a cluster: attainment, latencies, what is trained, and what the coarse model of a node errs
-    by beside the engine itself.
+    """A day of traffic on a cluster: attainment, latencies, what is trained, and what the coarse
+    model of a node errs by beside the engine itself.
     """
     from coserve.bench import at_scale
     from coserve.cli.bench_compare import modelled_place
@@ -64,7 +78,9 @@ def cluster(
             f"{placement!r} is not one of {', '.join(placement_names())}", param_hint="--placement"
         )
     if nodes % min(cell, nodes):
-        raise typer.BadParameter(f"{nodes} nodes are no whole number of cells of {cell}", param_hint="--nodes")
+        raise typer.BadParameter(
+            f"{nodes} nodes are no whole number of cells of {cell}", param_hint="--nodes"
+        )
     requests, seconds = read_trace(trace, where=values_by_column(where)), 3600 * hours
     given = [] if jobs is None else at_scale.jobs_of_day(read_jobs(jobs), seconds)
     span_s = requests[-1].at_s * len(requests) / max(1, len(requests) - 1) or 1.0
@@ -76,7 +92,9 @@ def cluster(
         placement=placement,
         workers=workers,
     )
-    place = modelled_place(load_backbone(model, dtype=dtype, device="meta"), hardware, tensor_parallel)
+    place = modelled_place(
+        load_backbone(model, dtype=dtype, device="meta"), hardware, tensor_parallel
+    )
     begin_s, out = time.monotonic(), console(stderr=True)
     found = at_scale.run(place, requests, given, config, watch=out.print)
     result = {
@@ -96,15 +114,30 @@ def _print(result: dict[str, Any]) -> None:
     from coserve.cli.tables import console, table
 
     shown = table("", ">", title=f"{result['nodes']} × {result['hardware']}, {result['model']}")
-    for name in ("requests", "requests_per_s", "attainment", "ttft_p50_ms", "ttft_p99_ms", "utilisation"):
+    for name in (
+        "requests",
+        "requests_per_s",
+        "attainment",
+        "ttft_p50_ms",
+        "ttft_p99_ms",
+        "utilisation",
+    ):
         shown.add_row(name.replace("_", " "), f"{result[name]:,}")
     for name in ("tokens_trained_per_s", "jobs", "jobs_ended", "scheduling_ms", "wall_s"):
         shown.add_row(name.replace("_", " "), f"{result[name]:,}")
     console().print(shown)
-    errors = table("coarse node beside the engine", ">requests/s/node", ">engine", ">coarse", ">error")
+    errors = table(
+        "coarse node beside the engine", ">requests/s/node", ">engine", ">coarse", ">error"
+    )
     for check in result["coarse_errors"]:
         for name, error in check["error"].items():
-            rate, fine, coarse = check["requests_per_s_per_node"], check["fine"][name], check["coarse"][name]
-            errors.add_row(name.replace("_", " "), f"{rate:g}", f"{fine:.5g}", f"{coarse:.5g}", f"{error:+.1%}")
+            rate, fine, coarse = (
+                check["requests_per_s_per_node"],
+                check["fine"][name],
+                check["coarse"][name],
+            )
+            errors.add_row(
+                name.replace("_", " "), f"{rate:g}", f"{fine:.5g}", f"{coarse:.5g}", f"{error:+.1%}"
+            )
     console().print(errors)
     print(json.dumps(result))

@@ -28,92 +28,135 @@ def tune(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="What to start from: the base model, or an adapter to train further. [the base]"
+            metavar="MODEL",
+            help="What to start from: the base model, or an adapter to train further. [the base]",
         ),
     ] = None,
     suffix: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A name that the finished model carries, 1 to 64 characters.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="A name that the finished model carries, 1 to 64 characters."
+        ),
     ] = None,
     validation: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Examples that are never learned, only measured.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Examples that are never learned, only measured."),
     ] = None,
     metric: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of answers to the validation file, beside its loss: exact_match, json_valid or json_match.",
+            help=(
+                "Of answers to the validation file, beside its loss: exact_match, json_valid or "
+                "json_match."
+            ),
         ),
     ] = None,
     keep_best: Annotated[
         bool,
-        typer.Option("--keep-best", help="Make the checkpoint with the best validation the model, not the last one."),
+        typer.Option(
+            "--keep-best",
+            help="Make the checkpoint with the best validation the model, not the last one.",
+        ),
     ] = False,
     patience: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="End early once N validations in a row have not been better."),
+        typer.Option(
+            metavar="N", min=1, help="End early once N validations in a row have not been better."
+        ),
     ] = None,
     min_delta: Annotated[
         float | None,
-        typer.Option(metavar="X", min=0, help="With --patience: better by more than this counts. [0]"),
+        typer.Option(
+            metavar="X", min=0, help="With --patience: better by more than this counts. [0]"
+        ),
     ] = None,
     epochs: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Times that every example is used: more learns it better, then by heart."
+            metavar="N",
+            min=1,
+            help="Times that every example is used: more learns it better, then by heart.",
         ),
     ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Examples of an optimizer step: more is steadier, and takes fewer steps."
+            metavar="N",
+            min=1,
+            help="Examples of an optimizer step: more is steadier, and takes fewer steps.",
         ),
     ] = None,
     learning_rate: Annotated[
         float | None,
         typer.Option(
-            help="Size of a step. 1e-4 is usual for LoRA; too much and the loss jumps, too little and it stays."
+            help=(
+                "Size of a step. 1e-4 is usual for LoRA; too much and the loss jumps, too little "
+                "and it stays."
+            )
         ),
     ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
-            metavar="KIND", help="How the learning rate changes: constant, linear or cosine (both down to 0)."
+            metavar="KIND",
+            help="How the learning rate changes: constant, linear or cosine (both down to 0).",
         ),
     ] = None,
     warmup_steps: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Steps over which the learning rate rises.")
+        int | None,
+        typer.Option(metavar="N", min=0, help="Steps over which the learning rate rises."),
     ] = None,
     adapter: Annotated[
         str | None,
         typer.Option(
-            metavar="METHOD", help="The PEFT method: lora, ia3, vera, prompt_tuning, …; docs/methods.md. [lora]"
+            metavar="METHOD",
+            help="The PEFT method: lora, ia3, vera, prompt_tuning, …; docs/methods.md. [lora]",
         ),
     ] = None,
     adapter_setting: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE", help="A setting of the method, its value as JSON or as text; may be repeated."
+            metavar="KEY=VALUE",
+            help="A setting of the method, its value as JSON or as text; may be repeated.",
         ),
     ] = None,
     r: Annotated[
         int | None,
-        typer.Option("--r", metavar="N", min=1, help="LoRA's rank: more can learn more, and costs memory and time."),
+        typer.Option(
+            "--r",
+            metavar="N",
+            min=1,
+            help="LoRA's rank: more can learn more, and costs memory and time.",
+        ),
     ] = None,
     alpha: Annotated[
-        float | None, typer.Option(metavar="X", help="LoRA's scale is alpha / r; usually 1 or 2 times r.")
+        float | None,
+        typer.Option(metavar="X", help="LoRA's scale is alpha / r; usually 1 or 2 times r."),
     ] = None,
     targets: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Layers with an adapter, such as q_proj,v_proj; or all-linear.")
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Layers with an adapter, such as q_proj,v_proj; or all-linear."
+        ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Longer examples are cut to this many tokens.")
+        int | None,
+        typer.Option(metavar="N", min=2, help="Longer examples are cut to this many tokens."),
     ] = None,
     checkpoint_every: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Optimizer steps between checkpoints, each of which can be asked."),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Optimizer steps between checkpoints, each of which can be asked.",
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Of the order of examples and the adapter's first values.")
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Of the order of examples and the adapter's first values."
+        ),
     ] = None,
     method: Annotated[
         str,
@@ -123,7 +166,10 @@ def tune(
         ),
     ] = "supervised",
     beta: Annotated[
-        float | None, typer.Option(metavar="X", help="Of dpo, orpo, simpo and kto: how much a preference weighs.")
+        float | None,
+        typer.Option(
+            metavar="X", help="Of dpo, orpo, simpo and kto: how much a preference weighs."
+        ),
     ] = None,
     max_recompute: Annotated[
         float | None,
@@ -131,24 +177,36 @@ def tune(
             metavar="SHARE",
             min=0,
             max=1,
-            help="Extra FLOPs to spend, as a share of a step's, so that the job keeps fewer activations in memory.",
+            help=(
+                "Extra FLOPs to spend, as a share of a step's, so that the job keeps fewer "
+                "activations in memory."
+            ),
         ),
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Serve every optimizer step at once, not only the end.")] = False,
-    follow: Annotated[bool, typer.Option(help="Watch it until it is over; Ctrl-C leaves it running.")] = True,
+    live: Annotated[
+        bool, typer.Option("--live", help="Serve every optimizer step at once, not only the end.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option(help="Watch it until it is over; Ctrl-C leaves it running.")
+    ] = True,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
     """Upload FILE, start a fine-tuning job on it, and watch it learn.
 
-    The job takes the time that requests leave over: a busy server trains slowly, an idle one at full speed, and the
-    view shows what requests see meanwhile against their SLOs. What is not given is chosen by the server. The
-    finished model answers at once: `coserve chat --adapter SUFFIX`.
+    The job takes the time that requests leave over: a busy server trains slowly, an idle one at
+    full speed, and the view shows what requests see meanwhile against their SLOs. What is not given
+    is chosen by the server. The finished model answers at once: `coserve chat --adapter SUFFIX`.
     """
     extensions = {
-        "adapter": {**adapter_settings(adapter_setting), **_given(r=r, alpha=alpha, target_modules=_targets(targets))},
-        "optimizer": _given(learning_rate=learning_rate, schedule=schedule, warmup_steps=warmup_steps),
+        "adapter": {
+            **adapter_settings(adapter_setting),
+            **_given(r=r, alpha=alpha, target_modules=_targets(targets)),
+        },
+        "optimizer": _given(
+            learning_rate=learning_rate, schedule=schedule, warmup_steps=warmup_steps
+        ),
         **_given(
             max_sequence_length=max_length,
             checkpoint_every_steps=checkpoint_every,
@@ -176,13 +234,18 @@ def tune(
         if follow:
             watch(client, job, as_json=as_json)
         else:
-            print(json.dumps({"job": job["id"], "status": job["status"]}) if as_json else _afterwards(job["id"]))
+            print(
+                json.dumps({"job": job["id"], "status": job["status"]})
+                if as_json
+                else _afterwards(job["id"])
+            )
 
 
 @contextmanager
 def _uploads(client: Client) -> Iterator[Callable[[Path], str]]:
-    """Give the server files for a job. If it refuses the job they are deleted again: nobody else knows of them, and
-    they count among the tenant's. Where no answer came, the job may be there and keeps them.
+    """Give the server files for a job. If it refuses the job they are deleted again: nobody else
+    knows of them, and they count among the tenant's. Where no answer came, the job may be there and
+    keeps them.
     """
     ids: list[str] = []
 
@@ -213,7 +276,9 @@ def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
         ended = progress.job
     if ended["status"] not in OVER:
         # A console of its own: what an interrupt left in the other's buffer would hold this back.
-        console().print(f"\nThe job keeps running on the server.\n{_afterwards(job['id'])}", soft_wrap=True)
+        console().print(
+            f"\nThe job keeps running on the server.\n{_afterwards(job['id'])}", soft_wrap=True
+        )
         if as_json:
             print(json.dumps({"job": job["id"], "status": "left running"}))
         return
@@ -221,19 +286,28 @@ def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
         if as_json:
             print(json.dumps(progress.summary()), flush=True)
         raise JobError(
-            f"job {ended['id']} failed: {(ended.get('error') or {}).get('message') or 'no reason was given'}"
+            f"job {ended['id']} failed: "
+            f"{(ended.get('error') or {}).get('message') or 'no reason was given'}"
         )
     if ended["status"] == "succeeded":
-        screen.print(f"Done. Ask it: coserve chat --adapter {ended['fine_tuned_model']}", soft_wrap=True)
+        screen.print(
+            f"Done. Ask it: coserve chat --adapter {ended['fine_tuned_model']}", soft_wrap=True
+        )
     else:
-        words = f"The job was {ended['status']}; coserve jobs show {ended['id']} lists its checkpoints."
+        words = (
+            f"The job was {ended['status']}; coserve jobs show {ended['id']} lists its checkpoints."
+        )
         screen.print(words, soft_wrap=True)
     if as_json:
         print(json.dumps(progress.summary()))
 
 
 def job_method(
-    method: str = "supervised", *, epochs: int | None, batch_size: int | None, beta: float | None = None
+    method: str = "supervised",
+    *,
+    epochs: int | None,
+    batch_size: int | None,
+    beta: float | None = None,
 ) -> dict[str, Any]:
     """The part of a job's body where OpenAI's API has the hyperparameters."""
     hyperparameters = _given(n_epochs=epochs, batch_size=batch_size, beta=beta)

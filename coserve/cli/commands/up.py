@@ -26,16 +26,18 @@ _log = logging.getLogger(__name__)
 def _up(**given: Any) -> None:
     """Serve MODEL: OpenAI's API for requests and for fine-tuning jobs, both at once on one device.
 
-    Without MODEL it is the small built-in one, so that you can try everything at once. MODEL may also be the name
-    (ft:…) of what full fine-tuning has made in this home. Point any OpenAI client at `http://127.0.0.1:8000/v1`. Jobs
-    run in whatever time the SLOs of requests leave over. Ctrl-C ends it in good order: open answers are finished, jobs
-    keep their last checkpoints and resume at the next start.
+    Without MODEL it is the small built-in one, so that you can try everything at once. MODEL may
+    also be the name (ft:…) of what full fine-tuning has made in this home. Point any OpenAI client
+    at `http://127.0.0.1:8000/v1`. Jobs run in whatever time the SLOs of requests leave over. Ctrl-C
+    ends it in good order: open answers are finished, jobs keep their last checkpoints and resume at
+    the next start.
     """
     config = with_finished_model(server_config(**given))
     configure_logs(config.log_format, config.log_level)
     if any(not is_digest(text.rpartition("=")[2]) for text in given.get("api_keys", ())):
         _log.warning(
-            "ps shows the key of --api-key to all users of this machine: use --api-keys-file or COSERVE_API_KEYS"
+            "ps shows the key of --api-key to all users of this machine: use --api-keys-file or "
+            "COSERVE_API_KEYS"
         )
     check_model(config.model)
     with start_view(config.log_level) as view:
@@ -49,7 +51,9 @@ def _up(**given: Any) -> None:
 
 
 def _serves_on_cpu(device: str) -> bool:
-    """Return whether a server will run on the CPU, as far as that can be told before PyTorch is imported."""
+    """Return whether a server will run on the CPU, as far as that can be told before PyTorch is
+    imported.
+    """
     return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
 
 
@@ -75,8 +79,9 @@ class _Watcher:
         try:
             print(stop_line(num_open, drain_s), flush=True)
         except OSError:
-            # The reader of the start-up line may have gone since; the end is to be in good order for all that. What
-            # could not be written would be tried again at exit, and be an error there.
+            # The reader of the start-up line may have gone since; the end is to be in good order
+            # for all that. What could not be written would be tried again at exit, and be an error
+            # there.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -84,19 +89,23 @@ def start_line(ready: "Ready", model: str, url: str) -> str:
     """Model, dtype, memory, SLOs and URL."""
     pool = ready.num_pages * ready.page_bytes
     return (
-        f"coserve serves {model} ({ready.dtype}, {ready.device}): weights {_size(ready.weight_bytes)}, "
+        f"coserve serves {model} ({ready.dtype}, {ready.device}): weights "
+        f"{_size(ready.weight_bytes)}, "
         f"pool {_size(pool)} for {ready.num_pages * ready.block_tokens:,} tokens; "
         f"SLOs TTFT {_time(ready.slo.ttft_s)}, TPOT {_time(ready.slo.tpot_s)}; {url}/v1"
     )
 
 
 def stop_line(num_open: int, drain_s: float) -> str:
-    """What is waited for. Checkpoints are written in any case: a second Ctrl-C only ends the waiting for requests."""
+    """What is waited for. Checkpoints are written in any case: a second Ctrl-C only ends the
+    waiting for requests.
+    """
     if not num_open or not drain_s:
         return "coserve ends: running jobs are checkpointed, and resume at the next start"
     requests = "1 open request" if num_open == 1 else f"{num_open} open requests"
     return (
-        f"coserve ends: it waits for {requests}, {_time(drain_s)} at most (a second Ctrl-C: no longer), "
+        f"coserve ends: it waits for {requests}, {_time(drain_s)} at most (a second Ctrl-C: no "
+        f"longer), "
         "then running jobs are checkpointed, and resume at the next start"
     )
 

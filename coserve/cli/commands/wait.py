@@ -21,10 +21,11 @@ def wait(
         str, typer.Option(metavar="TIME", help="How long to wait at most, such as 30s or 10min.")
     ] = "10min",
 ) -> None:
-    """Wait until a server is ready, and show what it does until then: for scripts that start one in the background.
+    """Wait until a server is ready, and show what it does until then: for scripts that start one in
+    the background.
 
-    The status is 0 once requests are answered, and 1 if that takes longer than --timeout. A server that is not there
-    yet is waited for, too.
+    The status is 0 once requests are answered, and 1 if that takes longer than --timeout. A server
+    that is not there yet is waited for, too.
     """
     from coserve.client.http import Client
 
@@ -36,7 +37,9 @@ def wait(
     with Client(url, api_key) as client, start_view("info") as view:
         while (doing := _doing(client)) is not None:
             if time.monotonic() > until_s:
-                raise ServerError(f"the server at {url} was not ready within {timeout}: {doing['text']}")
+                raise ServerError(
+                    f"the server at {url} was not ready within {timeout}: {doing['text']}"
+                )
             view.show(doing["stage"], doing["done"], doing["total"])
             time.sleep(_POLL_S)
         view.close()

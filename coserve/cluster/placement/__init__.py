@@ -1,4 +1,6 @@
-"""Placements: pure functions from a view of the cluster and a task to a node, one file each, found by its name."""
+"""Placements: pure functions from a view of the cluster and a task to a node, one file each, found
+by its name.
+"""
 
 from collections.abc import Mapping
 from functools import cache

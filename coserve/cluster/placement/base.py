@@ -1,4 +1,6 @@
-"""What a placement is: a pure function from a view of the cluster and a task to a node, with settings of its own."""
+"""What a placement is: a pure function from a view of the cluster and a task to a node, with
+settings of its own.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -15,21 +17,22 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Placement(HasSettings, ABC):
-    """A placement is a subclass in a file of its own in this folder, found by the file's name. Its fields are
-    `coserve.settings.setting`s.
+    """A placement is a subclass in a file of its own in this folder, found by the file's name. Its
+    fields are `coserve.settings.setting`s.
 
-    `place` reads no clock, does no I/O and keeps nothing between calls: the same view and task give the same decision.
-    ValueError when created names a setting and its range.
+    `place` reads no clock, does no I/O and keeps nothing between calls: the same view and task give
+    the same decision. ValueError when created names a setting and its range.
     """
 
     kind: ClassVar[str] = "placement"
     summary: ClassVar[str]  # one line, for help texts
     uses_prefixes: ClassVar[bool] = False
-    """Whether it asks what is cached of a task's prefix: to know that, a front hashes every prompt."""
+    """Whether it asks what is cached of a task's prefix: to know that, a front hashes every
+    prompt."""
 
     def queue(self) -> TaskQueue:
-        """What waiting tasks are kept in, in the order in which they are to be placed: as they came, unless a subclass
-        says otherwise.
+        """What waiting tasks are kept in, in the order in which they are to be placed: as they
+        came, unless a subclass says otherwise.
         """
         return ArrivalQueue()
 
@@ -41,10 +44,16 @@ class Placement(HasSettings, ABC):
         return queue.order(view)
 
     def place(self, view: ClusterView, task: Task) -> Decision:
-        """Which node gets a task now, if any. A node that drains, or that the task excludes, never does."""
-        nodes = [node for node in view.nodes if not node.is_draining and node.id not in task.excluded]
+        """Which node gets a task now, if any. A node that drains, or that the task excludes, never
+        does.
+        """
+        nodes = [
+            node for node in view.nodes if not node.is_draining and node.id not in task.excluded
+        ]
         if not nodes:
-            return Waits(f"no node of {len(view.nodes)} can take it: they drain, or have failed it", _RETRY_S)
+            return Waits(
+                f"no node of {len(view.nodes)} can take it: they drain, or have failed it", _RETRY_S
+            )
         return self.choose(view, task, nodes)
 
     @abstractmethod

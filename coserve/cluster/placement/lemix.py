@@ -1,28 +1,34 @@
-"""LeMix: the node with the best of idleness, length consistency and response time (arXiv 2507.21276, section IV).
+"""LeMix: the node with the best of idleness, length consistency and response time (arXiv
+2507.21276, section IV).
 
-Execution planning (algorithm 1) says what a task would do to each node: the idleness that it adds, II, and its response
-time, R. The node's score is (IP + λ2·LC) / R^λ1, with the idleness profit IP = -min(II/S - (a - a₋₁), τ) and LC the
-normal density of the task's length among the lengths that the node has run. A training task waits while requests would
-miss their SLO for it (equation 4). A task waits for memory below κ of a node's, for T_max at most; then a node offloads
-caches for it (algorithm 2). Few nodes are used where few suffice: an idle node has idle time to lose, and a used one
-has lengths to match (section IV-C, figure 9).
+Execution planning (algorithm 1) says what a task would do to each node: the idleness that it adds,
+II, and its response time, R. The node's score is (IP + λ2·LC) / R^λ1, with the idleness profit IP =
+-min(II/S - (a - a₋₁), τ) and LC the normal density of the task's length among the lengths that the
+node has run. A training task waits while requests would miss their SLO for it (equation 4). A task
+waits for memory below κ of a node's, for T_max at most; then a node offloads caches for it
+(algorithm 2). Few nodes are used where few suffice: an idle node has idle time to lose, and a used
+one has lengths to match (section IV-C, figure 9).
 
 Where this differs from the page:
 
-- Equation 1 has max in place of min. Then what an idle node loses by a task has no bound, so that the longer it has
-  been idle the less it gets; and a larger τ would spread tasks out, where section VI-G says that it consolidates.
-- Equation 3 has λ1·R, which scales the scores of all nodes alike and so decides nothing; as an exponent λ1 does what
-  section VI-G says of it.
-- λ1 is large enough that a node which lengths do not fit still gets tasks where others have long queues; with 1, the
-  node for long tasks ended last, by half of a run in overload.
-- Where the numerator is below 0 it is multiplied by R^λ1, so that a longer response stays the worse one.
-- Where no request waits but some came of late, one that comes now, as long as tasks here are in the mean, stands for
-  the next (equation 4).
-- The page says nothing on nodes that have run nothing: their LC is that of a deviation as large as the length.
-- On real nodes, whose training gives way to requests, algorithm 1 plans requests alone. A job is planned as a single
-  optimizer step, however many it has, which begins at once, takes longer the less slack and the more jobs there are,
-  adds no idleness and delays no request. So its node is chosen by R and LC, and it waits by equation 4 only where
-  requests would miss their SLO without it, too.
+- Equation 1 has max in place of min. Then what an idle node loses by a task has no bound, so that
+  the longer it has been idle the less it gets; and a larger τ would spread tasks out, where section
+  VI-G says that it consolidates.
+- Equation 3 has λ1·R, which scales the scores of all nodes alike and so decides nothing; as an
+  exponent λ1 does what section VI-G says of it.
+- λ1 is large enough that a node which lengths do not fit still gets tasks where others have long
+  queues; with 1, the node for long tasks ended last, by half of a run in overload.
+- Where the numerator is below 0 it is multiplied by R^λ1, so that a longer response stays the worse
+  one.
+- Where no request waits but some came of late, one that comes now, as long as tasks here are in the
+  mean, stands for the next (equation 4).
+- The page says nothing on nodes that have run nothing: their LC is that of a deviation as large as
+  the length.
+- On real nodes, whose training gives way to requests, algorithm 1 plans requests alone. A job is
+  planned as a single optimizer step, however many it has, which begins at once, takes longer the
+  less slack and the more jobs there are, adds no idleness and delays no request. So its node is
+  chosen by R and LC, and it waits by equation 4 only where requests would miss their SLO without
+  it, too.
 """
 
 from collections.abc import Sequence
@@ -36,9 +42,11 @@ from coserve.cluster.queues import RequestsFirst, TaskQueue
 from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
 from coserve.settings import setting
 
-# Memory and deferred training are looked at again after this long, if nothing ends before (Δt of algorithm 2).
+# Memory and deferred training are looked at again after this long, if nothing ends before (Δt of
+# algorithm 2).
 _CHECK_S = 0.02
-# Of the mean length, the least deviation: a node that has run one length alone would have a density without bound.
+# Of the mean length, the least deviation: a node that has run one length alone would have a density
+# without bound.
 _LEAST_DEVIATION = 0.1
 
 
@@ -46,16 +54,24 @@ _LEAST_DEVIATION = 0.1
 class Lemix(Placement):
     """See the module."""
 
-    summary: ClassVar[str] = "least added idleness, lengths that fit and soonest response, as in LeMix"
+    summary: ClassVar[str] = (
+        "least added idleness, lengths that fit and soonest response, as in LeMix"
+    )
 
     response_weight: float = setting(5.0, "λ1: how much the response time counts.")
     length_weight: float = setting(100.0, "λ2: how much the consistency of lengths counts.")
     idleness_bound_s: float = setting(0.1, "τ: more added idleness than this counts no more.")
-    slo_times: float = setting(5.0, "τ_R: the SLO of requests that bring none, in forward passes of theirs.", least=1)
-    max_defer_s: float = setting(60.0, "A training task that has waited this long is placed whatever it delays.")
+    slo_times: float = setting(
+        5.0, "τ_R: the SLO of requests that bring none, in forward passes of theirs.", least=1
+    )
+    max_defer_s: float = setting(
+        60.0, "A training task that has waited this long is placed whatever it delays."
+    )
 
     def queue(self) -> TaskQueue:
-        """Requests before training (queue-level priorities): what a training task delays is known when it is placed."""
+        """Requests before training (queue-level priorities): what a training task delays is known
+        when it is placed.
+        """
         return RequestsFirst()
 
     def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
@@ -65,7 +81,11 @@ class Lemix(Placement):
             return Waits("no node has memory for it", _CHECK_S)
         planned = [(node, self.plan(view, task, node)) for node in fitting or nodes]
         node, path = max(planned, key=lambda pair: self.score(view, task, pair[0], pair[1]))
-        if task.trains and waited_s < self.max_defer_s and self.delays(view, task, path, node, nodes):
+        if (
+            task.trains
+            and waited_s < self.max_defer_s
+            and self.delays(view, task, path, node, nodes)
+        ):
             return Waits("requests would miss their SLO", _CHECK_S)
         return Placed(node.id, path.task, offloads=not fitting)
 
@@ -81,8 +101,12 @@ class Lemix(Placement):
         weighed: float = max(path.response_s, 1e-9) ** self.response_weight
         return value / weighed if value > 0 else value * weighed
 
-    def delays(self, view: ClusterView, task: Task, path: Path, chosen: NodeView, nodes: Sequence[NodeView]) -> bool:
-        """Whether the next request would miss its SLO on every node if the task were placed (equation 4)."""
+    def delays(
+        self, view: ClusterView, task: Task, path: Path, chosen: NodeView, nodes: Sequence[NodeView]
+    ) -> bool:
+        """Whether the next request would miss its SLO on every node if the task were placed
+        (equation 4).
+        """
         if not view.request_rate:
             return False
         for node in nodes:

@@ -1,4 +1,6 @@
-"""Each task goes to the node that has been busy least of late: LeMix's baseline Mix-LUF (section VI-A)."""
+"""Each task goes to the node that has been busy least of late: LeMix's baseline Mix-LUF (section
+VI-A).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""Each task goes to the next node, whatever it is: LeMix's baseline Mix-RR, or NaiveMix (sections III and VI-A)."""
+"""Each task goes to the next node, whatever it is: LeMix's baseline Mix-RR, or NaiveMix (sections
+III and VI-A).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

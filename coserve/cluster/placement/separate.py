@@ -14,8 +14,8 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Separate(Placement):
-    """See the module. The last ⌊N·α + 0.5⌋ of N nodes train, one at least and all but one at most; on each side, one
-    node after the other.
+    """See the module. The last ⌊N·α + 0.5⌋ of N nodes train, one at least and all but one at most;
+    on each side, one node after the other.
     """
 
     summary: ClassVar[str] = "a fixed share of the nodes for training, the others for requests"
@@ -30,7 +30,10 @@ class Separate(Placement):
         if not side and task.excluded.issuperset({node.id for node in view.nodes} - train):
             side = list(nodes)  # an adapter that only its job has, on a node that trains
         if not side:
-            return Waits(f"no node of those for {'training' if task.trains else 'requests'} can take it", _RETRY_S)
+            return Waits(
+                f"no node of those for {'training' if task.trains else 'requests'} can take it",
+                _RETRY_S,
+            )
         turn = view.num_training_placed if task.trains else view.num_requests_placed
         return Placed(side[turn % len(side)].id)
 

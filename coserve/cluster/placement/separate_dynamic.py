@@ -1,4 +1,6 @@
-"""Nodes for requests and nodes for training, by how many requests come: LeMix's Separate (dynamic) (section II-B)."""
+"""Nodes for requests and nodes for training, by how many requests come: LeMix's Separate (dynamic)
+(section II-B).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,13 +12,21 @@ from coserve.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateDynamic(Separate):
-    """See the module. The paper's four nodes are split 1-3 below 50 requests per second, and 2-2 from there on."""
+    """See the module. The paper's four nodes are split 1-3 below 50 requests per second, and 2-2
+    from there on.
+    """
 
     summary: ClassVar[str] = "as separate, with more nodes for training while few requests come"
 
     busy_rate: float = setting(50.0, "Requests per second from which training_share holds.")
-    quiet_training_share: float = setting(0.75, "Of the nodes, those that train below that.", most=1.0)
+    quiet_training_share: float = setting(
+        0.75, "Of the nodes, those that train below that.", most=1.0
+    )
 
     def num_training(self, view: ClusterView) -> int:
-        share = self.training_share if view.request_rate >= self.busy_rate else self.quiet_training_share
+        share = (
+            self.training_share
+            if view.request_rate >= self.busy_rate
+            else self.quiet_training_share
+        )
         return split(len(view.nodes), share)

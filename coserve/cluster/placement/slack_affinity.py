@@ -1,20 +1,23 @@
-"""Ours: the node that answers soonest with what it has cached, and training only where requests leave time for it.
+"""Ours: the node that answers soonest with what it has cached, and training only where requests
+leave time for it.
 
 What is beyond LeMix:
 
-- A prompt takes less on a node that has its prefix or its adapter; what it would take is in the response time, so that
-  an idle node without them wins where the others have queues.
-- The engine of a node knows its requests' slack, the share of its time that their SLOs leave over. A node with little
-  of it gets requests later, and training last.
-- Tasks are bound late: a node gets a task when it is about to need one, so that none waits on one node while another is
-  idle. An engine needs several, since its steps batch prompts; plans of one pass after the other say little of when it
-  begins them, so that their number alone bounds what waits there. Until then tasks are in one queue: first requests
-  that can still be in time, by their priorities and deadlines; then training; then requests that are late whatever is
-  done, which nobody gains from hurrying (as within a device, `scheduling.slo.deadlines`). Late ones are bound where
-  they harm nobody, as training is, and as soon as a first stage is about to be free, so that no later stage runs out of
-  work.
-- Batch work is bound last of all, when no request waits here. An engine runs it in what requests leave, so that it
-  holds up none there, and several may wait on a node, where each of its steps finds enough of them.
+- A prompt takes less on a node that has its prefix or its adapter; what it would take is in the
+  response time, so that an idle node without them wins where the others have queues.
+- The engine of a node knows its requests' slack, the share of its time that their SLOs leave over.
+  A node with little of it gets requests later, and training last.
+- Tasks are bound late: a node gets a task when it is about to need one, so that none waits on one
+  node while another is idle. An engine needs several, since its steps batch prompts; plans of one
+  pass after the other say little of when it begins them, so that their number alone bounds what
+  waits there. Until then tasks are in one queue: first requests that can still be in time, by their
+  priorities and deadlines; then training; then requests that are late whatever is done, which
+  nobody gains from hurrying (as within a device, `scheduling.slo.deadlines`). Late ones are bound
+  where they harm nobody, as training is, and as soon as a first stage is about to be free, so that
+  no later stage runs out of work.
+- Batch work is bound last of all, when no request waits here. An engine runs it in what requests
+  leave, so that it holds up none there, and several may wait on a node, where each of its steps
+  finds enough of them.
 """
 
 from collections.abc import Sequence
@@ -35,38 +38,60 @@ _CHECK_S = 0.02
 class SlackAffinity(Placement):
     """See the module."""
 
-    summary: ClassVar[str] = "soonest answer with cached prefixes and adapters, training in what SLOs leave over"
+    summary: ClassVar[str] = (
+        "soonest answer with cached prefixes and adapters, training in what SLOs leave over"
+    )
     uses_prefixes: ClassVar[bool] = True
 
-    adapter_load_s: float = setting(0.5, "What it takes until an adapter that a node has not is there.")
-    slack_weight: float = setting(0.5, "By how many times a response counts as longer where a node has no slack.")
+    adapter_load_s: float = setting(
+        0.5, "What it takes until an adapter that a node has not is there."
+    )
+    slack_weight: float = setting(
+        0.5, "By how many times a response counts as longer where a node has no slack."
+    )
     backlog: float = setting(
-        1.0, "A request waits for a node that would begin it within this many mean forward passes, but for an engine."
+        1.0,
+        "A request waits for a node that would begin it within this many mean forward passes, but "
+        "for an engine.",
     )
     most_waiting: int = setting(
         1,
-        "Tasks that may wait to begin on a node that runs one pass at a time; others wait in the cluster's queue.",
+        "Tasks that may wait to begin on a node that runs one pass at a time; others wait in the "
+        "cluster's queue.",
         least=1,
     )
-    most_prompts: int = setting(4, "The same on an engine, whose steps take several prompts.", least=1)
-    most_batch_waiting: int = setting(
-        16, "Batch requests that may wait on a node to begin, where they hold up no others.", least=1
+    most_prompts: int = setting(
+        4, "The same on an engine, whose steps take several prompts.", least=1
     )
-    slo_times: float = setting(5.0, "The SLO of requests that bring none, in forward passes of theirs.", least=1)
-    reserve: float = setting(0.2, "Of a request's SLO, what training and late requests must leave.", most=1.0)
+    most_batch_waiting: int = setting(
+        16,
+        "Batch requests that may wait on a node to begin, where they hold up no others.",
+        least=1,
+    )
+    slo_times: float = setting(
+        5.0, "The SLO of requests that bring none, in forward passes of theirs.", least=1
+    )
+    reserve: float = setting(
+        0.2, "Of a request's SLO, what training and late requests must leave.", most=1.0
+    )
     max_defer_s: float = setting(
-        60.0, "What has waited this long is placed before all else of its priority; batch work never is."
+        60.0,
+        "What has waited this long is placed before all else of its priority; batch work never is.",
     )
 
     def queue(self) -> TaskQueue:
-        """By priority: aged tasks, requests that can be in time by their deadlines, training, late requests. Then batch
-        work.
+        """By priority: aged tasks, requests that can be in time by their deadlines, training, late
+        requests. Then batch work.
         """
-        return DeadlineQueue(slo_times=self.slo_times, max_defer_s=self.max_defer_s, has_room=self.has_room)
+        return DeadlineQueue(
+            slo_times=self.slo_times, max_defer_s=self.max_defer_s, has_room=self.has_room
+        )
 
     def has_room(self, node: NodeView) -> bool:
         """Whether one more may wait there."""
-        return node.num_waiting < (self.most_prompts if node.profile.training_yields else self.most_waiting)
+        return node.num_waiting < (
+            self.most_prompts if node.profile.training_yields else self.most_waiting
+        )
 
     def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
         if not any(map(self.has_room, nodes)):
@@ -84,13 +109,20 @@ class SlackAffinity(Placement):
             return Waits("tasks wait on every node, or requests need all of it", _CHECK_S)
         planned = [(node, self._plan(view, task, node)) for node in free]
         hurries = not task.trains and not task.is_batch and not self._is_late(view, task, nodes)
-        if not hurries and view.request_rate and waited_s < self.max_defer_s and not nodes[0].profile.training_yields:
+        if (
+            not hurries
+            and view.request_rate
+            and waited_s < self.max_defer_s
+            and not nodes[0].profile.training_yields
+        ):
             planned = self._harmless(view, task, planned, nodes)
             if not planned:
                 return Waits("requests would miss their SLO", _CHECK_S)
         node, path = min(planned, key=lambda pair: self._cost(task, pair[0], pair[1]))
         if hurries and not node.profile.training_yields:
-            early_s = self._queue_s(view, task, node, path) - self.backlog * self._mean_s(task, node)
+            early_s = self._queue_s(view, task, node, path) - self.backlog * self._mean_s(
+                task, node
+            )
             if early_s > 0:
                 return Waits("every node has enough to do", early_s)
         return Placed(node.id, path.task, offloads=not fitting and not task.is_batch)
@@ -99,7 +131,9 @@ class SlackAffinity(Placement):
         return plan_path(node, task, view.now_s, num_cached=node.num_cached_tokens(task))
 
     def _cost(self, task: Task, node: NodeView, path: Path) -> float:
-        """Seconds to the response, longer where there is little slack and where the adapter is not."""
+        """Seconds to the response, longer where there is little slack and where the adapter is
+        not.
+        """
         seconds = path.response_s
         if task.adapter is not None and task.adapter not in node.adapters:
             seconds += self.adapter_load_s
@@ -120,10 +154,15 @@ class SlackAffinity(Placement):
         return path.task.forward_end_s[-1] - view.now_s - alone_s
 
     def _harmless(
-        self, view: ClusterView, task: Task, planned: Sequence[tuple[NodeView, Path]], nodes: Sequence[NodeView]
+        self,
+        view: ClusterView,
+        task: Task,
+        planned: Sequence[tuple[NodeView, Path]],
+        nodes: Sequence[NodeView],
     ) -> list[tuple[NodeView, Path]]:
-        """Where training or a late request may go: it begins soon, and as many nodes as the other requests need still
-        answer the next one in time. Of these, the one with most slack, and then the busiest, so that others stay free.
+        """Where training or a late request may go: it begins soon, and as many nodes as the other
+        requests need still answer the next one in time. Of these, the one with most slack, and then
+        the busiest, so that others stay free.
         """
         stage_s = self._mean_s(task, nodes[0]) / nodes[0].num_stages
         num_needed = max(1.0, view.request_rate * stage_s)
@@ -134,12 +173,19 @@ class SlackAffinity(Placement):
         open_nodes = {node.id for node in nodes if self._is_open(view, task, node)}
         for node, path in sorted(soon, key=lambda pair: (-pair[0].slack, -pair[1].response_s)):
             num_open = len(open_nodes - {node.id})
-            if num_open >= num_needed or num_open + self._is_open(view, task, node, path) >= num_needed:
+            if (
+                num_open >= num_needed
+                or num_open + self._is_open(view, task, node, path) >= num_needed
+            ):
                 return [(node, path)]
         return []
 
-    def _is_open(self, view: ClusterView, task: Task, node: NodeView, path: Path | None = None) -> bool:
-        """Whether the next request would be answered in time on a node, after a task if one is given."""
+    def _is_open(
+        self, view: ClusterView, task: Task, node: NodeView, path: Path | None = None
+    ) -> bool:
+        """Whether the next request would be answered in time on a node, after a task if one is
+        given.
+        """
         following = typical_request(node, task, view.now_s)
         alone_s = self._mean_s(task, node)
         after = () if path is None else (path.task,)

@@ -1,4 +1,6 @@
-"""A fine model of a node: the engine itself, with its policy, pages and step loop, on a modelled device."""
+"""A fine model of a node: the engine itself, with its policy, pages and step loop, on a modelled
+device.
+"""
 
 from collections.abc import Sequence
 from math import inf
@@ -28,13 +30,15 @@ _RECENT_S = 10.0
 class EngineNode:
     """See `coserve.cluster.simulation.node.ModelledNode`.
 
-    A step is not divided: what comes until its end is in the next one. What it says of itself it says as often as an
-    engine's process does.
+    A step is not divided: what comes until its end is in the next one. What it says of itself it
+    says as often as an engine's process does.
     """
 
     num_stages = 1
 
-    def __init__(self, name: str, engine: TokenEngine, profile: NodeProfile, *, hardware: str = "") -> None:
+    def __init__(
+        self, name: str, engine: TokenEngine, profile: NodeProfile, *, hardware: str = ""
+    ) -> None:
         assert isinstance(engine.device, ModelledDevice)
         self.id, self.profile, self.engine = name, profile, engine
         self._clock, self._hardware = engine.device.clock, hardware
@@ -62,7 +66,9 @@ class EngineNode:
             SamplingParams(max_tokens=max(1, task.num_output_tokens), temperature=0.0),
             request_id=task.id,
             arrival_s=task.arrival_s,
-            slo=Slo(ttft_s=task.ttft_s, tpot_s=task.tpot_s) if task.ttft_s and task.tpot_s else None,
+            slo=Slo(ttft_s=task.ttft_s, tpot_s=task.tpot_s)
+            if task.ttft_s and task.tpot_s
+            else None,
             priority=task.priority,
             batch_due_s=task.batch_due_s,
         )
@@ -125,7 +131,11 @@ class EngineNode:
     def _progress(self, event: Event) -> Progress | None:
         now_s = self._clock.now()
         if isinstance(event, JobEvent):
-            return Progress(event.job, end_s=now_s) if event.kind in ("succeeded", "failed", "cancelled") else None
+            return (
+                Progress(event.job, end_s=now_s)
+                if event.kind in ("succeeded", "failed", "cancelled")
+                else None
+            )
         assert isinstance(event, Chunk)
         is_first = event.request not in self._seen
         if is_first and not event.tokens and event.finish_reason is None:
@@ -136,4 +146,8 @@ class EngineNode:
             self._seen.discard(event.request)
         if not (is_first or is_last):
             return None
-        return Progress(event.request, first_token_s=now_s if is_first else None, end_s=now_s if is_last else None)
+        return Progress(
+            event.request,
+            first_token_s=now_s if is_first else None,
+            end_s=now_s if is_last else None,
+        )

@@ -1,10 +1,12 @@
-"""A coarse model of a node with an engine: some events for each request, whatever its length, in place of its steps.
+"""A coarse model of a node with an engine: some events for each request, whatever its length, in
+place of its steps.
 
-Between two events everything moves at even speeds, by the same latency model as the engine's. Prompts are computed one
-after the other. Requests that decode get their tokens together: as fast as steps follow each other if nothing else is
-to be done; beside a prompt or jobs nearly at the pace of the SLO, since the policy (`slack`) fills the time until then.
-What a step has beyond its decoding rows is for the prompt, or else for jobs, which share it evenly. A device without
-requests trains alone. A prompt that comes while jobs run waits for a part of their step. It leaves out preemption,
+Between two events everything moves at even speeds, by the same latency model as the engine's.
+Prompts are computed one after the other. Requests that decode get their tokens together: as fast as
+steps follow each other if nothing else is to be done; beside a prompt or jobs nearly at the pace of
+the SLO, since the policy (`slack`) fills the time until then. What a step has beyond its decoding
+rows is for the prompt, or else for jobs, which share it evenly. A device without requests trains
+alone. A prompt that comes while jobs run waits for a part of their step. It leaves out preemption,
 prefixes and noise.
 """
 
@@ -21,9 +23,11 @@ from coserve.scheduling.policies.slack import Slack
 
 # Tokens of a pack, and of the sequences in it.
 _PACK_ROWS, _SEQUENCE = 1024, 512
-# Of a TPOT, what tokens take beside prompts and jobs: `slack` keeps a reserve. As the engine has it in virtual time.
+# Of a TPOT, what tokens take beside prompts and jobs: `slack` keeps a reserve. As the engine has it
+# in virtual time.
 _PACE = 0.93
-# Of the steps of jobs, those that have a window in the forward pass; the others go backward. As the engine has it.
+# Of the steps of jobs, those that have a window in the forward pass; the others go backward. As the
+# engine has it.
 _WINDOW_STEPS = 0.5
 # Beside decoding, a prompt gets at least this share of the time.
 _LEAST_PROMPT_SHARE = 0.3
@@ -90,7 +94,9 @@ class FluidNode:
             was_free = not self._prompt_s
             self._start_prompt()
             if was_free and self._prompt_s and self._jobs:
-                self._prompt_s += self._random.uniform(0.0, self._tpot_s if self._decoding else self._step_s)
+                self._prompt_s += self._random.uniform(
+                    0.0, self._tpot_s if self._decoding else self._step_s
+                )
         self._set_speeds()
         return [Said(now_s, view=self.report(now_s))]
 
@@ -128,14 +134,19 @@ class FluidNode:
         self._token_speed = self._prompt_speed = self._train_speed = 0.0
         prompt = self._prompt_s > 0
         if not number:
-            self._prompt_speed, self._train_speed = float(prompt), float(not prompt and bool(self._jobs))
+            self._prompt_speed, self._train_speed = (
+                float(prompt),
+                float(not prompt and bool(self._jobs)),
+            )
             self._share = float(prompt)
         elif not prompt and not self._jobs:
             self._token_speed, self._share = 1 / self._decode_s(), 1.0
         else:
             # The weights are read for a prompt anyway, and for a window of a job.
             decode_s = self._decode_s()
-            own_s = decode_s - (1.0 if prompt else _WINDOW_STEPS) * self._latency.profile.forward.at(1)
+            own_s = decode_s - (
+                1.0 if prompt else _WINDOW_STEPS
+            ) * self._latency.profile.forward.at(1)
             step_s = max(pace_s, decode_s, own_s / (1 - _LEAST_PROMPT_SHARE) if prompt else 0.0)
             left = 1 - own_s / step_s
             self._token_speed, self._share = 1 / step_s, 1.0 if prompt else 1 - left
@@ -146,7 +157,9 @@ class FluidNode:
         if self._token_speed:
             ends_s = min(ends_s, (self._decoding[0][0] - self._tokens) / self._token_speed)
         if self._train_speed and self._jobs:
-            ends_s = min(ends_s, (self._jobs[0][0] - self._trained_s) * len(self._jobs) / self._train_speed)
+            ends_s = min(
+                ends_s, (self._jobs[0][0] - self._trained_s) * len(self._jobs) / self._train_speed
+            )
         self._next_s = self._now_s + max(0.0, ends_s)
 
     def _decode_s(self) -> float:
@@ -161,7 +174,9 @@ class FluidNode:
         if seconds <= 0:
             return
         self._now_s = now_s
-        self._prompt_s = max(1e-12, self._prompt_s - seconds * self._prompt_speed) if self._prompt_s else 0.0
+        self._prompt_s = (
+            max(1e-12, self._prompt_s - seconds * self._prompt_speed) if self._prompt_s else 0.0
+        )
         self._tokens += seconds * self._token_speed
         if self._train_speed:
             trained_s = seconds * self._train_speed
@@ -174,7 +189,9 @@ class FluidNode:
     # -- beginnings and ends -----------------------------------------------------------------
 
     def _start_prompt(self) -> None:
-        """Compute the first prompt that waits, if nothing is computed and there are pages for all of it."""
+        """Compute the first prompt that waits, if nothing is computed and there are pages for all
+        of it.
+        """
         if self._prompt_s or not self._prompts:
             return
         pages = self._pages_of(self._prompts[0])

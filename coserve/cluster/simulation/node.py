@@ -7,8 +7,8 @@ from coserve.cluster.view import NodeView, Placed, PlannedTask, Task
 
 
 class Progress(NamedTuple):
-    """Of a task on a node. first_token_s: when its first token came out, if this says so. end_s: when it ended, if this
-    says so. path: as it was run, where the node has stages.
+    """Of a task on a node. first_token_s: when its first token came out, if this says so. end_s:
+    when it ended, if this says so. path: as it was run, where the node has stages.
     """
 
     task: str
@@ -46,8 +46,9 @@ class ModelledNode(Protocol):
         ...
 
     def advance(self, now_s: float) -> list[Said]:
-        """Let time pass until this moment, and what happens then happen. Returns what it says meanwhile, in order, and
-        of what has begun and cannot be divided, what it will say at its end.
+        """Let time pass until this moment, and what happens then happen. Returns what it says
+        meanwhile, in order, and of what has begun and cannot be divided, what it will say at its
+        end.
         """
         ...
 

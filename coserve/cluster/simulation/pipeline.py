@@ -1,11 +1,14 @@
-"""A node as LeMix has them: a pipeline of stages, each of which runs one pass at a time (sections II-A and IV-D).
+"""A node as LeMix has them: a pipeline of stages, each of which runs one pass at a time (sections
+II-A and IV-D).
 
-Requests are forward passes through all stages; training tasks go backward after that, through the stages in reverse.
-A stage runs a pass to its end; of those that are ready for it, a backward pass goes first (algorithm 1 has forward
-passes wait for them), then the one that came first. Requests are batched (algorithm 3): up to C of those that wait in a
-row, for T_w at most. Where training is bounded, training tasks beyond that wait before the first stage, and what came
-after them passes. A batch is padded to its longest prompt. A task begins where its pages stay below κ of the pool's;
-after T_max without, caches of others are copied to the host for it, which takes its time (algorithm 2).
+Requests are forward passes through all stages; training tasks go backward after that, through the
+stages in reverse. A stage runs a pass to its end; of those that are ready for it, a backward pass
+goes first (algorithm 1 has forward passes wait for them), then the one that came first. Requests
+are batched (algorithm 3): up to C of those that wait in a row, for T_w at most. Where training is
+bounded, training tasks beyond that wait before the first stage, and what came after them passes. A
+batch is padded to its longest prompt. A task begins where its pages stay below κ of the pool's;
+after T_max without, caches of others are copied to the host for it, which takes its time (algorithm
+2).
 """
 
 from collections import deque
@@ -65,7 +68,9 @@ class PipelineNode:
         self._training_in_flight, self._num_training = training_in_flight, 0
         self._batch_size, self._batch_wait_s, self._offload_s = batch_size, batch_wait_s, offload_s
         self._queue: deque[tuple[Task, float]] = deque()  # not begun, and when each came
-        self._held: deque[tuple[Task, float]] = deque()  # training tasks that were first there, while too many train
+        self._held: deque[tuple[Task, float]] = (
+            deque()
+        )  # training tasks that were first there, while too many train
         self._ready: list[list[tuple[bool, int, _Job]]] = [[] for _ in range(num_stages)]
         self._running: list[tuple[float, bool, _Job] | None] = [None] * num_stages
         self._stage_s = [0.0] * num_stages  # busy
@@ -117,7 +122,9 @@ class PipelineNode:
             profile=self.profile,
             num_stages=self.num_stages,
             training_in_flight=self._training_in_flight,
-            num_waiting=len(self._queue) + len(self._held) + sum(is_forward for is_forward, _, _ in self._ready[0]),
+            num_waiting=len(self._queue)
+            + len(self._held)
+            + sum(is_forward for is_forward, _, _ in self._ready[0]),
             utilisation=min(1.0, before),
             num_pages=self._num_pages,
             num_free_pages=max(0, self._num_pages - self._used),
@@ -148,7 +155,9 @@ class PipelineNode:
 
     def _has_next(self) -> bool:
         """Whether there is a first of the queue, past training tasks that may not begin yet."""
-        may_train = self._training_in_flight is None or self._num_training < self._training_in_flight
+        may_train = (
+            self._training_in_flight is None or self._num_training < self._training_in_flight
+        )
         if may_train:
             self._queue.extendleft(reversed(self._held))
             self._held.clear()
@@ -157,7 +166,9 @@ class PipelineNode:
         return bool(self._queue)
 
     def _can_begin(self, now_s: float) -> bool:
-        """Whether the first of the queue may: there is memory, and its batch is full or has waited."""
+        """Whether the first of the queue may: there is memory, and its batch is full or has
+        waited.
+        """
         task, came_s = self._queue[0]
         if self._num_pages:
             view = self.report(now_s)
@@ -187,7 +198,10 @@ class PipelineNode:
         batch = tuple(self._batch())
         for _ in batch:
             self._queue.popleft()
-        longest, number = max(task.num_tokens for task in batch), sum(task.batch_size for task in batch)
+        longest, number = (
+            max(task.num_tokens for task in batch),
+            sum(task.batch_size for task in batch),
+        )
         view = self.report(now_s)
         pages = sum(view.num_pages_of(task) for task in batch) if self._num_pages else 0
         forward_s = self.profile.forward.seconds(longest, number)
@@ -220,7 +234,10 @@ class PipelineNode:
             self._push(stage, True, job)
             return []
         self._used -= job.num_pages
-        return [Progress(task.id, first_token_s=now_s, end_s=now_s, path=_path(task, job)) for task in job.tasks]
+        return [
+            Progress(task.id, first_token_s=now_s, end_s=now_s, path=_path(task, job))
+            for task in job.tasks
+        ]
 
     def _offload(self, task: Task, now_s: float) -> None:
         """Copy caches to the host until there is memory for a task; stages wait meanwhile."""

@@ -1,8 +1,9 @@
-"""A cluster in virtual time: tasks arrive, the scheduler places them on modelled nodes, and what came of each is noted.
+"""A cluster in virtual time: tasks arrive, the scheduler places them on modelled nodes, and what
+came of each is noted.
 
-The scheduler and the placements are those of real nodes. As there, the scheduler knows what nodes have said and what it
-has placed since, and the placement is asked when a task comes, when a request has its first token, and when a node says
-how it is.
+The scheduler and the placements are those of real nodes. As there, the scheduler knows what nodes
+have said and what it has placed since, and the placement is asked when a task comes, when a request
+has its first token, and when a node says how it is.
 """
 
 import time
@@ -20,7 +21,9 @@ from coserve.cluster.view import Task
 
 @dataclass(kw_only=True, slots=True)
 class TaskOutcome:
-    """What came of a task, as those who wait for it hear. Times in seconds; None: it did not come to that."""
+    """What came of a task, as those who wait for it hear. Times in seconds; None: it did not come
+    to that.
+    """
 
     task: Task
     node: str | None = None
@@ -36,8 +39,9 @@ class TaskOutcome:
 
 @dataclass(kw_only=True)
 class Ran:
-    """What came of a run. busy_s: by node. end_s: when its last task ended. scheduling_s: processor seconds that the
-    scheduler and the placement took in all, real ones. num_placed: tasks that got a node.
+    """What came of a run. busy_s: by node. end_s: when its last task ended. scheduling_s: processor
+    seconds that the scheduler and the placement took in all, real ones. num_placed: tasks that got
+    a node.
     """
 
     outcomes: dict[str, TaskOutcome]
@@ -54,7 +58,11 @@ class Ran:
     @property
     def throughput(self) -> float:
         """Tasks that ended, per second."""
-        return sum(one.end_s is not None for one in self.outcomes.values()) / self.end_s if self.end_s else 0.0
+        return (
+            sum(one.end_s is not None for one in self.outcomes.values()) / self.end_s
+            if self.end_s
+            else 0.0
+        )
 
     @property
     def utilisation(self) -> float:
@@ -84,7 +92,9 @@ class ClusterSimulation:
         self._nodes = {node.id: node for node in nodes}
         self._scheduler = ClusterScheduler(placement)
         self._on_end, self._messages_s = on_end, messages_s
-        self._said: list[tuple[float, int, Said]] = []  # and not heard yet: when it will be, and in which order
+        self._said: list[
+            tuple[float, int, Said]
+        ] = []  # and not heard yet: when it will be, and in which order
         self._numbers = count()
         for node in nodes:
             self._scheduler.report(node.report(0.0))
@@ -122,7 +132,9 @@ class ClusterSimulation:
                 self._say(node.advance(until_s))
                 self._hear(until_s, ran)
             ran.busy_s[node.id] = node.busy_s
-        ran.end_s = min(until_s, max([one.end_s or 0.0 for one in ran.outcomes.values()], default=0.0))
+        ran.end_s = min(
+            until_s, max([one.end_s or 0.0 for one in ran.outcomes.values()], default=0.0)
+        )
         return ran
 
     def _place(self, now_s: float, ran: Ran) -> None:

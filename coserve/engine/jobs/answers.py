@@ -1,7 +1,9 @@
-"""Answers to the questions of jobs' validation sets: greedy, by the adapter as it is, as requests that no client sent.
+"""Answers to the questions of jobs' validation sets: greedy, by the adapter as it is, as requests
+that no client sent.
 
-They run as batch work does, in what requests leave over; the job waits for them. Nobody else sees them: their chunks
-end here, and the version of the adapter that they read has a name that no client can ask for.
+They run as batch work does, in what requests leave over; the job waits for them. Nobody else sees
+them: their chunks end here, and the version of the adapter that they read has a name that no client
+can ask for.
 """
 
 import logging
@@ -28,7 +30,9 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(kw_only=True)
 class _Round:
-    """The questions of a job, asked once. left: those that are not answered yet. own: a version to let go of then."""
+    """The questions of a job, asked once. left: those that are not answered yet. own: a version to
+    let go of then.
+    """
 
     left: set[int]
     own: str | None
@@ -39,24 +43,43 @@ class _Round:
 class Answers:
     """Of all jobs that are being evaluated."""
 
-    def __init__(self, adapters: ServedAdapters, serving: Serving, device: Device, *, decode: Decode | None) -> None:
-        """decode: None: answers are written, and not judged (a recording that is run again has no use for it)."""
-        self._adapters, self._serving, self._device, self._decode = adapters, serving, device, decode
+    def __init__(
+        self, adapters: ServedAdapters, serving: Serving, device: Device, *, decode: Decode | None
+    ) -> None:
+        """decode: None: answers are written, and not judged (a recording that is run again has no
+        use for it).
+        """
+        self._adapters, self._serving, self._device, self._decode = (
+            adapters,
+            serving,
+            device,
+            decode,
+        )
         self._rounds: dict[str, _Round] = {}
         self._asked: dict[str, tuple[Job, int]] = {}  # by the name of the request
 
     def begin(self, job: Job) -> None:
-        """Ask a job's questions, unless that is under way. DeviceMemoryError: there is no room for the version."""
+        """Ask a job's questions, unless that is under way. DeviceMemoryError: there is no room for
+        the version.
+        """
         if job.id in self._rounds:
             return
         own = None if job.config.live else f"{job.name}@answers"
         if own is not None:
-            self._adapters.publish(job.id, own, job.num_steps_done, costs=job.costs, transient=False, model=job.model)
+            self._adapters.publish(
+                job.id, own, job.num_steps_done, costs=job.costs, transient=False, model=job.model
+            )
         self._rounds[job.id] = _Round(left=set(range(len(job.questions))), own=own)
         for index, question in enumerate(job.questions):
             name = f"{job.id}@answers/{index}"
-            room = self._device.info.max_positions - len(question.prompt) - job.costs.num_virtual_tokens
-            params = SamplingParams(temperature=0.0, max_tokens=min(job.config.evaluation.max_tokens, room), seed=0)
+            room = (
+                self._device.info.max_positions
+                - len(question.prompt)
+                - job.costs.num_virtual_tokens
+            )
+            params = SamplingParams(
+                temperature=0.0, max_tokens=min(job.config.evaluation.max_tokens, room), seed=0
+            )
             self._asked[name] = job, index
             try:
                 self._add(name, question.prompt, params, own or job.name, job.tenant)
@@ -70,7 +93,11 @@ class Answers:
         if asked is None or asked.left:
             return None
         self._end(job)
-        return {} if self._decode is None else {job.config.evaluation.metric: asked.num_right / len(job.questions)}
+        return (
+            {}
+            if self._decode is None
+            else {job.config.evaluation.metric: asked.num_right / len(job.questions)}
+        )
 
     def cancel(self, job: Job) -> None:
         """Nobody wants them any more, or not now."""
@@ -91,7 +118,9 @@ class Answers:
             self._close(job, index, chunk.error)
         return True
 
-    def _add(self, name: str, prompt: Sequence[int], params: SamplingParams, adapter: str, tenant: str) -> None:
+    def _add(
+        self, name: str, prompt: Sequence[int], params: SamplingParams, adapter: str, tenant: str
+    ) -> None:
         now_s = self._device.clock.now()
         self._serving.add(
             name,
@@ -109,7 +138,9 @@ class Answers:
         tokens = asked.tokens.pop(index, [])
         if error is not None:
             _log.warning(
-                "job %s: a question of its validation set has no answer, and counts as wrong: %s", job.id, error
+                "job %s: a question of its validation set has no answer, and counts as wrong: %s",
+                job.id,
+                error,
             )
         elif self._decode is not None:
             expected = self._text(job.questions[index].expected)
@@ -118,7 +149,10 @@ class Answers:
     def _text(self, tokens: Sequence[int]) -> str:
         """Up to the first token that ends a text, which need not be a special one."""
         assert self._decode is not None
-        end = next((place for place, token in enumerate(tokens) if token in self._serving.end_tokens), len(tokens))
+        end = next(
+            (place for place, token in enumerate(tokens) if token in self._serving.end_tokens),
+            len(tokens),
+        )
         return self._decode(tokens[:end])
 
     def _end(self, job: Job) -> None:

@@ -1,9 +1,10 @@
 """Checkpoints of jobs: all that it takes to resume one as if nothing had happened.
 
-A directory holds the adapter in PEFT's format (float32 masters, so it can be served and handed on), the optimizer's
-state, and how far the job had come. The order of the data, the adapter's dropout and everything else that is drawn are
-pure functions of the configuration's seed and of that position, so there is no generator to keep. Only whole optimizer
-steps are kept: what had been done of the next one is done again.
+A directory holds the adapter in PEFT's format (float32 masters, so it can be served and handed on),
+the optimizer's state, and how far the job had come. The order of the data, the adapter's dropout
+and everything else that is drawn are pure functions of the configuration's seed and of that
+position, so there is no generator to keep. Only whole optimizer steps are kept: what had been done
+of the next one is done again.
 """
 
 import json
@@ -21,7 +22,12 @@ import msgspec
 
 from coserve.adapters.whole_files import read_small_file
 from coserve.devices.base import Device
-from coserve.devices.job_messages import OPTIMIZER_FILE, DropCheckpoint, TakeCheckpoint, WriteCheckpoint
+from coserve.devices.job_messages import (
+    OPTIMIZER_FILE,
+    DropCheckpoint,
+    TakeCheckpoint,
+    WriteCheckpoint,
+)
 from coserve.devices.messages import Command
 from coserve.engine.command_log import CommandLog
 from coserve.errors import AdapterError, DiskFullError, JobError
@@ -39,9 +45,9 @@ JOB_FILES = (POSITION_FILE, OPTIMIZER_FILE)
 class JobPosition:
     """Position of a job, in whole optimizer steps; ValueError for numbers that no job has.
 
-    evaluated: whether the validation set has been measured after the last of them, where that was due. num_bad_steps:
-    steps in a row whose gradient was not finite. num_steps, num_examples, num_tokens: of the whole job and its data, so
-    that another's is recognized.
+    evaluated: whether the validation set has been measured after the last of them, where that was
+    due. num_bad_steps: steps in a row whose gradient was not finite. num_steps, num_examples,
+    num_tokens: of the whole job and its data, so that another's is recognized.
     """
 
     num_steps_done: int
@@ -56,7 +62,13 @@ class JobPosition:
     best: BestEvaluation = field(default_factory=BestEvaluation)
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "num_examples", "num_tokens", "num_tokens_trained", "num_bad_steps"):
+        for name in (
+            "num_steps",
+            "num_examples",
+            "num_tokens",
+            "num_tokens_trained",
+            "num_bad_steps",
+        ):
             check_whole(name, getattr(self, name), 0)
         check_whole("num_steps_done", self.num_steps_done, 0, self.num_steps)
         check_number("num_rows_run", self.num_rows_run, least=0)
@@ -68,7 +80,8 @@ class JobPosition:
         for name in ("num_steps", "num_examples", "num_tokens"):
             if getattr(job, name) != getattr(self, name):
                 raise JobError(
-                    f"the checkpoint is of a job with {getattr(self, name)} {name.removeprefix('num_')}; "
+                    f"the checkpoint is of a job with {getattr(self, name)} "
+                    f"{name.removeprefix('num_')}; "
                     f"this one has {getattr(job, name)}"
                 )
 
@@ -77,12 +90,16 @@ class TrainerState(Protocol):
     """A copy of a job's tensors, which later training does not touch."""
 
     def write(self, directory: Path) -> None:
-        """Write the adapter, and the optimizer's state if there still is one; AdapterError if it cannot be."""
+        """Write the adapter, and the optimizer's state if there still is one; AdapterError if it
+        cannot be.
+        """
         ...
 
 
 class TakenCopy:
-    """A copy that a device keeps until it is dropped, which happens when the last reference to this is gone."""
+    """A copy that a device keeps until it is dropped, which happens when the last reference to this
+    is gone.
+    """
 
     def __init__(self, device: Device, copy: str, send: Callable[[Command], None]) -> None:
         """send: has the device do a command at the next occasion; may be called from any thread."""
@@ -96,13 +113,16 @@ class TakenCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A job as it was at one moment. Taking it is quick; it may be written later, from any thread."""
+    """A job as it was at one moment. Taking it is quick; it may be written later, from any
+    thread.
+    """
 
     position: JobPosition
     state: TrainerState
 
     def write(self, parent: str | Path) -> Path:
-        """Write a directory `step-<n>` (`step-<n>-<k>` if there is one already) below `parent`, whole or not at all.
+        """Write a directory `step-<n>` (`step-<n>-<k>` if there is one already) below `parent`,
+        whole or not at all.
 
         Raises:
             JobError: it cannot be written; DiskFullError: there is no room.
@@ -117,8 +137,12 @@ class Checkpoint:
             return _move(part, parent / f"step-{self.position.num_steps_done}")
         except OSError as error:
             if is_disk_full(error):
-                raise DiskFullError(f"the disk is full: cannot write a checkpoint to {parent}") from error
-            raise JobError(f"cannot write a checkpoint to {parent}: {error.strerror or error}") from error
+                raise DiskFullError(
+                    f"the disk is full: cannot write a checkpoint to {parent}"
+                ) from error
+            raise JobError(
+                f"cannot write a checkpoint to {parent}: {error.strerror or error}"
+            ) from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -154,7 +178,8 @@ def write_contribution(state: TrainerState, directory: Path) -> Path:
         if is_disk_full(error):
             raise DiskFullError(f"the disk is full: cannot write to {directory}") from error
         raise JobError(
-            f"what a job's other nodes are to have cannot be written to {directory}: {error.strerror or error}"
+            f"what a job's other nodes are to have cannot be written to {directory}: "
+            f"{error.strerror or error}"
         ) from error
     return directory
 
@@ -166,11 +191,15 @@ def read_position(directory: str | Path) -> JobPosition:
         content = read_small_file(path, _MAX_POSITION_BYTES)
         return msgspec.json.decode(content or b"", type=JobPosition)
     except (AdapterError, ValueError, RecursionError):
-        raise JobError(f"{directory} is no checkpoint of a job: it has no usable {POSITION_FILE}") from None
+        raise JobError(
+            f"{directory} is no checkpoint of a job: it has no usable {POSITION_FILE}"
+        ) from None
 
 
 def _move(part: Path, wanted: Path) -> Path:
-    """Give it its name; renaming onto a directory that is not empty fails, so nothing is ever replaced."""
+    """Give it its name; renaming onto a directory that is not empty fails, so nothing is ever
+    replaced.
+    """
     number = 0
     while True:
         directory = wanted if not number else wanted.with_name(f"{wanted.name}-{number}")

@@ -6,11 +6,22 @@ from typing import Literal
 
 import msgspec
 
-EventKind = Literal["step", "evaluation", "version", "pack_dropped", "contribution", "succeeded", "failed", "cancelled"]
+EventKind = Literal[
+    "step",
+    "evaluation",
+    "version",
+    "pack_dropped",
+    "contribution",
+    "succeeded",
+    "failed",
+    "cancelled",
+]
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Device time of one optimizer step of a job: its share, by rows, of the engine's steps that it was in."""
+    """Device time of one optimizer step of a job: its share, by rows, of the engine's steps that it
+    was in.
+    """
 
     started_s: float | None = None
     """When the first of these began; None if that is not known."""
@@ -30,15 +41,16 @@ class JobEvent:
     step: int
     now_s: float
     loss: float | None = None
-    """Mean over trained tokens, or over the units of the objective that are as they should be, of the step or of the
-    validation set; so is token_accuracy.
+    """Mean over trained tokens, or over the units of the objective that are as they should be, of
+    the step or of the validation set; so is token_accuracy.
     """
     token_accuracy: float | None = None
     num_trained: int = 0
     num_tokens: int = 0
     """Tokens of a step, trained or not."""
     norm: float | None = None
-    """Norm of a step's gradient before clipping; None: it was not finite, and the step was skipped."""
+    """Norm of a step's gradient before clipping; None: it was not finite, and the step was
+    skipped."""
     learning_rate: float | None = None
     seconds: StepSeconds = field(default=StepSeconds(), compare=False)
     version: str | None = None

@@ -1,10 +1,11 @@
-"""A fine-tuning job as the engine sees it: packs of one optimizer step after the other, and what came of them.
+"""A fine-tuning job as the engine sees it: packs of one optimizer step after the other, and what
+came of them.
 
-A job goes through the optimizer steps of its `TrainingOrder`. Each is packs, one at a time: memory is taken, forward
-windows, the loss and backward tasklets run, gradients are added to the step's; then the update. In between it measures
-the loss of the validation set, nothing backward, and publishes versions. A pack can be dropped at any moment: it is
-begun again, or comes back from the host as it was, and everything else stands. Bookkeeping alone: the tensors are the
-device's.
+A job goes through the optimizer steps of its `TrainingOrder`. Each is packs, one at a time: memory
+is taken, forward windows, the loss and backward tasklets run, gradients are added to the step's;
+then the update. In between it measures the loss of the validation set, nothing backward, and
+publishes versions. A pack can be dropped at any moment: it is begun again, or comes back from the
+host as it was, and everything else stands. Bookkeeping alone: the tensors are the device's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,13 @@ from coserve.devices.step_messages import PackSums
 from coserve.engine.jobs.checkpoint import JobPosition
 from coserve.engine.jobs.events import EventKind, JobEvent
 from coserve.engine.jobs.pack import BegunPack, PackNeeds
-from coserve.engine.jobs.progress import Exchange, JobEnd, JobStatus, MemoryFailures, TrainingProgress
+from coserve.engine.jobs.progress import (
+    Exchange,
+    JobEnd,
+    JobStatus,
+    MemoryFailures,
+    TrainingProgress,
+)
 from coserve.memory.pack_pages import PackPages
 from coserve.scheduling.plan import JobInfo, JobPhase, JobProgress
 from coserve.tuning.config import TuningConfig
@@ -62,14 +69,21 @@ class Job:
             shard: Which part of a job that is divided among nodes this is.
         """
         self.id, self.name, self.config, self.costs, self.tenant = id, name, config, costs, tenant
-        self.info, self.model, self.questions = JobInfo(counts=costs.counts, tenant=tenant), model, questions
+        self.info, self.model, self.questions = (
+            JobInfo(counts=costs.counts, tenant=tenant),
+            model,
+            questions,
+        )
         self.order = TrainingOrder(examples, config, shard)
         self.alone_until_step = 0
-        """Until this optimizer step, steps of the engine that work for the job work for no other job."""
+        """Until this optimizer step, steps of the engine that work for the job work for no other
+        job."""
         self.pack_needs = PackNeeds(id, costs)
         self.progress = TrainingProgress(
             packs=tuple(self.order.packs(0)),
-            exchange=None if shard is None else Exchange(shard=shard, num_steps=self.order.num_steps),
+            exchange=None
+            if shard is None
+            else Exchange(shard=shard, num_steps=self.order.num_steps),
         )
         self._validation = tuple(validation)
 
@@ -102,7 +116,9 @@ class Job:
 
     @property
     def num_rows_run(self) -> float:
-        """Return the forward rows and reversed rows that were run, for sharing the device among jobs."""
+        """Return the forward rows and reversed rows that were run, for sharing the device among
+        jobs.
+        """
         return self.progress.num_rows_run
 
     @property
@@ -127,7 +143,9 @@ class Job:
 
     @property
     def checkpoint_step(self) -> int | None:
-        """Return the optimizer steps that a checkpoint would have now; None: there cannot be one yet."""
+        """Return the optimizer steps that a checkpoint would have now; None: there cannot be one
+        yet.
+        """
         return self.progress.checkpoint_step
 
     @property
@@ -154,17 +172,22 @@ class Job:
 
     @property
     def stops_early(self) -> bool:
-        """Return whether its evaluations have not improved for as long as its configuration allows."""
+        """Return whether its evaluations have not improved for as long as its configuration
+        allows.
+        """
         stopping = self.config.early_stopping
         return stopping is not None and self.progress.best.num_without_gain >= stopping.patience
 
     @property
     def num_tokens_done(self) -> float:
-        """Return the tokens trained, with what is done of the pack in memory, half of it forward and half backward;
-        work that was dropped is not among them, nor are packs of the validation set.
+        """Return the tokens trained, with what is done of the pack in memory, half of it forward
+        and half backward; work that was dropped is not among them, nor are packs of the validation
+        set.
         """
         is_measured = self.progress.stage == "evaluation"
-        return self.progress.num_tokens_trained + (0.0 if is_measured else self.progress.num_rows_counted / 2)
+        return self.progress.num_tokens_trained + (
+            0.0 if is_measured else self.progress.num_rows_counted / 2
+        )
 
     @property
     def phase(self) -> JobPhase | None:
@@ -177,13 +200,21 @@ class Job:
         return "pack" if progress.packs else "update" if progress.update_due else None
 
     def seen(self, now_s: float, num_pages: int) -> JobProgress | None:
-        """Return what a policy may do with it now; None: nothing. num_pages: of the pack in memory, or the next one."""
+        """Return what a policy may do with it now; None: nothing. num_pages: of the pack in memory,
+        or the next one.
+        """
         if (phase := self.phase) is None:
             return None
         progress = self.progress
         waited_s, num_rows_run = max(0.0, now_s - progress.moved_s), progress.num_rows_run
         if not progress.packs:
-            return JobProgress(id=self.id, info=self.info, phase=phase, waited_s=waited_s, num_rows_run=num_rows_run)
+            return JobProgress(
+                id=self.id,
+                info=self.info,
+                phase=phase,
+                waited_s=waited_s,
+                num_rows_run=num_rows_run,
+            )
         pack = progress.packs[0]
         if progress.place is None:
             cursor = self.pack_needs.first_cursor(pack, measures=progress.measures)
@@ -219,9 +250,18 @@ class Job:
             best=progress.best,
         )
 
-    def event(self, kind: EventKind, now_s: float, *, version: str | None = None, message: str = "") -> JobEvent:
+    def event(
+        self, kind: EventKind, now_s: float, *, version: str | None = None, message: str = ""
+    ) -> JobEvent:
         """Return an event that has no numbers but these."""
-        return JobEvent(job=self.id, kind=kind, step=self.num_steps_done, now_s=now_s, version=version, message=message)
+        return JobEvent(
+            job=self.id,
+            kind=kind,
+            step=self.num_steps_done,
+            now_s=now_s,
+            version=version,
+            message=message,
+        )
 
     # -- what happens -------------------------------------------------------------
 
@@ -252,7 +292,9 @@ class Job:
             self.progress = replace(self.progress, joined=jobs)
 
     def count_seconds(self, started_s: float, seconds: Mapping[str, float]) -> None:
-        """Add its share of an engine's step that began then; seconds: by the section, as `StepSeconds` names it."""
+        """Add its share of an engine's step that began then; seconds: by the section, as
+        `StepSeconds` names it.
+        """
         self.progress = self.progress.after_seconds(started_s, **seconds)
 
     def begin_pack(self, pages: PackPages) -> None:
@@ -265,8 +307,8 @@ class Job:
         self.progress = progress.after_begin(BegunPack(pages, cursor))
 
     def count_rows(self, now_s: float) -> float:
-        """Count what has run of the pack in memory since the last time, and return how many rows that is; pages that it
-        does not need any more go back.
+        """Count what has run of the pack in memory since the last time, and return how many rows
+        that is; pages that it does not need any more go back.
 
         A row counts once forward, and once for the loss and all parts backward.
         """
@@ -278,7 +320,9 @@ class Job:
         return num_rows - before.num_rows_counted
 
     def swap_pack_out(self) -> None:
-        """Give the pages of the pack in memory back; the pack lies on the host, and will resume where it is."""
+        """Give the pages of the pack in memory back; the pack lies on the host, and will resume
+        where it is.
+        """
         self._leave_pages(self.progress.after_swap())
 
     def drop_pack(self) -> None:
@@ -290,7 +334,9 @@ class Job:
         self._leave_pages(self.progress.after_pack(sums))
 
     def finish_update(self, norm: float | None, now_s: float) -> JobEvent:
-        """Complete an optimizer step (norm None: skipped, since the gradient was not finite); return its event."""
+        """Complete an optimizer step (norm None: skipped, since the gradient was not finite);
+        return its event.
+        """
         before = self.progress
         num_bad_steps = 0 if norm is not None else before.num_bad_steps + 1
         never = before.num_steps_done + 1 == self.order.num_steps == num_bad_steps
@@ -309,7 +355,9 @@ class Job:
             metrics=before.sums.mean_metrics,
             num_tokens=before.num_tokens_trained - before.num_tokens_at_step,
             norm=norm,
-            learning_rate=self.config.optimizer.learning_rate_at(before.num_steps_done, self.order.num_steps),
+            learning_rate=self.config.optimizer.learning_rate_at(
+                before.num_steps_done, self.order.num_steps
+            ),
             seconds=before.seconds,
         )
 
@@ -320,11 +368,15 @@ class Job:
         return bool(self._validation)
 
     def finish_evaluation(self, now_s: float, answers: Mapping[str, float]) -> JobEvent:
-        """Complete an evaluation, and return its event. answers: what came of the questions, by the metric's name."""
+        """Complete an evaluation, and return its event. answers: what came of the questions, by the
+        metric's name.
+        """
         sums, step = self.progress.sums, self.num_steps_done
         metrics = {**sums.mean_metrics, **answers}
         metric, stopping = self.config.best_metric, self.config.early_stopping
-        value = evaluated_value(metric, loss=sums.mean_loss, token_accuracy=sums.token_accuracy, metrics=metrics)
+        value = evaluated_value(
+            metric, loss=sums.mean_loss, token_accuracy=sums.token_accuracy, metrics=metrics
+        )
         min_delta = 0.0 if stopping is None else stopping.min_delta
         best = self.progress.best.after(step, value, metric=metric, min_delta=min_delta)
         self.progress = self.progress.after_evaluation(best)
@@ -355,7 +407,8 @@ class Job:
     def _leave_pages(self, after: TrainingProgress) -> None:
         """Give the pages of the pack in memory back, and take over a state without them.
 
-        An interruption in between leaves the job in that state, too: no pack is ever on pages that others may have.
+        An interruption in between leaves the job in that state, too: no pack is ever on pages that
+        others may have.
         """
         try:
             if (begun := self.progress.begun) is not None:

@@ -1,4 +1,6 @@
-"""The jobs of an engine: which there are, what their owners ask of them, and what the step loop reports of them."""
+"""The jobs of an engine: which there are, what their owners ask of them, and what the step loop
+reports of them.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -27,9 +29,9 @@ from coserve.tuning.shard import Combination
 class ServedRows:
     """Rows that count as served to each job that runs, by which they take turns.
 
-    A job that comes, or is resumed, stands with the one served least of those that have work, as in start-time fair
-    queueing: it does not catch up on what others had before, nor wait for what it had. One that had no work for a while
-    does not catch up on that time.
+    A job that comes, or is resumed, stands with the one served least of those that have work, as in
+    start-time fair queueing: it does not catch up on what others had before, nor wait for what it
+    had. One that had no work for a while does not catch up on that time.
     """
 
     def __init__(self) -> None:
@@ -38,13 +40,17 @@ class ServedRows:
         self._working: frozenset[str] = frozenset()
 
     def of(self, jobs: Sequence[Job], working: Collection[str]) -> dict[str, float]:
-        """Return what counts for each. jobs: all that run now. working: those of them that have work."""
+        """Return what counts for each. jobs: all that run now. working: those of them that have
+        work.
+        """
         if len(jobs) == 1:  # nobody stands before it, nor after it
             (job,) = jobs
             lift = self._lifts.get(job.id, 0.0)
             self._lifts, self._working = {job.id: lift}, frozenset(working)
             return {job.id: job.num_rows_run + lift}
-        served = {job.id: job.num_rows_run + self._lifts[job.id] for job in jobs if job.id in self._lifts}
+        served = {
+            job.id: job.num_rows_run + self._lifts[job.id] for job in jobs if job.id in self._lifts
+        }
         others = [served[id] for id in working if id in served and id in self._working]
         least = min(others, default=None)
         for job in jobs:
@@ -60,9 +66,10 @@ class ServedRows:
 class JobSet(Mapping[str, Job]):
     """Every job that has not been forgotten, by id.
 
-    What moves jobs on is in `lifecycle.py`, the memory that they have in `memory.py`. A caller can be interrupted in
-    any command to the device. So what happens is booked first, and the command stands in the log until it has been done
-    (`command_log.py`); what follows from an optimizer step is due until it has followed.
+    What moves jobs on is in `lifecycle.py`, the memory that they have in `memory.py`. A caller can
+    be interrupted in any command to the device. So what happens is booked first, and the command
+    stands in the log until it has been done (`command_log.py`); what follows from an optimizer step
+    is due until it has followed.
     """
 
     def __init__(
@@ -105,7 +112,9 @@ class JobSet(Mapping[str, Job]):
     def find(self, job_id: str) -> Job:
         """Return a job; JobError if there is none."""
         if job_id not in self._jobs:
-            raise JobError(f"there is no job {job_id!r}; there are: {', '.join(self._jobs) or 'none'}")
+            raise JobError(
+                f"there is no job {job_id!r}; there are: {', '.join(self._jobs) or 'none'}"
+            )
         return self._jobs[job_id]
 
     @property
@@ -121,7 +130,9 @@ class JobSet(Mapping[str, Job]):
     @property
     def num_tokens_trained(self) -> int:
         """Return the rows of packs whose gradients are in, of all jobs here."""
-        return self._num_tokens_forgotten + sum([job.num_tokens_trained for job in self._jobs.values()])
+        return self._num_tokens_forgotten + sum(
+            [job.num_tokens_trained for job in self._jobs.values()]
+        )
 
     @property
     def num_packs_dropped(self) -> int:
@@ -142,22 +153,31 @@ class JobSet(Mapping[str, Job]):
     @property
     def packs(self) -> list[PackPages]:
         """Return the pages of the packs in memory."""
-        return [begun.pages for job in self._jobs.values() if (begun := job.progress.begun) is not None]
+        return [
+            begun.pages for job in self._jobs.values() if (begun := job.progress.begun) is not None
+        ]
 
     @property
     def with_optimizer(self) -> list[str]:
         """Return the ids of jobs whose optimizers are on the device, or will be."""
-        return [job.id for job in self._jobs.values() if not (job.is_terminal or job.optimizer_away)]
+        return [
+            job.id for job in self._jobs.values() if not (job.is_terminal or job.optimizer_away)
+        ]
 
     @property
     def on_host(self) -> list[HostOwner]:
         """Return what jobs have on the host."""
-        packs: list[HostOwner] = [("pack", job.id) for job in self._jobs.values() if job.progress.swapped]
-        return [*packs, *[("optimizer", job.id) for job in self._jobs.values() if job.optimizer_away]]
+        packs: list[HostOwner] = [
+            ("pack", job.id) for job in self._jobs.values() if job.progress.swapped
+        ]
+        return [
+            *packs,
+            *[("optimizer", job.id) for job in self._jobs.values() if job.optimizer_away],
+        ]
 
     def progress(self, now_s: float, *, without: Collection[str] = ()) -> tuple[JobProgress, ...]:
-        """Return jobs that could do something, the one that has been served least first; without those that are held
-        back, or whose optimizer is not back from the host.
+        """Return jobs that could do something, the one that has been served least first; without
+        those that are held back, or whose optimizer is not back from the host.
 
         Where some are to be alone, they and all others take turns.
         """
@@ -193,7 +213,9 @@ class JobSet(Mapping[str, Job]):
 
     def add(self, job: Job) -> None:
         """Add a job that has been opened (`JobOpener`): it runs from now on."""
-        self._num_tokens_forgotten -= job.num_tokens_trained  # of one that is resumed: another engine's
+        self._num_tokens_forgotten -= (
+            job.num_tokens_trained
+        )  # of one that is resumed: another engine's
         self._jobs[job.id] = job
         self._lifecycle.note_change(job)  # to what it resumes from
         self._counters.arrive(job.tenant)
@@ -202,14 +224,16 @@ class JobSet(Mapping[str, Job]):
         self.catch_up()
 
     def pause(self, job_id: str) -> None:
-        """Pause a job: its pack goes to the host, or is discarded and restarted on resume; its optimizer goes to the
-        host, or stays.
+        """Pause a job: its pack goes to the host, or is discarded and restarted on resume; its
+        optimizer goes to the host, or stays.
         """
         job = self._living(job_id)
         if job.has_pack:
             self._memory.put_pack_away(job)
         was_running = job.state == "running"
-        job.set_status("paused")  # first: an interruption must not have the tenant counted out twice
+        job.set_status(
+            "paused"
+        )  # first: an interruption must not have the tenant counted out twice
         if was_running:
             self._counters.leave(job.tenant)
         self._answers.cancel(job)
@@ -241,19 +265,24 @@ class JobSet(Mapping[str, Job]):
         self._log.flush()
 
     def checkpoint(self, job_id: str) -> Checkpoint:
-        """Return a copy of a job after its last whole optimizer step (of one that is over, without the optimizer's
-        state).
+        """Return a copy of a job after its last whole optimizer step (of one that is over, without
+        the optimizer's state).
 
-        Where its nodes each go their own way, it is as it was when they last met; JobError if they have not.
+        Where its nodes each go their own way, it is as it was when they last met; JobError if they
+        have not.
         """
         return self._lifecycle.checkpoint(self.find(job_id))
 
     def contribution(self, job_id: str) -> TakenCopy:
-        """Return a copy of what the other nodes of a job are to have, when its event reports that it is due."""
+        """Return a copy of what the other nodes of a job are to have, when its event reports that
+        it is due.
+        """
         return self._lifecycle.contribution(self.find(job_id))
 
     def combine(self, job_id: str, combination: Combination) -> None:
-        """Have a job take in what nodes have contributed, which has been read, and continue (when it runs again)."""
+        """Have a job take in what nodes have contributed, which has been read, and continue (when
+        it runs again).
+        """
         job = self._living(job_id)
         exchange = job.exchange
         assert exchange is not None and exchange.is_waiting, f"job {job_id} waits for nothing"
@@ -282,14 +311,16 @@ class JobSet(Mapping[str, Job]):
                 self._lifecycle.hold_back(job, str(error))
         if job.optimizer_away:
             return
-        if job.progress.stage == "after_step" or (job.update_due and not self._memory.has_moments(job)):
+        if job.progress.stage == "after_step" or (
+            job.update_due and not self._memory.has_moments(job)
+        ):
             self._memory.place_moments(job)
 
     # -- steps ------------------------------------------------------------------------
 
     def begin(self, job_id: str) -> bool:
-        """Give a job the memory of its next pack, and of its moments if those need pages; return False, and it has no
-        pack, if it cannot be had now.
+        """Give a job the memory of its next pack, and of its moments if those need pages; return
+        False, and it has no pack, if it cannot be had now.
         """
         job = self._jobs[job_id]
         self._memory.hold_moments(job, for_pack=True)
@@ -314,7 +345,9 @@ class JobSet(Mapping[str, Job]):
             if failures.num_turns:
                 job.set_memory_failures(failures.after_turn())
 
-    def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
+    def apply(
+        self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float
+    ) -> None:
         """Move jobs on by what has run; started_s: when the step began."""
         self._lifecycle.apply(batch, result, started_s=started_s, now_s=now_s)
         self.catch_up()

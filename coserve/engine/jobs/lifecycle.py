@@ -1,7 +1,9 @@
-"""What moves jobs on: steps that have run, and what follows: contributions, versions, evaluations, ends.
+"""What moves jobs on: steps that have run, and what follows: contributions, versions, evaluations,
+ends.
 
-What has happened is booked first, in one assignment to `Job.progress`; what follows from it is due until it has been
-done. A caller can be interrupted in any command to the device: `follow` then does the rest when it is called again.
+What has happened is booked first, in one assignment to `Job.progress`; what follows from it is due
+until it has been done. A caller can be interrupted in any command to the device: `follow` then does
+the rest when it is called again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,10 +44,15 @@ class JobLifecycle:
         emit: Callable[[JobEvent], None],
         jobs: Mapping[str, Job],
     ) -> None:
-        """Begin with nothing due. answers: to validation sets. emit: takes events. jobs: all that there are, now and
-        later.
+        """Begin with nothing due. answers: to validation sets. emit: takes events. jobs: all that
+        there are, now and later.
         """
-        self._clock, self._memory, self._adapters, self._counters = device.clock, memory, adapters, counters
+        self._clock, self._memory, self._adapters, self._counters = (
+            device.clock,
+            memory,
+            adapters,
+            counters,
+        )
         self._log, self._answers, self._emit, self._jobs = log, answers, emit, jobs
         self._copies = CopyTaker(device, log)
         self.window_use = WindowUse()
@@ -53,7 +60,9 @@ class JobLifecycle:
 
     # -- what a step brought ----------------------------------------------------------
 
-    def apply(self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float) -> None:
+    def apply(
+        self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float
+    ) -> None:
         """Book a step that has run; started_s: when it began."""
         jobs = self._jobs
         for job_id, seconds in shares_of_time(batch, result).items():
@@ -82,16 +91,19 @@ class JobLifecycle:
                 self._finish_evaluation(job, {})
 
     def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
-        """Book a step that ran out of memory: optimizer steps that were made stand, one that was under way fails its
-        job, and packs that took part are dropped; their jobs are held back for some turns, or have failed if that was
-        once too often. Returns whether any of this freed something.
+        """Book a step that ran out of memory: optimizer steps that were made stand, one that was
+        under way fails its job, and packs that took part are dropped; their jobs are held back for
+        some turns, or have failed if that was once too often. Returns whether any of this freed
+        something.
         """
         assert result.failure is not None
         for job_id, norm in result.norms.items():
             self._finish_update(self._jobs[job_id], norm, now_s)
         if result.failure.broken_update is not None:
             job = self._jobs[result.failure.broken_update]
-            self.end(job, "failed", f"out of memory within an optimizer step: {result.failure.message}")
+            self.end(
+                job, "failed", f"out of memory within an optimizer step: {result.failure.message}"
+            )
         largest = largest_pieces(batch)
         moved = [job for job_id in largest if (job := self._jobs[job_id]).has_pack]
         for job in moved:
@@ -100,8 +112,8 @@ class JobLifecycle:
         return bool(moved) or bool(batch.updates)
 
     def abandon(self, batch: StepBatch, error: BaseException) -> None:
-        """Give up a step that the device failed in, or that was not booked as a whole: its packs, and its updates that
-        were not booked, are in an unknown state. All else is as it was.
+        """Give up a step that the device failed in, or that was not booked as a whole: its packs,
+        and its updates that were not booked, are in an unknown state. All else is as it was.
         """
         for update in batch.updates:
             if (job := self._jobs[update.job]).update_due:
@@ -135,13 +147,19 @@ class JobLifecycle:
         self._adapters.versions.num_model_changes += job.costs.changes_model
 
     def serve_again(self, job: Job) -> None:
-        """Serve at once what a live job resumes from, as before; that was reported when it was made. Without room, its
-        next step serves, or reports that. What many nodes train has a name where they meet.
+        """Serve at once what a live job resumes from, as before; that was reported when it was
+        made. Without room, its next step serves, or reports that. What many nodes train has a name
+        where they meet.
         """
         if job.config.live and job.num_steps_done and job.exchange is None:
             with suppress(DeviceMemoryError):
                 self._adapters.publish(
-                    job.id, job.name, job.num_steps_done, costs=job.costs, transient=True, model=job.model
+                    job.id,
+                    job.name,
+                    job.num_steps_done,
+                    costs=job.costs,
+                    transient=True,
+                    model=job.model,
                 )
 
     def _follow_update(self, job: Job) -> None:
@@ -168,7 +186,9 @@ class JobLifecycle:
         try:
             self._answers.begin(job)
         except DeviceMemoryError as error:
-            message = f"out of memory where {job.name}@{job.num_steps_done} was to be evaluated: {error}"
+            message = (
+                f"out of memory where {job.name}@{job.num_steps_done} was to be evaluated: {error}"
+            )
             self.end(job, "failed", message)
             return
         if (found := self._answers.found(job)) is not None:
@@ -180,7 +200,9 @@ class JobLifecycle:
         self._next_step(job)
 
     def _next_step(self, job: Job) -> None:
-        """Begin the next optimizer step, or end the job: after its last step, or where it stops early."""
+        """Begin the next optimizer step, or end the job: after its last step, or where it stops
+        early.
+        """
         if job.stops_early and job.num_steps_done < job.order.num_steps:
             self._publish(job)  # what serves now is what the job has made
             if not job.is_terminal:
@@ -189,28 +211,34 @@ class JobLifecycle:
             self.end(job, "succeeded")
 
     def _publish(self, job: Job, *, transient: bool = False, step: int | None = None) -> None:
-        """Serve its adapter as it is. step: that nodes have made on the average, where that is not the job's own."""
+        """Serve its adapter as it is. step: that nodes have made on the average, where that is not
+        the job's own.
+        """
         step = job.num_steps_done if step is None else step
         try:
             version = self._adapters.publish(
                 job.id, job.name, step, costs=job.costs, transient=transient, model=job.model
             )
         except DeviceMemoryError as error:
-            self.end(job, "failed", f"out of memory where {job.name}@{step} was to be kept: {error}")
+            self.end(
+                job, "failed", f"out of memory where {job.name}@{step} was to be kept: {error}"
+            )
             return
         self._emit(job.event("version", self._clock.now(), version=version.label))
 
     # -- other nodes ------------------------------------------------------------------
 
     def checkpoint(self, job: Job) -> Checkpoint:
-        """Return a copy of a job, of its last whole optimizer step. Where its nodes each go their own way, it is the
-        copy that was made when they last met.
+        """Return a copy of a job, of its last whole optimizer step. Where its nodes each go their
+        own way, it is the copy that was made when they last met.
 
         Raises:
             JobError: They have not met yet.
         """
         if job.checkpoint_step is None:
-            raise JobError(f"the nodes of job {job.id!r} have not met yet: it has no state to be kept")
+            raise JobError(
+                f"the nodes of job {job.id!r} have not met yet: it has no state to be kept"
+            )
         if job.exchange is not None and job.exchange.common is not None:
             return job.exchange.common
         return self._copies.checkpoint(job.id, job.position())
@@ -218,8 +246,8 @@ class JobLifecycle:
     def contribution(self, job: Job) -> TakenCopy:
         """Return a copy of what the other nodes of a job are to have.
 
-        Gradients can be taken once: until their combination comes, a caller that asks again gets the same copy, which
-        the device takes unless it has.
+        Gradients can be taken once: until their combination comes, a caller that asks again gets
+        the same copy, which the device takes unless it has.
         """
         exchange = job.exchange
         assert exchange is not None
@@ -240,7 +268,12 @@ class JobLifecycle:
         """Take in what nodes have contributed, if that has come and the job can."""
         assert job.exchange is not None
         found = job.exchange.combination
-        if found is None or job.state != "running" or job.optimizer_away or job.memory_failures.num_turns:
+        if (
+            found is None
+            or job.state != "running"
+            or job.optimizer_away
+            or job.memory_failures.num_turns
+        ):
             return
         try:
             self._take_in_all(job, found)
@@ -260,11 +293,16 @@ class JobLifecycle:
         common = exchange.common
         if not gives_gradients and meets:
             # Before the end: without memory for it all this comes again.
-            common = self._copies.checkpoint(job.id, job.position()) if exchange.shard.index == 0 else None
+            common = (
+                self._copies.checkpoint(job.id, job.position())
+                if exchange.shard.index == 0
+                else None
+            )
         job.set_exchange(exchange.end(found, common))
 
     def _take_in(self, job: Job, number: int) -> Exchange:
-        """Have the device hold this many contributions of the combination, and return where the job stands then.
+        """Have the device hold this many contributions of the combination, and return where the job
+        stands then.
 
         Each is taken in once: a caller that was interrupted asks the device again, which knows.
 
@@ -286,7 +324,8 @@ class JobLifecycle:
     # -- ends -------------------------------------------------------------------------
 
     def hold_back(self, job: Job, message: str, num_rows: int | None = None) -> None:
-        """Hold back a job for which the device had no memory, or fail it if that was once too often.
+        """Hold back a job for which the device had no memory, or fail it if that was once too
+        often.
 
         Args:
             job: The job.
@@ -327,7 +366,9 @@ def largest_pieces(batch: StepBatch) -> dict[str, int]:
 
 
 def joined_jobs(batch: StepBatch, result: StepResult) -> dict[str, frozenset[str]]:
-    """The jobs whose tasklets have run, and with which ones, themselves included, these were one batch of rows."""
+    """The jobs whose tasklets have run, and with which ones, themselves included, these were one
+    batch of rows.
+    """
     groups: dict[int | str, list[str]] = {}
     for each in batch.tasklets:
         if result.num_tasklets[each.job]:
@@ -336,7 +377,9 @@ def joined_jobs(batch: StepBatch, result: StepResult) -> dict[str, frozenset[str
 
 
 def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, float]]:
-    """Each job's share of the step by rows: seconds by the job, and by section (fields of `StepSeconds`)."""
+    """Each job's share of the step by rows: seconds by the job, and by section (fields of
+    `StepSeconds`).
+    """
     found: dict[str, dict[str, float]] = {}
     # What ran beside the forward pass counts as what most of it is.
     loss_s, backward_s = (0.0, result.beside_s) if batch.tasklets else (result.beside_s, 0.0)
@@ -348,7 +391,9 @@ def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, 
         num_rows = [(piece.job, piece.num_rows) for piece in batch.losses]
         _share(found, "loss_s", num_rows, result.loss_s + loss_s)
     if batch.tasklets:
-        num_rows = [(each.job, each.num_rows * result.num_tasklets[each.job]) for each in batch.tasklets]
+        num_rows = [
+            (each.job, each.num_rows * result.num_tasklets[each.job]) for each in batch.tasklets
+        ]
         _share(found, "backward_s", num_rows, result.backward_s + backward_s)
     if batch.updates:
         _share(found, "update_s", [(update.job, 1) for update in batch.updates], result.update_s)
@@ -356,7 +401,11 @@ def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, 
 
 
 def _share(
-    found: dict[str, dict[str, float]], name: str, num_rows: Sequence[tuple[str, int]], seconds: float, others: int = 0
+    found: dict[str, dict[str, float]],
+    name: str,
+    num_rows: Sequence[tuple[str, int]],
+    seconds: float,
+    others: int = 0,
 ) -> None:
     """Seconds of a section go to its jobs by their rows; others: rows of nobody."""
     whole = max(1, others + sum([number for _, number in num_rows]))

@@ -1,9 +1,10 @@
-"""The memory of jobs: pages for their packs and for their optimizers' moments, here and on the host.
+"""The memory of jobs: pages for their packs and for their optimizers' moments, here and on the
+host.
 
-A pack that gives way is dropped, or goes to the host. Moments lie in pages while nobody else needs these; those of
-paused jobs go to the host, and come back before the job runs again. A job for whose moments a device has no memory
-beside the pool (`TrainerOpened.moments_need_pages`) has a pack, and makes an optimizer step, only while they lie in
-pages.
+A pack that gives way is dropped, or goes to the host. Moments lie in pages while nobody else needs
+these; those of paused jobs go to the host, and come back before the job runs again. A job for whose
+moments a device has no memory beside the pool (`TrainerOpened.moments_need_pages`) has a pack, and
+makes an optimizer step, only while they lie in pages.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,24 +37,35 @@ class JobMemory:
         emit: Callable[[JobEvent], None],
     ) -> None:
         """Begin without jobs; emit: takes events."""
-        self._clock, self._log, self._pages, self._swap, self._latency = clock, log, pages, swap, latency
+        self._clock, self._log, self._pages, self._swap, self._latency = (
+            clock,
+            log,
+            pages,
+            swap,
+            latency,
+        )
         self._optimizers, self._emit = pages.cache.optimizers, emit
 
     # -- packs ----------------------------------------------------------------------
 
     def num_pack_pages(self, job: Job) -> int:
-        """Return the pages of its pack in memory, or of its next one, and what it needs beside that; 0 without any."""
+        """Return the pages of its pack in memory, or of its next one, and what it needs beside
+        that; 0 without any.
+        """
         place = job.progress.place
         if place is not None:
             held = place.pages if isinstance(place, BegunPack) else place
             return held.num_pages + self._num_other_pages(job)
         if (pack := job.next_pack) is None:
             return 0
-        pages = job.pack_needs.group_pages(pack.num_rows, self._pages.pool.page_bytes, measures=job.progress.measures)
+        pages = job.pack_needs.group_pages(
+            pack.num_rows, self._pages.pool.page_bytes, measures=job.progress.measures
+        )
         return sum(pages) + self._num_other_pages(job)
 
     def begin_pack(self, job: Job, others: Iterable[Job]) -> bool:
-        """Give a job the memory of its next pack; return False, and it has none, if it cannot be had now.
+        """Give a job the memory of its next pack; return False, and it has none, if it cannot be
+        had now.
 
         Raises:
             DeviceMemoryError: There is no memory beside the pages; the job has none.
@@ -77,7 +89,9 @@ class JobMemory:
             self._log.execute(needs.command_to_begin(pack, pages, measures=measures, away=away))
             job.begin_pack(pages)
         except BaseException as error:
-            if pages is None and isinstance(error, BudgetError):  # enough pages, but not side by side
+            if pages is None and isinstance(
+                error, BudgetError
+            ):  # enough pages, but not side by side
                 return False
             if pages is not None and job.progress.place is away:  # it was not booked
                 pages.release()
@@ -96,7 +110,9 @@ class JobMemory:
             self.drop_pack(job)
 
     def drop_pack(self, job: Job) -> None:
-        """Give up what was done of the job's pack, in memory or on the host: it will be begun again."""
+        """Give up what was done of the job's pack, in memory or on the host: it will be begun
+        again.
+        """
         self._swap.release_pack(job.id)
         job.drop_pack()
         self._log.send(DropPack(job.id))
@@ -111,17 +127,21 @@ class JobMemory:
     # -- moments --------------------------------------------------------------------
 
     def has_moments(self, job: Job) -> bool:
-        """Return whether its moments lie where a step can be made with them, if it had one to make."""
+        """Return whether its moments lie where a step can be made with them, if it had one to
+        make.
+        """
         return not job.costs.moments_need_pages or job.id in self._optimizers.runs
 
     def hold_moments(self, job: Job, *, for_pack: bool = False) -> None:
-        """Decide whether others can have the pages of its moments now. for_pack: it is about to get a pack."""
+        """Decide whether others can have the pages of its moments now. for_pack: it is about to get
+        a pack.
+        """
         if job.costs.moments_need_pages:
             self._optimizers.hold(job.id, is_held=for_pack or job.has_pack or job.update_due)
 
     def place_moments(self, job: Job) -> None:
-        """Give its moments, which it has from its first step on, pages if they have none, and these can be had. Those
-        that need pages get them with a pack, or here for a step that is due.
+        """Give its moments, which it has from its first step on, pages if they have none, and these
+        can be had. Those that need pages get them with a pack, or here for a step that is due.
         """
         costs = job.costs
         if job.is_terminal or job.id in self._optimizers.runs or not costs.optimizer_bytes:
@@ -131,13 +151,20 @@ class JobMemory:
         num_pack_pages = 0
         if not costs.moments_need_pages:
             rows = job.config.pack_tokens
-            num_pack_pages = sum([self._pages.num_pages(group_bytes(group, rows)) for group in costs.training])
+            num_pack_pages = sum(
+                [self._pages.num_pages(group_bytes(group, rows)) for group in costs.training]
+            )
         self._pages.place_optimizer(
-            job.id, costs.optimizer_bytes, num_pack_pages=num_pack_pages, needs_pages=costs.moments_need_pages
+            job.id,
+            costs.optimizer_bytes,
+            num_pack_pages=num_pack_pages,
+            needs_pages=costs.moments_need_pages,
         )
 
     def put_moments_away(self, job: Job) -> None:
-        """Put the moments of a paused job on the host, if that pays and there is room; else beside the pool."""
+        """Put the moments of a paused job on the host, if that pays and there is room; else beside
+        the pool.
+        """
         if (slots := self._slots_for_moments(job)) is not None:
             job.set_optimizer_away(True)
             self._log.send(SwapOutTensors(job=job.id, slots=slots))
@@ -166,7 +193,9 @@ class JobMemory:
             return None
         if job.costs.moments_need_pages:
             return None  # they go to the host as they leave their pages
-        if not optimizer_swap_pays(self._latency, counts, num_rows=job.num_rows_run, num_bytes=num_bytes):
+        if not optimizer_swap_pays(
+            self._latency, counts, num_rows=job.num_rows_run, num_bytes=num_bytes
+        ):
             return None
         return self._swap.keep_tensors(_owner(job), num_bytes)
 
@@ -178,7 +207,9 @@ class JobMemory:
     # -- the end --------------------------------------------------------------------
 
     def release(self, job: Job, others: Iterable[Job]) -> None:
-        """Take what a job that is over has on the host and in pages; its pack has gone with its end."""
+        """Take what a job that is over has on the host and in pages; its pack has gone with its
+        end.
+        """
         self._swap.release_pack(job.id)
         job.set_optimizer_away(False)
         self._swap.release_tensors(_owner(job))
@@ -192,11 +223,15 @@ def _owner(job: Job) -> HostOwner:
 
 
 def _waits_for_another(job: Job, others: Iterable[Job]) -> bool:
-    """Return whether a pack of another job comes first. Of jobs that ran out of memory, one at a time has a pack: what
-    fails then is its own. So it is with jobs on other models, which would take the window of weights from one another.
+    """Return whether a pack of another job comes first. Of jobs that ran out of memory, one at a
+    time has a pack: what fails then is its own. So it is with jobs on other models, which would
+    take the window of weights from one another.
     """
     fails, shares = job.memory_failures.num_in_a_row > 0, job.costs.other is not None
     if not fails and not shares:
         return False
     packs = [other for other in others if other.has_pack]
-    return any((fails and other.memory_failures.num_in_a_row) or (shares and other.costs.other) for other in packs)
+    return any(
+        (fails and other.memory_failures.num_in_a_row) or (shares and other.costs.other)
+        for other in packs
+    )

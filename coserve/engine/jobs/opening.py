@@ -1,6 +1,7 @@
 """How a job is opened: what was asked is checked, and the device makes its trainer.
 
-A job begins with a fresh adapter, one that is served, or a checkpoint; its packs are cut to fit the memory.
+A job begins with a fresh adapter, one that is served, or a checkpoint; its packs are cut to fit the
+memory.
 """
 
 import json
@@ -11,7 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import DropTrainer, OpenTrainer, OtherModel, TrainerOpened, group_bytes
+from coserve.devices.job_messages import (
+    DropTrainer,
+    OpenTrainer,
+    OtherModel,
+    TrainerOpened,
+    group_bytes,
+)
 from coserve.engine.checks import check_adapter_name, check_examples, with_virtual_tokens
 from coserve.engine.command_log import CommandLog
 from coserve.engine.jobs.checkpoint import read_position
@@ -65,15 +72,16 @@ class JobOpener:
         shard: Shard | None,
         others: Mapping[str, Job],
     ) -> Job:
-        """Return a job that is to run; arguments and errors as of `TokenEngine.submit_examples`. others: jobs that
-        there are.
+        """Return a job that is to run; arguments and errors as of `TokenEngine.submit_examples`.
+        others: jobs that there are.
         """
         if job_id in others:
             raise JobError(f"there is a job {job_id!r} already")
         if not examples:
             raise JobError("a job needs examples")
         check_adapter_name(name, others.values(), self._adapters.versions)
-        # Only a fresh adapter of the device's model is sure to have its vocabulary: others are known when opened.
+        # Only a fresh adapter of the device's model is sure to have its vocabulary: others are
+        # known when opened.
         is_checked = not model and checkpoint is None and not isinstance(adapter, str)
         if is_checked:
             check_examples([*examples, *validation], self._device.info)
@@ -84,9 +92,13 @@ class JobOpener:
         trainer = OpenTrainer(
             job=job_id,
             config=config,
-            mean_context_len=sum(length**2 for each in examples for length in each.lengths) / num_tokens / 2,
+            mean_context_len=sum(length**2 for each in examples for length in each.lengths)
+            / num_tokens
+            / 2,
             adapter=None if adapter is None or isinstance(adapter, str) else fields_of(adapter),
-            version=_version_of(adapter, model, self._adapters.versions) if checkpoint is None else None,
+            version=_version_of(adapter, model, self._adapters.versions)
+            if checkpoint is None
+            else None,
             checkpoint=None if checkpoint is None else str(checkpoint),
             model=path,
             shard=shard,
@@ -102,7 +114,9 @@ class JobOpener:
             if not is_checked:
                 check_examples([*examples, *validation], info, vocab_size=costs.vocab_size)
             examples = with_virtual_tokens(examples, costs.num_virtual_tokens, info.max_positions)
-            validation = with_virtual_tokens(validation, costs.num_virtual_tokens, info.max_positions)
+            validation = with_virtual_tokens(
+                validation, costs.num_virtual_tokens, info.max_positions
+            )
             job = Job(
                 id=job_id,
                 name=name,
@@ -126,8 +140,8 @@ class JobOpener:
 
 
 def fields_of(adapter: Any) -> dict[str, Any]:
-    """Return the fields that PEFT's file would have; AdapterError if it is no adapter's configuration, coserve's or
-    PEFT's own.
+    """Return the fields that PEFT's file would have; AdapterError if it is no adapter's
+    configuration, coserve's or PEFT's own.
     """
     if isinstance(adapter, Mapping):
         return dict(adapter)
@@ -135,13 +149,19 @@ def fields_of(adapter: Any) -> dict[str, Any]:
         found: dict[str, Any] = adapter.to_peft()
         return found
     if hasattr(adapter, "peft_type") and hasattr(adapter, "to_dict"):
-        plain: dict[str, Any] = json.loads(json.dumps(adapter.to_dict(), default=list))  # it has sets and enumerations
+        plain: dict[str, Any] = json.loads(
+            json.dumps(adapter.to_dict(), default=list)
+        )  # it has sets and enumerations
         return plain
-    raise AdapterError(f"an adapter is a configuration, the fields of PEFT's, or a name, not {shown(adapter)}")
+    raise AdapterError(
+        f"an adapter is a configuration, the fields of PEFT's, or a name, not {shown(adapter)}"
+    )
 
 
 def _version_of(adapter: Any, model: str, versions: AdapterVersions) -> str | None:
-    """Return the key of the version that a job of this model continues; None if its adapter is a fresh one."""
+    """Return the key of the version that a job of this model continues; None if its adapter is a
+    fresh one.
+    """
     if not isinstance(adapter, str):
         return None
     found = versions.resolve(adapter)
@@ -153,10 +173,13 @@ def _version_of(adapter: Any, model: str, versions: AdapterVersions) -> str | No
     return found.key
 
 
-def _questions(validation: Sequence[Example], config: TuningConfig, model: str) -> Sequence[Question]:
+def _questions(
+    validation: Sequence[Example], config: TuningConfig, model: str
+) -> Sequence[Question]:
     if model and config.evaluation.asks:
         raise JobError(
-            f"{config.evaluation.metric} needs answers of model {model!r}, which is trained here, not served"
+            f"{config.evaluation.metric} needs answers of model {model!r}, which is trained here, "
+            f"not served"
         )
     try:
         return questions_of(validation, config.evaluation) if validation else ()
@@ -165,21 +188,27 @@ def _questions(validation: Sequence[Example], config: TuningConfig, model: str) 
 
 
 def path_of(model: str, trainable_models: Mapping[str, str]) -> str:
-    """Return the path of a model that jobs may train, by its name; "" for "", the one that serves. JobError if there is
-    none.
+    """Return the path of a model that jobs may train, by its name; "" for "", the one that serves.
+    JobError if there is none.
     """
     if model and model not in trainable_models:
         names = ", ".join(map(repr, trainable_models)) or "none"
-        raise JobError(f"model {model!r} is not served here, nor one of those that can be trained beside it: {names}")
+        raise JobError(
+            f"model {model!r} is not served here, nor one of those that can be trained beside it: "
+            f"{names}"
+        )
     return trainable_models[model] if model else ""
 
 
 def _window_pages(other: OtherModel, pages: PageBroker, model: str) -> int:
-    """Return the fewest pages that its weights need; JobError if the window may not have as many."""
+    """Return the fewest pages that its weights need; JobError if the window may not have as
+    many.
+    """
     least, most_bytes = pages.window_need(other).least_pages, pages.max_window_bytes
     if least * pages.pool.page_bytes > most_bytes:
         raise JobError(
-            f"two parts of model {model!r} side by side need {least * pages.pool.page_bytes} bytes; the window of "
+            f"two parts of model {model!r} side by side need {least * pages.pool.page_bytes} "
+            f"bytes; the window of "
             f"weights may have {most_bytes}: give it, or the engine, more memory"
         )
     return least
@@ -190,10 +219,14 @@ def _named(model: str) -> str:
 
 
 def with_pack_size(
-    config: TuningConfig, costs: TrainerOpened, pages: PageBroker, examples: Sequence[Example], model: str = ""
+    config: TuningConfig,
+    costs: TrainerOpened,
+    pages: PageBroker,
+    examples: Sequence[Example],
+    model: str = "",
 ) -> TuningConfig:
-    """Return the configuration with packs that the pool can hold; JobError if it cannot hold them, or not the weights
-    beside them that a job on another model needs.
+    """Return the configuration with packs that the pool can hold; JobError if it cannot hold them,
+    or not the weights beside them that a job on another model needs.
     """
     num_all = pages.pool.num_pages
     longest = max(len(example.tokens) for example in packed_apart(examples, config))
@@ -203,8 +236,10 @@ def with_pack_size(
         num_all -= pages.num_pages(costs.optimizer_bytes)
         if num_all <= 0:
             raise JobError(
-                f"its optimizer's moments take {costs.optimizer_bytes:,} bytes, more than the page pool has, and the "
-                "device has no room for them beside it: lower the adapter's rank, or train fewer layers"
+                f"its optimizer's moments take {costs.optimizer_bytes:,} bytes, more than the page "
+                f"pool has, and the "
+                "device has no room for them beside it: lower the adapter's rank, or train fewer "
+                "layers"
             )
 
     def num_pages(num_rows: int) -> int:

@@ -1,6 +1,7 @@
 """A pack of a job in memory, and what a job's packs need of memory and of the device.
 
-A pack can give way at any moment: it is begun again, or comes back from the host as it was (`SwappedPack`).
+A pack can give way at any moment: it is begun again, or comes back from the host as it was
+(`SwappedPack`).
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from coserve.tuning.order import PackMembers
 
 
 class BegunPack(msgspec.Struct, frozen=True):
-    """A pack in memory. Its cursor and its pages move on in place; they are new where it is begun again."""
+    """A pack in memory. Its cursor and its pages move on in place; they are new where it is begun
+    again.
+    """
 
     pages: PackPages
     cursor: Cursor
@@ -49,7 +52,9 @@ class PackNeeds:
     def __init__(self, job: str, costs: TrainerOpened) -> None:
         """Count by costs, which the device has reported of the job's trainer; job: its id."""
         self._job, self._costs = job, costs
-        self._group_pages = lru_cache(maxsize=64)(partial(_pages_of, costs))  # asked for by every view
+        self._group_pages = lru_cache(maxsize=64)(
+            partial(_pages_of, costs)
+        )  # asked for by every view
 
     def num_trained_parts(self, *, measures: bool) -> int:
         """Return how many parts of the model a pack runs backward; measures: none of them."""
@@ -74,12 +79,16 @@ class PackNeeds:
     def command_to_begin(
         self, pack: PackMembers, pages: PackPages, *, measures: bool, away: SwappedPack | None
     ) -> BeginPack | MovePack:
-        """Return what has the device begin a pack on these pages, or have it again; away: as it lies on the host."""
+        """Return what has the device begin a pack on these pages, or have it again; away: as it
+        lies on the host.
+        """
         if away is not None:
             return MovePack(self._job, pages.places)
         return BeginPack(
             job=self._job,
-            sequences=tuple([sequence for example in pack.examples for sequence in example.sequences]),
+            sequences=tuple(
+                [sequence for example in pack.examples for sequence in example.sequences]
+            ),
             first_row=pack.first_row,
             runs=pages.places,
             evaluate=measures,
@@ -89,6 +98,8 @@ class PackNeeds:
         )
 
 
-def _pages_of(costs: TrainerOpened, evaluate: bool, num_rows: int, page_bytes: int) -> tuple[int, ...]:
+def _pages_of(
+    costs: TrainerOpened, evaluate: bool, num_rows: int, page_bytes: int
+) -> tuple[int, ...]:
     groups = costs.evaluation if evaluate else costs.training
     return tuple([-(-group_bytes(tensors, num_rows) // page_bytes) for tensors in groups])

@@ -1,8 +1,10 @@
-"""What is true of a fine-tuning job at one moment, as one frozen value, and what each event makes of it.
+"""What is true of a fine-tuning job at one moment, as one frozen value, and what each event makes
+of it.
 
-A change builds the next value and puts it in place of the last one in a single assignment. So a caller that is
-interrupted leaves a job before the change or after it, never between. Nothing here has an effect: what follows for
-memory, the device and other nodes is done by `lifecycle.py` and `memory.py`, which find in the value what is due.
+A change builds the next value and puts it in place of the last one in a single assignment. So a
+caller that is interrupted leaves a job before the change or after it, never between. Nothing here
+has an effect: what follows for memory, the device and other nodes is done by `lifecycle.py` and
+`memory.py`, which find in the value what is due.
 """
 
 from dataclasses import replace as with_fields
@@ -30,11 +32,12 @@ MOST_FAILURES = 10
 
 
 class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
-    """How often a job's packs have run the device out of memory, so that steps do not fail of it for ever.
+    """How often a job's packs have run the device out of memory, so that steps do not fail of it
+    for ever.
 
-    Each failure holds the job back for some turns of the step loop, in which others run without it: 1, 2, 4, 8, … Its
-    pieces are half as large when it comes back. A pack that is completed ends the series. After ten failures in a row
-    the job itself fails.
+    Each failure holds the job back for some turns of the step loop, in which others run without it:
+    1, 2, 4, 8, … Its pieces are half as large when it comes back. A pack that is completed ends the
+    series. After ten failures in a row the job itself fails.
     """
 
     num_in_a_row: int = 0
@@ -52,21 +55,34 @@ class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
     def reason(self, message: str) -> str:
         """Return why the job fails then, and what would be right; message: of the last failure."""
         return (
-            f"the device ran out of memory {self.num_in_a_row} times in a row in the same pack: {message}; "
-            "lower max_sequence_length, or give the engine fewer bytes for pages, so that more is left beside them"
+            f"the device ran out of memory {self.num_in_a_row} times in a row in the same pack: "
+            f"{message}; "
+            "lower max_sequence_length, or give the engine fewer bytes for pages, so that more is "
+            "left beside them"
         )
 
     def after_failure(self, num_rows: int | None = None) -> Self:
-        """Hold the job back; num_rows: of its largest piece in the step that failed, None if no piece had run."""
+        """Hold the job back; num_rows: of its largest piece in the step that failed, None if no
+        piece had run.
+        """
         max_rows = self.max_rows if num_rows is None else max(1, self.limit(num_rows) // 2)
-        return replace(self, num_turns=1 << self.num_in_a_row, num_in_a_row=self.num_in_a_row + 1, max_rows=max_rows)
+        return replace(
+            self,
+            num_turns=1 << self.num_in_a_row,
+            num_in_a_row=self.num_in_a_row + 1,
+            max_rows=max_rows,
+        )
 
     def after_pack(self) -> Self:
-        """End the series. What its pieces were too large for may be over: they grow by an eighth each time."""
+        """End the series. What its pieces were too large for may be over: they grow by an eighth
+        each time.
+        """
         if self.max_rows is None and not self.num_in_a_row:
             return self
         return replace(
-            self, num_in_a_row=0, max_rows=None if self.max_rows is None else self.max_rows + 1 + self.max_rows // 8
+            self,
+            num_in_a_row=0,
+            max_rows=None if self.max_rows is None else self.max_rows + 1 + self.max_rows // 8,
         )
 
     def after_turn(self) -> Self:
@@ -79,7 +95,9 @@ class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a job that is divided among nodes stands in its exchange with the others (`coserve.tuning.shard`)."""
+    """Where a job that is divided among nodes stands in its exchange with the others
+    (`coserve.tuning.shard`).
+    """
 
     shard: Shard
     num_steps: int
@@ -87,19 +105,22 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     is_waiting: bool = False
     """Whether this node has contributed, and what to combine has not been taken in yet."""
     step: int = 0
-    """Optimizer steps before the last contribution, or before the checkpoint that the job was resumed from."""
+    """Optimizer steps before the last contribution, or before the checkpoint that the job was
+    resumed from."""
     combination: Combination | None = None
     """What is to be taken in, once it has come."""
     common: Checkpoint | None = None
     """A copy of the job when nodes last met, where each goes its own way between."""
     num_trained: int | None = None
-    """Trained rows of the gradients that were combined for the step to come; None: they were not yet."""
+    """Trained rows of the gradients that were combined for the step to come; None: they were not
+    yet."""
     num_taken_in: int = 0
     """Contributions that the device has taken in since the job was opened."""
     num_before: int = 0
     """Contributions of earlier combinations, of num_taken_in."""
     taking: TakenCopy | None = None
-    """The copy of what this node contributes, until the combination comes, for all who ask for it."""
+    """The copy of what this node contributes, until the combination comes, for all who ask for
+    it."""
 
     @property
     def num_combined(self) -> int:
@@ -112,14 +133,21 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         return self.shard.meets_after(self.step, self.num_steps)
 
     def contributes_after(self, step: int) -> bool:
-        """Return whether this node's progress is due to the others after an optimizer step, and not given yet."""
+        """Return whether this node's progress is due to the others after an optimizer step, and not
+        given yet.
+        """
         is_new = step != self.step
-        return is_new and not self.shard.gives_gradients and self.shard.contributes_after(step, self.num_steps)
+        return (
+            is_new
+            and not self.shard.gives_gradients
+            and self.shard.contributes_after(step, self.num_steps)
+        )
 
     def holds_what_all_hold(self, step: int) -> bool:
         """Return whether all nodes have the same after this many steps."""
         return self.shard.gives_gradients or (
-            self.shard.contributes_after(step, self.num_steps) and self.shard.meets_after(step, self.num_steps)
+            self.shard.contributes_after(step, self.num_steps)
+            and self.shard.meets_after(step, self.num_steps)
         )
 
     def begin(self, step: int) -> Self:
@@ -127,15 +155,21 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, taking=None, step=step, is_waiting=True)
 
     def arrive(self, combination: Combination) -> Self:
-        """Note what is to be taken in, this node's own among it; again, if a caller was interrupted."""
+        """Note what is to be taken in, this node's own among it; again, if a caller was
+        interrupted.
+        """
         if self.combination is not None:
             return replace(self, combination=combination)
         return replace(self, taking=None, num_before=self.num_taken_in, combination=combination)
 
     def end(self, combination: Combination, common: Checkpoint | None) -> Self:
-        """Note that all of a combination has been taken in; common: a copy of the job now, where nodes have met."""
+        """Note that all of a combination has been taken in; common: a copy of the job now, where
+        nodes have met.
+        """
         num_trained = combination.num_trained if self.shard.gives_gradients else self.num_trained
-        return replace(self, is_waiting=False, combination=None, num_trained=num_trained, common=common)
+        return replace(
+            self, is_waiting=False, combination=None, num_trained=num_trained, common=common
+        )
 
 
 class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,8 +179,9 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     """Why the job has failed, or is about to."""
     stage: JobStage = "packs"
-    """What comes next: the packs of an optimizer step and the step itself; what follows from it (`after_step`: a
-    contribution, a version); the packs of the validation set; or answers to its questions, if it has any.
+    """What comes next: the packs of an optimizer step and the step itself; what follows from it
+    (`after_step`: a contribution, a version); the packs of the validation set; or answers to its
+    questions, if it has any.
     """
     packs: tuple[PackMembers, ...] = ()
     """Packs of the stage that are not done, the next one first."""
@@ -163,17 +198,20 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens_at_step: int = 0
     """Those of them in whole optimizer steps."""
     num_rows_run: float = 0.0
-    """Forward rows and reversed rows, work that was lost among them, for sharing the device among jobs."""
+    """Forward rows and reversed rows, work that was lost among them, for sharing the device among
+    jobs."""
     moved_s: float = -inf
     """Time of the last progress."""
     num_drops: int = 0
     """Packs that were given up, to be begun again."""
     sums: LossSums = LossSums()
-    """Of the packs that are done, of the optimizer step or of the evaluation; never changed in place."""
+    """Of the packs that are done, of the optimizer step or of the evaluation; never changed in
+    place."""
     seconds: StepSeconds = StepSeconds()
     """Device time of the optimizer step so far."""
     is_evaluated: bool = False
-    """Whether the validation set was measured after the last optimizer step, before the job was resumed."""
+    """Whether the validation set was measured after the last optimizer step, before the job was
+    resumed."""
     best: BestEvaluation = BestEvaluation()
     joined: frozenset[str] = frozenset()
     """Jobs whose tasklets were one batch of rows with its last ones, itself included."""
@@ -206,12 +244,16 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
         if self.packs or not self.has_trained:
             return False
         exchange = self.exchange
-        return exchange is None or not exchange.shard.gives_gradients or exchange.num_trained is not None
+        return (
+            exchange is None
+            or not exchange.shard.gives_gradients
+            or exchange.num_trained is not None
+        )
 
     @property
     def contribution_due(self) -> bool:
-        """Return whether the other nodes are to have this one's gradients, before the optimizer step can be made, or
-        its progress after it.
+        """Return whether the other nodes are to have this one's gradients, before the optimizer
+        step can be made, or its progress after it.
         """
         exchange = self.exchange
         if exchange is None or exchange.is_waiting or self.is_terminal:
@@ -222,18 +264,22 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_trained(self) -> int:
-        """Return the rows that the gradients of the step are of, those of other nodes included; at least 1, also for a
-        part of a batch that has no examples.
+        """Return the rows that the gradients of the step are of, those of other nodes included; at
+        least 1, also for a part of a batch that has no examples.
         """
         combined = None if self.exchange is None else self.exchange.num_trained
         return max(1, combined or self.sums.num_trained)
 
     @property
     def checkpoint_step(self) -> int | None:
-        """Return the optimizer steps that a checkpoint would have now; None: there cannot be one yet."""
+        """Return the optimizer steps that a checkpoint would have now; None: there cannot be one
+        yet.
+        """
         if self.exchange is None or self.exchange.shard.gives_gradients:
             return self.num_steps_done
-        return None if self.exchange.common is None else self.exchange.common.position.num_steps_done
+        return (
+            None if self.exchange.common is None else self.exchange.common.position.num_steps_done
+        )
 
     @property
     def evaluation_is_done(self) -> bool:
@@ -265,8 +311,12 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
         )
         if not position.num_steps_done:
             return found
-        exchange = None if self.exchange is None else replace(self.exchange, step=position.num_steps_done)
-        return replace(found, stage="after_step", packs=(), is_evaluated=position.evaluated, exchange=exchange)
+        exchange = (
+            None if self.exchange is None else replace(self.exchange, step=position.num_steps_done)
+        )
+        return replace(
+            found, stage="after_step", packs=(), is_evaluated=position.evaluated, exchange=exchange
+        )
 
     def after_begin(self, begun: BegunPack) -> Self:
         """Have the next pack in memory, from its beginning or back from the host."""
@@ -276,13 +326,17 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
     def after_rows(self, num_rows: float, now_s: float) -> Self:
         """Count what a step has run of the pack; num_rows: of all that has run of it."""
         num_new = num_rows - self.num_rows_counted
-        return replace(self, num_rows_run=self.num_rows_run + num_new, num_rows_counted=num_rows, moved_s=now_s)
+        return replace(
+            self, num_rows_run=self.num_rows_run + num_new, num_rows_counted=num_rows, moved_s=now_s
+        )
 
     def after_swap(self) -> Self:
         """Have the pack in memory on the host; it will resume where it is."""
         begun = self.begun
         assert begun is not None
-        return replace(self, place=SwappedPack(cursor=begun.cursor, group_pages=begun.pages.group_pages))
+        return replace(
+            self, place=SwappedPack(cursor=begun.cursor, group_pages=begun.pages.group_pages)
+        )
 
     def after_seconds(
         self,
@@ -338,7 +392,9 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, place=None, num_rows_counted=0.0, num_drops=self.num_drops + 1)
 
     def after_update(self, *, was_finite: bool, error: str | None) -> Self:
-        """Complete an optimizer step. was_finite: whether it was made, and not skipped. error: see `error`."""
+        """Complete an optimizer step. was_finite: whether it was made, and not skipped. error: see
+        `error`.
+        """
         exchange = self.exchange
         return replace(
             self,

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# A training file (`TrainingFile`), lines (as text or as objects), or examples that are tokens already.
+# A training file (`TrainingFile`), lines (as text or as objects), or examples that are tokens
+# already.
 Data = str | Path | Iterable[str] | Iterable[Mapping[str, Any]] | Iterable[Example]
 
 
@@ -32,7 +33,8 @@ def read_data(
     model: str,
     end_tokens: Collection[int] = (),
 ) -> list[Example]:
-    """Return each record as an example of the job's objective; warnings are logged of what is not learned.
+    """Return each record as an example of the job's objective; warnings are logged of what is not
+    learned.
 
     Args:
         data: A file, lines or examples.
@@ -42,7 +44,8 @@ def read_data(
         end_tokens: Ids at which generation stops.
 
     Raises:
-        DataError: The message names lines and reasons of the first ten different faults; or nothing is left.
+        DataError: The message names lines and reasons of the first ten different faults; or nothing
+            is left.
     """
     records: Iterable[tuple[str, Any]]
     if isinstance(data, str | Path):
@@ -93,7 +96,8 @@ def _cut(example: Example, length: int) -> Example:
         return example
     if example.values:
         raise DataError(
-            f"an example with values has {len(example.tokens)} tokens, and cannot be cut to {length}: "
+            f"an example with values has {len(example.tokens)} tokens, and cannot be cut to "
+            f"{length}: "
             "raise max_sequence_length"
         )
     cut = [(tokens[:length], trained[:length]) for tokens, trained in example.sequences]

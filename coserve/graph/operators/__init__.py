@@ -1,11 +1,15 @@
-"""The operator table: one entry per operator, one file per family of operators. Every class in them is an entry."""
+"""The operator table: one entry per operator, one file per family of operators. Every class in them
+is an entry.
+"""
 
 from coserve.discovery import variant_classes, variant_names
 from coserve.errors import GraphError
 from coserve.graph.operators.base import Operator
 
 _TABLE: dict[str, Operator] = {
-    entry.name: entry() for family in variant_names(__path__) for entry in variant_classes(__name__, family, Operator)
+    entry.name: entry()
+    for family in variant_names(__path__)
+    for entry in variant_classes(__name__, family, Operator)
 }
 
 

@@ -20,18 +20,27 @@ class Silu(RowWise):
     flops_per_element = 4
     by_columns: ClassVar[bool] = True
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": torch.nn.functional.silu(values["x"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         result = {"x": torch.ops.aten.silu_backward(gradients["y"], values["x"])}
         return result | self.forward(values, attributes, context) if "y" in wanted else result
 
 
 class Gelu(RowWise):
-    """y = x * Phi(x), exact or by tanh (attribute `approximate`: "none" or "tanh"). Source: arXiv 1606.08415."""
+    """y = x * Phi(x), exact or by tanh (attribute `approximate`: "none" or "tanh"). Source: arXiv
+    1606.08415.
+    """
 
     name = "gelu"
     inputs = ("x",)
@@ -40,19 +49,30 @@ class Gelu(RowWise):
     flops_per_element = 8
     by_columns: ClassVar[bool] = True
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": torch.nn.functional.gelu(values["x"], approximate=attributes["approximate"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
-        grad = torch.ops.aten.gelu_backward(gradients["y"], values["x"], approximate=attributes["approximate"])
+        grad = torch.ops.aten.gelu_backward(
+            gradients["y"], values["x"], approximate=attributes["approximate"]
+        )
         result = {"x": grad}
         return result | self.forward(values, attributes, context) if "y" in wanted else result
 
 
 class Relu(RowWise):
-    """y = max(x, 0). The gradient needs only where y > 0, so packed signs of y do as well (FlexLLM section 5.2)."""
+    """y = max(x, 0). The gradient needs only where y > 0, so packed signs of y do as well (FlexLLM
+    section 5.2).
+    """
 
     name = "relu"
     inputs = ("x",)
@@ -60,11 +80,18 @@ class Relu(RowWise):
     sign_suffices = ("y",)
     by_columns: ClassVar[bool] = True
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": torch.relu(values["x"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         y, dy = values["y"], gradients["y"]
         positive = context.backend.unpack_signs(y, dy.shape[1]) if y.dtype == torch.uint8 else y > 0
@@ -74,8 +101,9 @@ class Relu(RowWise):
 class SiluMul(RowWise):
     """y = silu(gate) * up, the gated unit of Llama's MLP (arXiv 2002.05202), as one operator.
 
-    One operator and not two, because then two tensors of the MLP's width are enough for the whole backward pass: its
-    VJP rebuilds silu(gate) on the way to both gradients, and has y for one multiplication more.
+    One operator and not two, because then two tensors of the MLP's width are enough for the whole
+    backward pass: its VJP rebuilds silu(gate) on the way to both gradients, and has y for one
+    multiplication more.
     """
 
     name = "silu_mul"
@@ -85,11 +113,18 @@ class SiluMul(RowWise):
     flops_per_element = 5
     by_columns: ClassVar[bool] = True
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": context.backend.silu_mul(values["gate"], values["up"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, gate = gradients["y"], values["gate"]
         if "gate" in wanted:
@@ -100,7 +135,8 @@ class SiluMul(RowWise):
 
 
 class ClampedSwiglu(RowWise):
-    """y = (u + 1) * g * sigmoid(alpha * g), where g = min(gate, limit) and u = up within [-limit, limit].
+    """y = (u + 1) * g * sigmoid(alpha * g), where g = min(gate, limit) and u = up within [-limit,
+    limit].
 
     The gated unit of gpt-oss (arXiv 2508.10925).
     """
@@ -111,12 +147,19 @@ class ClampedSwiglu(RowWise):
     flops_per_element = 8
     by_columns: ClassVar[bool] = True
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         gate, up = self._clamped(values, attributes)
         return {"y": torch.sigmoid(attributes["alpha"] * gate).mul_(gate).mul_(up + 1)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, limit, alpha, result = gradients["y"], attributes["limit"], attributes["alpha"], {}
         gate, up = self._clamped(values, attributes)
@@ -143,10 +186,17 @@ class SignBits(RowWise):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((packed_width(shapes["x"][0]),), torch.uint8)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": context.backend.pack_signs(values["x"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         raise AssertionError("sign_bits has no gradient")

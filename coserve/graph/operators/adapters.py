@@ -21,11 +21,18 @@ class AddVector(RowWise):
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
     added: ClassVar[frozenset[str]] = frozenset({"vector"})
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": values["x"] + attributes["factor"] * values["vector"]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
@@ -36,8 +43,8 @@ class AddVector(RowWise):
 
 
 class OtherVector(RowWise):
-    """y = new - old in every row: what changes where one vector that was added is another; like [n, width] is only
-    asked for its shape, new and old are [width].
+    """y = new - old in every row: what changes where one vector that was added is another; like [n,
+    width] is only asked for its shape, new and old are [width].
     """
 
     name = "other_vector"
@@ -47,18 +54,25 @@ class OtherVector(RowWise):
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"like"}),)
     added: ClassVar[frozenset[str]] = frozenset({"new", "old"})
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": (values["new"] - values["old"]).expand_as(values["like"]).clone()}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         return {"new": gradients["y"].float().sum(0)}
 
 
 class OnVirtualRows(RowWise):
-    """y = other - x on rows of virtual tokens (negative ids), zero elsewhere: x + y is `other` there. x, other [n,
-    width], tokens int64 [n].
+    """y = other - x on rows of virtual tokens (negative ids), zero elsewhere: x + y is `other`
+    there. x, other [n, width], tokens int64 [n].
     """
 
     name = "on_virtual_rows"
@@ -67,19 +81,26 @@ class OnVirtualRows(RowWise):
     by_columns: ClassVar[bool] = True
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x", "other"}),)
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": (values["other"] - values["x"]) * (values["tokens"] < 0)[:, None]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         masked = gradients["y"] * (values["tokens"] < 0)[:, None]
         return {slot: {"x": -masked, "other": masked}[slot] for slot in wanted}
 
 
 class Gain(RowWise):
-    """y = x * (factor - 1): what changes where x is multiplied by a vector (arXiv 2205.05638, section 3.3); x [n,
-    width], factor of width elements in any shape.
+    """y = x * (factor - 1): what changes where x is multiplied by a vector (arXiv 2205.05638,
+    section 3.3); x [n, width], factor of width elements in any shape.
     """
 
     name = "gain"
@@ -88,11 +109,18 @@ class Gain(RowWise):
     by_columns: ClassVar[bool] = True
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": values["x"] * (values["factor"].flatten() - 1)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, factor, result = gradients["y"], values["factor"], {}
         if "x" in wanted:
@@ -103,7 +131,9 @@ class Gain(RowWise):
 
 
 class Dropout(RowWise):
-    """y = dropout(x); x [n, width], dropout_row_ids int64 [n]. Attributes: p, salt (see `kernels.dropout`)."""
+    """y = dropout(x); x [n, width], dropout_row_ids int64 [n]. Attributes: p, salt (see
+    `kernels.dropout`).
+    """
 
     name = "dropout"
     inputs = ("x", "dropout_row_ids")
@@ -111,28 +141,42 @@ class Dropout(RowWise):
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
     def layouts(self, given: Given) -> Sequence[Layout]:
-        cuts = [Layout(inputs={"x": cut}, outputs={"y": cut}) for cut in given.cuts_of("x") if has_one_run(cut)]
+        cuts = [
+            Layout(inputs={"x": cut}, outputs={"y": cut})
+            for cut in given.cuts_of("x")
+            if has_one_run(cut)
+        ]
         return [*super().layouts(given), *cuts]
 
     def demands(self, given: Given) -> dict[str, Cut]:
         cut = given.cuts.get("y")
         return {} if cut is None else {"x": cut}
 
-    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+    def localized(
+        self, attributes: Attributes, states: Mapping[str, AnyState], rank: int
+    ) -> Attributes:
         return with_first_feature(attributes, states["x"], rank)
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": dropped(values["x"], values, attributes, context)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         return {"x": dropped(gradients["y"], values, attributes, context)}
 
 
 class Magnitude(RowWise):
-    """y = (g - 1) * (base - bias) + g * change with g = magnitude / norm: what DoRA adds to base where `change` is what
-    LoRA would add (arXiv 2402.09353, equation 5; the norm is a constant, as in section 4.3).
+    """y = (g - 1) * (base - bias) + g * change with g = magnitude / norm: what DoRA adds to base
+    where `change` is what LoRA would add (arXiv 2402.09353, equation 5; the norm is a constant, as
+    in section 4.3).
 
     base, change [n, width]; magnitude, norm, bias [width].
     """
@@ -152,12 +196,19 @@ class Magnitude(RowWise):
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"base", "change"}),)
     added: ClassVar[frozenset[str]] = frozenset({"bias"})
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         gain = values["magnitude"] / values["norm"]
         return {"y": (gain - 1) * self._base(values) + gain * values["change"]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "magnitude" in wanted:

@@ -17,12 +17,12 @@ _HEADS = "heads of attention"
 
 
 class Attention(Operator):
-    """y = softmax(q k^T * scale, masked) v; q [n, Hq * D], k and v [n, Hkv * D] plus the earlier rows that the
-    context holds.
+    """y = softmax(q k^T * scale, masked) v; q [n, Hq * D], k and v [n, Hkv * D] plus the earlier
+    rows that the context holds.
 
-    Attributes: num_heads (Hq), num_key_value_heads (Hkv), scale, sliding_window (number of keys, or None), and, where
-    there are any, soft_cap and alibi_slopes; sinks [Hq] is an input (see `AttentionSpec`). Outputs: y [n, Hq * D], lse
-    float32 [n, Hq].
+    Attributes: num_heads (Hq), num_key_value_heads (Hkv), scale, sliding_window (number of keys, or
+    None), and, where there are any, soft_cap and alibi_slopes; sinks [Hq] is an input (see
+    `AttentionSpec`). Outputs: y [n, Hq * D], lse float32 [n, Hq].
     """
 
     name = "attention"
@@ -45,7 +45,10 @@ class Attention(Operator):
 
     def demands(self, given: Given) -> dict[str, Cut]:
         """Return the cuts into whole heads; of key heads, several ranks may have the same one."""
-        numbers = {"q": given.attributes["num_heads"], **dict.fromkeys("kv", given.attributes["num_key_value_heads"])}
+        numbers = {
+            "q": given.attributes["num_heads"],
+            **dict.fromkeys("kv", given.attributes["num_key_value_heads"]),
+        }
         names = {"q": _HEADS, **dict.fromkeys("kv", "key heads")}
         return {
             slot: head_cut(
@@ -58,7 +61,9 @@ class Attention(Operator):
             for slot, number in numbers.items()
         }
 
-    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+    def localized(
+        self, attributes: Attributes, states: Mapping[str, AnyState], rank: int
+    ) -> Attributes:
         q, k = states["q"], states["k"]
         if not isinstance(q, Cut) or not isinstance(k, Cut):
             return attributes
@@ -72,24 +77,40 @@ class Attention(Operator):
             found["alibi_slopes"] = slopes[rank * heads // q.size : (rank + 1) * heads // q.size]
         return found
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         q, spec = _heads(values["q"], attributes["num_heads"]), attention_spec(values, attributes)
         found = [
-            context.backend.attention(q[own.rows], own.keys, own.values, own.batch, spec) for own in context.attention
+            context.backend.attention(q[own.rows], own.keys, own.values, own.batch, spec)
+            for own in context.attention
         ]
         y, lse = (_joined(parts) for parts in zip(*found, strict=True))
         return {"y": y.flatten(1), "lse": lse}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         heads, spec = attributes["num_heads"], attention_spec(values, attributes)
         found: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
         for index, own in enumerate(context.attention):
-            assert own.key_grads is not None and own.value_grads is not None, "requests run forward only"
+            assert own.key_grads is not None and own.value_grads is not None, (
+                "requests run forward only"
+            )
             q, y, lse = (rows_of_owner(values[slot], index, own.rows) for slot in ("q", "y", "lse"))
             dq = context.backend.attention_gradient(
-                *(_heads(gradients["y"][own.rows], heads), _heads(q, heads), own.keys, own.values, _heads(y, heads)),
+                *(
+                    _heads(gradients["y"][own.rows], heads),
+                    _heads(q, heads),
+                    own.keys,
+                    own.values,
+                    _heads(y, heads),
+                ),
                 *(lse, own.batch, spec),
                 key_grads=own.key_grads,
                 value_grads=own.value_grads,
@@ -99,13 +120,25 @@ class Attention(Operator):
             found["v"].append(own.value_grads[0, own.place].to(dq.dtype))
         return {slot: _joined(found[slot]) for slot in wanted}
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
-        return 4 * prod(specs["q"].shape) * min(mean_context_len, attributes["sliding_window"] or mean_context_len)
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
+        return (
+            4
+            * prod(specs["q"].shape)
+            * min(mean_context_len, attributes["sliding_window"] or mean_context_len)
+        )
 
-    def bytes_moved(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> int:
-        """The rows of a sequence share its earlier keys, so those are read once. Sum over sequences."""
+    def bytes_moved(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load
+    ) -> int:
+        """The rows of a sequence share its earlier keys, so those are read once. Sum over
+        sequences.
+        """
         earlier = max(
-            0.0, min(load.mean_context_len, attributes["sliding_window"] or load.mean_context_len) - load.rows / 2
+            0.0,
+            min(load.mean_context_len, attributes["sliding_window"] or load.mean_context_len)
+            - load.rows / 2,
         )
         per_key = sum(specs[slot].num_bytes(load.compute_dtype) for slot in self.whole)
         return super().bytes_moved(specs, attributes, load) + round(earlier * per_key)

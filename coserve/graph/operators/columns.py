@@ -15,10 +15,11 @@ from coserve.kernels.cuts import Cut, mapped
 
 
 class Columns(Operator):
-    """Some columns of each group of x's columns: x [n, groups * g] -> y [n, groups * width], those from `start` on.
+    """Some columns of each group of x's columns: x [n, groups * g] -> y [n, groups * width], those
+    from `start` on.
 
-    Attributes: groups, of (g), start, width. One node for each part, so that each is a place for adapters; the
-    gradients of all parts are written into one tensor.
+    Attributes: groups, of (g), start, width. One node for each part, so that each is a place for
+    adapters; the gradients of all parts are written into one tensor.
     """
 
     name = "columns"
@@ -45,17 +46,26 @@ class Columns(Operator):
         found = cut and mapped(cut, given.specs["x"].shape[0], _place(given.attributes))
         return {"x": found} if found else {}
 
-    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+    def localized(
+        self, attributes: Attributes, states: Mapping[str, AnyState], rank: int
+    ) -> Attributes:
         cut = states["x"]
         found = _local_attributes(attributes, cut) if isinstance(cut, Cut) else attributes
         assert found is not None, "a layout of this operator"
         return found
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": _part(values["x"], attributes).flatten(1)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy = gradients["y"]
         total = dy.new_zeros(dy.shape[0], attributes["groups"] * attributes["of"])
@@ -63,19 +73,27 @@ class Columns(Operator):
         return {"x": total}
 
     def vjp_onto(
-        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        total: Factor,
+        slot: str,
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> None:
         assert isinstance(total, Tensor)
         part = _part(total, attributes)
         part += gradients["y"].reshape(part.shape)
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return 0.0
 
 
 class Regroup(Columns):
-    """Several parts of each group of x's columns, part by part: x [n, groups * g] -> y [n, groups * sum(widths)], of
-    all groups the first part, then of all the second.
+    """Several parts of each group of x's columns, part by part: x [n, groups * g] -> y [n, groups *
+    sum(widths)], of all groups the first part, then of all the second.
 
     Attributes: groups, of (g), start, widths: of the parts, which stand one after another.
     """
@@ -85,11 +103,21 @@ class Regroup(Columns):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((attributes["groups"] * sum(attributes["widths"]),), None)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        return {"y": torch.cat([_part(values["x"], each).flatten(1) for each in _parts(attributes)], 1)}
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        return {
+            "y": torch.cat([_part(values["x"], each).flatten(1) for each in _parts(attributes)], 1)
+        }
 
     def vjp_onto(
-        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        total: Factor,
+        slot: str,
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> None:
         parts, dy = _parts(attributes), gradients["y"]
         sizes = [attributes["groups"] * each["width"] for each in parts]
@@ -121,7 +149,8 @@ def _place(attributes: Attributes) -> dict[int, int]:
 def _local_attributes(attributes: Attributes, cut: Cut) -> Attributes | None:
     """Return the attributes where x is cut; None where a rank's columns form no equal groups.
 
-    What a rank has of a group stands together, and has to have every part in the same width as in other groups.
+    What a rank has of a group stands together, and has to have every part in the same width as in
+    other groups.
     """
     parts = _parts(attributes) if "widths" in attributes else [attributes]
     bounds = [parts[0]["start"], *(each["start"] + each["width"] for each in parts)]
@@ -132,7 +161,8 @@ def _local_attributes(attributes: Attributes, cut: Cut) -> Attributes | None:
             for column in range(run.start, run.stop):
                 held.setdefault(column // attributes["of"], []).append(column % attributes["of"])
         of_groups = {
-            (len(held), len(each), *(sum(c < bound for c in each) for bound in bounds)) for each in held.values()
+            (len(held), len(each), *(sum(c < bound for c in each) for bound in bounds))
+            for each in held.values()
         }
         found |= of_groups
     if len(found) != 1:

@@ -19,17 +19,28 @@ class Add(RowWise):
     by_columns: ClassVar[bool] = True
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"a", "b"}),)
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": values["a"] + values["b"]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy: Tensor = gradients["y"]
         return dict.fromkeys(wanted, dy)
 
     def vjp_cost(
-        self, wanted: Collection[str], specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load
+        self,
+        wanted: Collection[str],
+        specs: Mapping[str, TensorSpec],
+        attributes: Attributes,
+        load: Load,
     ) -> Cost:
         """Nothing: both gradients are the output's."""
         return Cost()
@@ -45,11 +56,18 @@ class Mul(RowWise):
     by_columns: ClassVar[bool] = True
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}), frozenset({"factor"}))
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": values["x"] * values["factor"]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
@@ -63,7 +81,9 @@ class Mul(RowWise):
 
 
 class Scale(RowWise):
-    """y = factor * x, with a fixed number. rounded: to the dtype of x, as in models that keep it in a tensor."""
+    """y = factor * x, with a fixed number. rounded: to the dtype of x, as in models that keep it in
+    a tensor.
+    """
 
     name = "scale"
     inputs = ("x",)
@@ -71,11 +91,18 @@ class Scale(RowWise):
     by_columns: ClassVar[bool] = True
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": values["x"] * _factor(attributes, values["x"].dtype)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         return {"x": gradients["y"] * _factor(attributes, gradients["y"].dtype)}
 
@@ -93,11 +120,18 @@ class Clamp(RowWise):
     needs = {"x": ("x",)}
     by_columns: ClassVar[bool] = True
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": values["x"].clamp(-attributes["most"], attributes["most"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         return {"x": gradients["y"] * (values["x"].abs() <= attributes["most"])}
 
@@ -111,11 +145,18 @@ class SoftCap(RowWise):
     flops_per_element = 8
     by_columns: ClassVar[bool] = True
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": torch.tanh(values["x"] / attributes["cap"]).mul_(attributes["cap"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         slope = (values["y"] / attributes["cap"]).square_().neg_().add_(1)
         return {"x": slope.mul_(gradients["y"])}

@@ -1,7 +1,8 @@
-"""Mixtures of experts: which experts a row goes to, products with the matrices of those, and the weighted sum.
+"""Mixtures of experts: which experts a row goes to, products with the matrices of those, and the
+weighted sum.
 
-A row goes to k of E experts; what it has there stands side by side, [n, k * width]. Products are grouped: rows are
-sorted by expert, and each expert's rows meet its matrix in one call.
+A row goes to k of E experts; what it has there stands side by side, [n, k * width]. Products are
+grouped: rows are sorted by expert, and each expert's rows meet its matrix in one call.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,15 +13,23 @@ import torch
 from torch import Tensor
 
 from coserve.graph.layouts import FIRST, PART, Given, Layout
-from coserve.graph.operators.base import Attributes, Context, Operator, RowWise, Shape, Shapes, Values
+from coserve.graph.operators.base import (
+    Attributes,
+    Context,
+    Operator,
+    RowWise,
+    Shape,
+    Shapes,
+    Values,
+)
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.cuts import Cut, even_cut, pattern, repeated
 from coserve.kernels.weights import as_weight
 
 
 class Route(Operator):
-    """The k experts of the largest scores x W^T + b, and their shares, the softmax of those scores; x [n, width],
-    weight [E, width], bias [E].
+    """The k experts of the largest scores x W^T + b, and their shares, the softmax of those scores;
+    x [n, width], weight [E, width], bias [E].
 
     Attribute: top_k. Outputs: shares [n, k], experts int64 [n, k].
     """
@@ -39,23 +48,36 @@ class Route(Operator):
         chosen = (attributes["top_k"],)
         return {"shares": (chosen, None), "experts": (chosen, torch.int64)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         scores = _scores(values, context)
         largest, experts = scores.topk(attributes["top_k"])
         return {"shares": largest.softmax(-1).to(values["x"].dtype), "experts": experts}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
-        return _score_gradients(wanted, self._of_scores(values, gradients["shares"].float(), context), values, context)
+        return _score_gradients(
+            wanted, self._of_scores(values, gradients["shares"].float(), context), values, context
+        )
 
     def _of_scores(self, values: Values, grad: Tensor, context: Context) -> Tensor:
         """The gradient of all scores, float32 [n, E]."""
         shares: Tensor = values["shares"].float()
         chosen = shares * (grad - (shares * grad).sum(-1, keepdim=True))
-        return chosen.new_zeros(len(chosen), values["weight"].shape[0]).scatter_(1, values["experts"], chosen)
+        return chosen.new_zeros(len(chosen), values["weight"].shape[0]).scatter_(
+            1, values["experts"], chosen
+        )
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return 2 * prod(specs["weight"].shape)
 
 
@@ -65,7 +87,9 @@ class RouteOfAll(Route):
     name = "route_of_all"
     needs = dict.fromkeys(("x", "weight", "bias"), ("x", "weight", "bias", "experts"))
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         shares, experts = _scores(values, context).softmax(-1).topk(attributes["top_k"])
         return {"shares": shares.to(values["x"].dtype), "experts": experts}
 
@@ -76,8 +100,8 @@ class RouteOfAll(Route):
 
 
 class ExpertLinear(Operator):
-    """y = x W_e^T + b_e for each of a row's experts e; x [n, in] (for all of them) or [n, k * in] (a part for each),
-    experts int64 [n, k], weight [E, out, in], bias [E, out] -> y [n, k * out].
+    """y = x W_e^T + b_e for each of a row's experts e; x [n, in] (for all of them) or [n, k * in]
+    (a part for each), experts int64 [n, k], weight [E, out, in], bias [E, out] -> y [n, k * out].
 
     Attribute: shared, whether x is for all of them.
     """
@@ -118,16 +142,25 @@ class ExpertLinear(Operator):
             return {}
         return {"x": repeated(cut, given.specs["experts"].shape[0])}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         experts, weight, bias = values["experts"], as_weight(values["weight"]), values.get("bias")
         groups = _Groups(experts, weight.shape[0])
-        y = weight.grouped_product(context.backend, groups.take(values["x"], weight.shape[2]), groups.ends)
+        y = weight.grouped_product(
+            context.backend, groups.take(values["x"], weight.shape[2]), groups.ends
+        )
         if bias is not None:
             y = y + bias[groups.experts]
         return {"y": groups.put(y)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         experts, result = values["experts"], {}
         dy = gradients["y"]
@@ -147,12 +180,16 @@ class ExpertLinear(Operator):
                 result["weight"] = context.backend.grouped_weight_gradient(grad, x, groups.ends)
         return result
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return 2 * prod(specs["experts"].shape) * prod(specs["weight"].shape[1:])
 
 
 class Mixture(RowWise):
-    """The sum of what a row's experts give, by their shares: x [n, k * width], shares [n, k] -> y [n, width]."""
+    """The sum of what a row's experts give, by their shares: x [n, k * width], shares [n, k] -> y
+    [n, width].
+    """
 
     name = "mixture"
     inputs = ("x", "shares")
@@ -163,12 +200,19 @@ class Mixture(RowWise):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["x"][0] // shapes["shares"][0],), None)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         x, shares = values["x"], values["shares"]
         return {"y": torch.bmm(shares[:, None], x.view(*shares.shape, -1))[:, 0]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
@@ -180,8 +224,8 @@ class Mixture(RowWise):
 
 
 class _Groups:
-    """The k places of each row, sorted by expert; ends int32 [E]: where each expert's places end; experts int64: whose
-    each is.
+    """The k places of each row, sorted by expert; ends int32 [E]: where each expert's places end;
+    experts int64: whose each is.
     """
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
@@ -207,7 +251,9 @@ def _scores(values: Values, context: Context) -> Tensor:
     return scores.float()
 
 
-def _score_gradients(wanted: Collection[str], grad: Tensor, values: Values, context: Context) -> dict[str, Tensor]:
+def _score_gradients(
+    wanted: Collection[str], grad: Tensor, values: Values, context: Context
+) -> dict[str, Tensor]:
     """From the gradient of all scores, float32 [n, E]."""
     result = {}
     if "x" in wanted:

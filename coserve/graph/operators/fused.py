@@ -1,5 +1,6 @@
-"""Operators that several others were (`graph/fuse.py`). Each runs a kernel of the backend (`Backend.fused`), or what it
-was made of where the kernel is not for its tensors. Each runs in one direction only.
+"""Operators that several others were (`graph/fuse.py`). Each runs a kernel of the backend
+(`Backend.fused`), or what it was made of where the kernel is not for its tensors. Each runs in one
+direction only.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,12 +20,21 @@ class _Fused(Operator):
     """What they have in common."""
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         raise AssertionError(f"{self.name} runs forward only")
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
-        return 2.0 * sum(prod(spec.shape) for slot, spec in specs.items() if slot.endswith(("weight", "factor")))
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
+        return 2.0 * sum(
+            prod(spec.shape) for slot, spec in specs.items() if slot.endswith(("weight", "factor"))
+        )
 
     def _kernel(self, context: Context) -> Callable[..., Tensor | None]:
         return context.backend.fused.get(self.name, _no_kernel)
@@ -35,7 +45,8 @@ def _no_kernel(*_: object) -> None:
 
 
 class LinearOnto(_Fused):
-    """y = onto + (x W^T + b), rounded before the sum, too; x [n, in], weight [out, in], bias [out], onto [n, out].
+    """y = onto + (x W^T + b), rounded before the sum, too; x [n, in], weight [out, in], bias [out],
+    onto [n, out].
 
     Kernel: (x, weight, bias or None, onto) -> y.
     """
@@ -48,8 +59,15 @@ class LinearOnto(_Fused):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": (shapes["onto"], None)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        x, weight, bias, onto = values["x"], as_weight(values["weight"]), values.get("bias"), values["onto"]
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        x, weight, bias, onto = (
+            values["x"],
+            as_weight(values["weight"]),
+            values.get("bias"),
+            values["onto"],
+        )
         if (dense := as_dense(weight)) is not None:
             found = self._kernel(context)(x, dense, bias, onto)
             if found is not None:
@@ -58,10 +76,11 @@ class LinearOnto(_Fused):
 
 
 class LinearAndLowRank(_Fused):
-    """y = x W^T + b + narrow F^T, rounded once where there is a kernel; x [n, in], weight [out, in], bias [out], narrow
-    [n, rank], factor [out, rank]. Without the last two it is `linear`.
+    """y = x W^T + b + narrow F^T, rounded once where there is a kernel; x [n, in], weight [out,
+    in], bias [out], narrow [n, rank], factor [out, rank]. Without the last two it is `linear`.
 
-    Kernel: (x, weight, bias or None, `LowRankRows` of some of its columns, of which none is in two) -> y.
+    Kernel: (x, weight, bias or None, `LowRankRows` of some of its columns, of which none is in two)
+    -> y.
     """
 
     name = "linear_and_low_rank"
@@ -73,17 +92,27 @@ class LinearAndLowRank(_Fused):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         [y] = self.products([values], context)
         return {"y": y}
 
-    def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Context) -> list[dict[str, Tensor]]:
+    def forward_all(
+        self, runs: Sequence[tuple[Values, Attributes]], context: Context
+    ) -> list[dict[str, Tensor]]:
         return [{"y": y} for y in self.products([values for values, _ in runs], context)]
 
     def products(self, runs: Sequence[Values], context: Context) -> Sequence[Tensor]:
-        """The results for inputs that share x, from one product where their weights lie in one piece."""
+        """The results for inputs that share x, from one product where their weights lie in one
+        piece.
+        """
         backend, x = context.backend, runs[0]["x"]
-        weights, biases, added = _weights(runs), [values.get("bias") for values in runs], _added(runs)
+        weights, biases, added = (
+            _weights(runs),
+            [values.get("bias") for values in runs],
+            _added(runs),
+        )
         whole, bias = join_again(weights, biases) if len(runs) > 1 else (weights[0], biases[0])
         if whole is None:
             return [self.products([values], context)[0] for values in runs]
@@ -99,11 +128,12 @@ class LinearAndLowRank(_Fused):
 
 
 class GatedLinear(_Fused):
-    """y = silu(x G^T + b + …) * (x U^T + c + …), as `silu_mul` of two `linear_and_low_rank`; x [n, in], gate_weight and
-    up_weight [width, in], and what else those two take. gate_room, up_room: where the factors are kept [n, width].
+    """y = silu(x G^T + b + …) * (x U^T + c + …), as `silu_mul` of two `linear_and_low_rank`; x [n,
+    in], gate_weight and up_weight [width, in], and what else those two take. gate_room, up_room:
+    where the factors are kept [n, width].
 
-    Kernel: (x, G's rows and then U's [2 width, in], b and then c or None, `LowRankRows` of some of these columns, rooms
-    of both factors or none) -> y.
+    Kernel: (x, G's rows and then U's [2 width, in], b and then c or None, `LowRankRows` of some of
+    these columns, rooms of both factors or none) -> y.
     """
 
     name = "gated_linear"
@@ -119,7 +149,9 @@ class GatedLinear(_Fused):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return dict.fromkeys(self.outputs, ((shapes["gate_weight"][0],), None))
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         halves = [_half_of(values, name) for name in ("gate", "up")]
         rooms = [values[slot] for slot in ("gate_room", "up_room") if slot in values]
         whole, bias = join_again(_weights(halves), [half.get("bias") for half in halves])
@@ -137,7 +169,10 @@ _PRODUCTS = LinearAndLowRank()
 def _half_of(values: Values, name: str) -> dict[str, Any]:
     """What a factor of a gated unit is a product of."""
     slots = {slot: f"{name}_{slot}" for slot in ("weight", "bias", "narrow", "factor")}
-    return {"x": values["x"], **{slot: values[given] for slot, given in slots.items() if given in values}}
+    return {
+        "x": values["x"],
+        **{slot: values[given] for slot, given in slots.items() if given in values},
+    }
 
 
 def _weights(runs: Sequence[Values]) -> list[Weight]:
@@ -155,11 +190,11 @@ def _added(runs: Sequence[Values]) -> list[LowRankRows]:
 
 
 class LinearBesideLowRank(Operator):
-    """y = x W^T + b and narrow = x F^T, of which only the gradient of x is taken: dx = dy W + dnarrow F; x [n, in],
-    weight [out, in], factor [rank, in].
+    """y = x W^T + b and narrow = x F^T, of which only the gradient of x is taken: dx = dy W +
+    dnarrow F; x [n, in], weight [out, in], factor [rank, in].
 
-    Kernel: (dy, weight, `LowRankGradient` of dnarrow and factor, rows that the result is added to or None) -> dx,
-    rounded once.
+    Kernel: (dy, weight, `LowRankGradient` of dnarrow and factor, rows that the result is added to
+    or None) -> dx, rounded once.
     """
 
     name = "linear_beside_low_rank"
@@ -174,22 +209,42 @@ class LinearBesideLowRank(Operator):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None), "narrow": ((shapes["factor"][0],), None)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         raise AssertionError(f"{self.name} runs backward only")
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         return {"x": self._gradient(None, values, gradients, context)}
 
     def vjp_onto(
-        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        total: Factor,
+        slot: str,
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> None:
         assert isinstance(total, Tensor), "rows"
         self._gradient(total, values, gradients, context)
 
-    def _gradient(self, total: Tensor | None, values: Values, gradients: Values, context: Context) -> Tensor:
-        weight, factor, dy, narrow = as_weight(values["weight"]), values["factor"], gradients["y"], gradients["narrow"]
+    def _gradient(
+        self, total: Tensor | None, values: Values, gradients: Values, context: Context
+    ) -> Tensor:
+        weight, factor, dy, narrow = (
+            as_weight(values["weight"]),
+            values["factor"],
+            gradients["y"],
+            gradients["narrow"],
+        )
         kernel, dense = context.backend.fused.get(self.name), as_dense(weight)
         if kernel is not None and dense is not None and isinstance(factor, Tensor):
             found = kernel(dy, dense, LowRankGradient(narrow=narrow, a=factor), total)
@@ -198,5 +253,7 @@ class LinearBesideLowRank(Operator):
         total = context.backend.low_rank_input_gradient(narrow, factor, total)
         return weight.input_gradient(context.backend, dy, total)
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return 2.0 * (prod(specs["weight"].shape) + prod(specs["factor"].shape))

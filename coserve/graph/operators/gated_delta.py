@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from coserve.graph.layouts import AnyState, Given, Layout
-from coserve.graph.operators.base import Attributes, Context, Operator, RowWise, Shape, Shapes, Values
+from coserve.graph.operators.base import (
+    Attributes,
+    Context,
+    Operator,
+    RowWise,
+    Shape,
+    Shapes,
+    Values,
+)
 from coserve.graph.states import StateRun
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.cuts import Cut, head_cut, side_by_side
@@ -19,8 +27,9 @@ _HEADS = "heads of a state"
 
 
 class GatedDelta(Operator):
-    """y = the gated delta rule on the short causal convolution of x (see `kernels.plain.gated_delta`): x [n, C], b and
-    a [n, Hv] -> y [n, Hv * Dv]; weights conv [C, 1, K], a_log and dt_bias [Hv]. Source: arXiv 2412.06464.
+    """y = the gated delta rule on the short causal convolution of x (see
+    `kernels.plain.gated_delta`): x [n, C], b and a [n, Hv] -> y [n, Hv * Dv]; weights conv [C, 1,
+    K], a_log and dt_bias [Hv]. Source: arXiv 2412.06464.
 
     Attributes: num_key_heads, num_value_heads, key_dim, value_dim, kernel_size.
     """
@@ -42,41 +51,63 @@ class GatedDelta(Operator):
             return []
         weights = {"conv": cuts["x"].along(-3), "a_log": cuts["a"], "dt_bias": cuts["a"]}
         heads, width = given.attributes["num_value_heads"], given.attributes["value_dim"]
-        return [Layout(inputs={**cuts, **weights}, outputs={"y": head_cut(heads, width, given.size, name=_HEADS)})]
+        return [
+            Layout(
+                inputs={**cuts, **weights},
+                outputs={"y": head_cut(heads, width, given.size, name=_HEADS)},
+            )
+        ]
 
     def demands(self, given: Given) -> dict[str, Cut]:
         """Return the cuts into whole heads; of key heads, several ranks may have the same one."""
         spec = GatedDeltaSpec(**given.attributes)
-        keys = head_cut(spec.num_key_heads, spec.key_dim, given.size, name="key heads of a state", may_copy=True)
+        keys = head_cut(
+            spec.num_key_heads, spec.key_dim, given.size, name="key heads of a state", may_copy=True
+        )
         values = head_cut(spec.num_value_heads, spec.value_dim, given.size, name=_HEADS)
         heads = head_cut(spec.num_value_heads, 1, given.size, name=_HEADS)
         return {"x": side_by_side([keys, keys, values]), "b": heads, "a": heads}
 
-    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+    def localized(
+        self, attributes: Attributes, states: Mapping[str, AnyState], rank: int
+    ) -> Attributes:
         x, heads = states["x"], states["a"]
         if not isinstance(x, Cut) or not isinstance(heads, Cut):
             return attributes
         keys = (x.local - heads.local * attributes["value_dim"]) // (2 * attributes["key_dim"])
         return {**attributes, "num_key_heads": keys, "num_value_heads": heads.local}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         spec, weights = GatedDeltaSpec(**attributes), _weights(values)
         x: Tensor = values["x"]
         y = x.new_empty(x.shape[0], spec.num_value_heads * spec.value_dim)
         for own in context.states:
             rows, into = [values[slot][own.rows] for slot in _ROWS], y[own.rows]
             for run in own.runs:
-                found, state = context.backend.gated_delta(_pieces(run, rows), weights, run.state(own.store), spec)
+                found, state = context.backend.gated_delta(
+                    _pieces(run, rows), weights, run.state(own.store), spec
+                )
                 own.store.write(run.after, state)
                 into[run.rows] = found.flatten(0, 1)
         return {"y": y}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         spec, weights, backend = GatedDeltaSpec(**attributes), _weights(values), context.backend
         found = {slot: torch.empty_like(values[slot]) for slot in _ROWS}
-        sums = {slot: torch.zeros_like(values[slot], dtype=torch.float32) for slot in _WEIGHTS if slot in wanted}
+        sums = {
+            slot: torch.zeros_like(values[slot], dtype=torch.float32)
+            for slot in _WEIGHTS
+            if slot in wanted
+        }
         for own in context.states:
             assert own.gradient is not None, "requests run forward only"
             rows, grad = [values[slot][own.rows] for slot in _ROWS], gradients["y"][own.rows]
@@ -99,7 +130,9 @@ class GatedDelta(Operator):
             own.gradient.copy_(state_grad[0])
         return {slot: value for slot, value in {**found, **sums}.items() if slot in wanted}
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
         spec = GatedDeltaSpec(**attributes)
         # The rule reads the state twice and writes it once, an element two operations each.
         return 2.0 * spec.kernel_size * spec.num_channels + 6.0 * (spec.state_size - spec.tail_size)
@@ -116,8 +149,8 @@ class GatedDelta(Operator):
 
 
 class SigmoidMul(RowWise):
-    """y = sigmoid(gate) * x, as attention's output is gated in Qwen3-Next (arXiv 2505.06708), and its shared expert's;
-    x [n, width], gate [n, width] or [n, 1].
+    """y = sigmoid(gate) * x, as attention's output is gated in Qwen3-Next (arXiv 2505.06708), and
+    its shared expert's; x [n, width], gate [n, width] or [n, 1].
     """
 
     name = "sigmoid_mul"
@@ -128,11 +161,18 @@ class SigmoidMul(RowWise):
     by_columns: ClassVar[bool] = True
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": torch.sigmoid(values["gate"]) * values["x"]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, gate, result = gradients["y"], torch.sigmoid(values["gate"]), {}
         if "gate" in wanted:

@@ -23,11 +23,14 @@ class _Product(Operator):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None)}
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return 2 * prod(specs["weight"].shape)
 
     def layouts(self, given: Given) -> Sequence[Layout]:
-        """Return the products of parts of sums, with rows of the weight (columns of y), and with its columns.
+        """Return the products of parts of sums, with rows of the weight (columns of y), and with
+        its columns.
 
         The products with columns add up only if each column of x is on one rank.
         """
@@ -52,11 +55,16 @@ class _Product(Operator):
         attributes: Attributes,
         mean_context_len: float,
     ) -> float:
-        return sum(2 * prod(specs["weight"].shape) if slot != "bias" else specs["bias"].shape[0] for slot in wanted)
+        return sum(
+            2 * prod(specs["weight"].shape) if slot != "bias" else specs["bias"].shape[0]
+            for slot in wanted
+        )
 
 
 class Linear(_Product):
-    """y = x W^T + b; x [n, in], weight [out, in] (a `Weight` of the backbone, or a tensor), bias [out]."""
+    """y = x W^T + b; x [n, in], weight [out, in] (a `Weight` of the backbone, or a tensor), bias
+    [out].
+    """
 
     name = "linear"
     inputs = ("x", "weight", "bias")
@@ -68,15 +76,33 @@ class Linear(_Product):
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
     added: ClassVar[frozenset[str]] = frozenset({"bias"})
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        return {"y": as_weight(values["weight"]).product(context.backend, values["x"], values.get("bias"))}
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        return {
+            "y": as_weight(values["weight"]).product(
+                context.backend, values["x"], values.get("bias")
+            )
+        }
 
-    def forward_all(self, runs: Sequence[tuple[Values, Attributes]], context: Context) -> list[dict[str, Tensor]]:
-        weights, biases = [as_weight(v["weight"]) for v, _ in runs], [v.get("bias") for v, _ in runs]
-        return [{"y": y} for y in weights[0].products(context.backend, runs[0][0]["x"], weights, biases)]
+    def forward_all(
+        self, runs: Sequence[tuple[Values, Attributes]], context: Context
+    ) -> list[dict[str, Tensor]]:
+        weights, biases = (
+            [as_weight(v["weight"]) for v, _ in runs],
+            [v.get("bias") for v, _ in runs],
+        )
+        return [
+            {"y": y} for y in weights[0].products(context.backend, runs[0][0]["x"], weights, biases)
+        ]
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
@@ -88,14 +114,22 @@ class Linear(_Product):
         return result
 
     def vjp_onto(
-        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        total: Factor,
+        slot: str,
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> None:
         assert isinstance(total, Tensor)
         as_weight(values["weight"]).input_gradient(context.backend, gradients["y"], total)
 
 
 class LowRank(_Product):
-    """y = x F^T with a factor F [out, in] of low rank, a parameter of an adapter: one of out and in is the rank."""
+    """y = x F^T with a factor F [out, in] of low rank, a parameter of an adapter: one of out and in
+    is the rank.
+    """
 
     name = "low_rank"
     inputs = ("x", "weight")
@@ -105,14 +139,23 @@ class LowRank(_Product):
     apart: ClassVar[frozenset[str]] = frozenset({"x"})
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": context.backend.low_rank_product(values["x"], values["weight"])}
 
-    def forward_onto(self, total: Tensor, values: Values, attributes: Attributes, context: Context) -> None:
+    def forward_onto(
+        self, total: Tensor, values: Values, attributes: Attributes, context: Context
+    ) -> None:
         context.backend.low_rank_product(values["x"], values["weight"], total)
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
@@ -122,7 +165,13 @@ class LowRank(_Product):
         return result
 
     def vjp_onto(
-        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        total: Factor,
+        slot: str,
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> None:
         if slot == "weight":
             context.backend.add_low_rank_gradient(gradients["y"], values["x"], total)
@@ -136,12 +185,17 @@ class DropoutLowRank(_Product):
 
     Attributes: p, salt (see `kernels.dropout`).
 
-    One operator and not two, so that the dropped copy of x is never saved: forward and VJP make its mask again.
+    One operator and not two, so that the dropped copy of x is never saved: forward and VJP make its
+    mask again.
     """
 
     name = "dropout_low_rank"
     inputs = ("x", "weight", "dropout_row_ids")
-    needs = {"x": ("weight", "dropout_row_ids"), "weight": ("x", "dropout_row_ids"), "dropout_row_ids": None}
+    needs = {
+        "x": ("weight", "dropout_row_ids"),
+        "weight": ("x", "dropout_row_ids"),
+        "dropout_row_ids": None,
+    }
     sums: ClassVar[frozenset[str]] = frozenset({"weight"})
     grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
     linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
@@ -149,15 +203,24 @@ class DropoutLowRank(_Product):
     def layouts(self, given: Given) -> Sequence[Layout]:
         return [each for each in super().layouts(given) if has_one_run(each.inputs.get("x"))]
 
-    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+    def localized(
+        self, attributes: Attributes, states: Mapping[str, AnyState], rank: int
+    ) -> Attributes:
         return with_first_feature(attributes, states["x"], rank)
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         x = dropped(values["x"], values, attributes, context)
         return {"y": context.backend.low_rank_product(x, values["weight"])}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, result = gradients["y"], {}
         if "x" in wanted:
@@ -169,24 +232,38 @@ class DropoutLowRank(_Product):
         return result
 
     def vjp_onto(
-        self, total: Factor, slot: str, values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        total: Factor,
+        slot: str,
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> None:
         kept = dropped(values["x"], values, attributes, context)
         context.backend.add_low_rank_gradient(gradients["y"], kept, total)
 
 
 def dropped(x: Tensor, values: Values, attributes: Attributes, context: Context) -> Tensor:
-    """x without the features that its rows drop, which "dropout_row_ids" of the values says, scaled up for them."""
-    return context.backend.dropped(x, values["dropout_row_ids"], p=attributes["p"], salt=attributes["salt"])
+    """x without the features that its rows drop, which "dropout_row_ids" of the values says, scaled
+    up for them.
+    """
+    return context.backend.dropped(
+        x, values["dropout_row_ids"], p=attributes["p"], salt=attributes["salt"]
+    )
 
 
 def has_one_run(state: AnyState | None) -> bool:
-    """Return whether a rank's columns stand side by side in the whole row, so that dropout can count its features."""
+    """Return whether a rank's columns stand side by side in the whole row, so that dropout can
+    count its features.
+    """
     return not isinstance(state, Cut) or all(len(runs) == 1 for runs in state.runs)
 
 
 def with_first_feature(attributes: Attributes, state: AnyState, rank: int) -> Attributes:
-    """Return dropout's attributes on a rank: features are counted from the salt on, which moves to its first one."""
+    """Return dropout's attributes on a rank: features are counted from the salt on, which moves to
+    its first one.
+    """
     if not isinstance(state, Cut):
         return attributes
     return {**attributes, "salt": (attributes["salt"] + state.runs[rank][0].start) % 2**32}
@@ -200,14 +277,16 @@ def _low_rank_gradient(dy: Tensor, x: Tensor, context: Context) -> Tensor:
 
 
 class Embedding(Operator):
-    """y = weight[ids + offset]; ids int64 [n], weight [entries, width]. A negative id gives a row of zeros.
+    """y = weight[ids + offset]; ids int64 [n], weight [entries, width]. A negative id gives a row
+    of zeros.
 
-    An id beyond the table is of a row whose adapter has a larger table, and looks up any entry: what it gives is not
-    used. Ids that nobody has are refused where requests and examples come in.
+    An id beyond the table is of a row whose adapter has a larger table, and looks up any entry:
+    what it gives is not used. Ids that nobody has are refused where requests and examples come in.
 
-    Negative ids are virtual tokens: id -1 - j is the j-th. With the attribute `virtual` they are what is looked up
-    (at j), and the rows of all others are zeros. Attribute `first`, on a rank that has a part of a table: the number of
-    its first entry; ids of entries that others have give rows of zeros.
+    Negative ids are virtual tokens: id -1 - j is the j-th. With the attribute `virtual` they are
+    what is looked up (at j), and the rows of all others are zeros. Attribute `first`, on a rank
+    that has a part of a table: the number of its first entry; ids of entries that others have give
+    rows of zeros.
     """
 
     name = "embedding"
@@ -218,7 +297,9 @@ class Embedding(Operator):
         return {"y": ((shapes["weight"][1],), None)}
 
     def layouts(self, given: Given) -> Sequence[Layout]:
-        """Return the layout with some entries on each rank; of a table of virtual tokens, with some columns."""
+        """Return the layout with some entries on each rank; of a table of virtual tokens, with some
+        columns.
+        """
         if given.attributes.get("virtual"):
             cut = given.cuts.get("y")
             return [] if cut is None else [Layout(inputs={"weight": cut}, outputs={"y": cut})]
@@ -226,7 +307,9 @@ class Embedding(Operator):
         assert entries is not None
         return [Layout(inputs={"weight": entries.along(-2)}, outputs={"y": PART})]
 
-    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+    def localized(
+        self, attributes: Attributes, states: Mapping[str, AnyState], rank: int
+    ) -> Attributes:
         cut = states["weight"]
         if not isinstance(cut, Cut) or cut.dim != -2:
             return attributes
@@ -238,25 +321,38 @@ class Embedding(Operator):
         if "first" in attributes:
             entries = ids + (attributes["offset"] - attributes["first"])
             num_entries = values["weight"].shape[0]
-            return entries.clamp(0, num_entries - 1), (ids < 0) | (entries < 0) | (entries >= num_entries)
+            return entries.clamp(0, num_entries - 1), (ids < 0) | (entries < 0) | (
+                entries >= num_entries
+            )
         last = values["weight"].shape[0] - 1 - attributes["offset"]
         return ids.clamp(0, last) + attributes["offset"], ids < 0
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         entries, absent = self._entries(values, attributes)
         rows = torch.nn.functional.embedding(entries.masked_fill(absent, 0), values["weight"])
         return {"y": rows.masked_fill_(absent[:, None], 0)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         entries, absent = self._entries(values, attributes)
         gradient = torch.zeros(values["weight"].shape, dtype=torch.float32, device=entries.device)
         return {"weight": gradient.index_add_(0, entries[~absent], gradients["y"][~absent].float())}
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return 0.0
 
-    def bytes_moved(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> int:
+    def bytes_moved(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load
+    ) -> int:
         """Only the rows that are looked up are read."""
         return 2 * load.rows * specs["y"].num_bytes(load.compute_dtype)

@@ -16,10 +16,11 @@ _READ_BY_GRADIENT = ("logits", "targets", "log_sum")
 
 
 class CrossEntropy(Operator):
-    """Loss of each row, and whether no token is likelier than the target; logits [n, vocabulary], targets int64 [n].
+    """Loss of each row, and whether no token is likelier than the target; logits [n, vocabulary],
+    targets int64 [n].
 
-    Computed in float32. Outputs: loss float32 [n], correct bool [n], log_sum (of the exponentials of all logits)
-    float32 [n].
+    Computed in float32. Outputs: loss float32 [n], correct bool [n], log_sum (of the exponentials
+    of all logits) float32 [n].
     """
 
     name = "cross_entropy"
@@ -28,21 +29,34 @@ class CrossEntropy(Operator):
     needs = {"logits": _READ_BY_GRADIENT, "targets": None}
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
-        return {"loss": ((), torch.float32), "correct": ((), torch.bool), "log_sum": ((), torch.float32)}
+        return {
+            "loss": ((), torch.float32),
+            "correct": ((), torch.bool),
+            "log_sum": ((), torch.float32),
+        }
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         loss, correct, log_sum = context.backend.cross_entropy(values["logits"], values["targets"])
         return {"loss": loss, "correct": correct, "log_sum": log_sum}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         gradient = context.backend.cross_entropy_gradient(
             values["logits"], values["targets"], values["log_sum"], gradients["loss"]
         )
         return {"logits": gradient}
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
         return 4 * prod(specs["logits"].shape)
 
 
@@ -50,11 +64,11 @@ class LinearCrossEntropy(Operator):
     """`cross_entropy` of logits = x W^T + b, as in `linear`, which nothing else needs: x [n, in],
     weight [vocabulary, in], bias [vocabulary].
 
-    One operator and not two, so that the gradient of the logits may take their place, and a backend may go from the
-    logits to the gradient of x alone without that gradient ever being there.
+    One operator and not two, so that the gradient of the logits may take their place, and a backend
+    may go from the logits to the gradient of x alone without that gradient ever being there.
 
-    Kernel (`Backend.fused`), of that gradient: (logits, which it may overwrite, targets, log_sum, gradient of the loss,
-    weight) -> gradient of x.
+    Kernel (`Backend.fused`), of that gradient: (logits, which it may overwrite, targets, log_sum,
+    gradient of the loss, weight) -> gradient of x.
     """
 
     name = "linear_cross_entropy"
@@ -72,12 +86,22 @@ class LinearCrossEntropy(Operator):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {**_LOSS.infer(shapes, attributes), "logits": ((shapes["weight"][0],), None)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         logits = _LINEAR.forward(values, attributes, context)["y"]
-        return {**_LOSS.forward({**values, "logits": logits}, attributes, context), "logits": logits}
+        return {
+            **_LOSS.forward({**values, "logits": logits}, attributes, context),
+            "logits": logits,
+        }
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         given = (values["logits"], values["targets"], values["log_sum"], gradients["loss"])
         if set(wanted) == {"x"} and (kernel := context.backend.fused.get(self.name)) is not None:
@@ -87,8 +111,12 @@ class LinearCrossEntropy(Operator):
         dy = context.backend.cross_entropy_gradient(*given, overwrites=True)
         return _LINEAR.vjp(wanted, values, {"y": dy}, attributes, context)
 
-    def flops_per_row(self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float) -> float:
-        return sum(rule.flops_per_row(specs, attributes, mean_context_len) for rule in (_LINEAR, _LOSS))
+    def flops_per_row(
+        self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
+    ) -> float:
+        return sum(
+            rule.flops_per_row(specs, attributes, mean_context_len) for rule in (_LINEAR, _LOSS)
+        )
 
     def vjp_flops_per_row(
         self,

@@ -1,7 +1,8 @@
-"""Normalisation over the last `weight.shape[0]` features: the whole row, or each head of it (Qwen3's query and key
-norms).
+"""Normalisation over the last `weight.shape[0]` features: the whole row, or each head of it
+(Qwen3's query and key norms).
 
-Statistics and gradients are computed in float32 and rounded to the input's dtype, as transformers does.
+Statistics and gradients are computed in float32 and rounded to the input's dtype, as transformers
+does.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +28,9 @@ class RmsNorm(RowWise):
     flops_per_element = 4
 
     def layouts(self, given: Given) -> Sequence[Layout]:
-        """Return the layouts by whole heads, or with a sum of squares over the ranks (`rank_rms_norm`)."""
+        """Return the layouts by whole heads, or with a sum of squares over the ranks
+        (`rank_rms_norm`).
+        """
         features, found = given.specs["weight"].shape[0], list[Layout]()
         for cut in given.cuts_of("x"):
             if features == cut.width:
@@ -35,7 +38,11 @@ class RmsNorm(RowWise):
                     continue  # the sum of squares would count some columns more often than others
                 inputs = {"x": cut, "weight": cut}
                 found.append(Layout(inputs=inputs, outputs={"y": cut}, op="rank_rms_norm", link=2))
-            elif all(run.start % features == 0 == run.stop % features for runs in cut.runs for run in runs):
+            elif all(
+                run.start % features == 0 == run.stop % features
+                for runs in cut.runs
+                for run in runs
+            ):
                 found.append(Layout(inputs={"x": cut}, outputs={"y": cut}))
         return found
 
@@ -43,23 +50,45 @@ class RmsNorm(RowWise):
         cut = given.cuts.get("y")
         return {} if cut is None else {"x": cut}
 
-    def localized(self, attributes: Attributes, states: Mapping[str, AnyState], rank: int) -> Attributes:
+    def localized(
+        self, attributes: Attributes, states: Mapping[str, AnyState], rank: int
+    ) -> Attributes:
         cut = states["x"]
         if not isinstance(cut, Cut) or states["weight"] is WHOLE:
             return attributes
         return {**attributes, "width": cut.local * cut.size}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
-        return {"y": context.backend.rms_norm(values["x"], _whole(values["weight"], attributes), attributes["eps"])}
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
+        return {
+            "y": context.backend.rms_norm(
+                values["x"], _whole(values["weight"], attributes), attributes["eps"]
+            )
+        }
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
-        x, weight, eps, result = values["x"], _whole(values["weight"], attributes), attributes["eps"], {}
+        x, weight, eps, result = (
+            values["x"],
+            _whole(values["weight"], attributes),
+            attributes["eps"],
+            {},
+        )
         if "weight" in wanted:
-            result["weight"] = context.backend.rms_norm_weight_gradient(gradients["y"], x, weight, eps)
+            result["weight"] = context.backend.rms_norm_weight_gradient(
+                gradients["y"], x, weight, eps
+            )
         if "x" in wanted:
-            result["x"], y = context.backend.rms_norm_gradient(gradients["y"], x, weight, eps, with_y="y" in wanted)
+            result["x"], y = context.backend.rms_norm_gradient(
+                gradients["y"], x, weight, eps, with_y="y" in wanted
+            )
             return result if y is None else result | {"y": y}
         return result | self.forward(values, attributes, context) if "y" in wanted else result
 
@@ -70,7 +99,9 @@ def _whole(weight: Tensor, attributes: Attributes) -> Tensor:
 
 
 class LayerNorm(RowWise):
-    """y = weight * (x - mean) / std (+ bias); x [n, width], weight and bias [width]. Source: arXiv 1607.06450."""
+    """y = weight * (x - mean) / std (+ bias); x [n, width], weight and bias [width]. Source: arXiv
+    1607.06450.
+    """
 
     name = "layer_norm"
     inputs = ("x", "weight", "bias")
@@ -79,12 +110,21 @@ class LayerNorm(RowWise):
     restores = ("y",)
     flops_per_element = 6
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         x, weight, bias = values["x"], values["weight"], values.get("bias")
-        return {"y": torch.nn.functional.layer_norm(x, weight.shape, weight, bias, attributes["eps"])}
+        return {
+            "y": torch.nn.functional.layer_norm(x, weight.shape, weight, bias, attributes["eps"])
+        }
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         result = {}
         dy = gradients["y"].float()

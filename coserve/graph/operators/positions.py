@@ -11,10 +11,12 @@ from coserve.kernels.cuts import Cut
 
 
 class Rope(RowWise):
-    """Rotate each head of x by its row's angles; x [n, heads * D], cos and sin [n, R] with equal halves.
+    """Rotate each head of x by its row's angles; x [n, heads * D], cos and sin [n, R] with equal
+    halves.
 
-    Attributes, only where it is not all of Llama's: head_dim (D, of which the first R features are rotated and the rest
-    stays) and interleaved (features 2i and 2i + 1 are a pair, as in GPT-J, and not i and i + R / 2).
+    Attributes, only where it is not all of Llama's: head_dim (D, of which the first R features are
+    rotated and the rest stays) and interleaved (features 2i and 2i + 1 are a pair, as in GPT-J, and
+    not i and i + R / 2).
     """
 
     name = "rope"
@@ -34,19 +36,31 @@ class Rope(RowWise):
         cut = given.cuts.get("y")
         return {} if cut is None else {"x": cut}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": _turned(context.backend.rope, values["x"], values, attributes)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         return {"x": _turned(context.backend.rope_gradient, gradients["y"], values, attributes)}
 
 
 def _turned(
-    turn: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, values: Values, attributes: Attributes
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor,
+    values: Values,
+    attributes: Attributes,
 ) -> Tensor:
-    """A rotation of whole heads, on the features that are rotated, with pairs half a width apart."""
+    """A rotation of whole heads, on the features that are rotated, with pairs half a width
+    apart.
+    """
     cos, sin = values["cos"], values["sin"]
     if "head_dim" not in attributes:
         return turn(x, cos, sin)

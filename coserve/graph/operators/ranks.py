@@ -1,7 +1,8 @@
 """Collectives between the ranks of a tensor-parallel group, and operators that contain one.
 
-Every rank runs the same nodes in the same order, so that collectives meet. A gradient is as wide as its tensor; what a
-collective does to it is the transpose of what it does to the tensor (Megatron-LM, arXiv 1909.08053, section 3).
+Every rank runs the same nodes in the same order, so that collectives meet. A gradient is as wide as
+its tensor; what a collective does to it is the transpose of what it does to the tensor
+(Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from collections.abc import Collection, Mapping
@@ -10,14 +11,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coserve.graph.operators.base import Attributes, Context, Cost, Load, RowWise, Shape, Shapes, Values
+from coserve.graph.operators.base import (
+    Attributes,
+    Context,
+    Cost,
+    Load,
+    RowWise,
+    Shape,
+    Shapes,
+    Values,
+)
 from coserve.graph.operators.linear import Linear
 from coserve.graph.operators.loss import LinearCrossEntropy
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.cuts import Cut
 
-# Memory traffic that an element of a collective stands for: links are slower than memory, and a sum that is repeated
-# to save memory costs its latency again.
+# Memory traffic that an element of a collective stands for: links are slower than memory, and a sum
+# that is repeated to save memory costs its latency again.
 _TRAFFIC_PER_ELEMENT = 16
 
 
@@ -35,7 +45,11 @@ class _Collective(RowWise):
         return self._cost(specs, load, moves=self.moves)
 
     def vjp_cost(
-        self, wanted: Collection[str], specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load
+        self,
+        wanted: Collection[str],
+        specs: Mapping[str, TensorSpec],
+        attributes: Attributes,
+        load: Load,
     ) -> Cost:
         return self._cost(specs, load, moves=self.moves_gradient)
 
@@ -50,11 +64,18 @@ class RankSum(_Collective):
     name = "rank_sum"
     moves = True
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": _summed(values["x"], attributes, context)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         return {"x": gradients["y"]}
 
@@ -66,17 +87,26 @@ class RankCopy(_Collective):
     is_alias = True
     moves_gradient = True
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": values["x"]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         return {"x": _summed(gradients["y"], attributes, context)}
 
 
 class RankGather(_Collective):
-    """y = the whole row, of which every rank has some columns. Attribute: cut, a `Cut` of y's columns."""
+    """y = the whole row, of which every rank has some columns. Attribute: cut, a `Cut` of y's
+    columns.
+    """
 
     name = "rank_gather"
     moves = True
@@ -84,25 +114,35 @@ class RankGather(_Collective):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((attributes["cut"].width,), None)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         x, cut = values["x"], attributes["cut"]
         y = x.new_empty(x.shape[0], cut.width)
         pieces = context.group.all_gather(x, attributes["tensor"])
-        for rank in reversed(range(cut.size)):  # what several ranks have comes from the first of them
+        for rank in reversed(
+            range(cut.size)
+        ):  # what several ranks have comes from the first of them
             cut.put(y, pieces[rank], rank)
         return {"y": y}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         cut, rank = attributes["cut"], context.group.rank
-        # Gradients of the copies of an entry add up to that of the entry: the first of them has all of it.
+        # Gradients of the copies of an entry add up to that of the entry: the first of them has all
+        # of it.
         return {"x": cut.owned(cut.take(gradients["y"], rank), rank)}
 
 
 class RankTake(_Collective):
-    """y = a rank's columns of x, which every rank has; its gradient is the sum of what all ranks give, which the
-    `rank_copy` before it adds up. Attribute: cut, a `Cut` of x's columns.
+    """y = a rank's columns of x, which every rank has; its gradient is the sum of what all ranks
+    give, which the `rank_copy` before it adds up. Attribute: cut, a `Cut` of x's columns.
     """
 
     name = "rank_take"
@@ -110,12 +150,19 @@ class RankTake(_Collective):
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((attributes["cut"].local,), None)}
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         cut: Cut = attributes["cut"]
         return {"y": cut.take(values["x"], context.group.rank)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         dy, cut = gradients["y"], attributes["cut"]
         dx = dy.new_zeros(dy.shape[0], cut.width)
@@ -128,20 +175,28 @@ class RankFirst(_Collective):
 
     name = "rank_first"
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         return {"y": torch.zeros_like(values["x"]) if context.group.rank else values["x"]}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         return {"x": gradients["y"]}
 
 
 class RankRmsNorm(RowWise):
-    """y = weight * x / rms(the whole row), where a rank has some columns of the row: x [n, local], weight [local].
+    """y = weight * x / rms(the whole row), where a rank has some columns of the row: x [n, local],
+    weight [local].
 
-    Attributes: eps, width (columns of all ranks, copies counted), and `plus_one` as in `rms_norm`. Forward and VJP sum
-    one float32 of each row over the ranks.
+    Attributes: eps, width (columns of all ranks, copies counted), and `plus_one` as in `rms_norm`.
+    Forward and VJP sum one float32 of each row over the ranks.
     """
 
     name = "rank_rms_norm"
@@ -153,9 +208,12 @@ class RankRmsNorm(RowWise):
     def moved_bytes_per_row(self, specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> int:
         return torch.float32.itemsize
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         x = values["x"].float()
-        # As `rms_norm`: the normalised row is rounded before it meets the weight, unless that is in float32.
+        # As `rms_norm`: the normalised row is rounded before it meets the weight, unless that is in
+        # float32.
         normalised = x * _scale(x, attributes, context)
         weight = values["weight"]
         if attributes.get("plus_one"):
@@ -163,7 +221,12 @@ class RankRmsNorm(RowWise):
         return {"y": weight * normalised.to(values["x"].dtype)}
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         x, dy, result = values["x"].float(), gradients["y"].float(), {}
         scale = _scale(x, attributes, context)
@@ -179,10 +242,12 @@ class RankRmsNorm(RowWise):
 
 
 class RankLinearCrossEntropy(LinearCrossEntropy):
-    """`linear_cross_entropy` where each rank has some rows of the weight: x [n, in], weight [local, in], bias [local].
+    """`linear_cross_entropy` where each rank has some rows of the weight: x [n, in], weight [local,
+    in], bias [local].
 
-    Attribute: cut, a `Cut` of the vocabulary into neighbouring pieces, the last of which may end in tokens that nobody
-    has. Three floats of each row are gathered: the rank's log-sum, its largest logit, and the target's where it is.
+    Attribute: cut, a `Cut` of the vocabulary into neighbouring pieces, the last of which may end in
+    tokens that nobody has. Three floats of each row are gathered: the rank's log-sum, its largest
+    logit, and the target's where it is.
     """
 
     name = "rank_linear_cross_entropy"
@@ -191,31 +256,49 @@ class RankLinearCrossEntropy(LinearCrossEntropy):
     def moved_bytes_per_row(self, specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> int:
         return 3 * torch.float32.itemsize
 
-    def forward(self, values: Values, attributes: Attributes, context: Context) -> dict[str, Tensor]:
+    def forward(
+        self, values: Values, attributes: Attributes, context: Context
+    ) -> dict[str, Tensor]:
         logits = _LINEAR.forward(values, attributes, context)["y"]
         logits[:, attributes["cut"].num_held(context.group.rank) :] = -torch.inf
         targets, is_here = _local_targets(values["targets"], attributes, context)
-        # The kernel goes once through the logits, where `logsumexp` would make a float32 copy of them.
+        # The kernel goes once through the logits, where `logsumexp` would make a float32 copy of
+        # them.
         _, _, log_sum = context.backend.cross_entropy(logits, targets)
         largest = logits.gather(1, context.backend.argmax(logits)[:, None])[:, 0].float()
-        log_sum = log_sum.masked_fill_(largest == -torch.inf, -torch.inf)  # of a rank without tokens
+        log_sum = log_sum.masked_fill_(
+            largest == -torch.inf, -torch.inf
+        )  # of a rank without tokens
         of_targets = logits.gather(1, targets[:, None])[:, 0].float().masked_fill_(~is_here, 0)
         own = torch.stack([log_sum, largest, of_targets], -1)
         log_sums, largest, found = context.group.all_gather(own, "loss").unbind(-1)
         log_sum, of_target = log_sums.logsumexp(0), found.sum(0)
         correct = largest.amax(0) <= of_target
-        return {"loss": log_sum - of_target, "correct": correct, "log_sum": log_sum, "logits": logits}
+        return {
+            "loss": log_sum - of_target,
+            "correct": correct,
+            "log_sum": log_sum,
+            "logits": logits,
+        }
 
     def vjp(
-        self, wanted: Collection[str], values: Values, gradients: Values, attributes: Attributes, context: Context
+        self,
+        wanted: Collection[str],
+        values: Values,
+        gradients: Values,
+        attributes: Attributes,
+        context: Context,
     ) -> dict[str, Tensor]:
         logits, log_sum, loss_grad = values["logits"], values["log_sum"], gradients["loss"]
         targets, is_here = _local_targets(values["targets"], attributes, context)
-        # A row whose target another rank has takes any target here, whose gradient is then put right.
+        # A row whose target another rank has takes any target here, whose gradient is then put
+        # right.
         elsewhere = (~is_here).nonzero()[:, 0]
         at = targets[elsewhere]
         right = (logits[elsewhere, at].float() - log_sum[elsewhere]).exp_() * loss_grad[elsewhere]
-        dy = context.backend.cross_entropy_gradient(logits, targets, log_sum, loss_grad, overwrites=True)
+        dy = context.backend.cross_entropy_gradient(
+            logits, targets, log_sum, loss_grad, overwrites=True
+        )
         dy[elsewhere, at] = right.to(dy.dtype)
         return _LINEAR.vjp(wanted, values, {"y": dy}, attributes, context)
 
@@ -235,8 +318,12 @@ def _scale(x: Tensor, attributes: Attributes, context: Context) -> Tensor:
     return torch.rsqrt(mean + attributes["eps"])
 
 
-def _local_targets(targets: Tensor, attributes: Attributes, context: Context) -> tuple[Tensor, Tensor]:
-    """Return each row's target as an entry of this rank (any entry where another has it), and whether it is here."""
+def _local_targets(
+    targets: Tensor, attributes: Attributes, context: Context
+) -> tuple[Tensor, Tensor]:
+    """Return each row's target as an entry of this rank (any entry where another has it), and
+    whether it is here.
+    """
     [run] = attributes["cut"].runs[context.group.rank]
     local = targets - run.start
     last = run.stop - run.start - 1

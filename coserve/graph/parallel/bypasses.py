@@ -1,8 +1,8 @@
 """Bypasses on a rank's graph: dependent parallelisation (FlexLLM, arXiv 2402.18789, section 5.1).
 
 The backbone's states are given; those of a bypass's tensors are found by `search`. A bypass whose
-result can be a part of a sum is added before the site's sum, and needs no collective of its own. One that cannot, such
-as a bottleneck, is added after it.
+result can be a part of a sum is added before the site's sum, and needs no collective of its own.
+One that cannot, such as a bottleneck, is added after it.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,11 @@ class AttachedLocalGraph:
 
 
 def place_bypass(
-    local: LocalGraph, site: str, bypass: Bypass, size: int, fixed: Mapping[str, AnyState] | None = None
+    local: LocalGraph,
+    site: str,
+    bypass: Bypass,
+    size: int,
+    fixed: Mapping[str, AnyState] | None = None,
 ) -> PlacedBypass:
     """Find how ranks run a bypass at a node, so that they send as little as possible.
 
@@ -93,7 +97,11 @@ def _searched(
 
 
 def attach_local(
-    local: LocalGraph, bypasses: Mapping[str, Bypass], ranks: Ranks, *, fixed: Mapping[str, AnyState]
+    local: LocalGraph,
+    bypasses: Mapping[str, Bypass],
+    ranks: Ranks,
+    *,
+    fixed: Mapping[str, AnyState],
 ) -> AttachedLocalGraph:
     """Put each bypass where it is best added to a rank's graph; see `attach`.
 
@@ -101,7 +109,8 @@ def attach_local(
         local: the rank's graph.
         bypasses: whole bypasses by site.
         ranks: whose graph it is.
-        fixed: states of parameters and derived tensors that are no choice, by their names in the graph.
+        fixed: states of parameters and derived tensors that are no choice, by their names in the
+            graph.
 
     Raises:
         GraphError: a bypass cannot be divided.
@@ -109,7 +118,11 @@ def attach_local(
     own, at = dict[str, Bypass](), dict[str, str]()
     states, summed = dict(local.states), set[str]()
     for site, bypass in bypasses.items():
-        known = {name.removeprefix(f"{site}."): state for name, state in fixed.items() if name.startswith(f"{site}.")}
+        known = {
+            name.removeprefix(f"{site}."): state
+            for name, state in fixed.items()
+            if name.startswith(f"{site}.")
+        }
         placed, node = place_bypass(local, site, bypass, ranks.size, known), local.graph.node[site]
         at[site], graph = placed.at, None
         if placed.placement is not None:
@@ -117,7 +130,9 @@ def attach_local(
             graph = found.graph
             states |= {f"{site}.{name}": state for name, state in found.states.items()}
             states[f"{site}.base"] = local.states[local.graph.node[placed.at].outputs[0][1]]
-            summed |= {f"{site}.{name}" for name in found.summed if graph.spec[name].kind == "parameter"}
+            summed |= {
+                f"{site}.{name}" for name in found.summed if graph.spec[name].kind == "parameter"
+            }
         specs = {}
         for slot, spec in bypass.own.items():
             state = local.states[node.input[slot]]

@@ -1,4 +1,6 @@
-"""Placements: the state of every tensor of a graph on the ranks of a group, and the graph that a rank runs."""
+"""Placements: the state of every tensor of a graph on the ranks of a group, and the graph that a
+rank runs.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -52,19 +54,24 @@ class LocalGraph:
     states: Mapping[str, AnyState]
     """State of every tensor, by its name in the graph; constants are whole."""
     summed: tuple[str, ...]
-    """Weights and parameters of whose gradient each rank has a part, in alphabetical order, so that collectives over
-    them meet. The parts are added up once for each optimizer step, entry by entry, over the ranks that hold the entry:
-    of a fused projection these may be several ranks for some entries and one for others."""
+    """Weights and parameters of whose gradient each rank has a part, in alphabetical order, so that
+    collectives over them meet. The parts are added up once for each optimizer step, entry by entry,
+    over the ranks that hold the entry: of a fused projection these may be several ranks for some
+    entries and one for others."""
 
     @cached_property
     def collectives(self) -> tuple[Node, ...]:
         """Return the nodes that move data between ranks, forward or backward."""
-        return tuple(node for node in self.graph.nodes if node.operator.moves or node.operator.moves_gradient)
+        return tuple(
+            node for node in self.graph.nodes if node.operator.moves or node.operator.moves_gradient
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The state of every tensor of a graph on the ranks of a group, and the collectives between them."""
+    """The state of every tensor of a graph on the ranks of a group, and the collectives between
+    them.
+    """
 
     graph: Graph
     """The whole graph."""
@@ -83,7 +90,9 @@ class Placement:
         """Return the name of each tensor in each state in which it is there."""
         found: dict[tuple[str, AnyState], str] = {}
         for tensor in self.graph.tensors:
-            states = self.start.get(tensor.name, ()) if tensor.name not in self.graph.producer else ()
+            states = (
+                self.start.get(tensor.name, ()) if tensor.name not in self.graph.producer else ()
+            )
             found |= {(tensor.name, state): tensor.name for state in states or (WHOLE,)}
         for decision in self.decisions:
             for slot, name in (*decision.node.inputs, *decision.node.outputs):
@@ -106,7 +115,10 @@ class Placement:
 
         def declare(name: str, state: AnyState) -> str:
             local = self._names[name, state]
-            tensors[local], states[local] = replace(local_spec(self.graph.spec[name], state), name=local), state
+            tensors[local], states[local] = (
+                replace(local_spec(self.graph.spec[name], state), name=local),
+                state,
+            )
             return local
 
         def convert(each: Conversion) -> None:
@@ -116,7 +128,13 @@ class Placement:
                 attributes.insert(0, ("cut", cut))
             x, y = declare(each.tensor, each.before), declare(each.tensor, each.after)
             nodes.append(
-                Node(name=y, op=each.op, inputs=(("x", x),), outputs=(("y", y),), attributes=tuple(attributes))
+                Node(
+                    name=y,
+                    op=each.op,
+                    inputs=(("x", x),),
+                    outputs=(("y", y),),
+                    attributes=tuple(attributes),
+                )
             )
 
         for decision in self.decisions:
@@ -127,7 +145,9 @@ class Placement:
             inputs = tuple((slot, declare(name, of[slot])) for slot, name in node.inputs)
             outputs = tuple((slot, declare(name, of[slot])) for slot, name in node.outputs)
             for slot, name in node.inputs:
-                if self.graph.spec[name].kind in ("weight", "parameter") and _is_summed(of[slot], decision):
+                if self.graph.spec[name].kind in ("weight", "parameter") and _is_summed(
+                    of[slot], decision
+                ):
                     summed.add(name)
             nodes.append(
                 Node(

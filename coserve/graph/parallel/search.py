@@ -1,10 +1,11 @@
-"""The search for the best placement of a graph: where collectives stand, and which weights are cut how.
+"""The search for the best placement of a graph: where collectives stand, and which weights are cut
+how.
 
-Operators say in which layouts they can run (`Operator.layouts`); every operator can run on whole tensors. The search
-goes through the nodes in order and keeps, for each combination of states of the tensors that are still read, the
-cheapest way to get there (dynamic programming). It is exact for the cuts that readers ask for (`_demanded`) and for a
-graph of one output; of several outputs, each ends in the first state that is wanted for it. Source: FlexLLM (arXiv
-2402.18789), section 5.1.
+Operators say in which layouts they can run (`Operator.layouts`); every operator can run on whole
+tensors. The search goes through the nodes in order and keeps, for each combination of states of the
+tensors that are still read, the cheapest way to get there (dynamic programming). It is exact for
+the cuts that readers ask for (`_demanded`) and for a graph of one output; of several outputs, each
+ends in the first state that is wanted for it. Source: FlexLLM (arXiv 2402.18789), section 5.1.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,7 +25,8 @@ class Score(NamedTuple):
     """What is compared of two placements; less is better, the first difference decides."""
 
     primary: int = 0
-    """Elements that the search saves before all else: of matrices that a rank holds, or of a row that it sends."""
+    """Elements that the search saves before all else: of matrices that a rank holds, or of a row
+    that it sends."""
     secondary: int = 0
     """Elements that it saves next: what a rank sends, or what it holds."""
     num_collectives: int = 0
@@ -40,7 +42,8 @@ ScoreOf: TypeAlias = Callable[[int, int, int], Score]
 
 
 def memory_first(weights: int, vectors: int, link: int) -> Score:
-    """Score a backbone: a rank holds (and reads) as few elements of matrices as it can, then it sends as few as it can.
+    """Score a backbone: a rank holds (and reads) as few elements of matrices as it can, then it
+    sends as few as it can.
 
     Vectors do not count, since cutting them saves next to nothing.
     """
@@ -48,12 +51,16 @@ def memory_first(weights: int, vectors: int, link: int) -> Score:
 
 
 def link_first(weights: int, vectors: int, link: int) -> Score:
-    """Score a bypass: ranks send as few elements of a row as they can, then hold as few of parameters."""
+    """Score a bypass: ranks send as few elements of a row as they can, then hold as few of
+    parameters.
+    """
     return Score(primary=link, secondary=weights + vectors)
 
 
 @lru_cache(maxsize=256)
-def place_backbone(graph: Graph, size: int, *, fixed: tuple[tuple[str, AnyState], ...] = ()) -> Placement:
+def place_backbone(
+    graph: Graph, size: int, *, fixed: tuple[tuple[str, AnyState], ...] = ()
+) -> Placement:
     """Find the placement of a part of the backbone, whose inputs and outputs every rank has whole.
 
     Args:
@@ -64,7 +71,9 @@ def place_backbone(graph: Graph, size: int, *, fixed: tuple[tuple[str, AnyState]
     Raises:
         GraphError: a number of heads does not go with the number of ranks; the message names both.
     """
-    search = Search(graph, size, score=memory_first, start={name: (state,) for name, state in fixed})
+    search = Search(
+        graph, size, score=memory_first, start={name: (state,) for name, state in fixed}
+    )
     found = search.run(dict.fromkeys(graph.outputs, (WHOLE,)))
     assert found is not None, "all ranks can run everything"
     return found[1]
@@ -88,43 +97,65 @@ class Search:
         Args:
             graph: the whole graph.
             size: number of ranks.
-            score: of the elements of matrices and of vectors that a rank holds, and of the elements of a row that it
-                sends.
+            score: of the elements of matrices and of vectors that a rank holds, and of the elements
+                of a row that it sends.
             start: states of inputs and weights that are there from the start; others are whole.
             wanted: cuts in which outputs can be used.
             may_take: whether ranks may take their columns of what all have.
         """
         self._graph, self._size, self._score, self._may_take = graph, size, score, may_take
         self._start = dict(start or {})
-        self._last = {name: index for index, node in enumerate(graph.nodes) for name in node.input.values()}
+        self._last = {
+            name: index for index, node in enumerate(graph.nodes) for name in node.input.values()
+        }
         self._last |= dict.fromkeys(graph.outputs, len(graph.nodes))
         self._cuts = _demanded(graph, size, wanted or {})
         self._options: dict[tuple[str, tuple[tuple[str, Forms], ...]], list[Layout]] = {}
 
     def run(self, ends: Mapping[str, Collection[AnyState]]) -> tuple[Score, Placement] | None:
-        """Return the best placement that gives each output in one of these states, if there is any."""
+        """Return the best placement that gives each output in one of these states, if there is
+        any.
+        """
         inputs = {
             tensor.name: frozenset(self._start.get(tensor.name, (WHOLE,)))
             for tensor in self._graph.tensors
-            if _has_gradient(tensor) and tensor.name not in self._graph.producer and tensor.name in self._last
+            if _has_gradient(tensor)
+            and tensor.name not in self._graph.producer
+            and tensor.name in self._last
         }
-        found: dict[frozenset[tuple[str, Forms]], tuple[Score, _Trail]] = {frozenset(inputs.items()): (Score(), None)}
+        found: dict[frozenset[tuple[str, Forms]], tuple[Score, _Trail]] = {
+            frozenset(inputs.items()): (Score(), None)
+        }
         for index, node in enumerate(self._graph.nodes):
             after: dict[frozenset[tuple[str, Forms]], tuple[Score, _Trail]] = {}
             for key, (score, trail) in found.items():
                 for forms, more, decision in self._steps(node, dict(key)):
-                    left = frozenset((name, each) for name, each in forms.items() if self._last.get(name, -1) > index)
+                    left = frozenset(
+                        (name, each)
+                        for name, each in forms.items()
+                        if self._last.get(name, -1) > index
+                    )
                     total = _plus(score, more)
                     if left not in after or total < after[left][0]:
                         after[left] = (total, (trail, decision))
             found = after
-        ended = [each for key, (score, trail) in found.items() for each in self._ended(dict(key), score, trail, ends)]
+        ended = [
+            each
+            for key, (score, trail) in found.items()
+            for each in self._ended(dict(key), score, trail, ends)
+        ]
         return min(ended, key=lambda each: each[0], default=None)
 
     def _ended(
-        self, forms: dict[str, Forms], score: Score, trail: _Trail, ends: Mapping[str, Collection[AnyState]]
+        self,
+        forms: dict[str, Forms],
+        score: Score,
+        trail: _Trail,
+        ends: Mapping[str, Collection[AnyState]],
     ) -> Iterator[tuple[Score, Placement]]:
-        """Yield the placements that end in the states wanted; of several outputs, each in its first state."""
+        """Yield the placements that end in the states wanted; of several outputs, each in its first
+        state.
+        """
         choices = (
             [{name: state} for name, states in ends.items() for state in states]
             if len(ends) == 1
@@ -141,7 +172,9 @@ class Search:
                 left[name] |= {step.after for step in steps}
                 link += sum(self._link(step) for step in steps)
             else:
-                total = _plus(_plus(score, self._score(0, 0, link)), Score(num_collectives=len(last)))
+                total = _plus(
+                    _plus(score, self._score(0, 0, link)), Score(num_collectives=len(last))
+                )
                 yield (
                     total,
                     Placement(
@@ -154,8 +187,12 @@ class Search:
                     ),
                 )
 
-    def _steps(self, node: Node, forms: dict[str, Forms]) -> Iterator[tuple[dict[str, Forms], Score, Decision]]:
-        """Yield the ways to run a node from here: forms of all tensors afterwards, what it costs, and the decision."""
+    def _steps(
+        self, node: Node, forms: dict[str, Forms]
+    ) -> Iterator[tuple[dict[str, Forms], Score, Decision]]:
+        """Yield the ways to run a node from here: forms of all tensors afterwards, what it costs,
+        and the decision.
+        """
         specs = self._graph.slot_specs(node)
         rows = [slot for slot, _ in node.inputs if _has_gradient(specs[slot])]
         whole, copied = dict.fromkeys(rows, WHOLE), dict.fromkeys(rows, COPIED)
@@ -163,14 +200,19 @@ class Search:
         candidates = [
             (Layout(inputs=whole, outputs=dict.fromkeys(outputs, WHOLE)), True, 0),
             (Layout(inputs=copied, outputs=dict.fromkeys(outputs, COPIED)), False, 1),
-            *((layout, False, 0) for layout in self._layouts(node, {slot: forms[node.input[slot]] for slot in rows})),
+            *(
+                (layout, False, 0)
+                for layout in self._layouts(node, {slot: forms[node.input[slot]] for slot in rows})
+            ),
         ]
         for layout, is_whole, num_copied in candidates:
             states: dict[str, AnyState] = dict.fromkeys(node.tensor, WHOLE)
             if not is_whole:
                 states |= dict.fromkeys(rows, COPIED)
             states |= {slot: state for slot, state in layout.inputs.items() if slot in node.input}
-            states |= {slot: state for slot, state in layout.outputs.items() if _has_gradient(specs[slot])}
+            states |= {
+                slot: state for slot, state in layout.outputs.items() if _has_gradient(specs[slot])
+            }
             if any(
                 states[slot] not in self._start[name]
                 for slot, name in node.inputs
@@ -181,15 +223,29 @@ class Search:
             for slot in rows:
                 name = node.input[slot]
                 if node.operator.needs.get(slot, ()) is None and states[slot] in (WHOLE, COPIED):
-                    states[slot] = WHOLE if WHOLE in after[name] else COPIED if COPIED in after[name] else WHOLE
+                    states[slot] = (
+                        WHOLE
+                        if WHOLE in after[name]
+                        else COPIED
+                        if COPIED in after[name]
+                        else WHOLE
+                    )
                 steps = self._converted(name, after[name], states[slot])
                 if steps is None:
                     break
                 conversions += steps
                 after[name] = after[name] | {step.after for step in steps}
             else:
-                after |= {name: frozenset({states[slot]}) for slot, name in node.outputs if _has_gradient(specs[slot])}
-                held = [_held(specs[slot], states[slot]) for slot, _ in node.inputs if _is_held(specs[slot])]
+                after |= {
+                    name: frozenset({states[slot]})
+                    for slot, name in node.outputs
+                    if _has_gradient(specs[slot])
+                }
+                held = [
+                    _held(specs[slot], states[slot])
+                    for slot, _ in node.inputs
+                    if _is_held(specs[slot])
+                ]
                 link = layout.link + sum(self._link(step) for step in conversions)
                 more = self._score(
                     sum(num for num, is_matrix in held if is_matrix),
@@ -203,7 +259,9 @@ class Search:
                     conversions=tuple(conversions),
                     is_whole=is_whole,
                 )
-                work = sum(prod(local_spec(specs[slot], states[slot]).shape) for slot in node.output)
+                work = sum(
+                    prod(local_spec(specs[slot], states[slot]).shape) for slot in node.output
+                )
                 further = Score(num_collectives=len(conversions), num_copied=num_copied, work=work)
                 yield after, _plus(more, further), decision
 
@@ -226,18 +284,26 @@ class Search:
             return []
         if wanted is WHOLE:
             # A gather moves half of what a sum does.
-            found: list[tuple[str, AnyState]] = [("rank_gather", each) for each in forms if isinstance(each, Cut)]
+            found: list[tuple[str, AnyState]] = [
+                ("rank_gather", each) for each in forms if isinstance(each, Cut)
+            ]
             found += [("rank_sum", PART)] if PART in forms else []
             return [Conversion(found[0][0], name, found[0][1], WHOLE)] if found else None
         if wanted is COPIED:
             before = self._converted(name, forms, WHOLE)
-            return None if before is None else [*before, Conversion("rank_copy", name, WHOLE, COPIED)]
+            return (
+                None if before is None else [*before, Conversion("rank_copy", name, WHOLE, COPIED)]
+            )
         if wanted is PART and self._may_take:
             before = self._converted(name, forms, WHOLE)
-            return None if before is None else [*before, Conversion("rank_first", name, WHOLE, PART)]
+            return (
+                None if before is None else [*before, Conversion("rank_first", name, WHOLE, PART)]
+            )
         if isinstance(wanted, Cut) and self._may_take:
             before = self._converted(name, forms, COPIED)
-            return None if before is None else [*before, Conversion("rank_take", name, COPIED, wanted)]
+            return (
+                None if before is None else [*before, Conversion("rank_take", name, COPIED, wanted)]
+            )
         return None
 
     def _link(self, step: Conversion) -> int:
@@ -264,7 +330,9 @@ def _demanded(graph: Graph, size: int, wanted: Mapping[str, Cut]) -> dict[str, C
             size=size,
             specs=graph.slot_specs(node),
             attributes=node.attribute,
-            states={slot: frozenset() for slot, name in node.inputs if _has_gradient(graph.spec[name])},
+            states={
+                slot: frozenset() for slot, name in node.inputs if _has_gradient(graph.spec[name])
+            },
             cuts={slot: found[name] for slot, name in node.outputs if name in found},
         )
         for slot, cut in node.operator.demands(given).items():
@@ -276,10 +344,12 @@ def _common(asked: list[tuple[Operator | None, Cut]]) -> Cut | None:
     """Return the one cut that goes with those that readers ask for; None if there is none.
 
     Args:
-        asked: the readers, None for the graph's output, and what each asks for. One that takes any cut asks for the
-            plainest, and what others ask for decides.
+        asked: the readers, None for the graph's output, and what each asks for. One that takes any
+            cut asks for the plainest, and what others ask for decides.
     """
-    decisive = [(rule, cut) for rule, cut in asked if rule is not None and not rule.takes_any_cut] or asked
+    decisive = [
+        (rule, cut) for rule, cut in asked if rule is not None and not rule.takes_any_cut
+    ] or asked
     cuts = [cut for _, cut in decisive]
     if all(rule is not None and rule.reads_some_columns for rule, _ in decisive):
         return united(cuts)

@@ -1,8 +1,9 @@
-"""The backend for CPUs: compiled kernels (C++) for what PyTorch runs in many passes or rearranges first, PyTorch's
-own products for the rest, and the plain way for what neither is for (other dtypes and layouts, unusual attention).
+"""The backend for CPUs: compiled kernels (C++) for what PyTorch runs in many passes or rearranges
+first, PyTorch's own products for the rest, and the plain way for what neither is for (other dtypes
+and layouts, unusual attention).
 
-It is available where the kernels' library is prebuilt or g++ compiles it (`coserve.kernels.cpu_library`); elsewhere
-`plain/` runs, and `why_unavailable` says why.
+It is available where the kernels' library is prebuilt or g++ compiles it
+(`coserve.kernels.cpu_library`); elsewhere `plain/` runs, and `why_unavailable` says why.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +42,10 @@ class CpuBackend(PlainBackend):
         self._attention = CpuAttention(kernels)
         self._for_losses = self
         if kernels.has_amx:
-            self.fused = {**TileProducts(kernels).fused, "linear_cross_entropy": self._head_gradient}
+            self.fused = {
+                **TileProducts(kernels).fused,
+                "linear_cross_entropy": self._head_gradient,
+            }
             self._for_losses = copy(self)
             self._for_losses._products = CpuProducts(kernels, may_lie_by_columns=True)
 
@@ -67,7 +71,9 @@ class CpuBackend(PlainBackend):
     def for_losses(self) -> "CpuBackend":
         return self._for_losses
 
-    def trace(self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> TracedCalls | None:
+    def trace(
+        self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]
+    ) -> TracedCalls | None:
         trace = CpuTrace(self._kernels, self.device, dtype)
         return trace.end(run(trace))
 
@@ -80,28 +86,38 @@ class CpuBackend(PlainBackend):
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         return self._products.weight_gradient(grad, x)
 
-    def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    def int8_product(
+        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         return self._products.int8_product(x, values, scales, bias)
 
-    def int8_input_gradient(self, grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None = None) -> Tensor:
+    def int8_input_gradient(
+        self, grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None = None
+    ) -> Tensor:
         return self._products.int8_input_gradient(grad, values, scales, onto)
 
     def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
         return self._products.low_rank_product(x, factor, onto)
 
-    def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+    def add_adapters(
+        self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
+    ) -> None:
         if adapters.fit(x, outputs, batch):
             adapters.add_adapters(self._kernels, x, outputs, first_place, batch)
         else:
             super().add_adapters(x, outputs, first_place, batch)
 
-    def low_rank_input_gradient(self, grad: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
+    def low_rank_input_gradient(
+        self, grad: Tensor, factor: Factor, onto: Tensor | None = None
+    ) -> Tensor:
         return self._products.low_rank_input_gradient(grad, factor, onto)
 
     def add_low_rank_gradient(self, grad: Tensor, x: Tensor | JoinedRows, onto: Factor) -> None:
         self._products.add_low_rank_gradient(grad, x, onto)
 
-    def prepare_attention(self, segments: Sequence[Segment], *, block_tokens: int) -> AttentionBatch:
+    def prepare_attention(
+        self, segments: Sequence[Segment], *, block_tokens: int
+    ) -> AttentionBatch:
         return CpuAttentionBatch(segments, block_tokens, self.device)
 
     def _attend(
@@ -135,7 +151,11 @@ class CpuBackend(PlainBackend):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         fits = rows.fit(x, weight)
-        return rows.rms_norm(self._kernels, x, weight, eps) if fits else super().rms_norm(x, weight, eps)
+        return (
+            rows.rms_norm(self._kernels, x, weight, eps)
+            if fits
+            else super().rms_norm(x, weight, eps)
+        )
 
     def rms_norm_gradient(
         self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, with_y: bool = False
@@ -145,27 +165,51 @@ class CpuBackend(PlainBackend):
         return rows.rms_norm_gradient(self._kernels, grad, x, weight, eps, with_y=with_y)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return rows.silu_mul(self._kernels, gate, up) if rows.fit(gate, up) else super().silu_mul(gate, up)
+        return (
+            rows.silu_mul(self._kernels, gate, up)
+            if rows.fit(gate, up)
+            else super().silu_mul(gate, up)
+        )
 
-    def silu_mul_gradients(self, grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False) -> SiluMulGradients:
+    def silu_mul_gradients(
+        self, grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False
+    ) -> SiluMulGradients:
         if not rows.fit(grad, gate, up):
             return super().silu_mul_gradients(grad, gate, up, with_y=with_y)
         return rows.silu_mul_gradients(self._kernels, grad, gate, up, with_y=with_y)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         fits = rows.fit(x, cos, sin)
-        return rows.rope(self._kernels, x, cos, sin, reverse=False) if fits else super().rope(x, cos, sin)
+        return (
+            rows.rope(self._kernels, x, cos, sin, reverse=False)
+            if fits
+            else super().rope(x, cos, sin)
+        )
 
     def rope_gradient(self, grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         fits = rows.fit(grad, cos, sin)
-        return rows.rope(self._kernels, grad, cos, sin, reverse=True) if fits else super().rope_gradient(grad, cos, sin)
+        return (
+            rows.rope(self._kernels, grad, cos, sin, reverse=True)
+            if fits
+            else super().rope_gradient(grad, cos, sin)
+        )
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         fits = rows.fit(logits) or rows.fit_by_columns(self._kernels, logits)
-        return rows.cross_entropy(self._kernels, logits, targets) if fits else super().cross_entropy(logits, targets)
+        return (
+            rows.cross_entropy(self._kernels, logits, targets)
+            if fits
+            else super().cross_entropy(logits, targets)
+        )
 
     def cross_entropy_gradient(
-        self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, *, overwrites: bool = False
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        log_sum: Tensor,
+        loss_grad: Tensor,
+        *,
+        overwrites: bool = False,
     ) -> Tensor:
         given = (logits, targets, log_sum, loss_grad)
         if not (rows.fit(logits) or rows.fit_by_columns(self._kernels, logits)):
@@ -178,13 +222,17 @@ class CpuBackend(PlainBackend):
         """The kernel of `linear_cross_entropy`."""
         if not rows.fit_head_by_columns(self._kernels, logits, weight):
             return None
-        return rows.cross_entropy_input_gradient(self._kernels, logits, targets, log_sum, loss_grad, weight)
+        return rows.cross_entropy_input_gradient(
+            self._kernels, logits, targets, log_sum, loss_grad, weight
+        )
 
     def argmax(self, logits: Tensor) -> Tensor:
         fits = rows.fit(logits) and logits.shape[1]  # an empty vocabulary is PyTorch's error
         return rows.argmax(self._kernels, logits) if fits else super().argmax(logits)
 
-    def draw(self, scores: Tensor, uniform: Sequence[float], top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:
+    def draw(
+        self, scores: Tensor, uniform: Sequence[float], top_k: Sequence[int], top_p: Sequence[float]
+    ) -> Tensor:
         if not (rows.fit(scores) and scores.dtype == torch.float32 and scores.shape[1]):
             return super().draw(scores, uniform, top_k, top_p)
         return rows.draw(self._kernels, scores, uniform, top_k, top_p)

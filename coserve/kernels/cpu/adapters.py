@@ -1,4 +1,6 @@
-"""What adapters add to their rows, by the kernel of `adapters.cpp`: float32 or bfloat16, no gaps within a row."""
+"""What adapters add to their rows, by the kernel of `adapters.cpp`: float32 or bfloat16, no gaps
+within a row.
+"""
 
 from collections.abc import Sequence
 from ctypes import c_int64
@@ -10,8 +12,8 @@ from coserve.kernels.cpu import rows
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch
 
-# From how many rows of an adapter on its factors are multiplied faster in tiles than by vectors: by the matrix units,
-# and by instructions for pairs.
+# From how many rows of an adapter on its factors are multiplied faster in tiles than by vectors: by
+# the matrix units, and by instructions for pairs.
 MANY_ROWS, _MANY_ROWS_BY_PAIRS = 16, 128
 
 
@@ -25,13 +27,26 @@ def fit(x: Tensor, outputs: Sequence[Tensor], batch: AdapterBatch) -> bool:
     return batch.dtype == x.dtype and rows.fit(x, *outputs)
 
 
-def add_adapters(kernels: Library, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+def add_adapters(
+    kernels: Library, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
+) -> None:
     """See `Backend.add_adapters`."""
     sites = [number for y in outputs for number in (y.data_ptr(), y.stride(0), y.shape[1])]
     num_adapters, num_places, _ = batch.addresses.shape
     assert first_place + len(outputs) <= num_places
     kernels.add_adapters(
-        *(x.data_ptr(), x.stride(0), x.shape[1], batch.rows.data_ptr(), batch.ends.data_ptr(), num_adapters),
-        *(batch.addresses.data_ptr() + 8 * PLACE_NUMBERS * first_place, num_places, (c_int64 * len(sites))(*sites)),
+        *(
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[1],
+            batch.rows.data_ptr(),
+            batch.ends.data_ptr(),
+            num_adapters,
+        ),
+        *(
+            batch.addresses.data_ptr() + 8 * PLACE_NUMBERS * first_place,
+            num_places,
+            (c_int64 * len(sites))(*sites),
+        ),
         *(len(outputs), many_rows(kernels), x.dtype == torch.bfloat16, torch.get_num_threads()),
     )

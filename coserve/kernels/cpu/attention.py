@@ -1,9 +1,11 @@
-"""Attention on CPUs: rows whose keys lie in pages read them there (`paged_attention.cpp`); runs of rows have kernels in
-tiles (`attention_forward.cpp`, `attention_backward.cpp`: AMX, AMD's AVX-512), and PyTorch's operations elsewhere.
+"""Attention on CPUs: rows whose keys lie in pages read them there (`paged_attention.cpp`); runs of
+rows have kernels in tiles (`attention_forward.cpp`, `attention_backward.cpp`: AMX, AMD's AVX-512),
+and PyTorch's operations elsewhere.
 
-All follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one log-sum-exp per
-query and head, and the backward pass rebuilds the probabilities from them. A run is cut into tiles of query rows, each
-with the keys that it can see, so that scores or masks of n x m elements never exist.
+All follow FlashAttention-2 (arXiv 2307.08691, section 3): the forward pass keeps the output and one
+log-sum-exp per query and head, and the backward pass rebuilds the probabilities from them. A run is
+cut into tiles of query rows, each with the keys that it can see, so that scores or masks of n x m
+elements never exist.
 """
 
 from array import array
@@ -26,7 +28,8 @@ _MAX_TILE_ELEMENTS = 1 << 22
 _MIN_TILE_ROWS, _MIN_BACKWARD_ROWS = 64, 128
 # Rows below which arranging the keys in tiles takes longer than it saves.
 _MIN_ROWS_BY_TILES = 16
-# Bytes that a thread holds for each element of a head's keys, and the most that all threads may hold.
+# Bytes that a thread holds for each element of a head's keys, and the most that all threads may
+# hold.
 _TILE_BYTES, _MOST_TILE_BYTES = 22, 1 << 30
 # Elements of a tile's scores that a CPU core's cache holds.
 _CACHED_TILE_ELEMENTS = 1 << 18
@@ -39,7 +42,9 @@ class CpuPart(Part):
 
     @property
     def paged(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of single rows: all pages one after another, where each row's begin there, and the numbers of keys; int64."""
+        """Of single rows: all pages one after another, where each row's begin there, and the
+        numbers of keys; int64.
+        """
         return self.segments.pages, self.segments.first_page, self.segments.num_keys
 
     @property
@@ -53,12 +58,19 @@ class CpuPart(Part):
         return self.segments.first_key is None or not self.segments.first_key.any()
 
     def runs(self, *, gathered: bool) -> list[_Run]:
-        """The segments, as they lie among keys that were gathered (`pages` one after another) or stand in one page."""
+        """The segments, as they lie among keys that were gathered (`pages` one after another) or
+        stand in one page.
+        """
         table = self.segments
         first_key = torch.zeros_like(table.num_keys) if table.first_key is None else table.first_key
         if gathered:
             first_key = first_key + table.first_page * self.block_tokens
-        columns = (table.num_rows.cumsum(0) - table.num_rows, table.num_rows, first_key, table.num_keys)
+        columns = (
+            table.num_rows.cumsum(0) - table.num_rows,
+            table.num_rows,
+            first_key,
+            table.num_keys,
+        )
         return list(zip(*(each.tolist() for each in columns), strict=True))
 
 
@@ -80,7 +92,9 @@ class CpuAttention:
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
-        self._paged = {dtype: getattr(kernels, name) for dtype, name in paged_kernels(kernels).items()}
+        self._paged = {
+            dtype: getattr(kernels, name) for dtype, name in paged_kernels(kernels).items()
+        }
 
     def forward(
         self, q: Tensor, keys: Tensor, values: Tensor, part: CpuPart, spec: AttentionSpec
@@ -91,12 +105,19 @@ class CpuAttention:
         if part.is_single:
             return self._forward_paged(q, keys, values, part, spec)
         runs = part.runs(gathered=keys.shape[0] > 1)
-        k, v = (_by_head(x[part.pages] if x.shape[0] > 1 else x, q.shape[2]) for x in (keys, values))
+        k, v = (
+            _by_head(x[part.pages] if x.shape[0] > 1 else x, q.shape[2]) for x in (keys, values)
+        )
         if not self._fit_tiles(q, runs):
-            parts = [run_forward(q[row : row + n], k[key : key + m], v[key : key + m], spec) for row, n, key, m in runs]
+            parts = [
+                run_forward(q[row : row + n], k[key : key + m], v[key : key + m], spec)
+                for row, n, key, m in runs
+            ]
             out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
             return out, lse
-        out, lse = self._forward_by_tiles(q, k, v, [run for run in runs if run[1] >= _MIN_ROWS_BY_TILES], spec)
+        out, lse = self._forward_by_tiles(
+            q, k, v, [run for run in runs if run[1] >= _MIN_ROWS_BY_TILES], spec
+        )
         for row, n, key, m in runs:
             if n < _MIN_ROWS_BY_TILES:
                 own = slice(row, row + n)
@@ -139,7 +160,12 @@ class CpuAttention:
         (n, num_heads, width), (_, block_tokens, row_width) = q.shape, keys.shape
         page_step, *within = keys.stride()
         kernel = self._paged.get(q.dtype)
-        if kernel is None or width % 16 or within != [row_width, 1] or values.stride() != keys.stride():
+        if (
+            kernel is None
+            or width % 16
+            or within != [row_width, 1]
+            or values.stride() != keys.stride()
+        ):
             return None
         if not part.begins_in_page:
             return None
@@ -148,7 +174,13 @@ class CpuAttention:
         pages, starts, lengths = part.paged
         kernel(
             *(q.data_ptr(), keys.data_ptr(), values.data_ptr()),
-            *(pages.data_ptr(), starts.data_ptr(), lengths.data_ptr(), out.data_ptr(), lse.data_ptr()),
+            *(
+                pages.data_ptr(),
+                starts.data_ptr(),
+                lengths.data_ptr(),
+                out.data_ptr(),
+                lse.data_ptr(),
+            ),
             *(n, num_heads, row_width // width, width, block_tokens, page_step),
             *(spec.sliding_window or 0, spec.scale, torch.get_num_threads()),
         )
@@ -162,7 +194,14 @@ class CpuAttention:
         segments = array("q", chain.from_iterable(runs))
         self._kernels.attention_forward(
             *(x.data_ptr() for x in (*tensors, out, lse)),
-            *(segments.buffer_info()[0], len(runs), q.shape[1], k.shape[1], q.shape[2], spec.sliding_window or 0),
+            *(
+                segments.buffer_info()[0],
+                len(runs),
+                q.shape[1],
+                k.shape[1],
+                q.shape[2],
+                spec.sliding_window or 0,
+            ),
             *(spec.scale, torch.get_num_threads()),
         )
         return out, lse
@@ -186,13 +225,22 @@ class CpuAttention:
         segments = array("q", chain.from_iterable(runs))
         self._kernels.attention_backward(
             *(x.data_ptr() for x in (*tensors, q_grad, key_grads, value_grads)),
-            *(segments.buffer_info()[0], len(runs), q.shape[1], k.shape[1], q.shape[2], spec.sliding_window or 0),
+            *(
+                segments.buffer_info()[0],
+                len(runs),
+                q.shape[1],
+                k.shape[1],
+                q.shape[2],
+                spec.sliding_window or 0,
+            ),
             *(spec.scale, torch.get_num_threads()),
         )
         return q_grad
 
     def _fit_tiles(self, q: Tensor, runs: list[_Run]) -> bool:
-        """Whether the kernels are for such queries, and each thread has room for a head's keys and their gradients."""
+        """Whether the kernels are for such queries, and each thread has room for a head's keys and
+        their gradients.
+        """
         if not self._kernels.has_tiles or q.dtype != torch.bfloat16 or q.shape[2] % 32:
             return False
         return has_room_for_tiles(max(run[3] for run in runs), q.shape[2])
@@ -210,9 +258,11 @@ def has_room_for_tiles(num_keys: int, width: int) -> bool:
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """One run by PyTorch's tiled kernel: q [n, Hq, D], k and v [m, Hkv, D] -> [n, Hq, D], float32 [n, Hq].
+    """One run by PyTorch's tiled kernel: q [n, Hq, D], k and v [m, Hkv, D] -> [n, Hq, D], float32
+    [n, Hq].
 
-    Its causal flag means "query i sees keys j <= i", which is right only for n = m; other tiles pass an additive mask.
+    Its causal flag means "query i sees keys j <= i", which is right only for n = m; other tiles
+    pass an additive mask.
     """
     if is_widened(q):
         out, lse = run_forward(q.float(), k.float(), v.float(), spec)
@@ -220,7 +270,9 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[T
     window = spec.sliding_window
     parts = [
         _tile_forward(q[rows], k[keys], v[keys], spec)
-        for rows, keys in _tiles(q.shape[0], k.shape[0], window, _forward_rows(q.shape[0], k.shape[0], window))
+        for rows, keys in _tiles(
+            q.shape[0], k.shape[0], window, _forward_rows(q.shape[0], k.shape[0], window)
+        )
     ]
     if len(parts) == 1:
         return parts[0]
@@ -239,9 +291,10 @@ def run_backward(
     key_grads: Tensor,
     value_grads: Tensor,
 ) -> Tensor:
-    """Reverse one run: batched float32 products on tiles that stay in the caches, since PyTorch's own takes as long or
-    several times as long. In bfloat16, the products of probabilities and of gradients of scores take both rounded to
-    it, as FlashAttention does (arXiv 2205.14135), where the CPU has instructions for that.
+    """Reverse one run: batched float32 products on tiles that stay in the caches, since PyTorch's
+    own takes as long or several times as long. In bfloat16, the products of probabilities and of
+    gradients of scores take both rounded to it, as FlashAttention does (arXiv 2205.14135), where
+    the CPU has instructions for that.
     """
     (n, num_heads, width), scale, window = q.shape, spec.scale, spec.sliding_window
     groups = num_heads // k.shape[1]
@@ -254,43 +307,64 @@ def run_backward(
     keys, values = _heads_first(k), _heads_first(v)
     dq = torch.empty_like(queries)
     with rounded_factors() if has_native_bf16(q) else nullcontext():
-        for rows, seen in _tiles(n, k.shape[0], window, _backward_rows(num_heads, k.shape[0], window)):
+        for rows, seen in _tiles(
+            n, k.shape[0], window, _backward_rows(num_heads, k.shape[0], window)
+        ):
             own = slice(groups * rows.start, groups * rows.stop)
             num_rows, num_keys = rows.stop - rows.start, seen.stop - seen.start
-            probabilities = torch.baddbmm(less_lse[:, own], queries[:, own], keys[:, seen].mT, alpha=scale)
-            # Hidden are keys among the last `num_rows`, unless a sliding window hides early ones too.
+            probabilities = torch.baddbmm(
+                less_lse[:, own], queries[:, own], keys[:, seen].mT, alpha=scale
+            )
+            # Hidden are keys among the last `num_rows`, unless a sliding window hides early ones
+            # too.
             slides = window is not None and num_keys > window
             masked = num_keys if slides else num_rows
             hidden = _tile_mask(num_rows, masked, window if slides else None)
             by_row = probabilities.view(k.shape[1], num_rows, groups, num_keys)
             by_row[..., num_keys - masked :].masked_fill_(hidden, float("-inf"))
             probabilities.exp_()
-            score_grad = torch.baddbmm(less_delta[:, own], out_grad[:, own], values[:, seen].mT).mul_(probabilities)
+            score_grad = torch.baddbmm(
+                less_delta[:, own], out_grad[:, own], values[:, seen].mT
+            ).mul_(probabilities)
             dq[:, own] = torch.bmm(score_grad, keys[:, seen])
-            key_grads[seen].transpose(0, 1).add_(torch.bmm(score_grad.mT, queries[:, own]), alpha=scale)
+            key_grads[seen].transpose(0, 1).add_(
+                torch.bmm(score_grad.mT, queries[:, own]), alpha=scale
+            )
             value_grads[seen].transpose(0, 1).add_(torch.bmm(probabilities.mT, out_grad[:, own]))
     return dq.mul_(scale).view(-1, n, groups, width).transpose(0, 1).reshape(q.shape).to(q.dtype)
 
 
 def _tile_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     n, m, scale, window = q.shape[0], k.shape[0], spec.scale, spec.sliding_window
-    if n == 1:  # the query heads of a key head stand as its rows; the tile has only keys that the row sees
-        q, k, v = q.view(1, k.shape[1], -1, q.shape[2]), k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+    if (
+        n == 1
+    ):  # the query heads of a key head stand as its rows; the tile has only keys that the row sees
+        q, k, v = (
+            q.view(1, k.shape[1], -1, q.shape[2]),
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+        )
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, scale=scale
+        )
         return out.reshape(1, -1, q.shape[3]), lse.reshape(1, -1)
     slides = window is not None and m > window
     mask = None
     if slides or n < m:
         mask = _additive_mask(n, m, window if slides else None, q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)), 0.0, mask is None and n == m, attn_mask=mask, scale=scale
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        0.0,
+        mask is None and n == m,
+        attn_mask=mask,
+        scale=scale,
     )
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
 def _tiles(n: int, m: int, window: int | None, size: int) -> Iterator[tuple[slice, slice]]:
-    """Query rows, `size` at a time, and the keys that they see. A tile is a run of its own: its queries are the last of
-    its keys.
+    """Query rows, `size` at a time, and the keys that they see. A tile is a run of its own: its
+    queries are the last of its keys.
     """
     if window is not None:  # a tile of more rows than the window would mostly score hidden keys
         size = min(size, max(window, _MIN_TILE_ROWS))
@@ -344,8 +418,8 @@ def _tile_mask(n: int, m: int, window: int | None) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _additive_mask(n: int, m: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """0 where a query sees a key and -inf elsewhere, [1, 1, n, m]; the layers of a step, and often its sequences,
-    share it.
+    """0 where a query sees a key and -inf elsewhere, [1, 1, n, m]; the layers of a step, and often
+    its sequences, share it.
     """
     hidden = _hidden_keys(n, m, window)
     return torch.zeros(n, m, dtype=dtype).masked_fill_(hidden, float("-inf"))[None, None]

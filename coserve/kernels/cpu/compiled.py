@@ -1,7 +1,8 @@
-"""The C++ kernels as functions, of the library that `coserve.kernels.cpu_library` finds or compiles.
+"""The C++ kernels as functions, of the library that `coserve.kernels.cpu_library` finds or
+compiles.
 
-`kernels.h` declares every kernel, once: the compiler holds the definitions against it, and the arguments that Python
-may give are read from it when the library is loaded.
+`kernels.h` declares every kernel, once: the compiler holds the definitions against it, and the
+arguments that Python may give are read from it when the library is loaded.
 """
 
 import ctypes
@@ -38,15 +39,18 @@ class Library:
         """Load a library; its calls to OpenMP go to the given one, which is PyTorch's.
 
         Raises:
-            OSError: it cannot be loaded. RuntimeError: it lacks a kernel that this processor can run.
+            OSError: it cannot be loaded. RuntimeError: it lacks a kernel that this processor can
+                run.
         """
         self.build = built.build
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
         found = ctypes.CDLL(str(built.path))
-        # Products of tiles of bfloat16: by AMX, which a process must ask the system for, or by pairs.
+        # Products of tiles of bfloat16: by AMX, which a process must ask the system for, or by
+        # pairs.
         tiles = _Tiles(found.request_tiles())
         self.has_amx = tiles is _Tiles.BY_AMX
-        # Whether instructions for pairs of bfloat16 (AVX-512's) are the fastest; and products of tiles by whichever.
+        # Whether instructions for pairs of bfloat16 (AVX-512's) are the fastest; and products of
+        # tiles by whichever.
         self.has_pairs = tiles is _Tiles.BY_PAIRS and multiplies_bfloat16()
         self.has_tiles = self.has_amx or self.has_pairs
         missing_on_some = set[str]()
@@ -62,25 +66,36 @@ class Library:
                 function.argtypes, function.restype = arguments, None
                 setattr(self, name, function)
             elif name not in missing_on_some:
-                raise RuntimeError(f"error: {built.path.name} lacks the kernel {name}, which kernels.h declares")
+                raise RuntimeError(
+                    f"error: {built.path.name} lacks the kernel {name}, which kernels.h declares"
+                )
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no kernel {name}")
 
 
 def signatures() -> dict[str, list[Any]]:
-    """The types of the arguments of every kernel, as its header declares them: addresses, int64 and doubles."""
+    """The types of the arguments of every kernel, as its header declares them: addresses, int64 and
+    doubles.
+    """
     found = _declarations((SOURCES / "kernels.h").read_text())
-    return {name: [_type(argument) for argument in arguments.split(",")] for name, arguments in found}
+    return {
+        name: [_type(argument) for argument in arguments.split(",")] for name, arguments in found
+    }
 
 
 def kernels_for(instructions: str) -> set[str]:
-    """Those that are compiled for processors with such instructions alone, AMX, pairs or tiles: of groups whose comment
-    in the header says so in brackets.
+    """Those that are compiled for processors with such instructions alone, AMX, pairs or tiles: of
+    groups whose comment in the header says so in brackets.
     """
     groups = (SOURCES / "kernels.h").read_text().split("\n\n")
     said = f"({instructions})"
-    return {name for group in groups if said in group.partition("\n")[0] for name, _ in _declarations(group)}
+    return {
+        name
+        for group in groups
+        if said in group.partition("\n")[0]
+        for name, _ in _declarations(group)
+    }
 
 
 def _declarations(header: str) -> list[tuple[str, str]]:
@@ -107,10 +122,12 @@ _loaded: _Loaded | None = None
 
 
 def compiled_kernels(progress: Progress | None = None) -> Library | None:
-    """Return the kernels of this machine, loaded or compiled at the first call; None where they cannot be.
+    """Return the kernels of this machine, loaded or compiled at the first call; None where they
+    cannot be.
 
     Args:
-        progress: called with the number of compiled files and of all, if this call compiles or waits for a compiler.
+        progress: called with the number of compiled files and of all, if this call compiles or
+            waits for a compiler.
     """
     global _loaded
     if _loaded is None:
@@ -121,7 +138,9 @@ def compiled_kernels(progress: Progress | None = None) -> Library | None:
 
 
 def why_not_compiled() -> str:
-    """Return why the plain kernels run in place of these, as one line; "" if these run, or cannot run here at all."""
+    """Return why the plain kernels run in place of these, as one line; "" if these run, or cannot
+    run here at all.
+    """
     compiled_kernels()
     assert _loaded is not None
     return _loaded.why_not
@@ -138,12 +157,15 @@ def _load(progress: Progress | None) -> _Loaded:
         return _Loaded(library=None)
     openmp = _openmp()
     if openmp is None:
-        return _Loaded(library=None, why_not="PyTorch has no GNU OpenMP here, so the slower plain kernels run")
+        return _Loaded(
+            library=None, why_not="PyTorch has no GNU OpenMP here, so the slower plain kernels run"
+        )
     try:
         return _Loaded(library=_load_from(find_library(progress), openmp))
     except (KernelError, OSError, RuntimeError, AttributeError, ValueError) as error:
         return _Loaded(
-            library=None, why_not=f"the CPU kernels could not be compiled, so the slower plain ones run: {error}"
+            library=None,
+            why_not=f"the CPU kernels could not be compiled, so the slower plain ones run: {error}",
         )
 
 
@@ -162,7 +184,9 @@ def _load_from(built: BuiltLibrary, openmp: Path) -> Library:
 
 
 def _openmp() -> Path | None:
-    """Return PyTorch's own OpenMP library: with another one, threads of both would wait for each other's cores."""
+    """Return PyTorch's own OpenMP library: with another one, threads of both would wait for each
+    other's cores.
+    """
     package = Path(torch.__file__).parent
     found = [*package.glob("lib/libgomp*.so*"), *package.parent.glob("torch.libs/libgomp*.so*")]
     return found[0] if found else None

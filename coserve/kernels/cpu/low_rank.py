@@ -1,9 +1,10 @@
-"""Products with factors of low rank, such as a LoRA's (A [rank, width], B [width, rank]), and their gradients, by
-kernels of our own: bfloat16, with float32 sums that are rounded once. In tiles where there are some (`low_rank.cpp`),
-in float32 elsewhere (`vector_low_rank.cpp`). A library's product takes several times what reading the wide tensor does.
+"""Products with factors of low rank, such as a LoRA's (A [rank, width], B [width, rank]), and their
+gradients, by kernels of our own: bfloat16, with float32 sums that are rounded once. In tiles where
+there are some (`low_rank.cpp`), in float32 elsewhere (`vector_low_rank.cpp`). A library's product
+takes several times what reading the wide tensor does.
 
-Rows of many adapters, each with its own factor, are one call (`low_rank_jobs.h`). Each function gives None, or False,
-when it is not for these tensors.
+Rows of many adapters, each with its own factor, are one call (`low_rank_jobs.h`). Each function
+gives None, or False, when it is not for these tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,38 +29,55 @@ class LowRankProducts:
         has_tiles = kernels.has_tiles
         self._to_low_rank = kernels.to_low_rank if has_tiles else kernels.vector_to_low_rank
         self._from_low_rank = kernels.from_low_rank if has_tiles else kernels.vector_from_low_rank
-        self._gradient = kernels.add_low_rank_gradient if has_tiles else kernels.vector_low_rank_gradient
+        self._gradient = (
+            kernels.add_low_rank_gradient if has_tiles else kernels.vector_low_rank_gradient
+        )
 
     def to_low_rank(self, x: Tensor, factor: Factor, *, transposed: bool) -> Tensor | None:
         """x M: x [n, width], M [width, rank], given as its transpose or not -> [n, rank]."""
         matrices = _matrices(factor)
         y = x.new_empty(x.shape[0], matrices[0].shape[0 if transposed else 1])
         fits = are_bfloat16(*matrices)
-        return y if fits and _run(self._to_low_rank, x, y, factor, [transposed], by_rank=transposed) else None
+        return (
+            y
+            if fits and _run(self._to_low_rank, x, y, factor, [transposed], by_rank=transposed)
+            else None
+        )
 
     def from_low_rank(self, x: Tensor, factor: Factor, *, transposed: bool) -> Tensor | None:
         """x M: x [n, rank], M [rank, width], given as its transpose or not -> [n, width]."""
         y = x.new_empty(x.shape[0], _matrices(factor)[0].shape[0 if transposed else 1])
         return y if self._from(y, x, factor, transposed, adds=False) else None
 
-    def add_from_low_rank(self, total: Tensor, x: Tensor, factor: Factor, *, transposed: bool) -> bool:
-        """total += x M: total [n, width], x [n, rank], M [rank, width], given as its transpose or not; whether it
-        did.
+    def add_from_low_rank(
+        self, total: Tensor, x: Tensor, factor: Factor, *, transposed: bool
+    ) -> bool:
+        """total += x M: total [n, width], x [n, rank], M [rank, width], given as its transpose or
+        not; whether it did.
         """
         return self._from(total, x, factor, transposed, adds=True)
 
     def _from(self, y: Tensor, x: Tensor, factor: Factor, transposed: bool, *, adds: bool) -> bool:
         fits = are_bfloat16(*_matrices(factor))
-        return fits and _run(self._from_low_rank, y, x, factor, [transposed, adds], by_rank=not transposed)
+        return fits and _run(
+            self._from_low_rank, y, x, factor, [transposed, adds], by_rank=not transposed
+        )
 
     def add_low_rank_gradient(
-        self, total: Factor, narrow: Tensor | JoinedRows, wide: Tensor | JoinedRows, *, transposed: bool
+        self,
+        total: Factor,
+        narrow: Tensor | JoinedRows,
+        wide: Tensor | JoinedRows,
+        *,
+        transposed: bool,
     ) -> bool:
-        """total += narrow^T wide, or its transpose: narrow [n, rank], wide [n, width], total float32 [rank, width] or
-        [width, rank]; whether it did.
+        """total += narrow^T wide, or its transpose: narrow [n, rank], wide [n, width], total
+        float32 [rank, width] or [width, rank]; whether it did.
         """
         fits = all(sums.dtype == torch.float32 for sums in _matrices(total))
-        return fits and _run(self._gradient, wide, narrow, total, [transposed], by_rank=not transposed)
+        return fits and _run(
+            self._gradient, wide, narrow, total, [transposed], by_rank=not transposed
+        )
 
 
 def _run(
@@ -71,9 +89,9 @@ def _run(
     *,
     by_rank: bool,
 ) -> bool:
-    """Call a kernel with a table of what `low_rank_jobs.h` says of each adapter's rows, [n, width] and [n, rank];
-    False where it is not for these rows or shapes. settings: what the kernel is told beside it. by_rank: factors are
-    [rank, width], not [width, rank].
+    """Call a kernel with a table of what `low_rank_jobs.h` says of each adapter's rows, [n, width]
+    and [n, rank]; False where it is not for these rows or shapes. settings: what the kernel is told
+    beside it. by_rank: factors are [rank, width], not [width, rank].
     """
     matrices = _matrices(factor)
     rank, width = matrices[0].shape if by_rank else reversed(matrices[0].shape)
@@ -86,7 +104,9 @@ def _run(
     if not all(sizes) or not _are_rows(wide, sizes, width) or not _are_rows(narrow, sizes, rank):
         return False
     table = list[int]()
-    for size, matrix, *rows in zip(sizes, matrices, _places(wide, sizes), _places(narrow, sizes), strict=True):
+    for size, matrix, *rows in zip(
+        sizes, matrices, _places(wide, sizes), _places(narrow, sizes), strict=True
+    ):
         for place in rows:
             table += place
         table += (matrix.data_ptr(), size)
@@ -100,13 +120,19 @@ def _matrices(factor: Factor) -> tuple[Tensor, ...]:
 
 
 def _sizes(x: Tensor | JoinedRows) -> tuple[int, ...]:
-    return tuple(rows.shape[0] for rows in x.tensors) if isinstance(x, JoinedRows) else (x.shape[0],)
+    return (
+        tuple(rows.shape[0] for rows in x.tensors) if isinstance(x, JoinedRows) else (x.shape[0],)
+    )
 
 
 def _are_rows(x: Tensor | JoinedRows, sizes: Sequence[int], width: int) -> bool:
     """Whether a kernel can read them as the rows of as many adapters."""
     if isinstance(x, JoinedRows):
-        return _sizes(x) == sizes and are_bfloat16(*x.tensors) and all(rows.shape[1] == width for rows in x.tensors)
+        return (
+            _sizes(x) == sizes
+            and are_bfloat16(*x.tensors)
+            and all(rows.shape[1] == width for rows in x.tensors)
+        )
     return x.shape == (sum(sizes), width) and are_bfloat16(x)
 
 

@@ -7,10 +7,11 @@ import torch
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU's instructions for sums of products of bfloat16 are faster than those for float32.
+    """Whether this CPU's instructions for sums of products of bfloat16 are faster than those for
+    float32.
 
-    Intel's of AVX-512 are not: 168 GFLOP/s by PyTorch's bfloat16 and 306 by its float32 on two cores of a Xeon (model
-    207) whose virtual machine hides AMX. AMD's are, twice as fast.
+    Intel's of AVX-512 are not: 168 GFLOP/s by PyTorch's bfloat16 and 306 by its float32 on two
+    cores of a Xeon (model 207) whose virtual machine hides AMX. AMD's are, twice as fast.
     """
     found = torch.cpu.get_capabilities()
     if found.get("amx_bf16"):

@@ -1,19 +1,24 @@
 """Products of rows with a weight: y = x W^T, and the two products of its gradient.
 
-Which way is fastest depends on the processor, the dtype and the number of rows; `benchmarks/products.py` measures it.
+Which way is fastest depends on the processor, the dtype and the number of rows;
+`benchmarks/products.py` measures it.
 
-- bfloat16 and few rows: kernels of our own read the weight once as it lies, in tiles with AMX and AMD's AVX-512
-  (`tile_products.py`; with the latter the fewest rows, and weights of no whole tiles, by pairs: `pair_products.cpp`),
-  and in float32 elsewhere (`vector_products.cpp`); PyTorch's take twice as long, and rearrange the weight first.
-- bfloat16 and many rows, with AMX: tiles, too, that are fetched while others are multiplied (`wide_tiles.cpp`,
-  `wide_gradients.cpp`); but PyTorch's with many threads.
+- bfloat16 and few rows: kernels of our own read the weight once as it lies, in tiles with AMX and
+  AMD's AVX-512 (`tile_products.py`; with the latter the fewest rows, and weights of no whole tiles,
+  by pairs: `pair_products.cpp`), and in float32 elsewhere (`vector_products.cpp`); PyTorch's take
+  twice as long, and rearrange the weight first.
+- bfloat16 and many rows, with AMX: tiles, too, that are fetched while others are multiplied
+  (`wide_tiles.cpp`, `wide_gradients.cpp`); but PyTorch's with many threads.
 - The same on another CPU that multiplies bfloat16 faster than float32 (AMD's AVX-512): PyTorch's.
-- The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it have half of that
-  (Intel's without AMX): kernels of our own, which convert a strip of the weight at a time and multiply in float32
-  (`vector_panels.h`); of tensors that lie otherwise the wide functions convert a tile at a time, for PyTorch's.
-- float32: kernels of our own of the same kind up to 128 rows (`vector_products.cpp`), PyTorch's beyond.
-- int8 weights: with few rows the same kernels read them once as they lie (`int8.cpp`, `pair_products.cpp`, and
-  `int8_tiles.cpp` with AMX); with many, a tile at a time becomes a dense weight.
+- The same on one that emulates it, at a quarter of its float32 speed, or whose instructions for it
+  have half of that (Intel's without AMX): kernels of our own, which convert a strip of the weight
+  at a time and multiply in float32 (`vector_panels.h`); of tensors that lie otherwise the wide
+  functions convert a tile at a time, for PyTorch's.
+- float32: kernels of our own of the same kind up to 128 rows (`vector_products.cpp`), PyTorch's
+  beyond.
+- int8 weights: with few rows the same kernels read them once as they lie (`int8.cpp`,
+  `pair_products.cpp`, and `int8_tiles.cpp` with AMX); with many, a tile at a time becomes a dense
+  weight.
 - Otherwise the choice is PyTorch's.
 
 In every case the sums are float32, and a product is rounded once.
@@ -34,42 +39,48 @@ from coserve.kernels.cpu.processor import multiplies_bfloat16
 from coserve.kernels.cpu.tile_products import TileProducts, are_bfloat16, fit_weight
 from coserve.kernels.plain import products as plain
 
-# Elements of a weight that are converted at once: they stay in the outer caches until they have been used.
+# Elements of a weight that are converted at once: they stay in the outer caches until they have
+# been used.
 _TILE_ELEMENTS = 1 << 21
-# Up to how many rows our own kernels without tiles multiply bfloat16 where PyTorch's product of more is faster: the one
-# in float32, and the one by pairs.
+# Up to how many rows our own kernels without tiles multiply bfloat16 where PyTorch's product of
+# more is faster: the one in float32, and the one by pairs.
 _MOST_VECTOR_ROWS_NATIVE, _MOST_PAIR_ROWS = 16, 48
 # The same for input gradients by pairs.
 _MOST_PAIR_GRADIENT_ROWS = 64
-# The same for float32 rows and weights; from how many outputs and inputs on, which leaves out the factors of a LoRA.
+# The same for float32 rows and weights; from how many outputs and inputs on, which leaves out the
+# factors of a LoRA.
 MOST_FLOAT32_ROWS, _FEWEST_FLOAT32_COLUMNS = 128, 32
-# Up to how many float32 rows of a step without a job's rows read a weight as it lies, and sum along it. A job's rows
-# have the same sums by themselves and in any company.
+# Up to how many float32 rows of a step without a job's rows read a weight as it lies, and sum along
+# it. A job's rows have the same sums by themselves and in any company.
 FEW_FLOAT32_ROWS = 4
 # From how many rows on a conversion pays for the products of gradients.
 _MIN_WIDE_ROWS = 16
-# Up to how many rows of each of several adapters a product from their rank is made by our own kernel, all in one call.
+# Up to how many rows of each of several adapters a product from their rank is made by our own
+# kernel, all in one call.
 _MOST_MADE_ROWS = 128
 # Held while factors are rounded.
 _ROUNDING = Lock()
 # Below how many rows float32 products are faster with the weight as the left factor.
 _FEW_ROWS = 48
-# From how many outputs on (a vocabulary) a result for a loss is left lying by columns: the product then takes half of
-# the time, and the loss of its logits, which has kernels for that, hardly more. Choosing a token of each row from it
-# would take forty times as long.
+# From how many outputs on (a vocabulary) a result for a loss is left lying by columns: the product
+# then takes half of the time, and the loss of its logits, which has kernels for that, hardly more.
+# Choosing a token of each row from it would take forty times as long.
 _MANY_OUTPUTS = 1 << 15
-# From how many rows on, where there is a skinny GEMM that leaves fewer by rows: the head's input gradient then comes
-# from the logits as they lie, which reads the head's weight once less.
+# From how many rows on, where there is a skinny GEMM that leaves fewer by rows: the head's input
+# gradient then comes from the logits as they lie, which reads the head's weight once less.
 _MANY_LOSS_ROWS = 32
-# Up to how many rows our own kernel multiplies int8 weights: with instructions for bfloat16, and without.
+# Up to how many rows our own kernel multiplies int8 weights: with instructions for bfloat16, and
+# without.
 _MOST_INT8_ROWS_NATIVE, _MOST_INT8_ROWS = 8, 32
 
 
 class CpuProducts:
-    """The products of a CPU backend: by kernels of our own where they are faster, by PyTorch elsewhere.
+    """The products of a CPU backend: by kernels of our own where they are faster, by PyTorch
+    elsewhere.
 
     Args:
-        may_lie_by_columns: products of many outputs may be left with their columns contiguous instead of their rows.
+        may_lie_by_columns: products of many outputs may be left with their columns contiguous
+            instead of their rows.
 
     tiles: those in tiles, where there are any.
     """
@@ -89,37 +100,64 @@ class CpuProducts:
                 return self._product_of_few_rows(self._kernels.float32_product, x, weight, bias, 0)
             return torch.nn.functional.linear(x, weight, bias)
         if self.tiles is not None:
-            is_for_columns = x.shape[0] >= _MANY_LOSS_ROWS and weight.shape[0] >= _MANY_OUTPUTS and bias is None
+            is_for_columns = (
+                x.shape[0] >= _MANY_LOSS_ROWS and weight.shape[0] >= _MANY_OUTPUTS and bias is None
+            )
             if self._may_lie_by_columns and is_for_columns:
                 return torch.mm(weight, x.T).T
             if (y := self.tiles.product(x, weight, bias)) is not None:
                 return y
         if x.shape[0] <= self._most_few_rows and x.stride(1) == 1 and fit_vectors(weight, bias):
             return self._product_of_few_rows(self._few_rows, x, weight, bias)
-        return wide_product(x, weight, bias) if is_widened(x) else torch.nn.functional.linear(x, weight, bias)
+        return (
+            wide_product(x, weight, bias)
+            if is_widened(x)
+            else torch.nn.functional.linear(x, weight, bias)
+        )
 
     def _product_of_few_rows(
-        self, multiply: Callable[..., None], x: Tensor, weight: Tensor, bias: Tensor | None, *more: int
+        self,
+        multiply: Callable[..., None],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *more: int,
     ) -> Tensor:
         (n, inner), outer = x.shape, weight.shape[0]
         assert weight.shape == (outer, inner)
         y = torch.empty(n, outer, dtype=x.dtype)
         multiply(
-            *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
+            *(
+                x.data_ptr(),
+                x.stride(0),
+                weight.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+            ),
             *(n, inner, outer, *more, torch.get_num_threads()),
         )
         return y
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
-        """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless it is added by `_added`."""
-        if self.tiles is not None and (found := self.tiles.input_gradient(grad, weight, onto)) is not None:
+        """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless it is added
+        by `_added`.
+        """
+        if (
+            self.tiles is not None
+            and (found := self.tiles.input_gradient(grad, weight, onto)) is not None
+        ):
             return found
         if self._fit_pairs(grad, weight, onto):
             return self._pair_input_gradient(grad, weight, onto)
         if is_widened(grad) and grad.shape[0] and grad.stride(1) == 1 and fit_vectors(weight, None):
-            return _added(self._vector_input_gradient(self._kernels.vector_input_gradient, grad, weight), onto)
+            return _added(
+                self._vector_input_gradient(self._kernels.vector_input_gradient, grad, weight), onto
+            )
         if _are_few_float32_rows(grad, weight, None):
-            return _added(self._vector_input_gradient(self._kernels.float32_input_gradient, grad, weight), onto)
+            return _added(
+                self._vector_input_gradient(self._kernels.float32_input_gradient, grad, weight),
+                onto,
+            )
         if is_widened(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
             return _added(wide_input_gradient(grad, weight), onto)
         return grad @ weight if onto is None else onto.addmm_(grad, weight)
@@ -136,12 +174,20 @@ class CpuProducts:
         assert weight.shape == (outer, inner)
         x_grad = torch.empty(n, inner, dtype=grad.dtype) if onto is None else onto
         self._kernels.pair_input_gradient(
-            *(grad.data_ptr(), grad.stride(0), weight.data_ptr(), x_grad.data_ptr(), x_grad.stride(0)),
+            *(
+                grad.data_ptr(),
+                grad.stride(0),
+                weight.data_ptr(),
+                x_grad.data_ptr(),
+                x_grad.stride(0),
+            ),
             *(onto is not None, n, inner, outer, torch.get_num_threads()),
         )
         return x_grad
 
-    def _vector_input_gradient(self, multiply: Callable[..., None], grad: Tensor, weight: Tensor) -> Tensor:
+    def _vector_input_gradient(
+        self, multiply: Callable[..., None], grad: Tensor, weight: Tensor
+    ) -> Tensor:
         (n, outer), inner = grad.shape, weight.shape[1]
         assert weight.shape == (outer, inner)
         x_grad = torch.empty(n, inner, dtype=grad.dtype)
@@ -152,17 +198,24 @@ class CpuProducts:
         return x_grad
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs nothing."""
+        """dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs
+        nothing.
+        """
         if is_widened(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
             return wide_weight_gradient(grad, x)
         return grad.T @ x
 
     # -- int8 weights -------------------------------------------------------------------
 
-    def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    def int8_product(
+        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """See `Backend.int8_product`."""
         has_native = has_native_bf16(x)
-        if self.tiles is not None and (y := self.tiles.int8_skinny_gemm(x, values, scales, bias)) is not None:
+        if (
+            self.tiles is not None
+            and (y := self.tiles.int8_skinny_gemm(x, values, scales, bias)) is not None
+        ):
             return y
         name, most_rows = kernel_for_few_int8_rows(self._kernels, x.dtype)
         if 0 < x.shape[0] <= most_rows and _is_for_int8(x, bias):
@@ -174,7 +227,9 @@ class CpuProducts:
             y[:, tile] = self.product(x, weight, None if bias is None else bias[tile])
         return y
 
-    def int8_input_gradient(self, grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None = None) -> Tensor:
+    def int8_input_gradient(
+        self, grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None = None
+    ) -> Tensor:
         """See `Backend.int8_input_gradient`."""
         if not has_native_bf16(grad):
             return plain.int8_input_gradient(grad, values, scales, onto)
@@ -183,7 +238,9 @@ class CpuProducts:
             total += grad[:, tile] @ weight
         return _added(total.to(grad.dtype), onto)
 
-    def _int8_skinny_gemm(self, name: str, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    def _int8_skinny_gemm(
+        self, name: str, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None
+    ) -> Tensor:
         (n, inner), outer = x.shape, values.shape[0]
         assert values.shape == (outer, inner) and values.is_contiguous() and scales.is_contiguous()
         y = torch.empty(n, outer, dtype=x.dtype)
@@ -209,7 +266,9 @@ class CpuProducts:
     # -- factors of low rank --------------------------------------------------------------
 
     def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
-        """x F^T; F [out, in], one of both the rank. Added to `onto`: rounded once, unless bfloat16 is widened."""
+        """x F^T; F [out, in], one of both the rank. Added to `onto`: rounded once, unless bfloat16
+        is widened.
+        """
         if (found := self._low_rank_rows(x, factor, onto, transposed=True)) is not None:
             return found
         if isinstance(factor, Grouped):
@@ -220,15 +279,21 @@ class CpuProducts:
             return onto.add_(self.product(x, factor))
         return onto.addmm_(x, factor.T)
 
-    def low_rank_input_gradient(self, grad: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
+    def low_rank_input_gradient(
+        self, grad: Tensor, factor: Factor, onto: Tensor | None = None
+    ) -> Tensor:
         """dx = dy F."""
         if (found := self._low_rank_rows(grad, factor, onto, transposed=False)) is not None:
             return found
         if isinstance(factor, Grouped):
-            return _each(self.low_rank_input_gradient, grad, factor, factor.tensors[0].shape[1], onto)
+            return _each(
+                self.low_rank_input_gradient, grad, factor, factor.tensors[0].shape[1], onto
+            )
         return self.input_gradient(grad, factor, onto)
 
-    def _low_rank_rows(self, x: Tensor, factor: Factor, onto: Tensor | None, *, transposed: bool) -> Tensor | None:
+    def _low_rank_rows(
+        self, x: Tensor, factor: Factor, onto: Tensor | None, *, transposed: bool
+    ) -> Tensor | None:
         """x F^T (transposed) or x F by the kernels for that, if they are for these tensors."""
         own = self._low_rank
         if onto is not None:
@@ -236,7 +301,9 @@ class CpuProducts:
         if (narrow := own.to_low_rank(x, factor, transposed=transposed)) is not None:
             return narrow
         # Of many rows of an adapter PyTorch's product takes two thirds of the time.
-        has_few_rows = isinstance(factor, Grouped) and x.shape[0] <= _MOST_MADE_ROWS * len(factor.tensors)
+        has_few_rows = isinstance(factor, Grouped) and x.shape[0] <= _MOST_MADE_ROWS * len(
+            factor.tensors
+        )
         return own.from_low_rank(x, factor, transposed=transposed) if has_few_rows else None
 
     def add_low_rank_gradient(self, grad: Tensor, x: Tensor | JoinedRows, onto: Factor) -> None:
@@ -264,8 +331,8 @@ def _each(
     width: int,
     onto: Tensor | None,
 ) -> Tensor:
-    """Rows of several adapters with the factor of each, added to `onto` or put side by side. No factor is copied: on a
-    CPU that would take as long as the product.
+    """Rows of several adapters with the factor of each, added to `onto` or put side by side. No
+    factor is copied: on a CPU that would take as long as the product.
     """
     y = x.new_empty(x.shape[0], width) if onto is None else onto
     for own, matrix in zip(factor.rows.slices, factor.tensors, strict=True):
@@ -319,7 +386,10 @@ def kernel_for_few_int8_rows(kernels: Library, dtype: torch.dtype) -> tuple[str,
         return "int8_product_float32", _MOST_INT8_ROWS
     if kernel_for_few_rows(kernels)[0] == "pair_product":
         return "int8_pair_product", _MOST_PAIR_ROWS
-    return "int8_product_bfloat16", _MOST_INT8_ROWS_NATIVE if multiplies_bfloat16() else _MOST_INT8_ROWS
+    return (
+        "int8_product_bfloat16",
+        _MOST_INT8_ROWS_NATIVE if multiplies_bfloat16() else _MOST_INT8_ROWS,
+    )
 
 
 def _is_for_int8(x: Tensor, bias: Tensor | None) -> bool:
@@ -331,11 +401,12 @@ def _is_for_int8(x: Tensor, bias: Tensor | None) -> bool:
 
 @contextmanager
 def rounded_factors() -> Iterator[None]:
-    """Products of float32 tensors within round both factors to bfloat16, and nothing else: sums and results stay
-    float32. Of factors that were bfloat16 before, they are exact. For CPUs with instructions for that.
+    """Products of float32 tensors within round both factors to bfloat16, and nothing else: sums and
+    results stay float32. Of factors that were bfloat16 before, they are exact. For CPUs with
+    instructions for that.
 
-    The setting is the process's: no other thread may be within at the same time, and what float32 products others do
-    meanwhile are rounded, too.
+    The setting is the process's: no other thread may be within at the same time, and what float32
+    products others do meanwhile are rounded, too.
     """
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with _ROUNDING:
@@ -348,18 +419,24 @@ def rounded_factors() -> Iterator[None]:
 
 
 def kernel_for_few_rows(kernels: Library) -> tuple[str, int]:
-    """The name of our own kernel for products of bfloat16 without tiles, and up to how many rows it is the fastest; any
-    number where float32 is faster.
+    """The name of our own kernel for products of bfloat16 without tiles, and up to how many rows it
+    is the fastest; any number where float32 is faster.
     """
     if not multiplies_bfloat16():
         return "vector_product", sys.maxsize
-    return ("pair_product", _MOST_PAIR_ROWS) if kernels.has_pairs else ("vector_product", _MOST_VECTOR_ROWS_NATIVE)
+    return (
+        ("pair_product", _MOST_PAIR_ROWS)
+        if kernels.has_pairs
+        else ("vector_product", _MOST_VECTOR_ROWS_NATIVE)
+    )
 
 
 def fit_vectors(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether that kernel is for a weight [out, in] and a bias: of this dtype, lying by rows."""
     for tensor in (weight, bias):
-        if tensor is not None and not (tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()):
+        if tensor is not None and not (
+            tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
+        ):
             return False
     return True
 

@@ -1,7 +1,9 @@
-"""What operators are given while they are traced: stand-ins for rows and numbers of a step, and the step's memory.
+"""What operators are given while they are traced: stand-ins for rows and numbers of a step, and the
+step's memory.
 
-Rows that a step computes lie in memory of its own, in which each tensor has its place: a number of bytes for each row
-of the step, taken again by others once nobody reads it. A stand-in knows where its rows will lie, and refuses all else.
+Rows that a step computes lie in memory of its own, in which each tensor has its place: a number of
+bytes for each row of the step, taken again by others once nobody reads it. A stand-in knows where
+its rows will lie, and refuses all else.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,17 @@ Argument = tuple[int, int, int]
 CONSTANT, STEP, ROWS = range(3)
 # Numbers of every step, by their place; inputs come after them.
 STEP_NUMBERS = (
-    *("num_rows", "memory", "num_threads", "num_paged_rows", "pages", "offsets", "table", "first_page", "lengths"),
+    *(
+        "num_rows",
+        "memory",
+        "num_threads",
+        "num_paged_rows",
+        "pages",
+        "offsets",
+        "table",
+        "first_page",
+        "lengths",
+    ),
     *("pieces", "num_pieces", "windows", "num_windows"),
     *("adapter_rows", "adapter_ends", "num_adapters", "num_places", "adapter_addresses"),
     "few_rows",
@@ -40,8 +52,8 @@ def step(name: str, more: int = 0) -> StepNumber:
 
 
 class MemorySlot:
-    """Where a tensor's rows lie in the step's memory, from when that is first asked for; given back when nobody reads
-    them any more.
+    """Where a tensor's rows lie in the step's memory, from when that is first asked for; given back
+    when nobody reads them any more.
     """
 
     def __init__(self, memory: "RowMemory", num_bytes: int) -> None:
@@ -66,13 +78,17 @@ class RowMemory:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._free: list[tuple[int, int]] = []  # (start, number of bytes), in order, no two neighbours
+        self._free: list[
+            tuple[int, int]
+        ] = []  # (start, number of bytes), in order, no two neighbours
 
     def take(self, num_bytes: int) -> int:
         """The start of the first room that is large enough."""
         for index, (start, size) in enumerate(self._free):
             if size >= num_bytes:
-                self._free[index : index + 1] = [(start + num_bytes, size - num_bytes)] if size > num_bytes else []
+                self._free[index : index + 1] = (
+                    [(start + num_bytes, size - num_bytes)] if size > num_bytes else []
+                )
                 return start
         start = self.num_bytes
         self.num_bytes += num_bytes
@@ -103,12 +119,23 @@ class RowsTrace(Protocol):
 
 
 class TracedRows:
-    """Stands for rows [n, width], or [n, heads, width of a head]: columns of a place, or of an input."""
+    """Stands for rows [n, width], or [n, heads, width of a head]: columns of a place, or of an
+    input.
+    """
 
     def __init__(
-        self, trace: RowsTrace, source: MemorySlot | int, *, width: int, step: int, first: int = 0, heads: int = 1
+        self,
+        trace: RowsTrace,
+        source: MemorySlot | int,
+        *,
+        width: int,
+        step: int,
+        first: int = 0,
+        heads: int = 1,
     ) -> None:
-        """source: an input by its number of the step. step: from one row to the next. first: column."""
+        """source: an input by its number of the step. step: from one row to the next. first:
+        column.
+        """
         self._trace, self.source = trace, source
         self.width, self.step, self.first, self.heads = width, step, first, heads
 
@@ -148,10 +175,15 @@ class TracedRows:
         if dim != -1 or sum(sizes) != self.width:
             raise UntraceableError
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-        return [self._columns(self.first + end - size, size) for end, size in zip(ends, sizes, strict=True)]
+        return [
+            self._columns(self.first + end - size, size)
+            for end, size in zip(ends, sizes, strict=True)
+        ]
 
     def _columns(self, first: int, width: int, heads: int = 1) -> "TracedRows":
-        return TracedRows(self._trace, self.source, width=width, step=self.step, first=first, heads=heads)
+        return TracedRows(
+            self._trace, self.source, width=width, step=self.step, first=first, heads=heads
+        )
 
     def __getitem__(self, rows: object) -> "TracedRows":
         if rows != slice(None):
@@ -168,5 +200,9 @@ class TracedRows:
     def __torch_function__(cls, *_: object, **__: object) -> NoReturn:
         raise UntraceableError
 
-    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __radd__ = __neg__ = __pow__ = _refuse
-    __matmul__ = __rmatmul__ = __setitem__ = __iadd__ = __imul__ = __len__ = __iter__ = __bool__ = _refuse
+    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __radd__ = __neg__ = (
+        __pow__
+    ) = _refuse
+    __matmul__ = __rmatmul__ = __setitem__ = __iadd__ = __imul__ = __len__ = __iter__ = __bool__ = (
+        _refuse
+    )

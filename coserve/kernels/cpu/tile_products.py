@@ -1,6 +1,6 @@
-"""Products of rows with a large weight in tiles, by kernels of our own: of few rows (skinny GEMM: `products.cpp`,
-`int8_tiles.cpp`) and, with AMX, of many (`wide_tiles.cpp`, `wide_gradients.cpp`). bfloat16, with float32 sums that are
-rounded once.
+"""Products of rows with a large weight in tiles, by kernels of our own: of few rows (skinny GEMM:
+`products.cpp`, `int8_tiles.cpp`) and, with AMX, of many (`wide_tiles.cpp`, `wide_gradients.cpp`).
+bfloat16, with float32 sums that are rounded once.
 
 Each function gives None when it is not for these tensors.
 """
@@ -14,11 +14,14 @@ from torch import Tensor
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.low_rank import LowRankGradient, LowRankRows
 
-# Up to how many rows our product is the faster one where it is not for many; `benchmarks/products.py` measures it.
+# Up to how many rows our product is the faster one where it is not for many;
+# `benchmarks/products.py` measures it.
 MOST_ROWS = 192
-# Up to how many threads the one for many rows was measured, as in `products.cpp`: each arranges rows for itself.
+# Up to how many threads the one for many rows was measured, as in `products.cpp`: each arranges
+# rows for itself.
 _MOST_WIDE_THREADS = 4
-# From how many rows on it is the faster one, as there; and up to which rank it adds what a LoRA adds.
+# From how many rows on it is the faster one, as there; and up to which rank it adds what a LoRA
+# adds.
 _FEWEST_WIDE_ROWS, _MOST_RANK = 128, 64
 # From how many rows on input gradients are faster in tiles.
 _FEWEST_GRADIENT_ROWS = 128
@@ -48,7 +51,13 @@ class TileProducts:
             return None
         y = torch.empty(n, outer, dtype=x.dtype)
         self._kernels.product(
-            *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
+            *(
+                x.data_ptr(),
+                x.stride(0),
+                weight.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+            ),
             *(n, inner, outer, torch.get_num_threads()),
         )
         return y
@@ -56,22 +65,39 @@ class TileProducts:
     def product_and_low_rank(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
     ) -> Tensor | None:
-        """The same of many rows, and to some of its columns what a LoRA adds, within the same sums, by AMX."""
+        """The same of many rows, and to some of its columns what a LoRA adds, within the same sums,
+        by AMX.
+        """
         if (table := self._wide_table(x, weight, bias, added)) is None:
             return None
         (n, inner), outer = x.shape, weight.shape[0]
         y = torch.empty(n, outer, dtype=x.dtype)
         self._kernels.wide_product_and_low_rank(
-            *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()),
+            *(
+                x.data_ptr(),
+                x.stride(0),
+                weight.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+            ),
             *(table, len(added), n, inner, outer, torch.get_num_threads()),
         )
         return y
 
     def gated_product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        added: Sequence[LowRankRows],
+        keep: Sequence[Tensor],
     ) -> Tensor | None:
         """`gated_linear` of many rows whose factors are both kept, by AMX."""
-        if len(keep) != 2 or weight.shape[0] % 64 or (table := self._wide_table(x, weight, bias, added)) is None:
+        if (
+            len(keep) != 2
+            or weight.shape[0] % 64
+            or (table := self._wide_table(x, weight, bias, added)) is None
+        ):
             return None
         (n, inner), outer = x.shape, weight.shape[0]
         gate, up = keep
@@ -80,7 +106,12 @@ class TileProducts:
             return None
         y = torch.empty(n, outer // 2, dtype=x.dtype)
         self._kernels.wide_gated_product(
-            *(x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr()),
+            *(
+                x.data_ptr(),
+                x.stride(0),
+                weight.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+            ),
             *(gate.data_ptr(), up.data_ptr(), gate.stride(0), y.data_ptr()),
             *(table, len(added), n, inner, outer, torch.get_num_threads()),
         )
@@ -89,11 +120,17 @@ class TileProducts:
     def _wide_table(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
     ) -> "Array[c_int64] | None":
-        """What is added, as kernels for many rows are told of it; None if they are not for these."""
+        """What is added, as kernels for many rows are told of it; None if they are not for
+        these.
+        """
         n, outer = x.shape[0], weight.shape[0]
         if n < _FEWEST_WIDE_ROWS or not has_wide_products(self._kernels):
             return None
-        if not self._fit(x, weight, bias) or not are_bfloat16(weight) or not all(_fit_added(n, each) for each in added):
+        if (
+            not self._fit(x, weight, bias)
+            or not are_bfloat16(weight)
+            or not all(_fit_added(n, each) for each in added)
+        ):
             return None
         table = list[int]()
         for narrow, b, first in added:
@@ -103,15 +140,23 @@ class TileProducts:
         return (c_int64 * len(table))(*table)
 
     def input_gradient(
-        self, grad: Tensor, weight: Tensor, onto: Tensor | None = None, added: LowRankGradient | None = None
+        self,
+        grad: Tensor,
+        weight: Tensor,
+        onto: Tensor | None = None,
+        added: LowRankGradient | None = None,
     ) -> Tensor | None:
-        """dy W of many rows and what is added to it, by AMX; added to `onto`, rounded once. in and out are multiples of
-        32.
+        """dy W of many rows and what is added to it, by AMX; added to `onto`, rounded once. in and
+        out are multiples of 32.
         """
         (n, outer), inner = grad.shape, weight.shape[1]
         if n < _FEWEST_GRADIENT_ROWS or not outer or not has_wide_products(self._kernels):
             return None
-        if weight.shape[0] != outer or not are_bfloat16(grad, weight) or not fit_weight(weight, None):
+        if (
+            weight.shape[0] != outer
+            or not are_bfloat16(grad, weight)
+            or not fit_weight(weight, None)
+        ):
             return None
         if onto is not None and (onto.shape != (n, inner) or not are_bfloat16(onto)):
             return None
@@ -123,7 +168,13 @@ class TileProducts:
             narrow, a = added
             low_rank = (narrow.data_ptr(), narrow.stride(0), a.data_ptr(), a.shape[0])
         self._kernels.tile_input_gradient(
-            *(grad.data_ptr(), grad.stride(0), weight.data_ptr(), x_grad.data_ptr(), x_grad.stride(0)),
+            *(
+                grad.data_ptr(),
+                grad.stride(0),
+                weight.data_ptr(),
+                x_grad.data_ptr(),
+                x_grad.stride(0),
+            ),
             *(onto is not None, *low_rank, n, inner, outer, torch.get_num_threads()),
         )
         return x_grad
@@ -134,20 +185,38 @@ class TileProducts:
         """`linear_beside_low_rank` of many rows, by AMX."""
         return self.input_gradient(grad, weight, onto, added)
 
-    def int8_skinny_gemm(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """(x W^T) s + b by AMX: the same with int8 values [out, in], in a multiple of 64, and float32 scales [out]."""
+    def int8_skinny_gemm(
+        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None
+    ) -> Tensor | None:
+        """(x W^T) s + b by AMX: the same with int8 values [out, in], in a multiple of 64, and
+        float32 scales [out].
+        """
         (n, inner), outer = x.shape, values.shape[0]
-        if not self._kernels.has_amx or n > MOST_ROWS or not self._fit(x, values, bias) or not scales.is_contiguous():
+        if (
+            not self._kernels.has_amx
+            or n > MOST_ROWS
+            or not self._fit(x, values, bias)
+            or not scales.is_contiguous()
+        ):
             return None
         y = torch.empty(n, outer, dtype=x.dtype)
         self._kernels.int8_product_by_tiles(
             *(x.data_ptr(), x.stride(0), values.data_ptr(), scales.data_ptr()),
-            *(None if bias is None else bias.data_ptr(), y.data_ptr(), n, inner, outer, torch.get_num_threads()),
+            *(
+                None if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+                n,
+                inner,
+                outer,
+                torch.get_num_threads(),
+            ),
         )
         return y
 
     def _fit(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether these are rows, a weight [out, in] and a bias of a shape that is cut into whole tiles."""
+        """Whether these are rows, a weight [out, in] and a bias of a shape that is cut into whole
+        tiles.
+        """
         n, inner = x.shape
         return n > 0 and weight.shape[1] == inner and fit_weight(weight, bias) and are_bfloat16(x)
 
@@ -174,7 +243,9 @@ def _fit_added_gradient(n: int, inner: int, added: LowRankGradient) -> bool:
 
 
 def fit_weight(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a weight [out, in] and a bias are of a shape that is cut into whole tiles, and lie so."""
+    """Whether a weight [out, in] and a bias are of a shape that is cut into whole tiles, and lie
+    so.
+    """
     outer, inner = weight.shape
     if inner * weight.itemsize % 64 or outer % 32 or not weight.is_contiguous():
         return False

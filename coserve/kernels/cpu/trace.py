@@ -44,10 +44,27 @@ from coserve.kernels.plain import PlainBackend
 from coserve.kernels.trace import Trace, TracedCalls, UntraceableError
 
 _KERNELS = (
-    *("product", "product_onto", "gated_product", "pair_product", "vector_product", "float32_product"),
-    *("int8_product_by_tiles", "int8_pair_product", "int8_product_bfloat16", "int8_product_float32"),
+    *(
+        "product",
+        "product_onto",
+        "gated_product",
+        "pair_product",
+        "vector_product",
+        "float32_product",
+    ),
+    *(
+        "int8_product_by_tiles",
+        "int8_pair_product",
+        "int8_product_bfloat16",
+        "int8_product_float32",
+    ),
     *("rms_norm", "silu_mul", "rope", "add", "store_rows", "rank_sum"),
-    *("add_adapters", "paged_attention_by_tiles", "paged_attention_bfloat16", "paged_attention_float32"),
+    *(
+        "add_adapters",
+        "paged_attention_by_tiles",
+        "paged_attention_bfloat16",
+        "paged_attention_float32",
+    ),
     *("keep_rows", "attend_in_windows", "attend_in_pieces"),
 )
 # What kernels for training windows are told of them.
@@ -55,8 +72,9 @@ _WINDOWS = (step("windows"), step("num_windows"))
 
 
 class CpuTrace(Trace[PlainBackend]):
-    """See `Trace`. The kernels are those that `CpuBackend` calls for the same, so results are equal to the last bit.
-    In float32, up to `FEW_FLOAT32_ROWS` rows of requests alone are summed in another order.
+    """See `Trace`. The kernels are those that `CpuBackend` calls for the same, so results are equal
+    to the last bit. In float32, up to `FEW_FLOAT32_ROWS` rows of requests alone are summed in
+    another order.
 
     What it keeps by their addresses (weights, stores) must stay where it is.
     """
@@ -73,7 +91,9 @@ class CpuTrace(Trace[PlainBackend]):
         self._read: list[Tensor] = []
         self._groups: list[RankGroup] = []
         self.kept: dict[Hashable, int] = {}
-        self._kept_names: dict[int, Hashable] = {}  # by the address of the store that has the same of requests
+        self._kept_names: dict[
+            int, Hashable
+        ] = {}  # by the address of the store that has the same of requests
         self._device = device
         # Stand-ins by their identity alone: whatever reads them is refused.
         self._attention = cast(AttentionBatch, object())
@@ -86,7 +106,9 @@ class CpuTrace(Trace[PlainBackend]):
 
     @property
     def backend(self) -> PlainBackend:
-        return _Tracer(self._device, self)  # not kept: a cycle would hold the pool's memory until it is collected
+        return _Tracer(
+            self._device, self
+        )  # not kept: a cycle would hold the pool's memory until it is collected
 
     @property
     def attention(self) -> AttentionBatch:
@@ -125,7 +147,9 @@ class CpuTrace(Trace[PlainBackend]):
         if not isinstance(x, MemorySlot | TracedRows):
             raise UntraceableError
         step_bytes = x.row_bytes if isinstance(x, MemorySlot) else x.step * self.dtype.itemsize
-        self.call("keep_rows", x, step_bytes, x.row_bytes, *_WINDOWS, len(self.kept), step("num_threads"))
+        self.call(
+            "keep_rows", x, step_bytes, x.row_bytes, *_WINDOWS, len(self.kept), step("num_threads")
+        )
         self.kept[name] = x.row_bytes
 
     def store(self, name: Hashable, rows: Tensor, store: Tensor) -> None:
@@ -172,7 +196,9 @@ class CpuTrace(Trace[PlainBackend]):
 
     def new(self, width: int, *, heads: int = 1) -> TracedRows:
         """Room for rows of the compute dtype."""
-        return TracedRows(self, self.room(width * self.dtype.itemsize), width=width, step=width, heads=heads)
+        return TracedRows(
+            self, self.room(width * self.dtype.itemsize), width=width, step=width, heads=heads
+        )
 
     def room(self, num_bytes: int) -> MemorySlot:
         """Room for as many bytes a row."""
@@ -183,7 +209,18 @@ class CpuTrace(Trace[PlainBackend]):
         if a.width != b.width:
             raise UntraceableError
         y = self.new(a.width)
-        self.call("add", a, a.step, b, b.step, y, step("num_rows"), a.width, self.is_bfloat16, step("num_threads"))
+        self.call(
+            "add",
+            a,
+            a.step,
+            b,
+            b.step,
+            y,
+            step("num_rows"),
+            a.width,
+            self.is_bfloat16,
+            step("num_threads"),
+        )
         return y
 
     def rows(self, value: object) -> TracedRows:
@@ -193,7 +230,9 @@ class CpuTrace(Trace[PlainBackend]):
         return value
 
     def call(self, name: str, *arguments: object) -> None:
-        """Write down one call. Arguments are numbers, tensors (real ones and stand-ins), or None for no address."""
+        """Write down one call. Arguments are numbers, tensors (real ones and stand-ins), or None
+        for no address.
+        """
         if self._numbers[name] < 0:
             raise UntraceableError
         self._calls += [self._numbers[name], len(arguments)]
@@ -220,7 +259,9 @@ class CpuTrace(Trace[PlainBackend]):
 
 
 class _Tracer(PlainBackend):
-    """The backend of a trace: what it does not know is refused, by the stand-ins that it is asked for."""
+    """The backend of a trace: what it does not know is refused, by the stand-ins that it is asked
+    for.
+    """
 
     def __init__(self, device: torch.device, trace: CpuTrace) -> None:
         super().__init__(device)
@@ -230,7 +271,9 @@ class _Tracer(PlainBackend):
         if not (fit_vectors if self._trace.is_bfloat16 else fit_float32)(weight, bias):
             raise UntraceableError
         if not self._trace.is_bfloat16:
-            return self._product("float32_product", x, (weight,), bias, step("few_rows"), most_rows=MOST_FLOAT32_ROWS)
+            return self._product(
+                "float32_product", x, (weight,), bias, step("few_rows"), most_rows=MOST_FLOAT32_ROWS
+            )
         if self._fit_tiles(weight, bias):
             return self._tile_product("product", x, weight, bias, (), weight.shape[0])
         name, most_rows = kernel_for_few_rows(self._trace.kernels)
@@ -242,14 +285,21 @@ class _Tracer(PlainBackend):
             return {}
         return {"linear_onto": self._linear_onto, "gated_linear": self._gated_linear}
 
-    def _linear_onto(self, x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor) -> Tensor | None:
+    def _linear_onto(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor
+    ) -> Tensor | None:
         rows, width = self._trace.rows(onto), weight.shape[0]
         if not self._fit_tiles(weight, bias) or rows.width != width:
             return None
         return self._tile_product("product_onto", x, weight, bias, (rows, rows.step), width)
 
     def _gated_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows], keep: Sequence[Tensor]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        added: Sequence[LowRankRows],
+        keep: Sequence[Tensor],
     ) -> Tensor | None:
         if added or keep or not self._fit_tiles(weight, bias) or weight.shape[0] % 64:
             return None
@@ -257,10 +307,18 @@ class _Tracer(PlainBackend):
 
     def _fit_tiles(self, weight: Tensor, bias: Tensor | None) -> bool:
         is_bfloat16 = self._trace.is_bfloat16 and fit_vectors(weight, bias)
-        return is_bfloat16 and self._trace.kernels.has_tiles and tile_products.fit_weight(weight, bias)
+        return (
+            is_bfloat16 and self._trace.kernels.has_tiles and tile_products.fit_weight(weight, bias)
+        )
 
     def _tile_product(
-        self, kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, more: tuple[object, ...], width: int
+        self,
+        kernel: str,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        more: tuple[object, ...],
+        width: int,
     ) -> Tensor:
         """A product in tiles that gives rows of a width; more: what else the kernel reads."""
         trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight.shape
@@ -271,14 +329,32 @@ class _Tracer(PlainBackend):
         trace.call(kernel, rows, rows.step, weight, bias, *more, y, *sizes)
         return cast(Tensor, y)
 
-    def int8_product(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._trace.kernels.has_amx and self._trace.is_bfloat16 and tile_products.fit_weight(values, bias):
-            return self._product("int8_product_by_tiles", x, (values, scales), bias, most_rows=tile_products.MOST_ROWS)
+    def int8_product(
+        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        if (
+            self._trace.kernels.has_amx
+            and self._trace.is_bfloat16
+            and tile_products.fit_weight(values, bias)
+        ):
+            return self._product(
+                "int8_product_by_tiles",
+                x,
+                (values, scales),
+                bias,
+                most_rows=tile_products.MOST_ROWS,
+            )
         name, most_rows = kernel_for_few_int8_rows(self._trace.kernels, self._trace.dtype)
         return self._product(name, x, (values, scales), bias, most_rows=most_rows)
 
     def _product(
-        self, kernel: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, *more: StepNumber, most_rows: int
+        self,
+        kernel: str,
+        x: Tensor,
+        weight: tuple[Tensor, ...],
+        bias: Tensor | None,
+        *more: StepNumber,
+        most_rows: int,
     ) -> Tensor:
         trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight[0].shape
         self._check(rows, weight, bias)
@@ -294,7 +370,9 @@ class _Tracer(PlainBackend):
         if bias is not None and (bias.dtype != self._trace.dtype or not bias.is_contiguous()):
             raise UntraceableError
 
-    def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+    def add_adapters(
+        self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
+    ) -> None:
         trace, rows = self._trace, self._trace.rows(x)
         if batch is not trace.adapters:
             raise UntraceableError
@@ -311,13 +389,25 @@ class _Tracer(PlainBackend):
         trace, rows = self._trace, self._trace.rows(q)
         (_, block_tokens, row_width), width = keys.shape, rows.width // rows.heads
         page_step, *within = keys.stride()
-        if batch is not trace.attention or not spec.is_basic or rows.step != rows.width or width % 16:
+        if (
+            batch is not trace.attention
+            or not spec.is_basic
+            or rows.step != rows.width
+            or width % 16
+        ):
             raise UntraceableError
-        if keys.dtype != trace.dtype or within != [row_width, 1] or values.stride() != keys.stride():
+        if (
+            keys.dtype != trace.dtype
+            or within != [row_width, 1]
+            or values.stride() != keys.stride()
+        ):
             raise UntraceableError
         y, lse = trace.new(rows.width, heads=rows.heads), trace.room(4 * rows.heads)
         tables = (step("table"), step("first_page"), step("lengths"))
-        heads, seen = (rows.heads, row_width // width, width), (spec.sliding_window or 0, float(spec.scale))
+        heads, seen = (
+            (rows.heads, row_width // width, width),
+            (spec.sliding_window or 0, float(spec.scale)),
+        )
         sizes = (step("num_paged_rows"), *heads, block_tokens, page_step)
         kernel = paged_kernels(trace.kernels)[trace.dtype]
         trace.call(kernel, rows, keys, values, *tables, y, lse, *sizes, *seen, step("num_threads"))
@@ -326,7 +416,16 @@ class _Tracer(PlainBackend):
         if trace.has_attention_tiles:
             pieces = (step("table"), y, lse, step("pieces"), step("num_pieces"))
             within_pages = (*heads, block_tokens, page_step)
-            trace.call("attend_in_pieces", rows, keys, values, *pieces, *within_pages, *seen, step("num_threads"))
+            trace.call(
+                "attend_in_pieces",
+                rows,
+                keys,
+                values,
+                *pieces,
+                *within_pages,
+                *seen,
+                step("num_threads"),
+            )
         if trace.kept:
             kept = (trace.kept_as(keys), trace.kept_as(values))
             more = (trace.has_attention_tiles, trace.is_bfloat16, step("num_threads"))
@@ -338,7 +437,14 @@ class _Tracer(PlainBackend):
         if weight.dtype != trace.dtype or not weight.is_contiguous() or rows.width % features:
             raise UntraceableError
         y = trace.new(rows.width)
-        sizes = (step("num_rows"), rows.width, features, float(eps), trace.is_bfloat16, step("num_threads"))
+        sizes = (
+            step("num_rows"),
+            rows.width,
+            features,
+            float(eps),
+            trace.is_bfloat16,
+            step("num_threads"),
+        )
         trace.call("rms_norm", rows, rows.step, weight, y, *sizes)
         return cast(Tensor, y)
 
@@ -352,13 +458,27 @@ class _Tracer(PlainBackend):
         return cast(Tensor, y)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        trace, rows, angles = self._trace, self._trace.rows(x), [self._trace.rows(each) for each in (cos, sin)]
+        trace, rows, angles = (
+            self._trace,
+            self._trace.rows(x),
+            [self._trace.rows(each) for each in (cos, sin)],
+        )
         if rows.width % angles[0].width or angles[0].width != angles[1].width:
             raise UntraceableError
         y = trace.new(rows.width)
         tables = [number for each in angles for number in (each, each.step)]
         sizes = (step("num_rows"), rows.width, angles[0].width)
-        trace.call("rope", rows, rows.step, *tables, y, *sizes, False, trace.is_bfloat16, step("num_threads"))
+        trace.call(
+            "rope",
+            rows,
+            rows.step,
+            *tables,
+            y,
+            *sizes,
+            False,
+            trace.is_bfloat16,
+            step("num_threads"),
+        )
         return cast(Tensor, y)
 
 

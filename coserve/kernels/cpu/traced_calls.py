@@ -1,4 +1,6 @@
-"""Calls that a trace wrote down, and what it takes to run them on the rows of a step (`calls.cpp`)."""
+"""Calls that a trace wrote down, and what it takes to run them on the rows of a step
+(`calls.cpp`).
+"""
 
 from array import array
 from collections import defaultdict
@@ -26,8 +28,9 @@ from coserve.kernels.trace import (
 
 # Numbers of a window (see `windows.cpp`).
 _WINDOW_NUMBERS = 6
-# From how many rows of a prompt on arranging its keys in tiles pays; as in `windows.cpp`. On an AMD EPYC, one thread
-# and layer, microseconds one by one and in tiles: 8 rows of 1,100 keys 577 and 747, 13 of 700 603 and 477.
+# From how many rows of a prompt on arranging its keys in tiles pays; as in `windows.cpp`. On an AMD
+# EPYC, one thread and layer, microseconds one by one and in tiles: 8 rows of 1,100 keys 577 and
+# 747, 13 of 700 603 and 477.
 _MIN_ROWS_BY_TILES = 10
 
 
@@ -35,11 +38,12 @@ _MIN_ROWS_BY_TILES = 10
 class WrittenCalls:
     """What a trace wrote down.
 
-    numbers: of all calls. names: of the kernels, call by call. read: tensors that must stay. inputs: by name, in their
-    order. row_bytes: of the memory that a step needs for each row. output: where its rows lie there, `width` elements
-    each. most_rows: that all kernels are for; has_tile_products: whether those of tiles are among them, which are for
-    fewer rows with many threads. has_adapters: whether any are added. has_attention_tiles: whether rows of
-    windows and of prompts attend by tiles, of heads this wide. kept: see `TracedCalls`.
+    numbers: of all calls. names: of the kernels, call by call. read: tensors that must stay.
+    inputs: by name, in their order. row_bytes: of the memory that a step needs for each row.
+    output: where its rows lie there, `width` elements each. most_rows: that all kernels are for;
+    has_tile_products: whether those of tiles are among them, which are for fewer rows with many
+    threads. has_adapters: whether any are added. has_attention_tiles: whether rows of windows and
+    of prompts attend by tiles, of heads this wide. kept: see `TracedCalls`.
     """
 
     kernels: Library
@@ -128,7 +132,12 @@ class CpuCalls(TracedCalls):
             given = step.adapters
             assert given is not None
             addresses = given.addresses
-            adapters = (given.rows.data_ptr(), given.ends.data_ptr(), *addresses.shape[:2], addresses.data_ptr())
+            adapters = (
+                given.rows.data_ptr(),
+                given.ends.data_ptr(),
+                *addresses.shape[:2],
+                addresses.data_ptr(),
+            )
         windows = _Windows(step.windows, num_paged_rows)
         pieces = array("q")
         if by_tiles := self._by_tiles(step.pieces):
@@ -137,14 +146,19 @@ class CpuCalls(TracedCalls):
                 rows = slice(piece.first_row, piece.first_row + piece.num_rows)
                 lengths[rows] = 0
                 pieces.extend((rows.start, piece.num_rows, piece.num_keys, starts[rows.stop - 1]))
-        numbers = array("q", [n, memory.data_ptr() + skipped, torch.get_num_threads(), num_paged_rows])
+        numbers = array(
+            "q", [n, memory.data_ptr() + skipped, torch.get_num_threads(), num_paged_rows]
+        )
         numbers.extend(x.data_ptr() for x in (step.pages, step.offsets, table, first_page, lengths))
         numbers.extend((pieces.buffer_info()[0], len(by_tiles), windows.address, len(step.windows)))
         numbers.extend(adapters)
         numbers.append(0 if step.windows else FEW_FLOAT32_ROWS)
         numbers.extend(rows.data_ptr() for rows in inputs)
         written.kernels.run_calls(
-            written.numbers.buffer_info()[0], len(written.names), numbers.buffer_info()[0], nanoseconds
+            written.numbers.buffer_info()[0],
+            len(written.names),
+            numbers.buffer_info()[0],
+            nanoseconds,
         )
         for group in written.groups:
             group.raise_failure()
@@ -170,7 +184,9 @@ class _Windows:
                 segments.extend((row, each.num_rows, each.first_key, each.num_keys))
                 row += each.num_rows
             assert row == window.num_rows
-            self._numbers.extend((first_row, window.num_rows, window.first_in_pack, window.kept.data_ptr()))
+            self._numbers.extend(
+                (first_row, window.num_rows, window.first_in_pack, window.kept.data_ptr())
+            )
             self._numbers.extend((segments.buffer_info()[0], len(window.segments)))
             self._segments.append(segments)
             first_row += window.num_rows

@@ -1,4 +1,6 @@
-"""A group of ranks while a trace is made: its sums are written down, and all else that it can do is refused."""
+"""A group of ranks while a trace is made: its sums are written down, and all else that it can do is
+refused.
+"""
 
 from typing import Protocol, cast
 
@@ -39,7 +41,9 @@ class TracedGroup(RankGroup):
         if found is None or rows.step != rows.width:
             raise UntraceableError
         (address, digest), y = found, trace.new(rows.width)
-        trace.call("rank_sum", address, rows, y, step("num_rows"), rows.width, trace.is_bfloat16, digest)
+        trace.call(
+            "rank_sum", address, rows, y, step("num_rows"), rows.width, trace.is_bfloat16, digest
+        )
         return cast(Tensor, y)
 
     def sum_(self, x: Tensor, name: str = "") -> Tensor:

@@ -1,10 +1,12 @@
-"""The memory that ranks of one machine share: what lies where. `cpu/common/collectives.cpp` has the same layout.
+"""The memory that ranks of one machine share: what lies where. `cpu/common/collectives.cpp` has the
+same layout.
 
     page 0              what the arena is, and whether the group has failed or is over
     pages 1 to size     one for each rank, which that rank alone writes
     then                two buffers for each rank
 
-Python writes integers of 8 bytes at aligned addresses here, which a processor of 64 bits stores at once.
+Python writes integers of 8 bytes at aligned addresses here, which a processor of 64 bits stores at
+once.
 """
 
 import ctypes
@@ -66,7 +68,9 @@ class RankPage(ctypes.Structure):
 
 
 class RankArena:
-    """The shared memory of a group. It is a file without a name: nothing is left once its processes have ended."""
+    """The shared memory of a group. It is a file without a name: nothing is left once its processes
+    have ended.
+    """
 
     def __init__(self, fd: int) -> None:
         """Map an arena; `create` makes one.
@@ -89,7 +93,9 @@ class RankArena:
         """Number of ranks."""
         self.buffer_bytes: int = self.header.buffer_bytes
         """Size of each buffer. Tensors that are larger are moved in pieces."""
-        self.pages = [RankPage.from_buffer(self.memory, PAGE_BYTES * (1 + rank)) for rank in range(self.size)]
+        self.pages = [
+            RankPage.from_buffer(self.memory, PAGE_BYTES * (1 + rank)) for rank in range(self.size)
+        ]
 
     @classmethod
     def create(cls, size: int, buffer_bytes: int = _BUFFER_BYTES) -> "RankArena":
@@ -113,14 +119,18 @@ class RankArena:
         return memoryview(self.memory)[start : start + self.buffer_bytes]
 
     def fail(self, rank: int, generation: int, reason: str) -> None:
-        """Make all collectives fail until the next reset; the first failure of a generation counts."""
+        """Make all collectives fail until the next reset; the first failure of a generation
+        counts.
+        """
         if self.header.failed >> 16 < generation:
             self.pages[rank].reason = as_text(reason)
             fence()
             self.header.failed = generation << 16 | rank
 
     def end(self, reason: str) -> None:
-        """Make all collectives fail from now on: a rank's process has ended, or the ranks are to end."""
+        """Make all collectives fail from now on: a rank's process has ended, or the ranks are to
+        end.
+        """
         if not self.header.ended:
             self.header.reason = as_text(reason)
             fence()
@@ -132,7 +142,9 @@ class RankArena:
 
 
 class RankState(ctypes.Structure):
-    """A rank's own state, in its own memory; the compiled collectives read and write it (`Rank` there)."""
+    """A rank's own state, in its own memory; the compiled collectives read and write it (`Rank`
+    there).
+    """
 
     _fields_ = (
         ("arena", ctypes.c_int64),
@@ -148,7 +160,8 @@ class RankState(ctypes.Structure):
         # Rank that is gone, late or at another collective; `size` for the parent.
         ("detail", ctypes.c_int64),
         ("timeout_ns", ctypes.c_int64),
-        # Address of the process and its pidfd (or -1), two integers each: of the ranks, and of the parent.
+        # Address of the process and its pidfd (or -1), two integers each: of the ranks, and of the
+        # parent.
         ("processes", ctypes.c_int64),
     )
 
@@ -157,10 +170,11 @@ _fences = Lock()
 
 
 def fence() -> None:
-    """Order what this process writes and reads before with what it writes and reads afterwards, for other processes.
+    """Order what this process writes and reads before with what it writes and reads afterwards, for
+    other processes.
 
-    Python has no fence. A lock's release is not overtaken by what was before it, nor its acquisition by what comes
-    after; two rounds, so that a release comes before an acquisition.
+    Python has no fence. A lock's release is not overtaken by what was before it, nor its
+    acquisition by what comes after; two rounds, so that a release comes before an acquisition.
     """
     with _fences:
         pass

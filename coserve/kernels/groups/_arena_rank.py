@@ -1,4 +1,6 @@
-"""A rank's place in an arena: it joins, learns who the others are, notices their end, and resets after failures."""
+"""A rank's place in an arena: it joins, learns who the others are, notices their end, and resets
+after failures.
+"""
 
 import ctypes
 import os
@@ -29,7 +31,13 @@ class ArenaRank:
     """What both implementations of collectives share. One thread at a time uses it."""
 
     def __init__(
-        self, arena: RankArena, rank: int, *, implementation: int, timeout_s: float, start_timeout_s: float
+        self,
+        arena: RankArena,
+        rank: int,
+        *,
+        implementation: int,
+        timeout_s: float,
+        start_timeout_s: float,
     ) -> None:
         """Join the group; return once all ranks have.
 
@@ -65,7 +73,10 @@ class ArenaRank:
         for other, each in enumerate(arena.pages):
             self._watch(other, each.process)
         if any(each.implementation != implementation for each in arena.pages):
-            raise self._gone("ranks have different implementations of collectives: compiled on some, plain on others")
+            raise self._gone(
+                "ranks have different implementations of collectives: compiled on some, plain on "
+                "others"
+            )
 
     @property
     def address(self) -> int:
@@ -73,7 +84,9 @@ class ArenaRank:
         return ctypes.addressof(self.state)
 
     def has_failed(self) -> bool:
-        """Return whether a failure of this generation, or the end of the group, is written in the arena."""
+        """Return whether a failure of this generation, or the end of the group, is written in the
+        arena.
+        """
         header = self.arena.header
         return bool(header.failed >> 16 >= self.state.generation or header.ended)
 
@@ -117,14 +130,18 @@ class ArenaRank:
         self.arena.pages[self.rank].labels[epoch & 1].value = as_text(f"{epoch} {label}")
 
     def error(self) -> RankError:
-        """Return the error of the last collective, which was not complete, once all other ranks are to have it."""
+        """Return the error of the last collective, which was not complete, once all other ranks are
+        to have it.
+        """
         state = self.state
         if state.outcome == Outcome.FAILED:
             return self._error_of_arena()
         if state.outcome == Outcome.GONE:
             return self._gone(f"{self._named(state.detail)} has ended")
         if state.outcome == Outcome.LATE:
-            return self._gone(f"{self._named(state.detail)} did not come within {state.timeout_ns / 1e9:g} s")
+            return self._gone(
+                f"{self._named(state.detail)} did not come within {state.timeout_ns / 1e9:g} s"
+            )
         assert state.outcome == Outcome.DIFFERENT
         labels = [self._label(rank) for rank in (self.rank, state.detail)]
         said = ", ".join(filter(None, labels)) or "COSERVE_RANK_CHECK=1 says which"
@@ -153,7 +170,9 @@ class ArenaRank:
                 if self.is_gone(index) and not is_there():
                     raise self._gone(f"{self._named(index)} has ended")
             if time.monotonic() - start_s > self.state.timeout_ns / 1e9:
-                raise self._gone(f"{self._named(rank)} did not come within {self.state.timeout_ns / 1e9:g} s")
+                raise self._gone(
+                    f"{self._named(rank)} did not come within {self.state.timeout_ns / 1e9:g} s"
+                )
             time.sleep(_POLL_S)
 
     def _watch(self, index: int, process: int) -> None:
@@ -169,7 +188,9 @@ class ArenaRank:
             pass
 
     def _label(self, rank: int) -> str:
-        """Return the collective that a rank noted for the last epoch; "" if it noted none, as compiled calls do."""
+        """Return the collective that a rank noted for the last epoch; "" if it noted none, as
+        compiled calls do.
+        """
         epoch = self.state.epoch - 1
         noted, _, label = from_text(self.arena.pages[rank].labels[epoch & 1].value).partition(" ")
         return label if noted == str(epoch) else ""

@@ -1,4 +1,5 @@
-"""Collectives over an arena: those compiled with the CPU's kernels, and a twin in Python where nothing is compiled.
+"""Collectives over an arena: those compiled with the CPU's kernels, and a twin in Python where
+nothing is compiled.
 
 A collective that is not complete leaves its reason in the rank's state.
 """
@@ -21,15 +22,21 @@ _YIELD_S, _SLEEP_S = 0.0005, 0.0001
 
 
 class Collectives(ABC):
-    """What a group of an arena calls. digest: 32 bits of the debug check, equal on all ranks; 0 without it."""
+    """What a group of an arena calls. digest: 32 bits of the debug check, equal on all ranks; 0
+    without it.
+    """
 
     @abstractmethod
     def sum(self, x: Tensor, y: Tensor, digest: int) -> None:
-        """Write the sum of all ranks' x into y, which may be x: both contiguous, of float32 or bfloat16."""
+        """Write the sum of all ranks' x into y, which may be x: both contiguous, of float32 or
+        bfloat16.
+        """
 
     @abstractmethod
     def gather(self, x: Tensor, out: Tensor | None, to: int, digest: int) -> None:
-        """Copy the ranks' x into out [size, *x.shape] of the rank `to`, or of all ranks if it is -1."""
+        """Copy the ranks' x into out [size, *x.shape] of the rank `to`, or of all ranks if it is
+        -1.
+        """
 
     @abstractmethod
     def agree(self, number: int, digest: int) -> int:
@@ -46,7 +53,9 @@ class CompiledCollectives(Collectives):
 
     def sum(self, x: Tensor, y: Tensor, digest: int) -> None:
         is_bfloat16 = x.dtype == torch.bfloat16
-        self._kernels.rank_sum(self._address, x.data_ptr(), y.data_ptr(), 1, x.numel(), is_bfloat16, digest)
+        self._kernels.rank_sum(
+            self._address, x.data_ptr(), y.data_ptr(), 1, x.numel(), is_bfloat16, digest
+        )
 
     def gather(self, x: Tensor, out: Tensor | None, to: int, digest: int) -> None:
         address = 0 if out is None else out.data_ptr()
@@ -93,12 +102,16 @@ class PlainCollectives(Collectives):
         return torch.split(x.view(-1), self._arena.buffer_bytes // x.itemsize)
 
     def _exchange(self, piece: Tensor, word: int) -> list[Tensor]:
-        """Return what every rank brought, in rank order, as it lies in the arena; nothing if that failed."""
+        """Return what every rank brought, in rank order, as it lies in the arena; nothing if that
+        failed.
+        """
         if not self._begin():
             return []
         epoch = self._state.epoch
         parts = [
-            torch.frombuffer(self._arena.buffer(rank, epoch), dtype=piece.dtype, count=piece.numel())
+            torch.frombuffer(
+                self._arena.buffer(rank, epoch), dtype=piece.dtype, count=piece.numel()
+            )
             for rank in range(self._arena.size)
         ]
         parts[self._rank.rank].copy_(piece)

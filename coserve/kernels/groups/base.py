@@ -1,8 +1,9 @@
-"""What every group of ranks does: collectives, which all ranks call in the same order with tensors of the same shape.
+"""What every group of ranks does: collectives, which all ranks call in the same order with tensors
+of the same shape.
 
-A collective never waits forever. When a rank fails, ends or does not come, every other rank raises `RankError` in the
-collective where it is, or in its next one. After that, every rank calls `reset` before the next collective; a group
-that raised `RankGoneError` is over.
+A collective never waits forever. When a rank fails, ends or does not come, every other rank raises
+`RankError` in the collective where it is, or in its next one. After that, every rank calls `reset`
+before the next collective; a group that raised `RankGoneError` is over.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +30,9 @@ class Ranks:
 
 
 class RankGroup(ABC):
-    """One rank's end of a group. The public methods check what they are given; the others move the data."""
+    """One rank's end of a group. The public methods check what they are given; the others move the
+    data.
+    """
 
     def __init__(self, *, rank: int, size: int) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
@@ -38,12 +41,14 @@ class RankGroup(ABC):
         self.size = size
         """Number of ranks in the group."""
         self.link_flops_per_byte: float | None = None
-        """FLOPs that a rank computes while a gather moves a byte (`link_pace`); None: not measured yet."""
+        """FLOPs that a rank computes while a gather moves a byte (`link_pace`); None: not measured
+        yet."""
 
     def sum_(self, x: Tensor, name: str = "") -> Tensor:
         """Replace a tensor by the sum of all ranks' tensors, which has the same bits on every rank.
 
-        The ranks' values are added one after the other, rank 0's first, in float32, and rounded once.
+        The ranks' values are added one after the other, rank 0's first, in float32, and rounded
+        once.
 
         Args:
             x: a contiguous tensor of one of `SUMMED_TYPES`; overwritten.
@@ -55,13 +60,17 @@ class RankGroup(ABC):
         Raises:
             RankError: another rank has failed, or calls another collective.
         """
-        assert x.is_contiguous() and x.dtype in SUMMED_TYPES, f"{name}: a sum of {x.dtype}, strides {x.stride()}"
+        assert x.is_contiguous() and x.dtype in SUMMED_TYPES, (
+            f"{name}: a sum of {x.dtype}, strides {x.stride()}"
+        )
         if self.size > 1 and x.numel() > 0:
             self._sum(x, x, name)
         return x
 
     def sum(self, x: Tensor, name: str = "") -> Tensor:
-        """Return the sum of all ranks' tensors, which is a new tensor unless the group has one rank; see `sum_`."""
+        """Return the sum of all ranks' tensors, which is a new tensor unless the group has one
+        rank; see `sum_`.
+        """
         if self.size == 1:
             return x
         assert x.dtype in SUMMED_TYPES, f"{name}: a sum of {x.dtype}"
@@ -77,8 +86,8 @@ class RankGroup(ABC):
         Tensors lie end to end in one buffer, as many as fit; the results lie there, too.
 
         Args:
-            tensors: of one type, as many on every rank and of the same shapes; not changed, so that they can be summed
-                again if a later buffer fails.
+            tensors: of one type, as many on every rank and of the same shapes; not changed, so that
+                they can be summed again if a later buffer fails.
             name: for messages.
         """
         if self.size == 1:
@@ -102,8 +111,14 @@ class RankGroup(ABC):
         return self._all_gather(x.contiguous(), name)
 
     def all_gather_on_hosts(self, x: Tensor) -> Tensor:
-        """Return all ranks' tensors, [size, *x.shape], of tensors in the host's memory; no GPU takes part."""
-        return self._all_gather(x, "on hosts") if self.size > 1 and x.numel() > 0 else self.all_gather(x)
+        """Return all ranks' tensors, [size, *x.shape], of tensors in the host's memory; no GPU
+        takes part.
+        """
+        return (
+            self._all_gather(x, "on hosts")
+            if self.size > 1 and x.numel() > 0
+            else self.all_gather(x)
+        )
 
     def gather(self, x: Tensor, to: int = 0, name: str = "") -> Tensor | None:
         """Return all ranks' tensors, [size, *x.shape], on the rank `to`, and None on all others."""
@@ -115,13 +130,16 @@ class RankGroup(ABC):
         return self._gather(x.contiguous(), to, name)
 
     def gather_columns(self, x: Tensor, name: str = "") -> Tensor:
-        """Return the ranks' columns beside each other, [..., size * columns], of x [..., columns]."""
+        """Return the ranks' columns beside each other, [..., size * columns], of x [...,
+        columns].
+        """
         if self.size == 1:
             return x
         return torch.cat(list(self.all_gather(x, name)), -1)
 
     def agree(self, number: int) -> int:
-        """Return rank 0's number on every rank: of a decision that depends on a rank's own clock or memory.
+        """Return rank 0's number on every rank: of a decision that depends on a rank's own clock or
+        memory.
 
         Args:
             number: an integer of at most 64 bits, with its sign.
@@ -129,12 +147,17 @@ class RankGroup(ABC):
         return number if self.size == 1 else self._agree(number)
 
     def agree_min(self, number: int) -> int:
-        """Return the smallest of all ranks' numbers on every rank: of what each rank's own memory allows.
+        """Return the smallest of all ranks' numbers on every rank: of what each rank's own memory
+        allows.
 
         Args:
             number: an integer of at most 64 bits, with its sign.
         """
-        return number if self.size == 1 else int(self.all_gather_on_hosts(torch.tensor([number])).min())
+        return (
+            number
+            if self.size == 1
+            else int(self.all_gather_on_hosts(torch.tensor([number])).min())
+        )
 
     def agree_all(self, *, is_so: bool) -> bool:
         """Return whether something is so on all ranks."""
@@ -155,21 +178,27 @@ class RankGroup(ABC):
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which this rank has waited for others in collectives; 0.0 where the transport does not count."""
+        """Seconds for which this rank has waited for others in collectives; 0.0 where the transport
+        does not count.
+        """
         return 0.0
 
     def compiled_sum(self, name: str) -> tuple[int, int] | None:
-        """Return what a list of compiled calls needs for a sum of this group: the address of the rank's state, and the
-        digest of the debug check (`rank_sum` in `kernels/cpu/kernels.h`). None: its sums are not compiled.
+        """Return what a list of compiled calls needs for a sum of this group: the address of the
+        rank's state, and the digest of the debug check (`rank_sum` in `kernels/cpu/kernels.h`).
+        None: its sums are not compiled.
         """
         return None
 
     def raise_failure(self) -> None:  # noqa: B027 - most transports raise where they fail
-        """Raise the error of a compiled call that was not completed; the calls after it have done nothing."""
+        """Raise the error of a compiled call that was not completed; the calls after it have done
+        nothing.
+        """
 
     @abstractmethod
     def fail(self, reason: str) -> None:
-        """Make every collective of the group, those that wait included, raise `RankError` until all ranks `reset`.
+        """Make every collective of the group, those that wait included, raise `RankError` until all
+        ranks `reset`.
 
         Args:
             reason: one line for the message.
@@ -187,7 +216,9 @@ class RankGroup(ABC):
 
     @abstractmethod
     def _sum(self, x: Tensor, y: Tensor, name: str) -> None:
-        """Write the sum of all ranks' x into y, which may be x; for several ranks and tensors that are not empty."""
+        """Write the sum of all ranks' x into y, which may be x; for several ranks and tensors that
+        are not empty.
+        """
 
     @abstractmethod
     def _all_gather(self, x: Tensor, name: str) -> Tensor:
@@ -238,7 +269,9 @@ def _in_buffers(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of equal tensors, added in their order in float32 and rounded once to their type."""
+    """Return the sum of equal tensors, added in their order in float32 and rounded once to their
+    type.
+    """
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part

@@ -19,7 +19,8 @@ _PER_UNIT = 256
 def link_flops_per_byte(
     group: RankGroup, backend: Backend, weight: Weight, *, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Return the FLOPs that a rank computes while a gather moves a byte of what it gives, the same on every rank.
+    """Return the FLOPs that a rank computes while a gather moves a byte of what it gives, the same
+    on every rank.
 
     Every rank times both, in some tens of milliseconds, and rank 0's clock decides.
 

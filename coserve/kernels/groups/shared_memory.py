@@ -20,7 +20,8 @@ _COMPILED, _PLAIN = 1, 2
 class SharedMemoryGroup(RankGroup):
     """A rank that is a process. One thread at a time may use it.
 
-    With COSERVE_RANK_CHECK=1 every collective compares the names that ranks give; without, only kinds and sizes.
+    With COSERVE_RANK_CHECK=1 every collective compares the names that ranks give; without, only
+    kinds and sizes.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Ranks as threads of one process: what tests run, since no process has to start and nothing is compiled."""
+"""Ranks as threads of one process: what tests run, since no process has to start and nothing is
+compiled.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,10 +32,16 @@ class ThreadGroup(RankGroup):
 
     def _sum(self, x: Tensor, y: Tensor, name: str) -> None:
         # A copy, since other ranks read it while this one overwrites its own.
-        y.copy_(sum_in_rank_order(self._meeting.exchange(self.rank, describe("sum", name, x), x.clone())))
+        y.copy_(
+            sum_in_rank_order(
+                self._meeting.exchange(self.rank, describe("sum", name, x), x.clone())
+            )
+        )
 
     def _all_gather(self, x: Tensor, name: str) -> Tensor:
-        return torch.stack(self._meeting.exchange(self.rank, describe("gather", name, x), x.clone()))
+        return torch.stack(
+            self._meeting.exchange(self.rank, describe("gather", name, x), x.clone())
+        )
 
     def _agree(self, number: int) -> int:
         found: int = self._meeting.exchange(self.rank, "agree", number)[0]
@@ -50,8 +58,8 @@ class _Meeting:
         self._failure = ""
         # What ranks have brought to the collective under way: a label and an object, by rank.
         self._brought = dict[int, tuple[str, Any]]()
-        # The objects of the last complete collective, in rank order; the next one cannot complete before all ranks
-        # have read them.
+        # The objects of the last complete collective, in rank order; the next one cannot complete
+        # before all ranks have read them.
         self._exchanged = list[Any]()
         self._num_complete = 0
         self._resetting = set[int]()
@@ -72,8 +80,8 @@ class _Meeting:
                 self._complete()
             else:
                 self._wait(lambda: bool(self._failure) or self._num_complete > num_complete)
-            # A collective to which all have come is complete, also for a rank that learns of it only after another
-            # one has failed in what follows.
+            # A collective to which all have come is complete, also for a rank that learns of it
+            # only after another one has failed in what follows.
             if self._num_complete == num_complete:
                 self._raise_failure()
             return self._exchanged
@@ -127,8 +135,8 @@ def thread_groups(size: int, timeout_s: float = _TIMEOUT_S) -> list[ThreadGroup]
 def run_ranks(size: int, run: Callable[[RankGroup], T], timeout_s: float = _TIMEOUT_S) -> list[T]:
     """Call a function on every rank of a group of threads, and return their results in rank order.
 
-    An exception on one rank ends the collectives of the others. It is the one that is raised here, rather than the
-    `RankError` of those others.
+    An exception on one rank ends the collectives of the others. It is the one that is raised here,
+    rather than the `RankError` of those others.
     """
     groups = thread_groups(size, timeout_s)
     # Threads begin with PyTorch's defaults, not with the caller's.

@@ -1,4 +1,5 @@
-"""Ranks that PyTorch's process groups connect: gloo between CPUs of any machines, NCCL between GPUs.
+"""Ranks that PyTorch's process groups connect: gloo between CPUs of any machines, NCCL between
+GPUs.
 
 NCCL is written by its documentation: no machine with several GPUs has run it yet. There are no
 collectives on symmetric memory, which graphs of CUDA could capture.
@@ -20,7 +21,8 @@ from coserve.errors import RankError, RankGoneError
 from coserve.kernels.groups.base import RankGroup, describe, sum_in_rank_order
 
 _TIMEOUT_S = 600.0
-# Ranks on GPUs wait no longer than this for one that may stand in a collective of GPUs, which nothing interrupts.
+# Ranks on GPUs wait no longer than this for one that may stand in a collective of GPUs, which
+# nothing interrupts.
 _GPU_RESET_S = 10.0
 # How often ranks look whether all have come, and how long telling them that one ends may take.
 _POLL_S, _TELL_S = 0.002, 5.0
@@ -31,12 +33,14 @@ _ENDED = "ended"
 class TorchGroup(RankGroup):
     """A rank that is a process of any machine.
 
-    A sum gathers all ranks' tensors and adds them here, so that its bits are those of every other transport. Tensors in
-    the host's memory, and decisions (`agree`), go through gloo, since no GPU takes part in them.
+    A sum gathers all ranks' tensors and adds them here, so that its bits are those of every other
+    transport. Tensors in the host's memory, and decisions (`agree`), go through gloo, since no GPU
+    takes part in them.
 
-    A rank that fails says why in the store and closes its connections of gloo, which ends what others wait for; they
-    close theirs. At `reset` all meet in the store and connect anew. That needs ranks that have done the same
-    collectives. Where one has done more, among them any on GPUs that the others have not launched, the group is over.
+    A rank that fails says why in the store and closes its connections of gloo, which ends what
+    others wait for; they close theirs. At `reset` all meet in the store and connect anew. That
+    needs ranks that have done the same collectives. Where one has done more, among them any on GPUs
+    that the others have not launched, the group is over.
     """
 
     def __init__(
@@ -57,8 +61,10 @@ class TorchGroup(RankGroup):
             size: number of ranks.
             host: address of the `torch.distributed.TCPStore` that the ranks find each other by.
             port: of that store.
-            own_address: address at which the other ranks reach this one; "" for that of the machine's name.
-            device: where tensors lie that are not in the host's memory: a GPU (NCCL); a CPU if there are none.
+            own_address: address at which the other ranks reach this one; "" for that of the
+                machine's name.
+            device: where tensors lie that are not in the host's memory: a GPU (NCCL); a CPU if
+                there are none.
             timeout_s: longest time that a rank waits for another one.
 
         Raises:
@@ -71,9 +77,11 @@ class TorchGroup(RankGroup):
         self._generation = 0
         """How often the ranks have connected anew."""
         self._num_done = self._num_launched = 0
-        """Collectives of this generation that this rank has seen the end of, and those that it has given to a GPU."""
+        """Collectives of this generation that this rank has seen the end of, and those that it has
+        given to a GPU."""
         self._failed = self._gone = ""
-        """Why collectives raise until `reset`, and why the group is over; "" while that is not so."""
+        """Why collectives raise until `reset`, and why the group is over; "" while that is not
+        so."""
         self._host_group: Any = None
         self._gpu_group: Any = None
         try:
@@ -85,7 +93,9 @@ class TorchGroup(RankGroup):
                 # It connects and takes its memory at the first collective; pages get what is left.
                 self._gathered(torch.zeros(1, device=device))
         except RuntimeError as error:
-            raise RankGoneError(f"rank {rank} of {size} cannot join at {host}:{port}: {_first_line(error)}") from error
+            raise RankGoneError(
+                f"rank {rank} of {size} cannot join at {host}:{port}: {_first_line(error)}"
+            ) from error
 
     def fail(self, reason: str) -> None:
         if self._failed or self._gone:
@@ -105,7 +115,9 @@ class TorchGroup(RankGroup):
         if self._gone:
             raise self._error()
         try:
-            counts = self._meet(f"reset/{self._generation}", f"{self._num_done} {self._num_launched}", limit_s)
+            counts = self._meet(
+                f"reset/{self._generation}", f"{self._num_done} {self._num_launched}", limit_s
+            )
             if len(set(counts)) > 1:
                 raise RankGoneError("ranks have done different collectives")
             self._generation += 1
@@ -160,7 +172,9 @@ class TorchGroup(RankGroup):
             return out
         # Not above, where the error would hold the group, whose connections are to close.
         failure = self._failure()
-        self._gone = self._gone or ("" if failure else f"a rank has ended or does not answer: {reason}")
+        self._gone = self._gone or (
+            "" if failure else f"a rank has ended or does not answer: {reason}"
+        )
         self._leave(failure or self._gone)
         raise self._error()
 
@@ -179,7 +193,9 @@ class TorchGroup(RankGroup):
         return RankGoneError(self._gone) if self._gone else RankError(self._failed)
 
     def _failure(self) -> str:
-        """Return what a rank has said that failed; "" if none has. If one has said that it ends, the group is over."""
+        """Return what a rank has said that failed; "" if none has. If one has said that it ends,
+        the group is over.
+        """
         with suppress(RuntimeError):
             if self._store.check([_ENDED]):
                 self._gone = self._store.get(_ENDED).decode()
@@ -195,7 +211,8 @@ class TorchGroup(RankGroup):
         """Wait until all ranks have come here, and return what each has brought.
 
         Raises:
-            RankGoneError: a rank does not come, or has said that it ends. RuntimeError: the store has gone.
+            RankGoneError: a rank does not come, or has said that it ends. RuntimeError: the store
+                has gone.
         """
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], value)
@@ -218,14 +235,20 @@ class TorchGroup(RankGroup):
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         address = self._own_address
-        options._devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+        options._devices = [
+            gloo.create_device(hostname=address) if address else gloo.create_default_device()
+        ]
         options._timeout = self._limit
-        return gloo(dist.PrefixStore(f"gloo/{self._generation}", self._store), self.rank, self.size, options)
+        return gloo(
+            dist.PrefixStore(f"gloo/{self._generation}", self._store), self.rank, self.size, options
+        )
 
     def _nccl(self) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._limit
-        return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self.rank, self.size, options)
+        return dist.ProcessGroupNCCL(
+            dist.PrefixStore("nccl", self._store), self.rank, self.size, options
+        )
 
 
 class RankStore:
@@ -241,14 +264,22 @@ class RankStore:
             self.port: int = listening.getsockname()[1]
             """Where the ranks find it."""
             self._store = dist.TCPStore(
-                self.HOST, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+                self.HOST,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
             )
 
 
 def tell_end(port: int, reason: str) -> None:
-    """Have all ranks of a `RankStore` that wait for another one raise RankGoneError, also those that still join."""
+    """Have all ranks of a `RankStore` that wait for another one raise RankGoneError, also those
+    that still join.
+    """
     with suppress(RuntimeError):  # the store may have gone
-        store = dist.TCPStore(RankStore.HOST, port, timeout=timedelta(seconds=_TELL_S), wait_for_workers=False)
+        store = dist.TCPStore(
+            RankStore.HOST, port, timeout=timedelta(seconds=_TELL_S), wait_for_workers=False
+        )
         store.compare_set(_ENDED, "", reason)
 
 

@@ -1,8 +1,8 @@
 """Products of rows with the factors of many adapters at once (grouped GEMM).
 
-Each adapter's rows are cut into blocks of a fixed size, the last one filled up; a block and its adapter's factor are
-one member of a batched product. So the number of operations does not depend on how many adapters there are, and a row's
-sums do not depend on its company.
+Each adapter's rows are cut into blocks of a fixed size, the last one filled up; a block and its
+adapter's factor are one member of a batched product. So the number of operations does not depend on
+how many adapters there are, and a row's sums do not depend on its company.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,9 @@ def grouped_product(x: Tensor, factor: Grouped, *, transposed: bool) -> Tensor:
 
 
 def add_grouped_gradient(grad: Tensor, x: Tensor | JoinedRows, onto: Grouped) -> None:
-    """Add dy^T x of each adapter's rows to its sum; fewer rows than the most are filled up with zeros."""
+    """Add dy^T x of each adapter's rows to its sum; fewer rows than the most are filled up with
+    zeros.
+    """
     rows, places = onto.rows, _tables(onto.rows).padded
     if isinstance(x, JoinedRows):
         x = torch.cat(x.tensors)
@@ -42,7 +44,9 @@ def add_grouped_gradient(grad: Tensor, x: Tensor | JoinedRows, onto: Grouped) ->
     torch._foreach_add_(list(onto.tensors), list(found.unbind()))
 
 
-def add_at_once(x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+def add_at_once(
+    x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
+) -> None:
     """See `Backend.add_adapters`: smaller ranks are filled up with zeros."""
     blocks: dict[AdapterBatch, Tensor] = {}
     for place, y in enumerate(outputs, first_place):
@@ -53,13 +57,21 @@ def add_at_once(x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: A
         if own not in blocks:
             rows = own.rows.index_select(0, tables.rows)
             blocks[own] = x.index_select(0, rows).view(-1, _BLOCK_ROWS, x.shape[1])
-        factors = [factors for adapter in own.adapters if (factors := adapter.places[place]) is not None]
-        y.index_add_(0, own.rows, _sums(blocks[own], factors, own.sizes).index_select(0, tables.places))
+        factors = [
+            factors for adapter in own.adapters if (factors := adapter.places[place]) is not None
+        ]
+        y.index_add_(
+            0, own.rows, _sums(blocks[own], factors, own.sizes).index_select(0, tables.places)
+        )
 
 
 def _sums(blocks: Tensor, factors: Sequence[LowRank], rows: AdapterRows) -> Tensor:
-    """scale * B (A x) of blocks [blocks, size, in] with their adapters' factors -> [blocks * size, out]."""
-    columns, scales = _columns(rows, tuple(each.a.shape[0] for each in factors), tuple(each.scale for each in factors))
+    """scale * B (A x) of blocks [blocks, size, in] with their adapters' factors -> [blocks * size,
+    out].
+    """
+    columns, scales = _columns(
+        rows, tuple(each.a.shape[0] for each in factors), tuple(each.scale for each in factors)
+    )
     # The last row of all A's and the last column of all B's are zeros.
     a = torch.cat([*(each.a for each in factors), blocks.new_zeros(1, blocks.shape[2])])
     b = torch.cat([*(each.b for each in factors), blocks.new_zeros(factors[0].b.shape[0], 1)], 1)
@@ -70,17 +82,21 @@ def _sums(blocks: Tensor, factors: Sequence[LowRank], rows: AdapterRows) -> Tens
 
 
 @lru_cache(maxsize=64)
-def _columns(rows: AdapterRows, ranks: tuple[int, ...], scales: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Which of all columns are those of each block's adapter, where they stand adapter by adapter: int64 [blocks, the
-    largest rank], the one after the last where it has no more; and its scale [blocks]. Made once per step for all
-    places of the same ranks.
+def _columns(
+    rows: AdapterRows, ranks: tuple[int, ...], scales: tuple[float, ...]
+) -> tuple[Tensor, Tensor]:
+    """Which of all columns are those of each block's adapter, where they stand adapter by adapter:
+    int64 [blocks, the largest rank], the one after the last where it has no more; and its scale
+    [blocks]. Made once per step for all places of the same ranks.
     """
     most, start, found = max(ranks), 0, []
     for rank in ranks:
         found.append([*range(start, start + rank), *[sum(ranks)] * (most - rank)])
         start += rank
     adapters = _tables(rows).adapters
-    return on_device(found, rows.device)[adapters], on_device(scales, rows.device, torch.float32)[adapters]
+    return on_device(found, rows.device)[adapters], on_device(scales, rows.device, torch.float32)[
+        adapters
+    ]
 
 
 def add_one_by_one(
@@ -89,7 +105,9 @@ def add_one_by_one(
     """The same, adapter by adapter, by the backend's products."""
     for adapter, own in zip(batch.adapters, batch.sizes.slices, strict=True):
         rows = batch.rows[own]
-        for factors, y in zip(adapter.places[first_place : first_place + len(outputs)], outputs, strict=True):
+        for factors, y in zip(
+            adapter.places[first_place : first_place + len(outputs)], outputs, strict=True
+        ):
             if factors is None:
                 continue
             narrow = backend.low_rank_product(x[rows], factors.a) * factors.scale
@@ -97,9 +115,10 @@ def add_one_by_one(
 
 
 class _Tables:
-    """Which adapter each block has (int64 [blocks]), which row each place of the blocks (a last row again where there
-    is none; int64 [blocks * size]), and which place each row (int64 [n]). padded: which place each row has where all
-    adapters take as many rows as the one that has the most (int64 [n]).
+    """Which adapter each block has (int64 [blocks]), which row each place of the blocks (a last row
+    again where there is none; int64 [blocks * size]), and which place each row (int64 [n]). padded:
+    which place each row has where all adapters take as many rows as the one that has the most
+    (int64 [n]).
     """
 
     def __init__(self, rows: AdapterRows) -> None:
@@ -113,7 +132,9 @@ class _Tables:
             filled = range(own.start, own.start + num_blocks * _BLOCK_ROWS)
             sources.extend(min(row, own.stop - 1) for row in filled)
         most = max(rows.sizes)
-        padded = [adapter * most + row for adapter, size in enumerate(rows.sizes) for row in range(size)]
+        padded = [
+            adapter * most + row for adapter, size in enumerate(rows.sizes) for row in range(size)
+        ]
         self.adapters, self.rows, self.places, self.padded = (
             on_device(numbers, rows.device) for numbers in (adapters, sources, places, padded)
         )

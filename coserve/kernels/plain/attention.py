@@ -1,9 +1,10 @@
 """Attention of any number of segments as one run of batched products, forward and backward.
 
-Query rows are cut into blocks, keys into blocks, and a *unit* is a block of queries with a block of keys that some of
-them see. All units have one shape, so they are one batched product, whichever segments they belong to; what the units
-of a query block give is merged as in FlashAttention-2 (arXiv 2307.08691, section 3.1), and the backward pass rebuilds
-the probabilities from the log-sum-exp (section 3.2). A row's sums depend on its own keys alone.
+Query rows are cut into blocks, keys into blocks, and a *unit* is a block of queries with a block of
+keys that some of them see. All units have one shape, so they are one batched product, whichever
+segments they belong to; what the units of a query block give is merged as in FlashAttention-2
+(arXiv 2307.08691, section 3.1), and the backward pass rebuilds the probabilities from the
+log-sum-exp (section 3.2). A row's sums depend on its own keys alone.
 
 Units run in tiles of bounded memory. Arithmetic is float32.
 """
@@ -29,11 +30,12 @@ _LEAST = -1e30
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tile:
-    """Some units, with all units of the query blocks first_block to last_block (not included), and U of them in all.
+    """Some units, with all units of the query blocks first_block to last_block (not included), and
+    U of them in all.
 
-    blocks: which query block each has, int64 [U]. keys: which place of the part's keys, int64 [U, block keys].
-    distance: how far before the query each key lies, int64 [U, block rows, block keys]. hidden: keys that a query does
-    not see, bool, the same shape.
+    blocks: which query block each has, int64 [U]. keys: which place of the part's keys, int64 [U,
+    block keys]. distance: how far before the query each key lies, int64 [U, block rows, block
+    keys]. hidden: keys that a query does not see, bool, the same shape.
     """
 
     first_block: int
@@ -45,7 +47,9 @@ class Tile:
 
 
 class Part:
-    """Segments that run as one, either of single rows or of several rows each; tables are made when asked for."""
+    """Segments that run as one, either of single rows or of several rows each; tables are made when
+    asked for.
+    """
 
     def __init__(self, segments: SegmentTable, block_tokens: int, device: torch.device) -> None:
         self.segments, self.block_tokens, self.device = segments, block_tokens, device
@@ -54,8 +58,8 @@ class Part:
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every place in the blocks of keys: the page, the entry in it, and both as one number; int64
-        [key blocks, block keys]. After a segment's keys stands its last one again.
+        """Of every place in the blocks of keys: the page, the entry in it, and both as one number;
+        int64 [key blocks, block keys]. After a segment's keys stands its last one again.
         """
         starts = list(accumulate((len(segment.pages) for segment in self.segments), initial=0))
         rows = [
@@ -67,18 +71,24 @@ class Part:
         entries = torch.arange(_BLOCK_KEYS, device=self.device) + first[:, None]
         entries = torch.minimum(entries, last[:, None]) + first_key[:, None]
         numbers = self._tensor([page for segment in self.segments for page in segment.pages])
-        pages, within = numbers[start[:, None] + entries // self.block_tokens], entries % self.block_tokens
+        pages, within = (
+            numbers[start[:, None] + entries // self.block_tokens],
+            entries % self.block_tokens,
+        )
         return pages, within, pages * self.block_tokens + within
 
     @cached_property
     def rows(self) -> Tensor:
-        """Which row stands at each place of the query blocks (a segment's last again where there is none), int64
-        [query blocks * block rows].
+        """Which row stands at each place of the query blocks (a segment's last again where there is
+        none), int64 [query blocks * block rows].
         """
         size, rows, first = self._block_rows, [], 0
         for segment in self.segments:
             end = first + segment.num_rows
-            rows += [min(row, end - 1) for row in range(first, first + -(-segment.num_rows // size) * size)]
+            rows += [
+                min(row, end - 1)
+                for row in range(first, first + -(-segment.num_rows // size) * size)
+            ]
             first = end
         return self._tensor(rows)
 
@@ -101,7 +111,9 @@ class Part:
         key = sliding_window, num_heads
         if key not in self._tiles:
             most = max(1, _MAX_TILE_ELEMENTS // (num_heads * self._block_rows * _BLOCK_KEYS))
-            self._tiles[key] = [self._tile(units) for units in _cut(self._units(sliding_window), most)]
+            self._tiles[key] = [
+                self._tile(units) for units in _cut(self._units(sliding_window), most)
+            ]
         return self._tiles[key]
 
     def _units(self, sliding_window: int | None) -> Iterator[list["_Unit"]]:
@@ -143,8 +155,9 @@ class Part:
         return on_device(numbers, self.device, torch.int64)
 
 
-# A query block, a key block, the first query's position after the block's first key, the last row that is there, how
-# many keys the segment has from the block's first on, and the sliding window (-1: none).
+# A query block, a key block, the first query's position after the block's first key, the last row
+# that is there, how many keys the segment has from the block's first on, and the sliding window
+# (-1: none).
 _Unit = tuple[int, int, int, int, int, int]
 
 
@@ -165,12 +178,16 @@ class PlainAttentionBatch(AttentionBatch):
 
     part_type: type[Part] = Part
 
-    def __init__(self, segments: Sequence[Segment], block_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], block_tokens: int, device: torch.device
+    ) -> None:
         table = SegmentTable.of(segments)
         self._num_rows = table.total_rows
         self._parts: list[tuple[Part, Tensor | slice]] = []
         if table.is_single:
-            self._parts.append((self.part_type(table, block_tokens, device), slice(0, self._num_rows)))
+            self._parts.append(
+                (self.part_type(table, block_tokens, device), slice(0, self._num_rows))
+            )
             return
         lengths = table.num_rows.tolist()
         starts = list(accumulate(lengths, initial=0))
@@ -204,14 +221,18 @@ def _as_slice(rows: list[int], device: torch.device) -> Tensor | slice:
     return on_device(rows, device)
 
 
-def forward(q: Tensor, keys: Tensor, values: Tensor, part: Part, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, keys: Tensor, values: Tensor, part: Part, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
     """See `Backend.attention`."""
     shape = _Shape(q, keys, part)
     queries = shape.by_block(q)
     outs, norms = [], []
     for tile in part.tiles(spec.sliding_window, shape.num_heads):
         k, v = shape.gather(keys, tile), shape.gather(values, tile)
-        scores = _scores(queries[tile.first_block : tile.last_block][tile.blocks], k, tile, spec, shape)[0]
+        scores = _scores(
+            queries[tile.first_block : tile.last_block][tile.blocks], k, tile, spec, shape
+        )[0]
         out, lse = _merged(scores, v, tile, spec, shape)
         outs.append(out)
         norms.append(lse)
@@ -234,7 +255,9 @@ def backward(
     """See `Backend.attention_gradient`."""
     shape = _Shape(q, keys, part)
     delta = (grad.float() * out.float()).sum(-1, keepdim=True)
-    queries, out_grads, deltas, norms = (shape.by_block(x) for x in (q, grad, delta, lse[..., None]))
+    queries, out_grads, deltas, norms = (
+        shape.by_block(x) for x in (q, grad, delta, lse[..., None])
+    )
     dq = torch.zeros_like(queries)
     for tile in part.tiles(spec.sliding_window, shape.num_heads):
         blocks = tile.blocks + tile.first_block
@@ -252,7 +275,9 @@ def backward(
 
 
 class _Shape:
-    """How rows become blocks: [blocks, Hkv, G * rows of a block, …], the query heads of a key head side by side."""
+    """How rows become blocks: [blocks, Hkv, G * rows of a block, …], the query heads of a key head
+    side by side.
+    """
 
     def __init__(self, q: Tensor, keys: Tensor, part: Part) -> None:
         self.num_heads, self.width = q.shape[1], q.shape[2]
@@ -276,18 +301,26 @@ class _Shape:
         pages, within, _ = self._part.places
         found = store[pages[tile.keys], within[tile.keys]].float()
         # In one piece, since a single unit would be multiplied another way, and rounded otherwise.
-        return found.view(*found.shape[:2], self.num_key_heads, self.width).transpose(1, 2).contiguous()
+        return (
+            found.view(*found.shape[:2], self.num_key_heads, self.width)
+            .transpose(1, 2)
+            .contiguous()
+        )
 
     def add(self, total: Tensor, grads: Tensor, tile: Tile) -> None:
         """Add gradients of each unit's keys [U, Hkv, block keys, D] to a store's."""
         places = self._part.places[2][tile.keys].flatten()
-        total.view(-1, total.shape[2]).index_add_(0, places, grads.transpose(1, 2).flatten(2).flatten(0, 1))
+        total.view(-1, total.shape[2]).index_add_(
+            0, places, grads.transpose(1, 2).flatten(2).flatten(0, 1)
+        )
 
 
 def _scores(
     queries: Tensor, keys: Tensor, tile: Tile, spec: AttentionSpec, shape: _Shape
 ) -> tuple[Tensor, Tensor | None]:
-    """Masked scores [U, Hkv, G * rows, block keys]; and what a soft cap made of them by itself, over the cap."""
+    """Masked scores [U, Hkv, G * rows, block keys]; and what a soft cap made of them by itself,
+    over the cap.
+    """
     scores, capped = torch.matmul(queries, keys.mT).mul_(spec.scale), None
     if spec.soft_cap is not None:
         capped = scores.div_(spec.soft_cap).tanh_()
@@ -300,8 +333,12 @@ def _scores(
     return scores, capped
 
 
-def _merged(scores: Tensor, values: Tensor, tile: Tile, spec: AttentionSpec, shape: _Shape) -> tuple[Tensor, Tensor]:
-    """Output [blocks, Hkv, G * rows, D] and log-sum-exp [blocks, Hkv, G * rows] from the scores of their units."""
+def _merged(
+    scores: Tensor, values: Tensor, tile: Tile, spec: AttentionSpec, shape: _Shape
+) -> tuple[Tensor, Tensor]:
+    """Output [blocks, Hkv, G * rows, D] and log-sum-exp [blocks, Hkv, G * rows] from the scores of
+    their units.
+    """
     largest = scores.amax(-1).clamp_(min=_LEAST)
     weights = scores.sub_(largest[..., None]).exp_()
     sums, outs = weights.sum(-1), torch.matmul(weights, values)
@@ -314,7 +351,9 @@ def _merged(scores: Tensor, values: Tensor, tile: Tile, spec: AttentionSpec, sha
         most = torch.maximum(most, sinks)
     factors = (largest - most[tile.blocks]).exp_()
     total = torch.zeros_like(most).index_add_(0, tile.blocks, sums.mul_(factors))
-    out = outs.new_zeros(num_blocks, *outs.shape[1:]).index_add_(0, tile.blocks, outs.mul_(factors[..., None]))
+    out = outs.new_zeros(num_blocks, *outs.shape[1:]).index_add_(
+        0, tile.blocks, outs.mul_(factors[..., None])
+    )
     if spec.sinks is not None:
         total += (sinks - most).exp()
     return out.div_(total[..., None]), total.log_().add_(most)

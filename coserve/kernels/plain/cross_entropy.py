@@ -1,8 +1,8 @@
 """The next-token loss of rows of logits and its gradient, in float32 whatever the logits' dtype.
 
-The vocabulary is wide: a float32 copy of all logits, and every pass over it, would be the better part of the time. On a
-CPU a few rows at a time go through all of it, while they are in the caches (a third of the time for 256 rows of 151,936
-logits), and on a GPU all rows at once.
+The vocabulary is wide: a float32 copy of all logits, and every pass over it, would be the better
+part of the time. On a CPU a few rows at a time go through all of it, while they are in the caches
+(a third of the time for 256 rows of 151,936 logits), and on a GPU all rows at once.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ _CACHED_ELEMENTS = 1 << 19
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of each row, whether no other token is likelier than its target, and the logarithm of the sum of its logits'
-    exponentials.
+    """Loss of each row, whether no other token is likelier than its target, and the logarithm of
+    the sum of its logits' exponentials.
 
     Args:
         logits: [n, vocabulary].
@@ -25,7 +25,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
     Returns:
         float32 [n], bool [n], float32 [n].
     """
-    loss, log_sum = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
+    loss, log_sum = (
+        torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
     correct = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
     for rows, wide in _pieces(logits):
         most = wide.amax(-1)
@@ -41,8 +43,8 @@ def cross_entropy_gradient(
 ) -> Tensor:
     """Gradient of the logits [n, vocabulary], rounded to their dtype.
 
-    log_sum: from `cross_entropy`. loss_grad: gradient of each row's loss, float32 [n]. overwrites: it lies where the
-    logits did.
+    log_sum: from `cross_entropy`. loss_grad: gradient of each row's loss, float32 [n]. overwrites:
+    it lies where the logits did.
     """
     grad = logits if overwrites else torch.empty_like(logits, memory_format=torch.contiguous_format)
     for rows, wide in _pieces(logits):
@@ -53,7 +55,9 @@ def cross_entropy_gradient(
 
 
 def _pieces(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows after another, and a float32 copy of their logits in memory that the next ones use again."""
+    """Some rows after another, and a float32 copy of their logits in memory that the next ones use
+    again.
+    """
     num_rows, width = logits.shape
     size = max(1, _CACHED_ELEMENTS // width) if logits.device.type == "cpu" else num_rows
     copy = torch.empty(min(size, num_rows), width, dtype=torch.float32, device=logits.device)

@@ -1,5 +1,6 @@
-"""Products of groups of rows, each with a matrix of its own: `grouped_mm` of PyTorch, or, for shapes that it does not
-take (rows of less than 16 bytes, or no multiple of that), row by row with the matrix of each.
+"""Products of groups of rows, each with a matrix of its own: `grouped_mm` of PyTorch, or, for
+shapes that it does not take (rows of less than 16 bytes, or no multiple of that), row by row with
+the matrix of each.
 """
 
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def int8_grouped_product(x: Tensor, values: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
-    """See `Backend.int8_grouped_product`. The whole numbers are exact in every compute dtype; scales go onto the sums.
-    Only matrices that rows meet are made wide, a tile of them at a time.
+    """See `Backend.int8_grouped_product`. The whole numbers are exact in every compute dtype;
+    scales go onto the sums. Only matrices that rows meet are made wide, a tile of them at a time.
     """
     groups, y = _groups(x.shape[0], ends), x.new_empty(x.shape[0], values.shape[1])
     for rows, some, ends_here in _runs_of_groups(ends, values[0].numel()):
@@ -34,7 +35,9 @@ def int8_grouped_product(x: Tensor, values: Tensor, scales: Tensor, ends: Tensor
     return (y.float() * scales[groups]).to(x.dtype)
 
 
-def int8_grouped_input_gradient(grad: Tensor, values: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+def int8_grouped_input_gradient(
+    grad: Tensor, values: Tensor, scales: Tensor, ends: Tensor
+) -> Tensor:
     """See `Backend.int8_grouped_input_gradient`. Scales go onto the gradient."""
     scaled = (grad.float() * scales[_groups(grad.shape[0], ends)]).to(grad.dtype)
     dx = grad.new_empty(grad.shape[0], values.shape[2])
@@ -47,10 +50,14 @@ def grouped_weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """See `Backend.grouped_weight_gradient`."""
     if _fits(x.itemsize, grad.shape[1], x.shape[1]):
         return grouped_mm(grad.mT, x, offs=ends).float()
-    total = torch.zeros(ends.shape[0], grad.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
+    total = torch.zeros(
+        ends.shape[0], grad.shape[1], x.shape[1], dtype=torch.float32, device=x.device
+    )
     groups = _groups(x.shape[0], ends)
     for rows in _tiles(x.shape[0], total[0].numel()):
-        total.index_add_(0, groups[rows], torch.bmm(grad[rows, :, None].float(), x[rows, None].float()))
+        total.index_add_(
+            0, groups[rows], torch.bmm(grad[rows, :, None].float(), x[rows, None].float())
+        )
     return total
 
 
@@ -64,8 +71,8 @@ def _groups(num_rows: int, ends: Tensor) -> Tensor:
 
 
 def _runs_of_groups(ends: Tensor, num_elements: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Groups that have rows, as many at a time as a tile may hold: their rows, their numbers, and where each one's rows
-    end among those.
+    """Groups that have rows, as many at a time as a tile may hold: their rows, their numbers, and
+    where each one's rows end among those.
     """
     bounds = [0, *ends.tolist()]
     busy = [group for group in range(len(bounds) - 1) if bounds[group + 1] > bounds[group]]

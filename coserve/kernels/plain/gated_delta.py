@@ -1,10 +1,14 @@
-"""The gated delta rule after a short causal convolution (arXiv 2412.06464), in chunks of rows, and its gradient.
+"""The gated delta rule after a short causal convolution (arXiv 2412.06464), in chunks of rows, and
+its gradient.
 
-With the convolved queries, keys and values of a head, g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b):
+With the convolved queries, keys and values of a head, g = -exp(a_log) softplus(a + dt_bias) and
+beta = sigmoid(b):
 
-    S_t = exp(g_t) S_{t-1} + k_t delta_t^T,  delta_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t),  y_t = S_t^T q_t
+    S_t = exp(g_t) S_{t-1} + k_t delta_t^T,  delta_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t),  y_t
+    = S_t^T q_t
 
-The delta of the rows of a chunk solve one triangular system (section 3.3 there). All of it is float32.
+The delta of the rows of a chunk solve one triangular system (section 3.3 there). All of it is
+float32.
 """
 
 from dataclasses import dataclass
@@ -28,7 +32,9 @@ def forward(
     """See `Backend.gated_delta`."""
     parts = []
     for start in range(0, rows.x.shape[1], CHUNK_ROWS):
-        chunk = _Chunk.of(GatedDeltaRows(*(x[:, start : start + CHUNK_ROWS] for x in rows)), weights, state, spec)
+        chunk = _Chunk.of(
+            GatedDeltaRows(*(x[:, start : start + CHUNK_ROWS] for x in rows)), weights, state, spec
+        )
         parts.append(chunk.output())
         state = chunk.state_after()
     return torch.cat(parts, 1).to(rows.x.dtype), state
@@ -51,10 +57,11 @@ def backward(
 class _Chunk:
     """Some rows with all that both directions need.
 
-    extended [B, K - 1 + T, C]: the tail and x. convolved [B, T, C]: before its activation. q, k [B, Hv, T, Dk]: of
-    length 1, q divided by the root of Dk; q_inverse, k_inverse [B, Hv, T, 1]: what they were multiplied with. v
-    [B, Hv, T, Dv]. beta, total [B, Hv, T, 1]: total is the sum of g up to a row. decay [B, Hv, T, T]: from a row to a
-    later one. system [B, Hv, T, T]: what ties a row's delta to earlier ones.
+    extended [B, K - 1 + T, C]: the tail and x. convolved [B, T, C]: before its activation. q, k [B,
+    Hv, T, Dk]: of length 1, q divided by the root of Dk; q_inverse, k_inverse [B, Hv, T, 1]: what
+    they were multiplied with. v [B, Hv, T, Dv]. beta, total [B, Hv, T, 1]: total is the sum of g up
+    to a row. decay [B, Hv, T, T]: from a row to a later one. system [B, Hv, T, T]: what ties a
+    row's delta to earlier ones.
     """
 
     rows: GatedDeltaRows
@@ -75,7 +82,9 @@ class _Chunk:
     delta: Tensor
 
     @classmethod
-    def of(cls, rows: GatedDeltaRows, weights: GatedDeltaWeights, state: Tensor, spec: GatedDeltaSpec) -> "_Chunk":
+    def of(
+        cls, rows: GatedDeltaRows, weights: GatedDeltaWeights, state: Tensor, spec: GatedDeltaSpec
+    ) -> "_Chunk":
         num_rows = rows.x.shape[1]
         extended = torch.cat((_tails(state, spec), rows.x.float()), 1)
         matrix = _matrices(state, spec)
@@ -84,7 +93,9 @@ class _Chunk:
         for tap in range(spec.kernel_size):
             convolved.addcmul_(extended[:, tap : tap + num_rows], taps[:, tap])
         q, k, v = _split(silu(convolved).to(rows.x.dtype).float(), spec)
-        q_inverse, k_inverse = (torch.rsqrt(x.square().sum(-1, keepdim=True) + spec.eps) for x in (q, k))
+        q_inverse, k_inverse = (
+            torch.rsqrt(x.square().sum(-1, keepdim=True) + spec.eps) for x in (q, k)
+        )
         q_inverse = q_inverse * spec.key_dim**-0.5
         q, k = q * q_inverse, k * k_inverse
         beta = torch.sigmoid(rows.b.float()).mT[..., None]
@@ -93,7 +104,11 @@ class _Chunk:
         decay = (total - total.mT).masked_fill(later, float("-inf")).exp()
         system = (beta * (k @ k.mT) * decay).tril(-1)
         right = beta * (v - total.exp() * (k @ matrix))
-        delta = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True) if num_rows > 1 else right
+        delta = (
+            torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+            if num_rows > 1
+            else right
+        )
         return cls(
             rows=rows,
             weights=weights,
@@ -115,7 +130,10 @@ class _Chunk:
 
     def output(self) -> Tensor:
         """y float32 [B, T, Hv * Dv]."""
-        y = self.total.exp() * (self.q @ self.matrix) + (self.q @ self.k.mT * self.decay) @ self.delta
+        y = (
+            self.total.exp() * (self.q @ self.matrix)
+            + (self.q @ self.k.mT * self.decay) @ self.delta
+        )
         return y.transpose(1, 2).flatten(2)
 
     def state_after(self) -> Tensor:
@@ -128,13 +146,22 @@ class _Chunk:
         spec, num_rows = self.spec, grad.shape[1]
         dy = _heads(grad.float(), spec.value_dim)
         d_matrix = _matrices(state_grad, spec)
-        q, k, matrix, delta, beta, decay = self.q, self.k, self.matrix, self.delta, self.beta, self.decay
+        q, k, matrix, delta, beta, decay = (
+            self.q,
+            self.k,
+            self.matrix,
+            self.delta,
+            self.beta,
+            self.decay,
+        )
         grown, scores, at_end = self.total.exp(), q @ k.mT * decay, self._keys_at_end
 
         d_delta = scores.mT @ dy + at_end @ d_matrix
         d_right = d_delta
         if num_rows > 1:
-            d_right = torch.linalg.solve_triangular(self.system.mT, d_delta, upper=True, unitriangular=True)
+            d_right = torch.linalg.solve_triangular(
+                self.system.mT, d_delta, upper=True, unitriangular=True
+            )
         d_scores = (dy @ delta.mT).tril()
         d_system = -(d_right @ delta.mT).tril(-1)
         dy_state, d_right_state, d_end = dy @ matrix.mT, d_right @ matrix.mT, delta @ d_matrix.mT
@@ -156,8 +183,13 @@ class _Chunk:
         d_total[:, :, -1] += d_last
         dg = d_total.flip(2).cumsum(2).flip(2)[..., 0].mT
 
-        d_matrix_before = (grown * q).mT @ dy + self._last.exp() * d_matrix - (beta * grown * k).mT @ d_right
-        dq, dk = _unit_gradient(dq, q, self.q_inverse, spec.key_dim), _unit_gradient(dk, k, self.k_inverse, 1)
+        d_matrix_before = (
+            (grown * q).mT @ dy + self._last.exp() * d_matrix - (beta * grown * k).mT @ d_right
+        )
+        dq, dk = (
+            _unit_gradient(dq, q, self.q_inverse, spec.key_dim),
+            _unit_gradient(dk, k, self.k_inverse, 1),
+        )
         d_convolved = _joined(dq, dk, beta * d_right, spec) * _silu_slope(self.convolved)
         d_extended, d_conv = self._convolution_gradient(d_convolved, state_grad)
         d_b = (d_beta * beta * (1 - beta))[..., 0].mT
@@ -166,7 +198,9 @@ class _Chunk:
         d_a = dg * rate * torch.sigmoid(rows.a.float() + weights.dt_bias.float())
         before = spec.kernel_size - 1
         return GatedDeltaGradients(
-            rows=GatedDeltaRows(d_extended[:, before:].to(rows.x.dtype), d_b.to(rows.b.dtype), d_a.to(rows.a.dtype)),
+            rows=GatedDeltaRows(
+                d_extended[:, before:].to(rows.x.dtype), d_b.to(rows.b.dtype), d_a.to(rows.a.dtype)
+            ),
             state=torch.cat((d_extended[:, :before].flatten(1), d_matrix_before.flatten(1)), 1),
             weights=GatedDeltaWeights(
                 conv=d_conv[:, None],
@@ -185,13 +219,18 @@ class _Chunk:
         return self.k * (self._last - self.total).exp()
 
     def _convolution_gradient(self, grad: Tensor, state_grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the tail and x [B, K - 1 + T, C], and of the taps [C, K]. The tail after the rows is made of both, too."""
+        """Of the tail and x [B, K - 1 + T, C], and of the taps [C, K]. The tail after the rows is
+        made of both, too.
+        """
         num_rows, spec = grad.shape[1], self.spec
         taps, found = self.weights.conv[:, 0].float(), torch.zeros_like(self.extended)
         found[:, num_rows:] += _tails(state_grad, spec)
         for tap in range(spec.kernel_size):
             found[:, tap : tap + num_rows].addcmul_(grad, taps[:, tap])
-        d_taps = [(grad * self.extended[:, tap : tap + num_rows]).sum((0, 1)) for tap in range(spec.kernel_size)]
+        d_taps = [
+            (grad * self.extended[:, tap : tap + num_rows]).sum((0, 1))
+            for tap in range(spec.kernel_size)
+        ]
         return found, torch.stack(d_taps, 1)
 
 
@@ -207,7 +246,9 @@ def _tails(states: Tensor, spec: GatedDeltaSpec) -> Tensor:
 
 def _matrices(states: Tensor, spec: GatedDeltaSpec) -> Tensor:
     """[B, state_size] -> [B, Hv, Dk, Dv]."""
-    return states[:, spec.tail_size :].reshape(-1, spec.num_value_heads, spec.key_dim, spec.value_dim)
+    return states[:, spec.tail_size :].reshape(
+        -1, spec.num_value_heads, spec.key_dim, spec.value_dim
+    )
 
 
 def _heads(x: Tensor, width: int) -> Tensor:
@@ -216,8 +257,13 @@ def _heads(x: Tensor, width: int) -> Tensor:
 
 
 def _split(x: Tensor, spec: GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T, C] -> queries, keys [B, Hv, T, Dk], each for the value heads that share it, and values [B, Hv, T, Dv]."""
-    width, num_shared = spec.num_key_heads * spec.key_dim, spec.num_value_heads // spec.num_key_heads
+    """[B, T, C] -> queries, keys [B, Hv, T, Dk], each for the value heads that share it, and values
+    [B, Hv, T, Dv].
+    """
+    width, num_shared = (
+        spec.num_key_heads * spec.key_dim,
+        spec.num_value_heads // spec.num_key_heads,
+    )
     q, k, v = torch.split(x, [width, width, spec.num_value_heads * spec.value_dim], -1)
     q, k = (_heads(part, spec.key_dim).repeat_interleave(num_shared, 1) for part in (q, k))
     return q, k, _heads(v, spec.value_dim)

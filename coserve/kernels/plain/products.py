@@ -1,16 +1,21 @@
-"""Products with int8 weights: a tile of the weight is dequantised at a time, so that the whole never exists."""
+"""Products with int8 weights: a tile of the weight is dequantised at a time, so that the whole
+never exists.
+"""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-# Elements of a weight that are dequantised at once: on a CPU they stay in the outer caches until they have been used.
+# Elements of a weight that are dequantised at once: on a CPU they stay in the outer caches until
+# they have been used.
 _TILE_ELEMENTS = 1 << 21
 
 
 def int8_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """See `Backend.int8_product`. The whole numbers are exact in every compute dtype; scales go onto the sums."""
+    """See `Backend.int8_product`. The whole numbers are exact in every compute dtype; scales go
+    onto the sums.
+    """
     y = torch.empty(x.shape[0], values.shape[0], dtype=x.dtype, device=x.device)
     wide = x.float()
     for tile in _tiles(values):
@@ -19,7 +24,9 @@ def int8_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None)
     return y
 
 
-def int8_input_gradient(grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None) -> Tensor:
+def int8_input_gradient(
+    grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None
+) -> Tensor:
     """See `Backend.int8_input_gradient`. Scales go onto the gradient."""
     total = torch.zeros(grad.shape[0], values.shape[1], dtype=torch.float32, device=grad.device)
     for tile in _tiles(values):

@@ -1,7 +1,7 @@
 """Pieces that work row by row: norms, gated units, rotary positions.
 
-Statistics and gradients of norms are computed in float32 and rounded to the input's dtype; every product and every sum
-of a rotation is rounded to it, as transformers does.
+Statistics and gradients of norms are computed in float32 and rounded to the input's dtype; every
+product and every sum of a rotation is rounded to it, as transformers does.
 """
 
 import torch
@@ -31,7 +31,9 @@ def rms_norm_weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float
     return (_grouped(grad, weight) * _normalized(x, weight, eps)[0]).sum((0, 1))
 
 
-def silu_mul_gradients(grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False) -> SiluMulGradients:
+def silu_mul_gradients(
+    grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False
+) -> SiluMulGradients:
     """See `Backend.silu_mul_gradients`."""
     activated = torch.nn.functional.silu(gate)
     gate_grad = torch.ops.aten.silu_backward(grad * up, gate)
@@ -61,7 +63,9 @@ def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x / rms(x) and 1 / rms(x), float32."""
     grouped = _grouped(x, weight)
     # As fast as PyTorch gets it on a CPU: one pass, where the mean of the squares takes two.
-    mean_square = torch.linalg.vector_norm(grouped, dim=-1, keepdim=True).square_().div_(grouped.shape[-1])
+    mean_square = (
+        torch.linalg.vector_norm(grouped, dim=-1, keepdim=True).square_().div_(grouped.shape[-1])
+    )
     scale = mean_square.add_(eps).rsqrt_()
     return grouped * scale, scale
 

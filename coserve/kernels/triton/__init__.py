@@ -1,7 +1,7 @@
 """The backend of GPUs: kernels in Triton, and CUDA graphs for steps of requests (`graphs.py`).
 
-Triton comes with PyTorch's builds for GPUs. Where the environment has TRITON_INTERPRET=1 its kernels run on a CPU,
-slowly: so they are tested without a GPU.
+Triton comes with PyTorch's builds for GPUs. Where the environment has TRITON_INTERPRET=1 its
+kernels run on a CPU, slowly: so they are tested without a GPU.
 """
 
 import os
@@ -23,16 +23,20 @@ if TYPE_CHECKING:
     from coserve.kernels.triton.capturing import Capturing
 
 
-# Rows that graphs of decode steps are captured for: steps of fewer are filled up to the next. More have room among
-# prompts; beyond that, a step takes long enough on the GPU for its launches to be made meanwhile.
+# Rows that graphs of decode steps are captured for: steps of fewer are filled up to the next. More
+# have room among prompts; beyond that, a step takes long enough on the GPU for its launches to be
+# made meanwhile.
 DECODE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-# Rows of steps with pieces of prompts. Few, since each is captured at the start or when it first comes; what a size has
-# too much of costs little: some ten rows take a GPU as long as one, and programs without rows end at once.
+# Rows of steps with pieces of prompts. Few, since each is captured at the start or when it first
+# comes; what a size has too much of costs little: some ten rows take a GPU as long as one, and
+# programs without rows end at once.
 PROMPT_ROWS = (32, 64, 128, 192, 256, 384, 512)
 
 
 class TritonBackend(PlainBackend):
-    """See `Backend` for what each method does; what the kernels are not for runs as in the plain backend."""
+    """See `Backend` for what each method does; what the kernels are not for runs as in the plain
+    backend.
+    """
 
     priority = 20
     captures = True
@@ -44,14 +48,22 @@ class TritonBackend(PlainBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        from coserve.kernels.triton import adapters, attention, attention_tables, flash, rows  # these need Triton
+        from coserve.kernels.triton import (
+            adapters,
+            attention,
+            attention_tables,
+            flash,
+            rows,
+        )  # these need Triton
 
         self._adapters, self._attention, self._flash, self._rows = adapters, attention, flash, rows
         self._tables = attention_tables
         self._capturing: Capturing | None = None
         self.captured_rows, self.captured_prompts = DECODE_ROWS, PROMPT_ROWS
 
-    def trace(self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> TracedCalls | None:
+    def trace(
+        self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]
+    ) -> TracedCalls | None:
         from coserve.kernels.triton.graphs import GraphCalls
 
         return GraphCalls(self, dtype, run)
@@ -63,13 +75,19 @@ class TritonBackend(PlainBackend):
             self._capturing = Capturing(self.device)
         return self._capturing.capture(run)
 
-    def attention_room(self, *, num_rows: int, num_keys: int, num_segments: int) -> AttentionRoom | None:
+    def attention_room(
+        self, *, num_rows: int, num_keys: int, num_segments: int
+    ) -> AttentionRoom | None:
         return self._tables.TritonAttentionRoom(num_rows, num_keys, num_segments, self.device)
 
-    def row_copies(self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int) -> RowCopies | None:
+    def row_copies(
+        self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int
+    ) -> RowCopies | None:
         return self._rows.AddressedCopies(tensors, in_place=in_place, most_rows=most_rows)
 
-    def add_adapters(self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+    def add_adapters(
+        self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
+    ) -> None:
         if self._rows.fit(x, *outputs) and self._adapters.fit(batch, x.dtype):
             self._adapters.add_adapters(x, outputs, first_place, batch)
         elif isinstance(batch, self._adapters.StaticAdapters):
@@ -77,7 +95,9 @@ class TritonBackend(PlainBackend):
         else:
             super().add_adapters(x, outputs, first_place, batch)
 
-    def prepare_attention(self, segments: Sequence[Segment], *, block_tokens: int) -> AttentionBatch:
+    def prepare_attention(
+        self, segments: Sequence[Segment], *, block_tokens: int
+    ) -> AttentionBatch:
         return self._tables.TritonAttentionBatch(segments, block_tokens, self.device)
 
     def attention(
@@ -123,7 +143,9 @@ class TritonBackend(PlainBackend):
         if (segments := self._flash.segments_for(q, keys, batch, spec)) is not None:
             return self._flash.backward(grad, q, keys, values, out, lse, segments, spec, **sums)
         if not fits or not batch.keys_are_apart:
-            return super().attention_gradient(grad, q, keys, values, out, lse, batch.plain, spec, **sums)
+            return super().attention_gradient(
+                grad, q, keys, values, out, lse, batch.plain, spec, **sums
+            )
         return self._attention.backward(grad, q, keys, values, out, lse, batch, spec, **sums)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -139,15 +161,25 @@ class TritonBackend(PlainBackend):
         return self._rows.rms_norm_gradient(grad, x, weight, eps, with_y=with_y)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self._rows.silu_mul(gate, up) if self._rows.fit(gate, up) else super().silu_mul(gate, up)
+        return (
+            self._rows.silu_mul(gate, up)
+            if self._rows.fit(gate, up)
+            else super().silu_mul(gate, up)
+        )
 
-    def silu_mul_gradients(self, grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False) -> SiluMulGradients:
+    def silu_mul_gradients(
+        self, grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False
+    ) -> SiluMulGradients:
         if not self._rows.fit(grad, gate, up):
             return super().silu_mul_gradients(grad, gate, up, with_y=with_y)
         return self._rows.silu_mul_gradients(grad, gate, up, with_y=with_y)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._rows.rope(x, cos, sin) if self._rows.fit(x, cos, sin) else super().rope(x, cos, sin)
+        return (
+            self._rows.rope(x, cos, sin)
+            if self._rows.fit(x, cos, sin)
+            else super().rope(x, cos, sin)
+        )
 
     def rope_gradient(self, grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if not self._rows.fit(grad, cos, sin):

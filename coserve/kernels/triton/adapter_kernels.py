@@ -1,8 +1,8 @@
-"""What LoRAs of any ranks add to rows of any owners (SGMV of Punica, arXiv 2310.18547): a program takes some rows of
-one adapter, and reads its factors where they lie, by their addresses.
+"""What LoRAs of any ranks add to rows of any owners (SGMV of Punica, arXiv 2310.18547): a program
+takes some rows of one adapter, and reads its factors where they lie, by their addresses.
 
-A block of rows is (adapter, row, row, ...), int64; -1 for no adapter, and for rows that are not there. `table`: the
-numbers of `LowRankAdapter.addresses`, NUMBERS of each place.
+A block of rows is (adapter, row, row, ...), int64; -1 for no adapter, and for rows that are not
+there. `table`: the numbers of `LowRankAdapter.addresses`, NUMBERS of each place.
 """
 
 import triton
@@ -17,8 +17,8 @@ def narrow(
     NUMBERS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A x of each place: grid (blocks of rows, places, SPLITS of the inner width) -> float32 [blocks, places, SPLITS,
-    ROWS, RANK].
+    """A x of each place: grid (blocks of rows, places, SPLITS of the inner width) -> float32
+    [blocks, places, SPLITS, ROWS, RANK].
     """
     block, place, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     adapter = tl.load(blocks + block * (1 + ROWS))
@@ -33,7 +33,9 @@ def narrow(
             for start in range(split * BLOCK, inner, BLOCK * SPLITS):
                 k = start + tl.arange(0, BLOCK)
                 own = tl.load(
-                    x + (row * x_step)[:, None] + k[None, :], mask=(row >= 0)[:, None] & (k < inner)[None, :], other=0.0
+                    x + (row * x_step)[:, None] + k[None, :],
+                    mask=(row >= 0)[:, None] & (k < inner)[None, :],
+                    other=0.0,
                 )
                 a = tl.load(
                     factor + (r * inner)[None, :] + k[:, None],
@@ -51,7 +53,9 @@ def widen(
     NUMBERS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add B times that, scaled, to the rows of one place: grid (blocks of rows, blocks of the outer width)."""
+    """Add B times that, scaled, to the rows of one place: grid (blocks of rows, blocks of the outer
+    width).
+    """
     block = tl.program_id(0).to(tl.int64)
     adapter = tl.load(blocks + block * (1 + ROWS))
     if adapter >= 0:
@@ -63,14 +67,20 @@ def widen(
             i, r = tl.arange(0, ROWS), tl.arange(0, RANK)
             k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
             row = tl.load(blocks + block * (1 + ROWS) + 1 + i)
-            at = (block * num_places + place) * SPLITS * ROWS * RANK + (i * RANK)[:, None] + r[None, :]
+            at = (
+                (block * num_places + place) * SPLITS * ROWS * RANK
+                + (i * RANK)[:, None]
+                + r[None, :]
+            )
             own = tl.zeros((ROWS, RANK), tl.float32)
             for split in tl.static_range(SPLITS):
                 own += tl.load(sums + at + split * ROWS * RANK)
             own = (own.to(dtype).to(tl.float32) * scale).to(dtype)
             factor = address.to(tl.pointer_type(dtype))
             b = tl.load(
-                factor + (k * rank)[None, :] + r[:, None], mask=(k < outer)[None, :] & (r < rank)[:, None], other=0.0
+                factor + (k * rank)[None, :] + r[:, None],
+                mask=(k < outer)[None, :] & (r < rank)[:, None],
+                other=0.0,
             )
             target = y + (row * y_step)[:, None] + k[None, :]
             is_there = (row >= 0)[:, None] & (k < outer)[None, :]

@@ -26,8 +26,8 @@ _MOST_SPLITS = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTables:
-    """blocks int64 [blocks, 17] and table int64 [adapters, places, 9] (see `adapter_kernels`); rank: room for the
-    largest.
+    """blocks int64 [blocks, 17] and table int64 [adapters, places, 9] (see `adapter_kernels`);
+    rank: room for the largest.
     """
 
     blocks: Tensor
@@ -37,7 +37,9 @@ class RowTables:
 
 def room_for_rank(batch: AdapterBatch) -> int:
     """A power of two."""
-    return max(BLOCK_ROWS, 1 << (max(adapter.max_rank for adapter in batch.adapters) - 1).bit_length())
+    return max(
+        BLOCK_ROWS, 1 << (max(adapter.max_rank for adapter in batch.adapters) - 1).bit_length()
+    )
 
 
 def host_blocks(batch: AdapterBatch) -> Tensor:
@@ -70,13 +72,23 @@ def fit(batch: AdapterBatch, dtype: torch.dtype) -> bool:
     return batch.dtype == dtype and room_for_rank(batch) <= MOST_RANK
 
 
-def add_adapters(x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch) -> None:
+def add_adapters(
+    x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
+) -> None:
     """See `Backend.add_adapters`."""
     tables = batch.tables if isinstance(batch, StaticAdapters) else _tables(batch)
     num_blocks, inner = tables.blocks.shape[0], x.shape[1]
     num_places = len(outputs)
     splits = min(_MOST_SPLITS, triton.cdiv(inner, _INNER_OF_A_SPLIT))
-    sums = torch.empty(num_blocks, num_places, splits, BLOCK_ROWS, tables.rank, dtype=torch.float32, device=x.device)
+    sums = torch.empty(
+        num_blocks,
+        num_places,
+        splits,
+        BLOCK_ROWS,
+        tables.rank,
+        dtype=torch.float32,
+        device=x.device,
+    )
     table = tables.table[:, first_place:]
     common = {
         "NUMBERS": PLACE_NUMBERS,
@@ -91,7 +103,17 @@ def add_adapters(x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: 
     for place, y in enumerate(outputs):
         outer = y.shape[1]
         kernels.widen[num_blocks, triton.cdiv(outer, _OUTER)](
-            *(sums, y, tables.blocks, table, y.stride(0), outer, table.stride(0), place, num_places),
+            *(
+                sums,
+                y,
+                tables.blocks,
+                table,
+                y.stride(0),
+                outer,
+                table.stride(0),
+                place,
+                num_places,
+            ),
             BLOCK=_OUTER,
             **common,
         )

@@ -25,7 +25,9 @@ _MOST_WIDTH = 256
 Tiled = TritonAttentionBatch | TritonAttentionRoom | StaticSegments
 
 
-def forward(q: Tensor, keys: Tensor, values: Tensor, batch: Tiled, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, keys: Tensor, values: Tensor, batch: Tiled, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
     """See `Backend.attention`."""
     found, given, kind = _results(q, batch), _Given(q, keys, spec), "rows"
     if (single := batch.single) is not None:
@@ -57,18 +59,28 @@ def forward_single(
 
 
 def _results(q: Tensor, batch: Tiled | None = None) -> tuple[Tensor, Tensor]:
-    """Room for rows like q's, and for a float32 number of each head; zeros where rows of no segment are read, too."""
+    """Room for rows like q's, and for a float32 number of each head; zeros where rows of no segment
+    are read, too.
+    """
     make = torch.zeros if isinstance(batch, TritonAttentionRoom) else torch.empty
     out = make(q.shape, dtype=q.dtype, device=q.device)
     return out, make(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 def _attend_single(
-    q: Tensor, keys: Tensor, values: Tensor, rows: SingleRows, given: "_Given", out: Tensor, lse: Tensor
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: SingleRows,
+    given: "_Given",
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """Segments of one row, into their rows of out [n, Hq, D] and lse [n, Hq]."""
     (_, num_heads, width), num_segments = q.shape, rows.segments.shape[0]
-    sums = torch.empty(num_segments, num_heads, rows.splits, 2 + width, dtype=torch.float32, device=q.device)
+    sums = torch.empty(
+        num_segments, num_heads, rows.splits, 2 + width, dtype=torch.float32, device=q.device
+    )
     kernels.attend[num_segments, given.num_key_heads, rows.splits](
         *(q, keys, values, out, lse, sums, rows.segments, rows.segments, rows.pages, *given.tables),
         *(q.stride(0), keys.stride(0), keys.stride(1), *given.numbers),
@@ -147,14 +159,22 @@ class _Given:
             "TOKENS": keys.shape[1] if is_paged else 1,
             "HAS_SINKS": spec.sinks is not None,
         }
-        # Sizes of tiles: by measurement on an H200 (2,048 rows of 14 heads of 64 and of 32 of 128); wide ones take much
-        # of the shared memory.
+        # Sizes of tiles: by measurement on an H200 (2,048 rows of 14 heads of 64 and of 32 of 128);
+        # wide ones take much of the shared memory.
         is_large = block > 128 or is_float32
         self.least_m = max(_LEAST_QUERIES, triton.next_power_of_2(self.groups))
-        self.block_m, self.block_n = max(self.least_m, 32 if is_large else 64), 64 if block <= 64 else 32
+        self.block_m, self.block_n = (
+            max(self.least_m, 32 if is_large else 64),
+            64 if block <= 64 else 32,
+        )
         self.backward_n = 32
         self.launch = {"num_warps": 4, "num_stages": 1 if is_large else 3}
-        self.single = {"BLOCK_M": self.least_m, "BLOCK_N": 32 if is_large else 64, "num_warps": 4, "num_stages": 2}
+        self.single = {
+            "BLOCK_M": self.least_m,
+            "BLOCK_N": 32 if is_large else 64,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
 
 
 @lru_cache(maxsize=8)
@@ -167,4 +187,6 @@ def fit(q: Tensor, keys: Tensor, values: Tensor) -> bool:
     n, num_heads, width = q.shape
     are_rows = n > 0 and q.stride(2) == 1 and (num_heads == 1 or q.stride(1) == width)
     are_stores = keys.stride(2) == 1 and values.stride() == keys.stride()
-    return are_rows and are_stores and width <= _MOST_WIDTH and q.dtype == keys.dtype == values.dtype
+    return (
+        are_rows and are_stores and width <= _MOST_WIDTH and q.dtype == keys.dtype == values.dtype
+    )

@@ -1,12 +1,14 @@
-"""Attention on a GPU, forward and backward: FlashAttention-2 (arXiv 2307.08691, sections 3.1 and 3.2) over pages.
+"""Attention on a GPU, forward and backward: FlashAttention-2 (arXiv 2307.08691, sections 3.1 and
+3.2) over pages.
 
-A program takes a tile of queries: some rows of one segment, with all query heads of one key head side by side, so that
-their keys are read once. Rows that are alone in their segment (decoding) are too few for that to fill a GPU: there each
-row's keys are divided among SPLITS programs, whose sums `merge_splits` adds up, as in Flash-Decoding.
+A program takes a tile of queries: some rows of one segment, with all query heads of one key head
+side by side, so that their keys are read once. Rows that are alone in their segment (decoding) are
+too few for that to fill a GPU: there each row's keys are divided among SPLITS programs, whose sums
+`merge_splits` adds up, as in Flash-Decoding.
 
-Tables are int64: a segment is (first row of the batch, rows, keys, first key, place of its first page), a tile
-(segment, first row or key of it). Sums are float32; probabilities are rounded to the dtype of values, as products of
-matrix units have them.
+Tables are int64: a segment is (first row of the batch, rows, keys, first key, place of its first
+page), a tile (segment, first row or key of it). Sums are float32; probabilities are rounded to the
+dtype of values, as products of matrix units have them.
 """
 
 import triton
@@ -19,7 +21,16 @@ SEGMENT = tl.constexpr(5)
 
 
 @triton.jit
-def _places(entry, is_seen, pages, first_page, page_step, token_step, TOKENS: tl.constexpr, IS_PAGED: tl.constexpr):
+def _places(
+    entry,
+    is_seen,
+    pages,
+    first_page,
+    page_step,
+    token_step,
+    TOKENS: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+):
     """Where keys lie in their store: elements from its start."""
     if IS_PAGED:
         page = tl.load(pages + first_page + entry // TOKENS, mask=is_seen, other=0)
@@ -34,7 +45,9 @@ def _scores(
     products, position, key, slopes, scale, soft_cap, window,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile [rows, keys], hidden ones minus infinity; and the tangent that a soft cap made of them."""
+    """Scores of a tile [rows, keys], hidden ones minus infinity; and the tangent that a soft cap
+    made of them.
+    """
     scores = products * scale
     tangent = scores
     if HAS_CAP:
@@ -58,9 +71,9 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, key heads, SPLITS). With SPLITS above 1, which is for segments of one row, `sums` gets of each
-    segment, head and split the largest score, the sum of exponentials, and what they weigh the values to: float32
-    [segments, NUM_HEADS, SPLITS, 2 + WIDTH].
+    """Grid (tiles, key heads, SPLITS). With SPLITS above 1, which is for segments of one row,
+    `sums` gets of each segment, head and split the largest score, the sum of exponentials, and what
+    they weigh the values to: float32 [segments, NUM_HEADS, SPLITS, 2 + WIDTH].
     """
     ROWS: tl.constexpr = BLOCK_M // GROUPS
     tile, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -100,10 +113,16 @@ def attend(
         at_key = key_head * WIDTH + _places(
             first_key + key, is_seen, pages, first_page, page_step, token_step, TOKENS, IS_PAGED
         )
-        keys = tl.load(k + at_key[None, :] + d[:, None], mask=is_seen[None, :] & is_feature[:, None], other=0.0)
-        values = tl.load(v + at_key[:, None] + d[None, :], mask=is_seen[:, None] & is_feature[None, :], other=0.0)
+        keys = tl.load(
+            k + at_key[None, :] + d[:, None], mask=is_seen[None, :] & is_feature[:, None], other=0.0
+        )
+        values = tl.load(
+            v + at_key[:, None] + d[None, :], mask=is_seen[:, None] & is_feature[None, :], other=0.0
+        )
         products = product(query, keys, EXACT)
-        scores, _ = _scores(products, position, key, slope, scale, soft_cap, window, HAS_CAP, HAS_SLOPES, HAS_WINDOW)
+        scores, _ = _scores(
+            products, position, key, slope, scale, soft_cap, window, HAS_CAP, HAS_SLOPES, HAS_WINDOW
+        )
         most = tl.maximum(largest, tl.max(scores, 1))
         shares = tl.exp(scores - most[:, None])
         factor = tl.exp(largest - most)
@@ -130,7 +149,9 @@ def attend(
         at_sum = sums + ((segment * NUM_HEADS + head) * SPLITS + split) * (2 + WIDTH)
         tl.store(at_sum, largest, mask=is_row)
         tl.store(at_sum + 1, total, mask=is_row)
-        tl.store(at_sum[:, None] + 2 + d[None, :], weighed, mask=is_row[:, None] & is_feature[None, :])
+        tl.store(
+            at_sum[:, None] + 2 + d[None, :], weighed, mask=is_row[:, None] & is_feature[None, :]
+        )
 
 
 @triton.jit
@@ -162,12 +183,18 @@ def merge_splits(
 
 
 @triton.jit
-def row_products(grad, out, delta, grad_step, out_step, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr):
+def row_products(
+    grad, out, delta, grad_step, out_step, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr
+):
     """delta = sum over the width of grad * out: grid (rows, heads)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, WIDTH_BLOCK)
-    one = tl.load(grad + row * grad_step + head * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
-    other = tl.load(out + row * out_step + head * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+    one = tl.load(grad + row * grad_step + head * WIDTH + d, mask=d < WIDTH, other=0.0).to(
+        tl.float32
+    )
+    other = tl.load(out + row * out_step + head * WIDTH + d, mask=d < WIDTH, other=0.0).to(
+        tl.float32
+    )
     tl.store(delta + row * tl.num_programs(1) + head, tl.sum(one * other, 0))
 
 
@@ -184,7 +211,12 @@ def query_gradients(
     tile, key_head = tl.program_id(0), tl.program_id(1)
     segment, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     at = segments + SEGMENT * segment
-    first_row, num_rows, num_keys, first_key = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    first_row, num_rows, num_keys, first_key = (
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+    )
     before = num_keys - num_rows
 
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH_BLOCK)
@@ -192,8 +224,14 @@ def query_gradients(
     is_row, is_feature = (m < ROWS * GROUPS) & (row < num_rows), d < WIDTH
     position, is_there = before + row, is_row[:, None] & is_feature[None, :]
     batch_row = first_row + row
-    query = tl.load(q + (batch_row * q_step + head * WIDTH)[:, None] + d[None, :], mask=is_there, other=0.0)
-    dy = tl.load(grad + (batch_row * grad_step + head * WIDTH)[:, None] + d[None, :], mask=is_there, other=0.0)
+    query = tl.load(
+        q + (batch_row * q_step + head * WIDTH)[:, None] + d[None, :], mask=is_there, other=0.0
+    )
+    dy = tl.load(
+        grad + (batch_row * grad_step + head * WIDTH)[:, None] + d[None, :],
+        mask=is_there,
+        other=0.0,
+    )
     norm = tl.load(lse + batch_row * NUM_HEADS + head, mask=is_row, other=float("inf"))
     own_delta = tl.load(delta + batch_row * NUM_HEADS + head, mask=is_row, other=0.0)
     slope = tl.zeros((BLOCK_M,), tl.float32)
@@ -209,8 +247,12 @@ def query_gradients(
         key = start + tl.arange(0, BLOCK_N)
         is_seen = key < high
         at_key = key_head * WIDTH + (first_key + key) * token_step
-        keys = tl.load(k + at_key[:, None] + d[None, :], mask=is_seen[:, None] & is_feature[None, :], other=0.0)
-        values = tl.load(v + at_key[None, :] + d[:, None], mask=is_seen[None, :] & is_feature[:, None], other=0.0)
+        keys = tl.load(
+            k + at_key[:, None] + d[None, :], mask=is_seen[:, None] & is_feature[None, :], other=0.0
+        )
+        values = tl.load(
+            v + at_key[None, :] + d[:, None], mask=is_seen[None, :] & is_feature[:, None], other=0.0
+        )
         products = product(query, tl.trans(keys), EXACT)
         scores, tangent = _scores(
             products, position, key, slope, scale, soft_cap, window, HAS_CAP, HAS_SLOPES, HAS_WINDOW
@@ -232,14 +274,19 @@ def key_gradients(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, added to float32 sums that lie as the store does: grid (tiles of keys, key heads).
-    Each key belongs to one tile alone.
+    """Gradients of keys and values, added to float32 sums that lie as the store does: grid (tiles
+    of keys, key heads). Each key belongs to one tile alone.
     """
     ROWS: tl.constexpr = BLOCK_M // GROUPS
     tile, key_head = tl.program_id(0), tl.program_id(1)
     segment, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     at = segments + SEGMENT * segment
-    first_row, num_rows, num_keys, first_key = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    first_row, num_rows, num_keys, first_key = (
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+    )
     before = num_keys - num_rows
 
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH_BLOCK)
@@ -248,7 +295,10 @@ def key_gradients(
     is_key = key < num_keys
     at_key = (key_head * WIDTH + (first_key + key) * token_step)[:, None] + d[None, :]
     is_there = is_key[:, None] & is_feature[None, :]
-    keys, values = tl.load(k + at_key, mask=is_there, other=0.0), tl.load(v + at_key, mask=is_there, other=0.0)
+    keys, values = (
+        tl.load(k + at_key, mask=is_there, other=0.0),
+        tl.load(v + at_key, mask=is_there, other=0.0),
+    )
     slope = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes + head)
@@ -262,13 +312,28 @@ def key_gradients(
         row = start + m // GROUPS
         is_row = (m < ROWS * GROUPS) & (row < high)
         batch_row, is_query = first_row + row, is_row[:, None] & is_feature[None, :]
-        query = tl.load(q + (batch_row * q_step + head * WIDTH)[:, None] + d[None, :], mask=is_query, other=0.0)
-        dy = tl.load(grad + (batch_row * grad_step + head * WIDTH)[:, None] + d[None, :], mask=is_query, other=0.0)
+        query = tl.load(
+            q + (batch_row * q_step + head * WIDTH)[:, None] + d[None, :], mask=is_query, other=0.0
+        )
+        dy = tl.load(
+            grad + (batch_row * grad_step + head * WIDTH)[:, None] + d[None, :],
+            mask=is_query,
+            other=0.0,
+        )
         norm = tl.load(lse + batch_row * NUM_HEADS + head, mask=is_row, other=float("inf"))
         own_delta = tl.load(delta + batch_row * NUM_HEADS + head, mask=is_row, other=0.0)
         products = product(query, tl.trans(keys), EXACT)
         scores, tangent = _scores(
-            products, before + row, key, slope, scale, soft_cap, window, HAS_CAP, HAS_SLOPES, HAS_WINDOW
+            products,
+            before + row,
+            key,
+            slope,
+            scale,
+            soft_cap,
+            window,
+            HAS_CAP,
+            HAS_SLOPES,
+            HAS_WINDOW,
         )
         shares = tl.exp(scores - norm[:, None])
         value_total += product(tl.trans(shares.to(dy.dtype)), dy, EXACT)
@@ -277,4 +342,6 @@ def key_gradients(
             found *= 1 - tangent * tangent
         key_total += product(tl.trans((found * scale).to(query.dtype)), query, EXACT)
     tl.store(dk + at_key, tl.load(dk + at_key, mask=is_there, other=0.0) + key_total, mask=is_there)
-    tl.store(dv + at_key, tl.load(dv + at_key, mask=is_there, other=0.0) + value_total, mask=is_there)
+    tl.store(
+        dv + at_key, tl.load(dv + at_key, mask=is_there, other=0.0) + value_total, mask=is_there
+    )

@@ -1,4 +1,6 @@
-"""Whom the rows of a batch attend to, as tables on the device: made once for all layers of a step."""
+"""Whom the rows of a batch attend to, as tables on the device: made once for all layers of a
+step.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -15,14 +17,15 @@ from coserve.kernels.transfer import int_tensor, on_device
 
 # Numbers of a segment (see `attention_kernels`).
 SEGMENT_NUMBERS = 5
-# Programs among which the keys of a row that is alone are divided, where nothing else says how many.
+# Programs among which the keys of a row that is alone are divided, where nothing else says how
+# many.
 SPLITS = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SingleRows:
-    """Segments of one row each. segments: int64 [n, 5], of which those without rows do nothing; pages: int64, those of
-    all segments end to end; splits: programs for each row and key head.
+    """Segments of one row each. segments: int64 [n, 5], of which those without rows do nothing;
+    pages: int64, those of all segments end to end; splits: programs for each row and key head.
     """
 
     segments: Tensor
@@ -32,8 +35,8 @@ class SingleRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cumulative:
-    """How many rows and keys there are up to each segment, int32 [segments + 1], the most of a segment, and which of a
-    store's keys are theirs.
+    """How many rows and keys there are up to each segment, int32 [segments + 1], the most of a
+    segment, and which of a store's keys are theirs.
     """
 
     rows: Tensor
@@ -72,8 +75,14 @@ class StaticSingleRows(AttentionBatch):
 class TritonAttentionBatch(AttentionBatch):
     """Segments of one row (decoding), and those of several."""
 
-    def __init__(self, segments: Sequence[Segment], block_tokens: int, device: torch.device) -> None:
-        self._segments, self._block_tokens, self._device = SegmentTable.of(segments), block_tokens, device
+    def __init__(
+        self, segments: Sequence[Segment], block_tokens: int, device: torch.device
+    ) -> None:
+        self._segments, self._block_tokens, self._device = (
+            SegmentTable.of(segments),
+            block_tokens,
+            device,
+        )
         self._tiles: dict[tuple[str, int], Tensor] = {}
 
     @property
@@ -107,19 +116,23 @@ class TritonAttentionBatch(AttentionBatch):
     @cached_property
     def single(self) -> SingleRows | None:
         """Segments of one row."""
-        own = [index for index, length in enumerate(self._segments.num_rows.tolist()) if length == 1]
+        own = [
+            index for index, length in enumerate(self._segments.num_rows.tolist()) if length == 1
+        ]
         if not own:
             return None
         rows = self.segments if self.is_single else self.segments[on_device(own, self._device)]
         return SingleRows(segments=rows, pages=self.pages, splits=SPLITS)
 
     def tiles(self, kind: str, size: int) -> Tensor:
-        """Tiles of this many rows or keys, int64 [tiles, 2]: of "rows", of the rows of segments that have "several", or
-        of "keys".
+        """Tiles of this many rows or keys, int64 [tiles, 2]: of "rows", of the rows of segments
+        that have "several", or of "keys".
         """
         if (kind, size) not in self._tiles:
             numbers, table = array("q"), self._segments
-            for index, number in enumerate((table.num_keys if kind == "keys" else table.num_rows).tolist()):
+            for index, number in enumerate(
+                (table.num_keys if kind == "keys" else table.num_rows).tolist()
+            ):
                 if kind != "several" or number > 1:
                     for first in range(0, number, size):
                         numbers.extend((index, first))
@@ -128,7 +141,9 @@ class TritonAttentionBatch(AttentionBatch):
 
     @cached_property
     def cumulative(self) -> "Cumulative | None":
-        """Segments as PyTorch's FlashAttention takes them; None where their keys do not stand one after another."""
+        """Segments as PyTorch's FlashAttention takes them; None where their keys do not stand one
+        after another.
+        """
         rows, keys, first = array("i", [0]), array("i", [0]), self._segments[0].first_key
         for segment in self._segments:
             if segment.first_key != first + keys[-1]:
@@ -146,32 +161,45 @@ class TritonAttentionBatch(AttentionBatch):
 
     @cached_property
     def keys_are_apart(self) -> bool:
-        """Whether no key of a store of one page is in two segments, so that sums of gradients have one owner each."""
+        """Whether no key of a store of one page is in two segments, so that sums of gradients have
+        one owner each.
+        """
         spans = sorted((each.first_key, each.first_key + each.num_keys) for each in self._segments)
         return all(end <= start for (_, end), (start, _) in pairwise(spans))
 
     @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
         """Segments and pages, which go to the device as one."""
-        table, columns = self._segments, torch.zeros(len(self._segments) + 1, SEGMENT_NUMBERS, dtype=torch.int64)
+        table, columns = (
+            self._segments,
+            torch.zeros(len(self._segments) + 1, SEGMENT_NUMBERS, dtype=torch.int64),
+        )
         columns[:-1, 0] = table.num_rows.cumsum(0) - table.num_rows
-        for place, column in enumerate((table.num_rows, table.num_keys, table.first_key, table.first_page), start=1):
+        for place, column in enumerate(
+            (table.num_rows, table.num_keys, table.first_key, table.first_page), start=1
+        ):
             if column is not None:
                 columns[:-1, place] = column
         size = SEGMENT_NUMBERS * len(table)
-        start = size + size % 2  # kernels are compiled apart for addresses that are no multiples of 16
+        start = (
+            size + size % 2
+        )  # kernels are compiled apart for addresses that are no multiples of 16
         both = on_device(torch.cat([columns.flatten()[:start], table.pages]), self._device)
         return both[:size].view(-1, SEGMENT_NUMBERS), both[start:]
 
 
 class _TiledRoom(AttentionBatch):
-    """Room for the segments of one batch after another, and their tiles. Those that a batch has no use for are tiles of
-    a last segment without rows.
+    """Room for the segments of one batch after another, and their tiles. Those that a batch has no
+    use for are tiles of a last segment without rows.
     """
 
-    def __init__(self, num_rows: int, num_keys: int, num_segments: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, num_keys: int, num_segments: int, device: torch.device
+    ) -> None:
         self._num_rows, self._num_keys, self._num_segments = num_rows, num_keys, num_segments
-        self.segments = torch.zeros(num_segments + 1, SEGMENT_NUMBERS, dtype=torch.int64, device=device)
+        self.segments = torch.zeros(
+            num_segments + 1, SEGMENT_NUMBERS, dtype=torch.int64, device=device
+        )
         self._tiles: dict[tuple[str, int], Tensor] = {}
         self._batch: TritonAttentionBatch | None = None
 
@@ -193,8 +221,12 @@ class _TiledRoom(AttentionBatch):
     def tiles(self, kind: str, size: int) -> Tensor:
         """As those of a batch."""
         if (kind, size) not in self._tiles:
-            most = (self._num_keys if kind == "keys" else self._num_rows) // size + self._num_segments
-            self._tiles[kind, size] = torch.zeros(most, 2, dtype=torch.int64, device=self.segments.device)
+            most = (
+                self._num_keys if kind == "keys" else self._num_rows
+            ) // size + self._num_segments
+            self._tiles[kind, size] = torch.zeros(
+                most, 2, dtype=torch.int64, device=self.segments.device
+            )
             self._fill_tiles(kind, size)
         return self._tiles[kind, size]
 
@@ -219,8 +251,9 @@ class TritonAttentionRoom(_TiledRoom, AttentionRoom):
 
 
 class StaticSegments(_TiledRoom):
-    """Stands for the segments of any step, of one row or of several: `single` and the tiles of "several" have theirs
-    when they are read. Results of rows that belong to no segment are undefined.
+    """Stands for the segments of any step, of one row or of several: `single` and the tiles of
+    "several" have theirs when they are read. Results of rows that belong to no segment are
+    undefined.
     """
 
     def __init__(self, num_rows: int, num_segments: int, pages: Tensor, splits: int) -> None:

@@ -14,25 +14,35 @@ _log = logging.getLogger(__name__)
 
 # Operations whose results the host needs: it waits for the device.
 _WAITING = frozenset(
-    ("_local_scalar_dense", "bincount", "is_nonzero", "masked_select", "nonzero", "unique_consecutive", "_unique2")
+    (
+        "_local_scalar_dense",
+        "bincount",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+        "unique_consecutive",
+        "_unique2",
+    )
 )
 
 
 class Capturing:
-    """Graphs of a device. What a graph launches runs on the multiprocessors of the stream that it was captured for, so
-    a call has one for each stream in which it is made.
+    """Graphs of a device. What a graph launches runs on the multiprocessors of the stream that it
+    was captured for, so a call has one for each stream in which it is made.
 
     Passing tensors of one stream's graphs share one room: they run one after another.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rooms: dict[int, tuple[Any, Any]] = {}  # by streams: that of the captures, and where tensors lie
+        self._rooms: dict[
+            int, tuple[Any, Any]
+        ] = {}  # by streams: that of the captures, and where tensors lie
         self._capturing = Lock()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        """See `Backend.capture`: None, too, where there is no memory for it. Where kernels are interpreted, the call
-        runs it again.
+        """See `Backend.capture`: None, too, where there is no memory for it. Where kernels are
+        interpreted, the call runs it again.
         """
         try:
             with _NoWaiting():  # type: ignore[no-untyped-call]
@@ -53,8 +63,8 @@ class Capturing:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def graph(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        """Capture what has run once, for the stream that calls are made in; None where that cannot be, or there is no
-        memory for it.
+        """Capture what has run once, for the stream that calls are made in; None where that cannot
+        be, or there is no memory for it.
         """
         with self._capturing:  # the sides of a step run in threads of their own
             try:
@@ -80,7 +90,9 @@ class Capturing:
         before, (stream, pool) = torch.cuda.current_stream(self._device), self._room()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
                 run()
         finally:  # a capture that fails does not restore the stream
             torch.cuda.set_stream(before)
@@ -127,10 +139,16 @@ def _say_why(error: Exception) -> None:
 
 
 class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """UntraceableError for what waits for the device, of this thread alone, before it is part of a capture."""
+    """UntraceableError for what waits for the device, of this thread alone, before it is part of a
+    capture.
+    """
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = func.overloadpacket.__name__
         if name in _WAITING:

@@ -1,5 +1,6 @@
-"""PyTorch's own FlashAttention (arXiv 2307.08691), which is faster than ours where it is for the same: windows of jobs,
-in half precision, whose scores have nothing but a scale and a sliding window.
+"""PyTorch's own FlashAttention (arXiv 2307.08691), which is faster than ours where it is for the
+same: windows of jobs, in half precision, whose scores have nothing but a scale and a sliding
+window.
 """
 
 import torch
@@ -13,7 +14,9 @@ _WIDTH_UNIT, _MOST_WIDTH = 8, 256
 _LEAST_CAPABILITY = (8, 0)
 
 
-def segments_for(q: Tensor, keys: Tensor, batch: TritonAttentionBatch, spec: AttentionSpec) -> Cumulative | None:
+def segments_for(
+    q: Tensor, keys: Tensor, batch: TritonAttentionBatch, spec: AttentionSpec
+) -> Cumulative | None:
     """The segments as it takes them; None where it is not for these queries [n, Hq, D] and keys."""
     if (
         q.device.type != "cuda"
@@ -23,7 +26,11 @@ def segments_for(q: Tensor, keys: Tensor, batch: TritonAttentionBatch, spec: Att
     ):
         return None
     width = q.shape[2]
-    if width % _WIDTH_UNIT or width > _MOST_WIDTH or torch.cuda.get_device_capability(q.device) < _LEAST_CAPABILITY:
+    if (
+        width % _WIDTH_UNIT
+        or width > _MOST_WIDTH
+        or torch.cuda.get_device_capability(q.device) < _LEAST_CAPABILITY
+    ):
         return None
     return batch.cumulative
 
@@ -55,8 +62,13 @@ def backward(
     key_grads: Tensor,
     value_grads: Tensor,
 ) -> Tensor:
-    """See `Backend.attention_gradient`. Gradients of keys and values are rounded to the dtype before they are added."""
-    stores, nothing = (_own(keys, segments, q), _own(values, segments, q)), lse.new_empty(0, dtype=torch.int64)
+    """See `Backend.attention_gradient`. Gradients of keys and values are rounded to the dtype
+    before they are added.
+    """
+    stores, nothing = (
+        (_own(keys, segments, q), _own(values, segments, q)),
+        lse.new_empty(0, dtype=torch.int64),
+    )
     dq: Tensor
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(grad.contiguous(), q, *stores, out, lse.T.contiguous(), segments.rows, segments.keys),

@@ -1,12 +1,13 @@
-"""Blocks as one call on a GPU: a CUDA graph for each of some numbers of rows, for steps of requests: in which each
-decodes, or some have pieces of prompts.
+"""Blocks as one call on a GPU: a CUDA graph for each of some numbers of rows, for steps of
+requests: in which each decodes, or some have pieces of prompts.
 
-There the host takes several times as long to launch kernels as the GPU to run them; replaying a graph is one launch. A
-graph reads rows and tables where it was captured with them (`_Rows`, `_Room`): those of a step are copied there first.
-A step of fewer rows than its graph fills it up with rows that belong to no segment, no page and no adapter.
+There the host takes several times as long to launch kernels as the GPU to run them; replaying a
+graph is one launch. A graph reads rows and tables where it was captured with them (`_Rows`,
+`_Room`): those of a step are copied there first. A step of fewer rows than its graph fills it up
+with rows that belong to no segment, no page and no adapter.
 
-Which layers, adapters' places and ranks there are is fixed in a graph, and up to how many segments; which adapters and
-sequences, and how many rows each has, is not.
+Which layers, adapters' places and ranks there are is fixed in a graph, and up to how many segments;
+which adapters and sequences, and how many rows each has, is not.
 """
 
 import time
@@ -35,14 +36,19 @@ from coserve.kernels.triton.adapters import (
     room_for_rank,
     table_of,
 )
-from coserve.kernels.triton.attention_tables import StaticSegments, StaticSingleRows, TritonAttentionBatch
+from coserve.kernels.triton.attention_tables import (
+    StaticSegments,
+    StaticSingleRows,
+    TritonAttentionBatch,
+)
 
 if TYPE_CHECKING:
     from coserve.kernels.triton import TritonBackend
 
 # Segments of steps with pieces of prompts.
 _SEGMENTS = (16, 64, 256, 1024)
-# Programs for each row that is alone and key head: few rows leave a GPU empty, many would make programs without keys.
+# Programs for each row that is alone and key head: few rows leave a GPU empty, many would make
+# programs without keys.
 _SPLITS = ((4, 16), (16, 8), (64, 4), (1024, 2))
 # Room for pages of all sequences of a step, to begin with.
 _NUM_PAGES = 1 << 14
@@ -50,8 +56,8 @@ _NUM_PAGES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class _Size:
-    """Of what is captured: most rows; segments of several rows or one, at most, 0 where every request decodes; room for
-    the rank of adapters, 0 without.
+    """Of what is captured: most rows; segments of several rows or one, at most, 0 where every
+    request decodes; room for the rank of adapters, 0 without.
     """
 
     rows: int
@@ -60,13 +66,18 @@ class _Size:
 
 
 class _Rows:
-    """Where all graphs read a step's rows and where they go, and leave those that come out. Rows that a step does not
-    have go to page -1.
+    """Where all graphs read a step's rows and where they go, and leave those that come out. Rows
+    that a step does not have go to page -1.
     """
 
-    def __init__(self, size: int, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, size: int, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._size = size
-        self.inputs = {name: torch.zeros(size, width, dtype=dtype, device=device) for name, width in widths.items()}
+        self.inputs = {
+            name: torch.zeros(size, width, dtype=dtype, device=device)
+            for name, width in widths.items()
+        }
         self.pages = torch.full((size,), -1, dtype=torch.int64, device=device)
         self.offsets = torch.zeros(size, dtype=torch.int64, device=device)
         self._num_filled = 0
@@ -104,9 +115,13 @@ class _Rows:
 
 
 class _Room:
-    """Where a graph reads what changes from step to step: the first of the rows, and tables of its own."""
+    """Where a graph reads what changes from step to step: the first of the rows, and tables of its
+    own.
+    """
 
-    def __init__(self, size: _Size, rows: _Rows, pages: Tensor, adapters: "_AdapterRoom | None") -> None:
+    def __init__(
+        self, size: _Size, rows: _Rows, pages: Tensor, adapters: "_AdapterRoom | None"
+    ) -> None:
         """pages: room for those of all sequences."""
         splits = next(splits for most, splits in _SPLITS if (size.segments or size.rows) <= most)
         self.size, self.rows, self.adapters = size, rows, adapters
@@ -134,7 +149,9 @@ class _AdapterRoom:
         num_blocks = min(size.rows, size.rows // BLOCK_ROWS + most_adapters)
         self.tables = RowTables(
             blocks=torch.full((num_blocks, BLOCK_NUMBERS), -1, dtype=torch.int64, device=device),
-            table=torch.zeros(most_adapters, num_places, PLACE_NUMBERS, dtype=torch.int64, device=device),
+            table=torch.zeros(
+                most_adapters, num_places, PLACE_NUMBERS, dtype=torch.int64, device=device
+            ),
             rank=size.rank,
         )
         self.batch = StaticAdapters(self.tables, mask)
@@ -186,9 +203,13 @@ class _RoomTrace(Trace[Backend]):
 
 
 class GraphCalls(TracedCalls):
-    """See `TracedCalls`. `run` is what a trace runs; it is captured at the first step of each size."""
+    """See `TracedCalls`. `run` is what a trace runs; it is captured at the first step of each
+    size.
+    """
 
-    def __init__(self, backend: "TritonBackend", dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]) -> None:
+    def __init__(
+        self, backend: "TritonBackend", dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]
+    ) -> None:
         self._backend, self._dtype, self._run = backend, dtype, run
         self._page_table = torch.empty(_NUM_PAGES, dtype=torch.int64, device=backend.device)
         self._rows: _Rows | None = None
@@ -213,11 +234,17 @@ class GraphCalls(TracedCalls):
 
     def fit(self, step: TracedStep) -> bool:
         adapters = step.adapters
-        if step.windows or not isinstance(step.attention, TritonAttentionBatch) or _size(step) is None:
+        if (
+            step.windows
+            or not isinstance(step.attention, TritonAttentionBatch)
+            or _size(step) is None
+        ):
             return False
         if any(rows.dtype != self._dtype for rows in step.inputs.values()):
             return False
-        if adapters is not None and (adapters.dtype != self._dtype or room_for_rank(adapters) > MOST_RANK):
+        if adapters is not None and (
+            adapters.dtype != self._dtype or room_for_rank(adapters) > MOST_RANK
+        ):
             return False
         with torch.inference_mode():
             return self._graph(step) is not None
@@ -278,13 +305,19 @@ def _size(step: TracedStep) -> _Size | None:
     n, attention = step.pages.shape[0], step.attention
     assert isinstance(attention, TritonAttentionBatch)
     only_decodes = attention.is_single and n <= DECODE_ROWS[-1]  # more have room among prompts
-    rows = next((most for most in (DECODE_ROWS if only_decodes else PROMPT_ROWS) if n <= most), None)
+    rows = next(
+        (most for most in (DECODE_ROWS if only_decodes else PROMPT_ROWS) if n <= most), None
+    )
     if rows is None:
         return None
     segments = 0
     if not only_decodes:
         segments = min(rows, next(most for most in _SEGMENTS if attention.num_segments <= most))
-    return _Size(rows=rows, segments=segments, rank=0 if step.adapters is None else room_for_rank(step.adapters))
+    return _Size(
+        rows=rows,
+        segments=segments,
+        rank=0 if step.adapters is None else room_for_rank(step.adapters),
+    )
 
 
 @dataclass(frozen=True, eq=False)

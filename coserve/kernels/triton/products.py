@@ -6,8 +6,8 @@ import triton.language as tl
 
 
 def is_exact(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products are float32's: of rows in float32, and where kernels are interpreted, which knows no others of
-    bfloat16.
+    """Whether products are float32's: of rows in float32, and where kernels are interpreted, which
+    knows no others of bfloat16.
     """
     return dtype == torch.float32 or device.type == "cpu"
 

@@ -1,4 +1,6 @@
-"""Pieces that work row by row on a GPU, one launch each. Results are rounded where the plain backend rounds."""
+"""Pieces that work row by row on a GPU, one launch each. Results are rounded where the plain
+backend rounds.
+"""
 
 import triton
 import triton.language as tl
@@ -22,12 +24,24 @@ def rms_norm(x, weight, y, x_step, eps, FEATURES: tl.constexpr, BLOCK: tl.conste
     dtype = y.dtype.element_ty
     factors = tl.load(weight + i, mask=is_feature, other=0.0).to(tl.float32)
     found = normalized.to(dtype).to(tl.float32) * factors
-    tl.store(y + row * (tl.num_programs(1) * FEATURES) + first + i, found.to(dtype), mask=is_feature)
+    tl.store(
+        y + row * (tl.num_programs(1) * FEATURES) + first + i, found.to(dtype), mask=is_feature
+    )
 
 
 @triton.jit
 def rms_norm_gradient(
-    grad, x, weight, dx, y, grad_step, x_step, eps, FEATURES: tl.constexpr, BLOCK: tl.constexpr, WITH_Y: tl.constexpr
+    grad,
+    x,
+    weight,
+    dx,
+    y,
+    grad_step,
+    x_step,
+    eps,
+    FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WITH_Y: tl.constexpr,
 ):
     """Grid (rows, groups of FEATURES)."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -43,7 +57,9 @@ def rms_norm_gradient(
     dtype = dx.dtype.element_ty
     tl.store(dx + place, ((weighted - normalized * mean) * scale).to(dtype), mask=is_feature)
     if WITH_Y:
-        tl.store(y + place, (normalized.to(dtype).to(tl.float32) * factors).to(dtype), mask=is_feature)
+        tl.store(
+            y + place, (normalized.to(dtype).to(tl.float32) * factors).to(dtype), mask=is_feature
+        )
 
 
 @triton.jit
@@ -76,7 +92,11 @@ def silu_mul_gradients(
     activated = (own * sigmoid).to(dtype).to(tl.float32)
     of_activated = (dy * other).to(dtype).to(tl.float32)
     place = row * width + i
-    tl.store(gate_grad + place, (of_activated * sigmoid * (1 + own * (1 - sigmoid))).to(dtype), mask=is_there)
+    tl.store(
+        gate_grad + place,
+        (of_activated * sigmoid * (1 + own * (1 - sigmoid))).to(dtype),
+        mask=is_there,
+    )
     tl.store(up_grad + place, (dy * activated).to(dtype), mask=is_there)
     if WITH_Y:
         tl.store(y + place, (activated * other).to(dtype), mask=is_there)
@@ -87,8 +107,8 @@ def rope(
     x, cos, sin, y, x_step, angle_step,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate heads of 2 * HALF features, or (REVERSE) find the gradient of what was rotated: grid (rows, blocks of
-    heads).
+    """Rotate heads of 2 * HALF features, or (REVERSE) find the gradient of what was rotated: grid
+    (rows, blocks of heads).
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -97,8 +117,12 @@ def rope(
     dtype = y.dtype.element_ty
     first_cos = tl.load(cos + row * angle_step + i, mask=is_half, other=0.0).to(tl.float32)[None, :]
     first_sin = tl.load(sin + row * angle_step + i, mask=is_half, other=0.0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + row * angle_step + HALF + i, mask=is_half, other=0.0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + row * angle_step + HALF + i, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + row * angle_step + HALF + i, mask=is_half, other=0.0).to(tl.float32)[
+        None, :
+    ]
+    second_sin = tl.load(sin + row * angle_step + HALF + i, mask=is_half, other=0.0).to(tl.float32)[
+        None, :
+    ]
     is_there = (head < HEADS)[:, None] & is_half[None, :]
     place = (head * 2 * HALF)[:, None] + i[None, :]
     first = tl.load(x + row * x_step + place, mask=is_there, other=0.0).to(tl.float32)
@@ -116,24 +140,37 @@ def rope(
 
 @triton.jit
 def store_rows(x, store, pages, offsets, x_step, page_step, token_step, width, BLOCK: tl.constexpr):
-    """Rows into their places of a store in pages; those of no page (below 0) nowhere. Grid (rows, blocks)."""
+    """Rows into their places of a store in pages; those of no page (below 0) nowhere. Grid (rows,
+    blocks).
+    """
     row = tl.program_id(0).to(tl.int64)
     page = tl.load(pages + row)
     if page >= 0:
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         place = page * page_step + tl.load(offsets + row) * token_step
-        tl.store(store + place + i, tl.load(x + row * x_step + i, mask=i < width, other=0.0), mask=i < width)
+        tl.store(
+            store + place + i,
+            tl.load(x + row * x_step + i, mask=i < width, other=0.0),
+            mask=i < width,
+        )
 
 
 @triton.jit
 def copy_rows(
-    own, others, rows, LOADS: tl.constexpr, IN_PLACE: tl.constexpr, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr
+    own,
+    others,
+    rows,
+    LOADS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Rows of several tensors into others that lie at addresses, or from there (LOADS), word by word.
+    """Rows of several tensors into others that lie at addresses, or from there (LOADS), word by
+    word.
 
-    own: of each tensor its address, and words of a row. Its first row stands for the others' first (IN_PLACE), or for
-    the first that is copied. others: addresses of first rows. rows: the first that is copied, and how many. Grid
-    (tensors, blocks of words).
+    own: of each tensor its address, and words of a row. Its first row stands for the others' first
+    (IN_PLACE), or for the first that is copied. others: addresses of first rows. rows: the first
+    that is copied, and how many. Grid (tensors, blocks of words).
     """
     tensor = tl.program_id(0)
     width = tl.load(own + tensor * 2 + 1)

@@ -16,7 +16,9 @@ _BLOCK, _COPIED_WORDS = 1024, 2048
 
 
 def fit(*tensors: Tensor) -> bool:
-    """Whether the kernels are for rows [n, width] of these: at least one, of one dtype, without gaps in a row."""
+    """Whether the kernels are for rows [n, width] of these: at least one, of one dtype, without
+    gaps in a row.
+    """
     first = tensors[0]
     return first.shape[0] > 0 and all(x.stride(-1) == 1 and x.dtype == first.dtype for x in tensors)
 
@@ -52,17 +54,32 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """See `Backend.silu_mul`."""
     n, width = gate.shape
     y = _like(gate)
-    kernels.silu_mul[n, triton.cdiv(width, _BLOCK)](gate, up, y, gate.stride(0), up.stride(0), width, BLOCK=_BLOCK)
+    kernels.silu_mul[n, triton.cdiv(width, _BLOCK)](
+        gate, up, y, gate.stride(0), up.stride(0), width, BLOCK=_BLOCK
+    )
     return y
 
 
-def silu_mul_gradients(grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False) -> SiluMulGradients:
+def silu_mul_gradients(
+    grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False
+) -> SiluMulGradients:
     """See `Backend.silu_mul_gradients`."""
     n, width = gate.shape
     found = SiluMulGradients(_like(gate), _like(up), _like(gate) if with_y else None)
     y = found.gate if found.y is None else found.y
     kernels.silu_mul_gradients[n, triton.cdiv(width, _BLOCK)](
-        *(grad, gate, up, found.gate, found.up, y, grad.stride(0), gate.stride(0), up.stride(0), width),
+        *(
+            grad,
+            gate,
+            up,
+            found.gate,
+            found.up,
+            y,
+            grad.stride(0),
+            gate.stride(0),
+            up.stride(0),
+            width,
+        ),
         BLOCK=_BLOCK,
         WITH_Y=with_y,
     )
@@ -87,8 +104,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, reverse: bool = False) -> Tenso
 
 
 def store_rows(x: Tensor, store: Tensor, pages: Tensor, offsets: Tensor) -> None:
-    """Rows [n, width] into a store [num_pages, block_tokens, width], at offsets of pages, int64 [n]; those whose page
-    is below 0 nowhere.
+    """Rows [n, width] into a store [num_pages, block_tokens, width], at offsets of pages, int64
+    [n]; those whose page is below 0 nowhere.
     """
     n, width = x.shape
     kernels.store_rows[n, triton.cdiv(width, _BLOCK)](
@@ -101,9 +118,12 @@ class AddressedCopies(RowCopies):
 
     def __init__(self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int) -> None:
         widths = [tensor[:1].nbytes for tensor in tensors]
-        self._word_bytes = next(size for size in (8, 4, 2, 1) if not any(width % size for width in widths))
+        self._word_bytes = next(
+            size for size in (8, 4, 2, 1) if not any(width % size for width in widths)
+        )
         numbers = [
-            (tensor.data_ptr(), width // self._word_bytes) for tensor, width in zip(tensors, widths, strict=True)
+            (tensor.data_ptr(), width // self._word_bytes)
+            for tensor, width in zip(tensors, widths, strict=True)
         ]
         self._in_place, self._own = in_place, on_device(numbers, tensors[0].device, torch.int64)
         most_words = most_rows * max(widths) // self._word_bytes
@@ -117,7 +137,9 @@ class AddressedCopies(RowCopies):
 
     def _copy(self, others: Tensor, rows: Tensor, *, loads: bool) -> None:
         sizes = {"WORD_BYTES": self._word_bytes, "BLOCK": _COPIED_WORDS}
-        kernels.copy_rows[self._grid](self._own, others, rows, LOADS=loads, IN_PLACE=self._in_place, **sizes)
+        kernels.copy_rows[self._grid](
+            self._own, others, rows, LOADS=loads, IN_PLACE=self._in_place, **sizes
+        )
 
 
 def _like(x: Tensor) -> Tensor:

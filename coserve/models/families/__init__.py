@@ -1,5 +1,5 @@
-"""Model families, one file each, named as the `model_type` of the configurations that it reads; found by that name and
-imported on first use.
+"""Model families, one file each, named as the `model_type` of the configurations that it reads;
+found by that name and imported on first use.
 """
 
 import ast
@@ -29,13 +29,16 @@ def require_family(model_type: object) -> None:
         near = get_close_matches(str(model_type), families(), n=1)
         nearest = f"the nearest that is, is {near[0]}; " if near else ""
         raise UnsupportedModelError(
-            f"model_type {model_type!r} is not supported; {nearest}supported: {', '.join(families())}"
+            f"model_type {model_type!r} is not supported; {nearest}supported: "
+            f"{', '.join(families())}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What there is to say of a family. model_type: of its configurations. summary: a sentence or two."""
+    """What there is to say of a family. model_type: of its configurations. summary: a sentence or
+    two.
+    """
 
     model_type: str
     summary: str

@@ -1,5 +1,6 @@
-"""Falcon in its forms: the new decoder (40B, 180B, 11B: key heads in groups, one norm or two in parallel), the old one
-(7B: one key head, attention and MLP side by side) and RefinedWeb's (ALiBi, one after another).
+"""Falcon in its forms: the new decoder (40B, 180B, 11B: key heads in groups, one norm or two in
+parallel), the old one (7B: one key head, attention and MLP side by side) and RefinedWeb's (ALiBi,
+one after another).
 
 Source: arXiv 2311.16867.
 """
@@ -35,7 +36,10 @@ class Falcon(Architecture):
         elif config.multi_query:
             self.num_key_value_heads = 1
         if self.num_heads % self.num_key_value_heads:
-            self._require("num_kv_heads", *(n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0))
+            self._require(
+                "num_kv_heads",
+                *(n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0),
+            )
 
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
         return {} if self.config.alibi else {"": rotary_table(self.config, self.head_dim)}
@@ -43,10 +47,22 @@ class Falcon(Architecture):
     def embed(self) -> Graph:
         b = GraphBuilder()
         weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
-        return b.build(b.apply("embedding", self.embedding_name, {"ids": tokens_input(b), "weight": weight}, offset=0))
+        return b.build(
+            b.apply(
+                "embedding",
+                self.embedding_name,
+                {"ids": tokens_input(b), "weight": weight},
+                offset=0,
+            )
+        )
 
     def block(self, layer: int) -> Graph:
-        b, config, eps, width = GraphBuilder(), self.config, self.config.layer_norm_epsilon, self.hidden_size
+        b, config, eps, width = (
+            GraphBuilder(),
+            self.config,
+            self.config.layer_norm_epsilon,
+            self.hidden_size,
+        )
         x = b.rows("x", width)
         has_two_norms = self._is_new and config.num_ln_in_parallel_attn in (None, 2)
 
@@ -61,18 +77,31 @@ class Falcon(Architecture):
         h = b.linear("mlp.dense_h_to_4h", before, config.ffn_hidden_size, bias=config.bias)
         h = activation(b, "mlp.act", config.activation, h)
         h = b.linear("mlp.dense_4h_to_h", h, width, bias=config.bias)
-        return b.build(added(b, "residual", h, y, x) if self._is_parallel else added(b, "residual", x, h))
+        return b.build(
+            added(b, "residual", h, y, x) if self._is_parallel else added(b, "residual", x, h)
+        )
 
     def head(self) -> Graph:
         b = GraphBuilder()
-        x = layer_norm(b, "transformer.ln_f", b.rows("x", self.hidden_size), self.config.layer_norm_epsilon)
+        x = layer_norm(
+            b, "transformer.ln_f", b.rows("x", self.hidden_size), self.config.layer_norm_epsilon
+        )
         return b.build(b.linear("lm_head", x, self.vocab_size))
 
     def _attend(self, b: GraphBuilder, x: str) -> str:
         """Queries of a key head, its key and its value stand together in the fused projection."""
         kv_heads, head_dim = self.num_key_value_heads, self.head_dim
-        widths = {"query": self.num_heads // kv_heads * head_dim, "key": head_dim, "value": head_dim}
-        fused = b.linear("self_attention.query_key_value", x, kv_heads * sum(widths.values()), bias=self.config.bias)
+        widths = {
+            "query": self.num_heads // kv_heads * head_dim,
+            "key": head_dim,
+            "value": head_dim,
+        }
+        fused = b.linear(
+            "self_attention.query_key_value",
+            x,
+            kv_heads * sum(widths.values()),
+            bias=self.config.bias,
+        )
         named = {f"self_attention.{name}": width for name, width in widths.items()}
         q, k, v = b.split(fused, named, groups=kv_heads)
         extra: dict[str, Any] = {}
@@ -80,7 +109,10 @@ class Falcon(Architecture):
             extra["alibi_slopes"] = _slopes(self.num_heads, head_dim)
         else:
             table = angles(b, 2 * len(self.rotary_tables()[""].inverse_frequencies))
-            q, k = (rotated(b, f"rope_{name}", each, table, head_dim) for name, each in (("q", q), ("k", k)))
+            q, k = (
+                rotated(b, f"rope_{name}", each, table, head_dim)
+                for name, each in (("q", q), ("k", k))
+            )
         return self._attention(b, q, k, v, **extra)
 
 

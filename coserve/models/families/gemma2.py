@@ -1,5 +1,5 @@
-"""Gemma 2: norms before and after attention and MLP, whose weights are stored less one; soft caps on scores and logits;
-sliding windows on every second layer. Source: arXiv 2408.00118.
+"""Gemma 2: norms before and after attention and MLP, whose weights are stored less one; soft caps
+on scores and logits; sliding windows on every second layer. Source: arXiv 2408.00118.
 """
 
 from math import sqrt
@@ -30,7 +30,9 @@ class Gemma2(RotaryDecoder):
 
     @property
     def embedded(self) -> str:
-        """The module of the embeddings scales them itself (elsewhere, as in Granite, the model scales what it gets)."""
+        """The module of the embeddings scales them itself (elsewhere, as in Granite, the model
+        scales what it gets).
+        """
         return self.graphs["embed"].nodes[-1].name
 
     def sliding_window(self, layer: int) -> int | None:
@@ -44,7 +46,13 @@ class Gemma2(RotaryDecoder):
 
     def norm(self, b: GraphBuilder, name: str, x: str, features: int) -> str:
         weight = b.weight(f"{name}.weight", features)
-        return b.apply("rms_norm", name, {"x": x, "weight": weight}, eps=self.config.rms_norm_eps, plus_one=True)
+        return b.apply(
+            "rms_norm",
+            name,
+            {"x": x, "weight": weight},
+            eps=self.config.rms_norm_eps,
+            plus_one=True,
+        )
 
     def logits(self, b: GraphBuilder, logits: str) -> str:
         cap = self.config.final_logit_softcapping if self.caps_logits else None

@@ -1,4 +1,6 @@
-"""GPT-2: LayerNorm, learned positions, one fused projection for queries, keys and values, weights as [in, out]."""
+"""GPT-2: LayerNorm, learned positions, one fused projection for queries, keys and values, weights
+as [in, out].
+"""
 
 from typing import TYPE_CHECKING
 
@@ -34,7 +36,9 @@ class Gpt2(Architecture):
         words = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
         places = b.weight("transformer.wpe.weight", self.max_positions, self.hidden_size)
         ids = b.constant("positions", dtype=torch.int64)
-        x = b.apply("embedding", self.embedding_name, {"ids": tokens_input(b), "weight": words}, offset=0)
+        x = b.apply(
+            "embedding", self.embedding_name, {"ids": tokens_input(b), "weight": words}, offset=0
+        )
         position = b.apply("embedding", "transformer.wpe", {"ids": ids, "weight": places}, offset=0)
         return b.build(added(b, "position_sum", x, position))
 
@@ -58,5 +62,7 @@ class Gpt2(Architecture):
 
     def head(self) -> Graph:
         b = GraphBuilder()
-        x = layer_norm(b, "transformer.ln_f", b.rows("x", self.hidden_size), self.config.layer_norm_epsilon)
+        x = layer_norm(
+            b, "transformer.ln_f", b.rows("x", self.hidden_size), self.config.layer_norm_epsilon
+        )
         return b.build(b.linear("lm_head", x, self.vocab_size))

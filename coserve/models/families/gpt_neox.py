@@ -1,5 +1,6 @@
-"""GPT-NeoX (and Pythia): attention and MLP side by side, rotary positions on a part of each head, a fused projection in
-which queries, keys and values of a head stand together. Source: arXiv 2204.06745.
+"""GPT-NeoX (and Pythia): attention and MLP side by side, rotary positions on a part of each head, a
+fused projection in which queries, keys and values of a head stand together. Source: arXiv
+2204.06745.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,14 @@ class GptNeox(Architecture):
     def embed(self) -> Graph:
         b = GraphBuilder()
         weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
-        return b.build(b.apply("embedding", self.embedding_name, {"ids": tokens_input(b), "weight": weight}, offset=0))
+        return b.build(
+            b.apply(
+                "embedding",
+                self.embedding_name,
+                {"ids": tokens_input(b), "weight": weight},
+                offset=0,
+            )
+        )
 
     def block(self, layer: int) -> Graph:
         b, config, eps = GraphBuilder(), self.config, self.config.layer_norm_eps
@@ -41,20 +49,43 @@ class GptNeox(Architecture):
         table = angles(b, 2 * len(self.rotary_tables()[""].inverse_frequencies))
 
         h = layer_norm(b, "input_layernorm", x, eps)
-        h = b.linear("attention.query_key_value", h, 3 * self.hidden_size, bias=config.attention_bias)
+        h = b.linear(
+            "attention.query_key_value", h, 3 * self.hidden_size, bias=config.attention_bias
+        )
         each = {f"attention.{part}": self.head_dim for part in ("query", "key", "value")}
         q, k, v = b.split(h, each, groups=self.num_heads)
-        q, k = (rotated(b, f"rope_{name}", y, table, self.head_dim) for name, y in (("q", q), ("k", k)))
-        y = b.linear("attention.dense", self._attention(b, q, k, v), self.hidden_size, bias=config.attention_bias)
+        q, k = (
+            rotated(b, f"rope_{name}", y, table, self.head_dim) for name, y in (("q", q), ("k", k))
+        )
+        y = b.linear(
+            "attention.dense",
+            self._attention(b, q, k, v),
+            self.hidden_size,
+            bias=config.attention_bias,
+        )
         if not config.use_parallel_residual:
             x = added(b, "attention_residual", x, y)
 
         h = layer_norm(b, "post_attention_layernorm", x, eps)
         h = b.linear("mlp.dense_h_to_4h", h, config.intermediate_size, bias=True)
-        h = b.linear("mlp.dense_4h_to_h", activation(b, "mlp.act", config.hidden_act, h), self.hidden_size, bias=True)
-        return b.build(added(b, "residual", h, y, x) if config.use_parallel_residual else added(b, "residual", h, x))
+        h = b.linear(
+            "mlp.dense_4h_to_h",
+            activation(b, "mlp.act", config.hidden_act, h),
+            self.hidden_size,
+            bias=True,
+        )
+        return b.build(
+            added(b, "residual", h, y, x)
+            if config.use_parallel_residual
+            else added(b, "residual", h, x)
+        )
 
     def head(self) -> Graph:
         b = GraphBuilder()
-        x = layer_norm(b, "gpt_neox.final_layer_norm", b.rows("x", self.hidden_size), self.config.layer_norm_eps)
+        x = layer_norm(
+            b,
+            "gpt_neox.final_layer_norm",
+            b.rows("x", self.hidden_size),
+            self.config.layer_norm_eps,
+        )
         return b.build(b.linear("lm_head", x, self.vocab_size))

@@ -1,5 +1,5 @@
-"""gpt-oss: experts with clamped gates, gate and up interleaved; a sink for each head; sliding windows on every second
-layer. Source: arXiv 2508.10925.
+"""gpt-oss: experts with clamped gates, gate and up interleaved; a sink for each head; sliding
+windows on every second layer. Source: arXiv 2508.10925.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +19,10 @@ class GptOss(MixtureDecoder):
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
         self.qkv_bias = self.output_bias = bool(config.attention_bias)
-        self.num_experts, self.experts_per_row = config.num_local_experts, config.num_experts_per_tok
+        self.num_experts, self.experts_per_row = (
+            config.num_local_experts,
+            config.num_experts_per_tok,
+        )
         self.expert_width = config.intermediate_size
         self.check_experts()
 
@@ -37,7 +40,9 @@ class GptOss(MixtureDecoder):
         each = {"mlp.experts.gate": 1, "mlp.experts.up": 1}
         gate, up = b.split(fused, each, groups=self.experts_per_row * self.expert_width)
         limit, alpha = self.config.swiglu_limit, self.config.swiglu_alpha
-        return b.apply("clamped_swiglu", "mlp.experts.act", {"gate": gate, "up": up}, limit=limit, alpha=alpha)
+        return b.apply(
+            "clamped_swiglu", "mlp.experts.act", {"gate": gate, "up": up}, limit=limit, alpha=alpha
+        )
 
     def stored_as(self, name: str) -> Stored:
         block, _, rest = name.partition(".mlp.experts.")

@@ -1,5 +1,5 @@
-"""GPT-J: attention and MLP side by side after one norm, rotary positions on neighbouring pairs of a part of each head,
-a bias on the head.
+"""GPT-J: attention and MLP side by side after one norm, rotary positions on neighbouring pairs of a
+part of each head, a bias on the head.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,14 @@ class Gptj(Architecture):
     def embed(self) -> Graph:
         b = GraphBuilder()
         weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
-        return b.build(b.apply("embedding", self.embedding_name, {"ids": tokens_input(b), "weight": weight}, offset=0))
+        return b.build(
+            b.apply(
+                "embedding",
+                self.embedding_name,
+                {"ids": tokens_input(b), "weight": weight},
+                offset=0,
+            )
+        )
 
     def block(self, layer: int) -> Graph:
         b, config, width = GraphBuilder(), self.config, self.hidden_size
@@ -48,10 +55,14 @@ class Gptj(Architecture):
         )
         y = b.linear("attn.out_proj", self._attention(b, q, k, v), width)
         h = b.linear("mlp.fc_in", h, config.n_inner or 4 * width, bias=True)
-        h = b.linear("mlp.fc_out", activation(b, "mlp.act", config.activation_function, h), width, bias=True)
+        h = b.linear(
+            "mlp.fc_out", activation(b, "mlp.act", config.activation_function, h), width, bias=True
+        )
         return b.build(added(b, "residual", y, h, x))
 
     def head(self) -> Graph:
         b = GraphBuilder()
-        x = layer_norm(b, "transformer.ln_f", b.rows("x", self.hidden_size), self.config.layer_norm_epsilon)
+        x = layer_norm(
+            b, "transformer.ln_f", b.rows("x", self.hidden_size), self.config.layer_norm_epsilon
+        )
         return b.build(b.linear("lm_head", x, self.vocab_size, bias=True))

@@ -17,8 +17,14 @@ class Ministral3(RotaryDecoder):
 
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
         table, parameters = rotary_table(self.config, self.head_dim), self.config.rope_parameters
-        beta, after = parameters.get("llama_4_scaling_beta"), parameters.get("original_max_position_embeddings")
-        return {"": table, _QUERY: replace(table, scale_beta=beta or 0.0, scale_after=after or self.max_positions)}
+        beta, after = (
+            parameters.get("llama_4_scaling_beta"),
+            parameters.get("original_max_position_embeddings"),
+        )
+        return {
+            "": table,
+            _QUERY: replace(table, scale_beta=beta or 0.0, scale_after=after or self.max_positions),
+        }
 
     def query_rotary_prefix(self, layer: int) -> str:
         return _QUERY

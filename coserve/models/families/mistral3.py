@@ -1,4 +1,6 @@
-"""Mistral Small 3.1 and later, and Ministral 3 as it is published, with a part that sees pictures: their text part."""
+"""Mistral Small 3.1 and later, and Ministral 3 as it is published, with a part that sees pictures:
+their text part.
+"""
 
 from coserve.models.families.ministral3 import Ministral3
 from coserve.models.vision_language import LlavaNames

@@ -16,7 +16,10 @@ _EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 class Mixtral(MixtureDecoder):
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
-        self.num_experts, self.experts_per_row = config.num_local_experts, config.num_experts_per_tok
+        self.num_experts, self.experts_per_row = (
+            config.num_local_experts,
+            config.num_experts_per_tok,
+        )
         self.expert_width = config.intermediate_size
         self.check_experts()
 
@@ -35,4 +38,6 @@ class Mixtral(MixtureDecoder):
         if not rest.startswith("experts."):
             return AsItIs(block + rest)
         parts = _EXPERTS[rest.split(".")[1]]
-        return PerExpert(tuple(f"{block}experts.{{}}.{part}.weight" for part in parts), self.num_experts)
+        return PerExpert(
+            tuple(f"{block}experts.{{}}.{part}.weight" for part in parts), self.num_experts
+        )

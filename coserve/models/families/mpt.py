@@ -1,4 +1,6 @@
-"""MPT: ALiBi, norms and projections without biases, one fused projection. Source: https://www.databricks.com/blog/mpt-7b."""
+"""MPT: ALiBi, norms and projections without biases, one fused projection. Source:
+https://www.databricks.com/blog/mpt-7b.
+"""
 
 from math import ceil, log2
 from typing import TYPE_CHECKING
@@ -12,7 +14,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # What transformers does not read: it runs any model as if it were so.
-_NOT_READ = {"attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False}
+_NOT_READ = {
+    "attn_type": "multihead_attention",
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "qk_ln": False,
+    "prefix_lm": False,
+}
 
 
 class Mpt(Architecture):
@@ -25,12 +33,21 @@ class Mpt(Architecture):
         self._require("no_bias", True)
         for setting, value in _NOT_READ.items():
             if (found := getattr(config.attn_config, setting)) != value:
-                raise UnsupportedModelError(f"mpt with {setting}={found!r} is not supported; {setting} must be {value}")
+                raise UnsupportedModelError(
+                    f"mpt with {setting}={found!r} is not supported; {setting} must be {value}"
+                )
 
     def embed(self) -> Graph:
         b = GraphBuilder()
         weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
-        return b.build(b.apply("embedding", self.embedding_name, {"ids": tokens_input(b), "weight": weight}, offset=0))
+        return b.build(
+            b.apply(
+                "embedding",
+                self.embedding_name,
+                {"ids": tokens_input(b), "weight": weight},
+                offset=0,
+            )
+        )
 
     def block(self, layer: int) -> Graph:
         b, eps, width = GraphBuilder(), self.config.layer_norm_epsilon, self.hidden_size
@@ -43,7 +60,9 @@ class Mpt(Architecture):
         q, k, v = b.split(h, {"attn.query": width, "attn.key": width, "attn.value": width})
         scale = self.head_dim**-0.5 if attention.softmax_scale is None else attention.softmax_scale
         y = b.linear(
-            "attn.out_proj", self._attention(b, q, k, v, scale=scale, alibi_slopes=_slopes(self.num_heads)), width
+            "attn.out_proj",
+            self._attention(b, q, k, v, scale=scale, alibi_slopes=_slopes(self.num_heads)),
+            width,
         )
         x = added(b, "attention_residual", x, y)
 

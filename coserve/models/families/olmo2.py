@@ -1,5 +1,5 @@
-"""OLMo 2: norms after attention and after the MLP alone, and norms of all queries, and of all keys, of a row together.
-Source: arXiv 2501.00656.
+"""OLMo 2: norms after attention and after the MLP alone, and norms of all queries, and of all keys,
+of a row together. Source: arXiv 2501.00656.
 """
 
 from typing import TYPE_CHECKING

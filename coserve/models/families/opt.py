@@ -1,4 +1,6 @@
-"""OPT: LayerNorm, biases, ReLU, learned positions; the norms stand before or (350m) after each half of a block."""
+"""OPT: LayerNorm, biases, ReLU, learned positions; the norms stand before or (350m) after each half
+of a block.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -32,11 +34,16 @@ class Opt(Architecture):
         entries = self.max_positions + _POSITION_OFFSET
         places = b.weight("model.decoder.embed_positions.weight", entries, self.hidden_size)
         ids = b.constant("positions", dtype=torch.int64)
-        x = b.apply("embedding", self.embedding_name, {"ids": tokens_input(b), "weight": words}, offset=0)
+        x = b.apply(
+            "embedding", self.embedding_name, {"ids": tokens_input(b), "weight": words}, offset=0
+        )
         if self._word_width != self.hidden_size:
             x = b.linear("model.decoder.project_in", x, self.hidden_size)
         position = b.apply(
-            "embedding", "model.decoder.embed_positions", {"ids": ids, "weight": places}, offset=_POSITION_OFFSET
+            "embedding",
+            "model.decoder.embed_positions",
+            {"ids": ids, "weight": places},
+            offset=_POSITION_OFFSET,
         )
         return b.build(b.apply("add", "position_sum", {"a": x, "b": position}))
 
@@ -45,8 +52,13 @@ class Opt(Architecture):
         x = b.rows("x", self.hidden_size)
 
         h = self._norm(b, "self_attn_layer_norm", x) if self._norm_first else x
-        q, k, v = (b.linear(f"self_attn.{name}_proj", h, self.hidden_size, bias=self._bias) for name in "qkv")
-        y = b.linear("self_attn.out_proj", self._attention(b, q, k, v), self.hidden_size, bias=self._bias)
+        q, k, v = (
+            b.linear(f"self_attn.{name}_proj", h, self.hidden_size, bias=self._bias)
+            for name in "qkv"
+        )
+        y = b.linear(
+            "self_attn.out_proj", self._attention(b, q, k, v), self.hidden_size, bias=self._bias
+        )
         x = b.apply("add", "attention_residual", {"a": x, "b": y})
         if not self._norm_first:
             x = self._norm(b, "self_attn_layer_norm", x)
@@ -67,7 +79,10 @@ class Opt(Architecture):
         return b.build(b.linear("lm_head", x, self.vocab_size))
 
     def _norm(self, b: GraphBuilder, name: str, x: str) -> str:
-        weight, bias = b.weight(f"{name}.weight", self.hidden_size), b.weight(f"{name}.bias", self.hidden_size)
+        weight, bias = (
+            b.weight(f"{name}.weight", self.hidden_size),
+            b.weight(f"{name}.bias", self.hidden_size),
+        )
         return b.apply("layer_norm", name, {"x": x, "weight": weight, "bias": bias}, eps=_EPS)
 
     def _activation(self, b: GraphBuilder, x: str) -> str:

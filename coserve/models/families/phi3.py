@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4 (with and without mini): Llama with fused projections, and rotary positions on a part of
-each head. Source: arXiv 2404.14219.
+"""Phi-3, Phi-3.5 and Phi-4 (with and without mini): Llama with fused projections, and rotary
+positions on a part of each head. Source: arXiv 2404.14219.
 """
 
 from typing import TYPE_CHECKING

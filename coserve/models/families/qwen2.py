@@ -1,4 +1,6 @@
-"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and sliding windows on the layers that say so."""
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, and sliding windows on the
+layers that say so.
+"""
 
 from coserve.models.rotary_decoder import RotaryDecoder
 

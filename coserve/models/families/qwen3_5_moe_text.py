@@ -1,5 +1,5 @@
-"""Qwen3.5's mixtures of experts, their text models: Qwen3.5 with experts in place of the MLP, one of them shared by all
-rows.
+"""Qwen3.5's mixtures of experts, their text models: Qwen3.5 with experts in place of the MLP, one
+of them shared by all rows.
 """
 
 from typing import TYPE_CHECKING

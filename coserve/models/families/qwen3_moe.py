@@ -1,5 +1,5 @@
-"""Qwen3's mixtures of experts (30B-A3B, 235B-A22B, Coder): Qwen3 with experts in the blocks that have them. Source:
-arXiv 2505.09388.
+"""Qwen3's mixtures of experts (30B-A3B, 235B-A22B, Coder): Qwen3 with experts in the blocks that
+have them. Source: arXiv 2505.09388.
 """
 
 from typing import TYPE_CHECKING, ClassVar
@@ -24,17 +24,29 @@ class Qwen3Moe(MixtureDecoder):
         super().__init__(config)
         self.qkv_bias = self.output_bias = bool(config.attention_bias)
         self.num_experts, self.experts_per_row = config.num_experts, config.num_experts_per_tok
-        self.expert_width, self.all_scores = config.moe_intermediate_size, not getattr(config, "norm_topk_prob", True)
+        self.expert_width, self.all_scores = (
+            config.moe_intermediate_size,
+            not getattr(config, "norm_topk_prob", True),
+        )
         self.shared_width = config.shared_expert_intermediate_size if self.has_shared_expert else 0
         self.check_experts()
 
     def sliding_window(self, layer: int) -> int | None:
-        window: int | None = self.config.sliding_window if getattr(self.config, "use_sliding_window", False) else None
+        window: int | None = (
+            self.config.sliding_window
+            if getattr(self.config, "use_sliding_window", False)
+            else None
+        )
         return window
 
     def feed_forward(self, b: GraphBuilder, x: str, layer: int) -> str:
-        dense, every = getattr(self.config, "mlp_only_layers", None), getattr(self.config, "decoder_sparse_step", 1)
-        return self.mlp(b, x) if layer in (dense or ()) or (layer + 1) % every else self.experts(b, x)
+        dense, every = (
+            getattr(self.config, "mlp_only_layers", None),
+            getattr(self.config, "decoder_sparse_step", 1),
+        )
+        return (
+            self.mlp(b, x) if layer in (dense or ()) or (layer + 1) % every else self.experts(b, x)
+        )
 
     def stored_as(self, name: str) -> Stored:
         block, _, rest = name.partition(".mlp.experts.")

@@ -1,4 +1,6 @@
-"""SmolLM3: Llama, with layers that have no rotary positions. Source: arXiv 2501.18795 (NoPE on every fourth layer)."""
+"""SmolLM3: Llama, with layers that have no rotary positions. Source: arXiv 2501.18795 (NoPE on
+every fourth layer).
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
-"""Checkpoints whose weights are quantised, one file for each `quant_method` of `quantization_config`, found by that
-name. Nothing heavy is imported before weights are read.
+"""Checkpoints whose weights are quantised, one file for each `quant_method` of
+`quantization_config`, found by that name. Nothing heavy is imported before weights are read.
 """
 
 from collections.abc import Mapping
@@ -16,16 +16,21 @@ def quantisation_methods() -> tuple[str, ...]:
 
 
 def quantisation_of(config: Mapping[str, Any] | None) -> Quantisation | None:
-    """Of a `quantization_config`; None without one. UnsupportedModelError says what of it is not read."""
+    """Of a `quantization_config`; None without one. UnsupportedModelError says what of it is not
+    read.
+    """
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if not isinstance(method, str):
-        raise UnsupportedModelError("quantization_config has no quant_method, so that its weights cannot be read")
+        raise UnsupportedModelError(
+            "quantization_config has no quant_method, so that its weights cannot be read"
+        )
     names = quantisation_methods()
     if method.replace("_", "-") not in names:
         raise UnsupportedModelError(
-            f"weights quantised by {method} are not read; known are {', '.join(names)}; or give the model in float32, "
+            f"weights quantised by {method} are not read; known are {', '.join(names)}; or give "
+            f"the model in float32, "
             "float16 or bfloat16: --weights int8 quantises it"
         )
     found: type[Quantisation] = variant_class(__name__, method, Quantisation)

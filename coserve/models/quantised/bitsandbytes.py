@@ -1,9 +1,11 @@
-"""bitsandbytes: 8 bits with a scale for each row (LLM.int8(), arXiv 2208.07339), or 4 bits as indices into a table of
-sixteen values, with a scale for each block of elements (QLoRA's nf4, arXiv 2305.14314, or fp4).
+"""bitsandbytes: 8 bits with a scale for each row (LLM.int8(), arXiv 2208.07339), or 4 bits as
+indices into a table of sixteen values, with a scale for each block of elements (QLoRA's nf4, arXiv
+2305.14314, or fp4).
 
-8 bits: weight int8 [out, in], SCB float32 [out]; w = weight * SCB / 127. 4 bits: weight uint8 [out * in / 2, 1], two
-numbers a byte, the high one first; absmax [blocks], which may be quantised itself by a table of 256, in blocks of
-their own; quant_state: the other fields, as the bytes of a JSON object.
+8 bits: weight int8 [out, in], SCB float32 [out]; w = weight * SCB / 127. 4 bits: weight uint8 [out
+* in / 2, 1], two numbers a byte, the high one first; absmax [blocks], which may be quantised itself
+by a table of 256, in blocks of their own; quant_state: the other fields, as the bytes of a JSON
+object.
 """
 
 import json
@@ -34,12 +36,18 @@ class BitsAndBytes(Quantisation):
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
         if not (config.get("load_in_8bit") or config.get("load_in_4bit")):
-            raise UnsupportedModelError("weights quantised by bitsandbytes must have load_in_8bit or load_in_4bit")
+            raise UnsupportedModelError(
+                "weights quantised by bitsandbytes must have load_in_8bit or load_in_4bit"
+            )
         return cls(bits=8 if config.get("load_in_8bit") else 4)
 
     @property
     def needed(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (".weight", ".SCB") if self.bits == 8 else (".weight", ".weight.absmax", ".weight.quant_map")
+        return (
+            (".weight", ".SCB")
+            if self.bits == 8
+            else (".weight", ".weight.absmax", ".weight.quant_map")
+        )
 
     @property
     def words(self) -> str:
@@ -59,7 +67,10 @@ def _four_bits(parts: "Mapping[str, Tensor]", shape: Shape) -> "Tensor":
 
     state = next((parts[name] for name in _STATES if name in parts), None)
     if state is None:
-        raise WeightsError("4 bits of bitsandbytes without their quant_state; save the model again, with safetensors")
+        raise WeightsError(
+            "4 bits of bitsandbytes without their quant_state; save the model again, with "
+            "safetensors"
+        )
     fields = _fields_of(bytes(state.cpu().tolist()))
     if tuple(fields["shape"]) != shape:
         raise WeightsError(f"4 bits of a weight {fields['shape']}; the model needs {list(shape)}")
@@ -73,11 +84,15 @@ def _four_bits(parts: "Mapping[str, Tensor]", shape: Shape) -> "Tensor":
     packed = parts[".weight"].view(torch.uint8).flatten()
     indices = torch.stack((packed >> 4, packed & 15), -1).flatten()[: shape[0] * shape[1]]
     values = parts[".weight.quant_map"].float()[indices.long()]
-    return (values * scales.float().repeat_interleave(fields["blocksize"])[: values.numel()]).view(shape)
+    return (values * scales.float().repeat_interleave(fields["blocksize"])[: values.numel()]).view(
+        shape
+    )
 
 
 def _fields_of(state: bytes) -> dict[str, Any]:
-    """Return what a quant_state says; WeightsError if it does not say how the weight is laid out."""
+    """Return what a quant_state says; WeightsError if it does not say how the weight is laid
+    out.
+    """
     try:
         fields: dict[str, Any] = json.loads(state)
         tuple(fields["shape"])
@@ -89,9 +104,12 @@ def _fields_of(state: bytes) -> dict[str, Any]:
 
 
 def _check_blocks(name: str, fields: dict[str, Any], num_blocks: int, num_values: int) -> None:
-    """Raise WeightsError unless blocks of this size are as many as the values need: they are laid out in memory."""
+    """Raise WeightsError unless blocks of this size are as many as the values need: they are laid
+    out in memory.
+    """
     size = fields.get(name)
     if not isinstance(size, int) or not is_whole(size, 1) or num_blocks != -(-num_values // size):
         raise WeightsError(
-            f"4 bits of bitsandbytes with {num_blocks} blocks of {name} {size!r} for {num_values} values"
+            f"4 bits of bitsandbytes with {num_blocks} blocks of {name} {size!r} for {num_values} "
+            f"values"
         )

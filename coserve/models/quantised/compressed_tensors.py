@@ -1,9 +1,11 @@
-"""compressed-tensors, as llm-compressor writes them: w = (q - zero) * scale, with a scale for a tensor, each row, each
-group of a row, or each block. Source: https://github.com/vllm-project/compressed-tensors.
+"""compressed-tensors, as llm-compressor writes them: w = (q - zero) * scale, with a scale for a
+tensor, each row, each group of a row, or each block. Source:
+https://github.com/vllm-project/compressed-tensors.
 
-`pack-quantized`: weight_packed int32 [out, in * bits / 32], each number plus 2^(bits - 1), weight_shape [2];
-weight_zero_point, packed likewise along out; weight_g_idx, the group of each input. `int-quantized`,
-`float-quantized` and `naive-quantized`: weight int8 or float8 [out, in]. Activations are not quantised here.
+`pack-quantized`: weight_packed int32 [out, in * bits / 32], each number plus 2^(bits - 1),
+weight_shape [2]; weight_zero_point, packed likewise along out; weight_g_idx, the group of each
+input. `int-quantized`, `float-quantized` and `naive-quantized`: weight int8 or float8 [out, in].
+Activations are not quantised here.
 """
 
 from collections.abc import Mapping
@@ -23,7 +25,9 @@ _SCALE, _ZERO, _GROUPS = ".weight_scale", ".weight_zero_point", ".weight_g_idx"
 
 @dataclass(frozen=True)
 class CompressedTensors(Quantisation):
-    """See the module. kind: int or float. block: rows and columns that share a scale; None: a row, or all."""
+    """See the module. kind: int or float. block: rows and columns that share a scale; None: a row,
+    or all.
+    """
 
     bits: int
     kind: str
@@ -31,16 +35,26 @@ class CompressedTensors(Quantisation):
     block: tuple[int, int] | None
 
     parts = (".weight", ".weight_packed", _SCALE, ".weight_shape", _ZERO, _GROUPS)
-    unused = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".k_scale", ".v_scale")
+    unused = (
+        ".input_scale",
+        ".input_zero_point",
+        ".output_scale",
+        ".output_zero_point",
+        ".k_scale",
+        ".v_scale",
+    )
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
         require("format", config.get("format"), _FORMATS)
         groups = (config.get("config_groups") or {}).values()
-        found = {_kind(weights) for group in groups if (weights := group.get("weights")) is not None}
+        found = {
+            _kind(weights) for group in groups if (weights := group.get("weights")) is not None
+        }
         if len(found) != 1:
             raise UnsupportedModelError(
-                f"compressed-tensors with {len(found)} kinds of weights are not read; all must be of one type, number "
+                f"compressed-tensors with {len(found)} kinds of weights are not read; all must be "
+                f"of one type, number "
                 "of bits and size of groups"
             )
         (kind, bits, block), is_packed = found.pop(), config["format"] == _PACKED
@@ -63,13 +77,23 @@ class CompressedTensors(Quantisation):
         scales, zeros = parts[_SCALE].float(), parts.get(_ZERO)
         if self.is_packed:
             middle = 2 ** (self.bits - 1)
-            values = unpacked(parts[".weight_packed"], self.bits).flatten(1)[:, : shape[1]].float().sub_(middle)
+            values = (
+                unpacked(parts[".weight_packed"], self.bits)
+                .flatten(1)[:, : shape[1]]
+                .float()
+                .sub_(middle)
+            )
             if zeros is not None:
                 zeros = unpacked(zeros.T, self.bits).flatten(1)[:, : shape[0]].T.float() - middle
         else:
             values = parts[".weight"].float()
-        if (groups := parts.get(_GROUPS)) is not None and int(groups.min()) >= 0:  # -1: there is no other order
-            scales, zeros = scales[:, groups.long()], None if zeros is None else zeros[:, groups.long()]
+        if (groups := parts.get(_GROUPS)) is not None and int(
+            groups.min()
+        ) >= 0:  # -1: there is no other order
+            scales, zeros = (
+                scales[:, groups.long()],
+                None if zeros is None else zeros[:, groups.long()],
+            )
         else:
             scales = by_blocks(scales, shape, self.block)
             zeros = None if zeros is None else by_blocks(zeros, shape, self.block)

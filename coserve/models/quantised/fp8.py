@@ -1,5 +1,6 @@
-"""float8 weights with a scale for each block, as DeepSeek and Qwen publish them: w = weight * weight_scale_inv, blocks
-of `weight_block_size`; or one scale. Source: arXiv 2412.19437. Activations are not quantised here.
+"""float8 weights with a scale for each block, as DeepSeek and Qwen publish them: w = weight *
+weight_scale_inv, blocks of `weight_block_size`; or one scale. Source: arXiv 2412.19437. Activations
+are not quantised here.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it: w = (q - zero) * scale, by groups of inputs. Source: arXiv 2210.17323,
-https://github.com/ModelCloud/GPTQModel.
+"""GPTQ as AutoGPTQ and GPTQModel write it: w = (q - zero) * scale, by groups of inputs. Source:
+arXiv 2210.17323, https://github.com/ModelCloud/GPTQModel.
 
-qweight int32 [in * bits / 32, out], a word's numbers being those of consecutive inputs; qzeros int32
-[groups, out * bits / 32]; scales [groups, out]; g_idx int32 [in], the group of each input. Zeros are stored less one,
-but not where `checkpoint_format` is gptq_v2.
+qweight int32 [in * bits / 32, out], a word's numbers being those of consecutive inputs; qzeros
+int32 [groups, out * bits / 32]; scales [groups, out]; g_idx int32 [in], the group of each input.
+Zeros are stored less one, but not where `checkpoint_format` is gptq_v2.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""MXFP4, as gpt-oss is published: experts in 4-bit floats, 32 of which share a power of two. Source: OCP Microscaling
-Formats 1.0.
+"""MXFP4, as gpt-oss is published: experts in 4-bit floats, 32 of which share a power of two.
+Source: OCP Microscaling Formats 1.0.
 
-blocks uint8 [experts, out, groups, 16], two numbers a byte, the low one first; scales uint8 [experts, out, groups], the
-exponent plus 127.
+blocks uint8 [experts, out, groups, 16], two numbers a byte, the low one first; scales uint8
+[experts, out, groups], the exponent plus 127.
 """
 
 from collections.abc import Mapping

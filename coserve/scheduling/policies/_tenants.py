@@ -1,22 +1,26 @@
-"""The steps of `slack` where several tenants have work, or had some lately: each has a share of every step.
+"""The steps of `slack` where several tenants have work, or had some lately: each has a share of
+every step.
 
-A step with requests lasts no longer than a quantum (`_quantum_s`), which bounds what a request of another tenant that
-arrives meanwhile waits for. The quantum is shared out by weights. A tenant that needs less than its part gets what it
-needs, and the others share the rest. Among those, virtual time counters (`scheduling.tenant_times`) correct what
-earlier steps gave too much or too little: pieces of work are lumps, and predictions err. In steps of jobs alone tenants
-take turns by the same counters (`_plan_jobs`).
+A step with requests lasts no longer than a quantum (`_quantum_s`), which bounds what a request of
+another tenant that arrives meanwhile waits for. The quantum is shared out by weights. A tenant that
+needs less than its part gets what it needs, and the others share the rest. Among those, virtual
+time counters (`scheduling.tenant_times`) correct what earlier steps gave too much or too little:
+pieces of work are lumps, and predictions err. In steps of jobs alone tenants take turns by the same
+counters (`_plan_jobs`).
 
-Within its part, a tenant's requests come before its batch work and its jobs: first rows that decode, those first that
-have waited longest, then prompts by their deadlines, infeasible ones last. What a tenant leaves goes to jobs of the
-others.
+Within its part, a tenant's requests come before its batch work and its jobs: first rows that
+decode, those first that have waited longest, then prompts by their deadlines, infeasible ones last.
+What a tenant leaves goes to jobs of the others.
 
-An SLO is planned for as far as its tenant's part goes: it costs neither requests nor jobs of others. A TPOT that is
-tighter than the quantum makes steps shorter, unless its requests have saved up the time of a longer one. Short steps
-have no room for pieces of jobs of a good size. So jobs save their tenant's part up, in its counter, until they may
-have a piece as large as in a usual step, which lasts as long.
+An SLO is planned for as far as its tenant's part goes: it costs neither requests nor jobs of
+others. A TPOT that is tighter than the quantum makes steps shorter, unless its requests have saved
+up the time of a longer one. Short steps have no room for pieces of jobs of a good size. So jobs
+save their tenant's part up, in its counter, until they may have a piece as large as in a usual
+step, which lasts as long.
 
-Requests are admitted by the same counters (Algorithm 4 of FlexLLM's appendix C): again and again the first request of
-the tenant with the smallest one, which pays for its prompt. Pages and slots: `scheduling.shared_memory`.
+Requests are admitted by the same counters (Algorithm 4 of FlexLLM's appendix C): again and again
+the first request of the tenant with the smallest one, which pays for its prompt. Pages and slots:
+`scheduling.shared_memory`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,19 +40,22 @@ from coserve.scheduling.slo.infeasible import infeasible_last
 from coserve.scheduling.slo.step_budget import StepBudget
 from coserve.scheduling.tenant_times import MAX_CREDIT_S, max_credit_s
 
-# A step lasts half a TPOT of the default SLO, or as many decode steps of one request if that is more. The third number
-# is the most TPOTs that it lasts: smallest pieces, and errors of prediction, come on top of that.
+# A step lasts half a TPOT of the default SLO, or as many decode steps of one request if that is
+# more. The third number is the most TPOTs that it lasts: smallest pieces, and errors of prediction,
+# come on top of that.
 QUANTUM_TPOTS, QUANTUM_DECODES, MAX_QUANTUM_TPOTS = 0.5, 4.0, 0.75
-# Rows that decode take no more of their tenant's part than this while it has prompts, and never less than as many
-# decode steps of one request: fewer rows would not take less time.
+# Rows that decode take no more of their tenant's part than this while it has prompts, and never
+# less than as many decode steps of one request: fewer rows would not take less time.
 DECODE_SHARE, MIN_DECODES = 0.7, 1.5
-# A counter that is below the largest by this share of the most that it can be is as small as it gets.
+# A counter that is below the largest by this share of the most that it can be is as small as it
+# gets.
 NEARLY_ALL = 0.95
 # Whatever a tenant was served before, it gets this share of its part.
 MIN_PART = 0.1
 # Rows from whose time the time of prompts that wait is estimated.
 _TYPICAL_ROWS = 256
-# Beside others a pack takes about this many times the time that it takes alone, times the number of tenants.
+# Beside others a pack takes about this many times the time that it takes alone, times the number of
+# tenants.
 _PACK_STRETCH = 2.0
 
 
@@ -109,8 +116,9 @@ class _Part:
 
 
 def needs_shares(view: View) -> bool:
-    """Return whether a step is to be shared out: if several tenants have work, or if others had some lately and the
-    one that has work now has prompts, which would make the step long for a request of another that arrives meanwhile.
+    """Return whether a step is to be shared out: if several tenants have work, or if others had
+    some lately and the one that has work now has prompts, which would make the step long for a
+    request of another that arrives meanwhile.
     """
     if len(view.tenants) < 2:
         return False
@@ -140,7 +148,9 @@ def plan_shared(policy: _SharedPolicy, view: View, latency: LatencyModel, *, tun
     usual_s = _usual_quantum_s(view, latency)
     quantum_s = _quantum_s(view, latency, ordered, usual_s)
     _set_limits(ordered, quantum_s, row_s, max([tenant.used_s for tenant in view.tenants]))
-    return _SharedStep(policy, view, latency, memory, quantum_s=quantum_s, usual_s=usual_s).build(ordered)
+    return _SharedStep(policy, view, latency, memory, quantum_s=quantum_s, usual_s=usual_s).build(
+        ordered
+    )
 
 
 def _share_memory(
@@ -175,28 +185,37 @@ def _share_memory(
 
 
 def _first_lines(view: View) -> list[RequestProgress]:
-    """Return the first line of a batch of each tenant that has no requests waiting. These lines are admitted in turn
-    with the requests of others: a tenant that always has more of these waiting would otherwise keep every slot.
+    """Return the first line of a batch of each tenant that has no requests waiting. These lines are
+    admitted in turn with the requests of others: a tenant that always has more of these waiting
+    would otherwise keep every slot.
     """
     found: dict[str, RequestProgress] = {}
     tenants = {request.info.tenant for request in view.waiting}
-    for line in by_due([each for each in view.batch_waiting if each.may_start and each.info.tenant not in tenants]):
+    for line in by_due(
+        [each for each in view.batch_waiting if each.may_start and each.info.tenant not in tenants]
+    ):
         found.setdefault(line.info.tenant, line)
     return list(found.values())
 
 
 def _plan_jobs(
-    policy: _SharedPolicy, view: View, latency: LatencyModel, memory: SharedMemoryPlan, parts: Sequence[_Part]
+    policy: _SharedPolicy,
+    view: View,
+    latency: LatencyModel,
+    memory: SharedMemoryPlan,
+    parts: Sequence[_Part],
 ) -> Plan:
-    """Return a step of jobs alone, in the order of their tenants' counters. It lasts as long as a step of jobs of one
-    tenant, since a request that arrives waits for no more either way, and has tasklets of several tenants run as one
-    batch of rows. So tenants take turns instead of parts of the step: one that has been served more than another, by
-    as much as half a step, waits.
+    """Return a step of jobs alone, in the order of their tenants' counters. It lasts as long as a
+    step of jobs of one tenant, since a request that arrives waits for no more either way, and has
+    tasklets of several tenants run as one batch of rows. So tenants take turns instead of parts of
+    the step: one that has been served more than another, by as much as half a step, waits.
     """
     build, budget = PlanBuilder(view, latency, memory), policy.budget(view, latency)
     until_s = build.step_s + budget.max_jobs_s(build.step_s)
     parts = [part for part in parts if part.jobs]
-    max_used_s = min([part.tenant.used_s for part in parts], default=0.0) + min(until_s, MAX_CREDIT_S) / 2
+    max_used_s = (
+        min([part.tenant.used_s for part in parts], default=0.0) + min(until_s, MAX_CREDIT_S) / 2
+    )
     jobs = [job for part in parts if part.tenant.used_s <= max_used_s for job in part.jobs]
     build.tune(jobs, until_s, least_share=budget.least_share)
     return build.build()
@@ -205,13 +224,16 @@ def _plan_jobs(
 def _usual_quantum_s(view: View, latency: LatencyModel) -> float:
     """Return the longest that a step may last beside requests that bring no SLO."""
     alone_s = latency.decode_s(num_requests=1, context=SOLO_CONTEXT)
-    return max(QUANTUM_TPOTS * view.tpot_s, min(QUANTUM_DECODES * alone_s, MAX_QUANTUM_TPOTS * view.tpot_s))
+    return max(
+        QUANTUM_TPOTS * view.tpot_s, min(QUANTUM_DECODES * alone_s, MAX_QUANTUM_TPOTS * view.tpot_s)
+    )
 
 
 def _quantum_s(view: View, latency: LatencyModel, parts: Sequence[_Part], usual_s: float) -> float:
-    """Return the longest that this step may last: less than usual where requests with a tighter TPOT have not saved up
-    as much time. That counts as far as their tenant's share goes: steps at their pace must leave the others theirs.
-    A gap between two tokens may be as long as beside requests without an SLO, whatever number of their TPOTs that is.
+    """Return the longest that this step may last: less than usual where requests with a tighter
+    TPOT have not saved up as much time. That counts as far as their tenant's share goes: steps at
+    their pace must leave the others theirs. A gap between two tokens may be as long as beside
+    requests without an SLO, whatever number of their TPOTs that is.
     """
     quantum_s, end_s = usual_s, view.now_s + usual_s * (1 + latency.corrections.margin)
     for part in parts:
@@ -225,9 +247,10 @@ def _quantum_s(view: View, latency: LatencyModel, parts: Sequence[_Part], usual_
 
 
 def _set_limits(parts: Sequence[_Part], quantum_s: float, row_s: float, max_used_s: float) -> None:
-    """Share a quantum out: who needs less than its part gets that part; the others share what is left, corrected by
-    their counters. Who needs less but has been served more than these counts as one of them: what rows really take, and
-    how long steps really last, is not all known beforehand. max_used_s: the largest counter.
+    """Share a quantum out: who needs less than its part gets that part; the others share what is
+    left, corrected by their counters. Who needs less but has been served more than these counts as
+    one of them: what rows really take, and how long steps really last, is not all known beforehand.
+    max_used_s: the largest counter.
     """
     left_s, share = quantum_s, 1.0
     backlogged: list[_Part] = []
@@ -252,7 +275,8 @@ def _set_limits(parts: Sequence[_Part], quantum_s: float, row_s: float, max_used
         part.own_s = left_s * part.tenant.weight / weight
         part.owed_s = part.tenant.weight * (mean_s - part.tenant.used_s)
         part.limit_s = min(left_s, max(MIN_PART * part.own_s, part.own_s + part.owed_s))
-        # Alone it is owed nothing by anybody, and a counter that is as small as it can be stays as it is.
+        # Alone it is owed nothing by anybody, and a counter that is as small as it can be stays as
+        # it is.
         min_used_s = max_used_s - NEARLY_ALL * max_credit_s(part.tenant.weight)
         part.can_save = len(backlogged) > 1 and part.tenant.used_s > min_used_s
 
@@ -283,7 +307,9 @@ class _SharedStep:
         self._build_s = self._build.step_s
 
     def build(self, parts: Sequence[_Part]) -> Plan:
-        """Return the plan: of each kind of work, that of the tenant with the smallest counter first."""
+        """Return the plan: of each kind of work, that of the tenant with the smallest counter
+        first.
+        """
         for part in parts:
             if part.decoding:
                 self._decode(part)
@@ -294,7 +320,9 @@ class _SharedStep:
                 self._charge(part)
         for part in parts:
             if part.batch:
-                until_s = self._build.step_s + (self._policy.batch_share if part.jobs else 1.0) * max(0.0, part.left_s)
+                until_s = self._build.step_s + (
+                    self._policy.batch_share if part.jobs else 1.0
+                ) * max(0.0, part.left_s)
                 self._build.batch(part.batch, until_s, must=self._build.runs_nothing)
                 self._charge(part)
         self._tune(parts)
@@ -309,7 +337,9 @@ class _SharedStep:
         """Add the rows of a tenant that decode, as many as its part has time for."""
         decoding, number = part.decoding, len(part.decoding)
         limit_s = (DECODE_SHARE if part.prompts else 1.0) * part.limit_s
-        limit_s = max(limit_s, MIN_DECODES * self._latency.decode_s(num_requests=1, context=SOLO_CONTEXT))
+        limit_s = max(
+            limit_s, MIN_DECODES * self._latency.decode_s(num_requests=1, context=SOLO_CONTEXT)
+        )
         seconds, before_s = self._build.decode_seconds(decoding), self._build.forward_s
         if seconds(number) - before_s > limit_s:
             decoding = sorted(decoding, key=lambda request: request.last_token_s)
@@ -321,10 +351,14 @@ class _SharedStep:
         """Add prompts of a tenant: those first that are due first, and infeasible ones last."""
         prompts = by_priority(sorted(part.prompts, key=self._budget.due_at_s))
         prompts = infeasible_last(prompts, self._view, self._latency)
-        self._build.prefill(prompts, self._build.seconds + max(0.0, part.left_s), urgent=part.left_s > 0)
+        self._build.prefill(
+            prompts, self._build.seconds + max(0.0, part.left_s), urgent=part.left_s > 0
+        )
 
     def _tune(self, parts: Sequence[_Part]) -> None:
-        """Add work of jobs: of each tenant as much as its part has time for, then of all what the step has left."""
+        """Add work of jobs: of each tenant as much as its part has time for, then of all what the
+        step has left.
+        """
         jobs = [job for part in parts for job in part.jobs]
         if not jobs:
             return
@@ -343,9 +377,10 @@ class _SharedStep:
             self._build.tune(waiting, until_s, least_share=self._policy.least_share)
 
     def _tune_whole(self, part: _Part) -> None:
-        """Add work of a tenant's jobs to a step that the SLO of another makes short. Short steps have no room for
-        pieces of a good size, and small ones take longer per row. So the tenant's part is saved up, in its counter,
-        until it is worth what a usual step would give, or all that is left of the job's phase, or as much as it can be.
+        """Add work of a tenant's jobs to a step that the SLO of another makes short. Short steps
+        have no room for pieces of a good size, and small ones take longer per row. So the tenant's
+        part is saved up, in its counter, until it is worth what a usual step would give, or all
+        that is left of the job's phase, or as much as it can be.
         """
         usual_s = part.own_s * self._usual_s / self._quantum_s - part.taken_s
         whole_s = self._build.piece_s(part.jobs[0], part.jobs[0].num_rows_left)
@@ -355,8 +390,8 @@ class _SharedStep:
         self._tune_lump(part, part.saved_s)
 
     def _tune_lump(self, part: _Part, max_s: float) -> None:
-        """Add the smallest piece of a tenant's first job if none of its jobs has any: where that takes more than the
-        tenant's part, but not more than what it is owed (max_s).
+        """Add the smallest piece of a tenant's first job if none of its jobs has any: where that
+        takes more than the tenant's part, but not more than what it is owed (max_s).
         """
         if not self._build.served_jobs.isdisjoint([job.id for job in part.jobs]):
             return

@@ -1,8 +1,9 @@
 """What policies share that give the device to requests and to jobs in turns.
 
-An iteration of inference is a step that decodes one token of every request that runs, with prompts in chunks. One of
-tuning is a pack's way forward, through the loss and backward, in pieces as large as they can be, with the optimizer
-step if that is due. Between any two of its steps the device could turn to requests; these policies do not let it.
+An iteration of inference is a step that decodes one token of every request that runs, with prompts
+in chunks. One of tuning is a pack's way forward, through the loss and backward, in pieces as large
+as they can be, with the optimizer step if that is due. Between any two of its steps the device
+could turn to requests; these policies do not let it.
 """
 
 from collections.abc import Sequence
@@ -20,21 +21,24 @@ def has_requests(view: View) -> bool:
 
 
 def serving_step(view: View, latency: LatencyModel) -> tuple[MemoryPlan, PlanBuilder]:
-    """Iteration-level scheduling with chunked prefill (FlexLLM section 6.2): a step of requests alone, to be built, and
-    the memory that changes hands for it. Prompts are cut so that it lasts no longer than the tightest TPOT SLO.
+    """Iteration-level scheduling with chunked prefill (FlexLLM section 6.2): a step of requests
+    alone, to be built, and the memory that changes hands for it. Prompts are cut so that it lasts
+    no longer than the tightest TPOT SLO.
     """
     memory = MemoryPlan(view)
     memory.grow()
     memory.admit_waiting()
     build = PlanBuilder(view, latency, memory)
     build.decode([request for request in memory.requests if request.num_rows == 1])
-    build.prefill([request for request in memory.requests if request.num_rows > 1], slo_s(view, memory))
+    build.prefill(
+        [request for request in memory.requests if request.num_rows > 1], slo_s(view, memory)
+    )
     return memory, build
 
 
 def slo_s(view: View, memory: MemoryPlan) -> float:
-    """The tightest TPOT SLO of the requests that run; without any, of the next; less what steps at exactly this pace
-    would be late by in the mean.
+    """The tightest TPOT SLO of the requests that run; without any, of the next; less what steps at
+    exactly this pace would be late by in the mean.
     """
     return AIMED * min([request.info.tpot_s for request in memory.requests], default=view.tpot_s)
 
@@ -45,8 +49,8 @@ def under_way(jobs: Sequence[JobProgress]) -> JobProgress | None:
 
 
 def next_job(view: View, memory: MemoryPlan, *, requests_first: bool = True) -> JobProgress | None:
-    """The job under way. Otherwise, of those that have a pack in memory or can get one, the one served least; the
-    others begin none.
+    """The job under way. Otherwise, of those that have a pack in memory or can get one, the one
+    served least; the others begin none.
     """
     if (going := under_way(memory.jobs)) is not None:
         return going
@@ -58,8 +62,8 @@ def next_job(view: View, memory: MemoryPlan, *, requests_first: bool = True) -> 
 
 
 def alternate(view: View, latency: LatencyModel, *, serves: bool) -> Plan:
-    """An iteration under way goes first. Then it is the turn of requests (serves) or of jobs; of the others, where one
-    side has nothing that it could run.
+    """An iteration under way goes first. Then it is the turn of requests (serves) or of jobs; of
+    the others, where one side has nothing that it could run.
     """
     turns = [_serve, _tune] if serves and under_way(view.jobs) is None else [_tune, _serve]
     plans = [turns[0](view, latency)]

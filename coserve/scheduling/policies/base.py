@@ -15,18 +15,21 @@ __all__ = ["Policy", "Setting", "setting"]
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(HasSettings, ABC):
-    """A policy is a subclass in a file of its own in this folder, found by the file's name. Its fields are `setting`s.
+    """A policy is a subclass in a file of its own in this folder, found by the file's name. Its
+    fields are `setting`s.
 
-    `plan` reads no clock, does no I/O and keeps nothing between calls: the same view and latency model give the same
-    plan. What it must know of earlier steps is in a `History`. ValueError when created names a setting and its range.
+    `plan` reads no clock, does no I/O and keeps nothing between calls: the same view and latency
+    model give the same plan. What it must know of earlier steps is in a `History`. ValueError when
+    created names a setting and its range.
     """
 
     kind: ClassVar[str] = "policy"
     summary: ClassVar[str]  # one line, for help texts
-    # Whether it tells batch work apart; otherwise it sees it among the requests, with its window as their SLO.
+    # Whether it tells batch work apart; otherwise it sees it among the requests, with its window as
+    # their SLO.
     serves_batch: ClassVar[bool] = False
-    # Whether a pack's pass, forward or backward, may run as a whole before anybody else's turn comes: then who arrives
-    # waits the less, the smaller packs are.
+    # Whether a pack's pass, forward or backward, may run as a whole before anybody else's turn
+    # comes: then who arrives waits the less, the smaller packs are.
     runs_whole_passes: ClassVar[bool] = False
     # Whether whose request is admitted next is decided by what tenants have been served.
     is_fair: ClassVar[bool] = False

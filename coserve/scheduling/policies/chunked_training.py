@@ -1,9 +1,10 @@
 """Chunked training with chunks of one size, the baseline of LLMStation (sections 2.3 and 6.1).
 
-A training sequence is cut into chunks of as many tokens, whatever the load; a step of inference takes one chunk along:
-its rows forward, in one batch with the requests', or through the loss, or backward through all layers. Unlike in
-`token_fusion` nothing is predicted: the SLO is held if the chunk was chosen small enough. Without requests, nothing is
-cut, to spare what each chunk costs; who arrives then waits for the pass under way.
+A training sequence is cut into chunks of as many tokens, whatever the load; a step of inference
+takes one chunk along: its rows forward, in one batch with the requests', or through the loss, or
+backward through all layers. Unlike in `token_fusion` nothing is predicted: the SLO is held if the
+chunk was chosen small enough. Without requests, nothing is cut, to spare what each chunk costs; who
+arrives then waits for the pass under way.
 """
 
 from dataclasses import dataclass
@@ -27,5 +28,9 @@ class ChunkedTraining(Policy):
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         memory, build = serving_step(view, latency)
         if (job := next_job(view, memory)) is not None:
-            build.take(job, self.chunk_tokens if memory.requests else job.num_rows, job.info.counts.num_parts)
+            build.take(
+                job,
+                self.chunk_tokens if memory.requests else job.num_rows,
+                job.info.counts.num_parts,
+            )
         return build.build()

@@ -1,13 +1,15 @@
-"""FlexLLM appendix A, algorithm 3: temporal sharing whose interval follows queues, arrivals and completions.
+"""FlexLLM appendix A, algorithm 3: temporal sharing whose interval follows queues, arrivals and
+completions.
 
-As `temporal_sharing`, but after each tuning iteration a number of inference iterations is chosen for the next, from 64
-to 512. Every third time it is worked out anew from what was seen since the last one: the mean and the longest queue,
-and by how much more requests arrived than were completed per iteration. In between, the last one is stretched by a
-tenth.
+As `temporal_sharing`, but after each tuning iteration a number of inference iterations is chosen
+for the next, from 64 to 512. Every third time it is worked out anew from what was seen since the
+last one: the mean and the longest queue, and by how much more requests arrived than were completed
+per iteration. In between, the last one is stretched by a tenth.
 
-Where the listing leaves room: the adjustment of line 38 applies to whatever the branches before it chose, as the text
-has it ("to computed frequencies"), and the first interval is the shortest. The means are over the iterations since the
-last choice; mean batch sizes are collected there, and used for nothing.
+Where the listing leaves room: the adjustment of line 38 applies to whatever the branches before it
+chose, as the text has it ("to computed frequencies"), and the first interval is the shortest. The
+means are over the iterations since the last choice; mean batch sizes are collected there, and used
+for nothing.
 """
 
 from dataclasses import dataclass
@@ -20,9 +22,11 @@ from coserve.scheduling.policies._turns import alternate, has_requests
 from coserve.scheduling.policies.base import Policy
 
 LEAST, MOST = 64, 512
-# Mean queue, longest queue, and arrivals beyond completions per iteration, at which each kind of pressure is 1.
+# Mean queue, longest queue, and arrivals beyond completions per iteration, at which each kind of
+# pressure is 1.
 QUEUE, SPIKE, BACKLOG = 20.0, 25.0, 8.0
-# The most that queue and spike may count; pressures with the shortest and with the longest interval.
+# The most that queue and spike may count; pressures with the shortest and with the longest
+# interval.
 MOST_QUEUE, MOST_SPIKE = 1.0, 0.5
 CALM, PRESSED = 0.8, 2.0
 SCALE, STABILIZATION, FLOOR = 0.6, 1.35, LEAST + 16
@@ -34,8 +38,9 @@ SWITCHES_PER_CHOICE, STRETCH = 3, 1.1
 class Switching(History):
     """Algorithm 3's variables: left is s, smoothed is f_p, num_switches is d.
 
-    due: whether it is time for an iteration of tuning. num_steps, sum_queue and max_queue make up Q; arrived and ended
-    are the counts of requests at the last reset, so that r_a and r_c are differences to them.
+    due: whether it is time for an iteration of tuning. num_steps, sum_queue and max_queue make up
+    Q; arrived and ended are the counts of requests at the last reset, so that r_a and r_c are
+    differences to them.
     """
 
     left: float = LEAST
@@ -86,7 +91,9 @@ class Switching(History):
 
 
 def interval_at(pressure: float) -> float:
-    """Lines 31 to 37: iterations of inference between two of tuning, by the pressure of requests."""
+    """Lines 31 to 37: iterations of inference between two of tuning, by the pressure of
+    requests.
+    """
     if pressure <= CALM:
         return LEAST
     if pressure >= PRESSED:
@@ -98,7 +105,9 @@ def interval_at(pressure: float) -> float:
 class DynamicTemporalSharing(Policy):
     """Temporal sharing at an interval that follows the load."""
 
-    summary: ClassVar[str] = "temporal sharing at an interval that follows the load (FlexLLM appendix A)"
+    summary: ClassVar[str] = (
+        "temporal sharing at an interval that follows the load (FlexLLM appendix A)"
+    )
     runs_whole_passes: ClassVar[bool] = True
 
     def make_history(self) -> History:

@@ -1,9 +1,10 @@
 """FineInfer's deferred continuous batching, as LLMStation describes it (sections 2.3 and 4.1).
 
-Requests and jobs have the device in turns. While any request runs, jobs stand still, and others join at every
-iteration. When none runs, those that arrive are deferred until the oldest has waited for its share of the TTFT SLO, so
-that more of them run together; meanwhile, jobs have the device. The context is switched between iterations: requests
-wait for the end of the tuning iteration that is under way.
+Requests and jobs have the device in turns. While any request runs, jobs stand still, and others
+join at every iteration. When none runs, those that arrive are deferred until the oldest has waited
+for its share of the TTFT SLO, so that more of them run together; meanwhile, jobs have the device.
+The context is switched between iterations: requests wait for the end of the tuning iteration that
+is under way.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from coserve.scheduling.policies.base import Policy, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Fineinfer(Policy):
-    """FineInfer's deferred continuous batching: jobs while requests are deferred, to run together."""
+    """FineInfer's deferred continuous batching: jobs while requests are deferred, to run
+    together.
+    """
 
     summary: ClassVar[str] = "jobs while requests are deferred, to run together (FineInfer)"
     runs_whole_passes: ClassVar[bool] = True
@@ -30,6 +33,7 @@ class Fineinfer(Policy):
     def is_due(self, view: View) -> bool:
         """Whether a request that waits has been deferred for long enough."""
         return any(
-            request.may_start and view.now_s >= request.info.arrival_s + self.deferral * request.info.ttft_s
+            request.may_start
+            and view.now_s >= request.info.arrival_s + self.deferral * request.info.ttft_s
             for request in view.waiting
         )

@@ -1,19 +1,24 @@
-"""HARLI sections 5 and 6: the part of the device that requests need to decode just in time; jobs have the rest.
+"""HARLI sections 5 and 6: the part of the device that requests need to decode just in time; jobs
+have the rest.
 
-Before every decode step, and so after every arrival, the partition is chosen anew: the one whose predicted decode
-latency comes nearest to the tightest TPOT SLO without passing it. Where none keeps it, or a job has nothing ready, the
-whole device is the requests'. So it is after a step in which weights of another model, which a job trains, had not come
-yet: there one unit of the job goes before the requests' rows, if the weights are there by then, and the device is
-divided again. Jobs run in units of about 10 ms, of one layer each, so that they give way soon. Where a decode step is
-over before a job's smallest piece would be, the job has that once its part of the device was worth it.
+Before every decode step, and so after every arrival, the partition is chosen anew: the one whose
+predicted decode latency comes nearest to the tightest TPOT SLO without passing it. Where none keeps
+it, or a job has nothing ready, the whole device is the requests'. So it is after a step in which
+weights of another model, which a job trains, had not come yet: there one unit of the job goes
+before the requests' rows, if the weights are there by then, and the device is divided again. Jobs
+run in units of about 10 ms, of one layer each, so that they give way soon. Where a decode step is
+over before a job's smallest piece would be, the job has that once its part of the device was worth
+it.
 
-The predictor has two stages. Equation 2 says what decoding takes on some units alone, with coefficients for each number
-of units, from three representative batches; equation 3 by what factor a job beside it stretches that. Small batches
-take as long as one another (section 5.1: up to four, by padding); up to how many requests that is so, each number of
-units says for itself, since a CPU's tiles have sixteen rows and other CPUs have none.
+The predictor has two stages. Equation 2 says what decoding takes on some units alone, with
+coefficients for each number of units, from three representative batches; equation 3 by what factor
+a job beside it stretches that. Small batches take as long as one another (section 5.1: up to four,
+by padding); up to how many requests that is so, each number of units says for itself, since a CPU's
+tiles have sixteen rows and other CPUs have none.
 
-HARLI decodes on instances that have no prefill (section 8.1): here a step with prompts is the requests' alone. `_sides`
-says how windows run. A device that cannot be divided runs units after the requests' rows, until the SLO.
+HARLI decodes on instances that have no prefill (section 8.1): here a step with prompts is the
+requests' alone. `_sides` says how windows run. A device that cannot be divided runs units after the
+requests' rows, until the SLO.
 """
 
 from collections.abc import Sequence
@@ -34,13 +39,14 @@ from coserve.scheduling.sharing import Share, between
 
 # The largest batch and the numbers of tokens in the cache at which decode steps are fitted.
 MOST_BATCH, CONTEXTS = 64, (256, 1024)
-# Sizes up to which batches may take as long as one request, and by which share longer they may take for that.
+# Sizes up to which batches may take as long as one request, and by which share longer they may take
+# for that.
 _PADDED, _AS_LONG = (2, 4, 8, 16), 0.05
 
 
 class Solo(NamedTuple):
-    """Equation 2, for some units: seconds to decode alone are bs b0 + c0 + bs k0 seqlen. padded: smaller batches take
-    as long as one of this many requests, but for their keys.
+    """Equation 2, for some units: seconds to decode alone are bs b0 + c0 + bs k0 seqlen. padded:
+    smaller batches take as long as one of this many requests, but for their keys.
     """
 
     b0: float
@@ -53,8 +59,8 @@ class Solo(NamedTuple):
 
 
 class Predictor(NamedTuple):
-    """Equation 3: beside a job, decoding takes SM_infer b1 + SM_ft k1 times as long, in shares of the device. solo: by
-    number of units.
+    """Equation 3: beside a job, decoding takes SM_infer b1 + SM_ft k1 times as long, in shares of
+    the device. solo: by number of units.
     """
 
     num_units: int
@@ -63,17 +69,23 @@ class Predictor(NamedTuple):
     k1: float
 
     def seconds(self, partition: Partition, batch: int, context: float) -> float:
-        """A decode step of a batch that has as many tokens in the cache in the mean, beside a job."""
-        inference, tuning = partition.forward_units / self.num_units, partition.backward_units / self.num_units
+        """A decode step of a batch that has as many tokens in the cache in the mean, beside a
+        job.
+        """
+        inference, tuning = (
+            partition.forward_units / self.num_units,
+            partition.backward_units / self.num_units,
+        )
         factor = inference * self.b1 + tuning * self.k1
         return factor * self.solo[partition.forward_units].seconds(batch, context)
 
 
 def predictor(latency: LatencyModel) -> Predictor:
-    """Both stages, fitted once to what was measured of a device and of its parts, whatever its steps took since.
+    """Both stages, fitted once to what was measured of a device and of its parts, whatever its
+    steps took since.
 
-    That all of a job takes from decoding grows with its units, from nothing, fixes b1 and k1 for parts that make up the
-    whole device.
+    That all of a job takes from decoding grows with its units, from nothing, fixes b1 and k1 for
+    parts that make up the whole device.
     """
     found = _PREDICTORS.get(latency)
     if found is None or found[0] is not latency.profile:
@@ -90,14 +102,18 @@ def _fitted(profile: Profile) -> Predictor:
     assert sharing is not None, "the device was not measured in parts"
     latency = LatencyModel(profile)
     solo = {share.units: _solo(latency, share) for share in sharing.shares}
-    return Predictor(num_units=sharing.num_units, solo=solo, b1=1.0, k1=1.0 + sharing.forward_interference)
+    return Predictor(
+        num_units=sharing.num_units, solo=solo, b1=1.0, k1=1.0 + sharing.forward_interference
+    )
 
 
 def _solo(latency: LatencyModel, share: Share) -> Solo:
     """Seconds are a line in the batch for each context, whose slope is a line in the context."""
 
     def seconds(batch: int, context: int) -> float:
-        return latency.decode_s(num_requests=batch, context=context) / between(share.rows, share.forward, batch)
+        return latency.decode_s(num_requests=batch, context=context) / between(
+            share.rows, share.forward, batch
+        )
 
     as_long = (1 + _AS_LONG) * seconds(1, 0)
     padded = max([1, *[batch for batch in _PADDED if seconds(batch, 0) <= as_long]])
@@ -109,19 +125,23 @@ def _solo(latency: LatencyModel, share: Share) -> Solo:
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Slope, and value at 0, of the line nearest to some points above 0, by shares of these (weighted least squares):
-    a decode step's error counts by its length.
+    """Slope, and value at 0, of the line nearest to some points above 0, by shares of these
+    (weighted least squares): a decode step's error counts by its length.
     """
     weights = [1 / y**2 for y in ys]
     mean_x, mean_y = (sum(map(mul, weights, each)) / sum(weights) for each in (xs, ys))
-    slope = sum([weight * (x - mean_x) * (y - mean_y) for weight, x, y in zip(weights, xs, ys, strict=True)])
+    slope = sum(
+        [weight * (x - mean_x) * (y - mean_y) for weight, x, y in zip(weights, xs, ys, strict=True)]
+    )
     slope /= sum([weight * (x - mean_x) ** 2 for weight, x in zip(weights, xs, strict=True)])
     return slope, mean_y - slope * mean_x
 
 
 @dataclass
 class _Starving(History):
-    """jobs: of which the last step had tasklets, and none began: the weights that they need were not there."""
+    """jobs: of which the last step had tasklets, and none began: the weights that they need were
+    not there.
+    """
 
     jobs: frozenset[str] = field(default_factory=frozenset)
 
@@ -132,11 +152,17 @@ class _Starving(History):
 
 @dataclass(frozen=True, kw_only=True)
 class Harli(Policy):
-    """HARLI's scheduler: decoding on the part of the device that just keeps the SLO, jobs on the rest."""
+    """HARLI's scheduler: decoding on the part of the device that just keeps the SLO, jobs on the
+    rest.
+    """
 
-    summary: ClassVar[str] = "decoding on the part of the device that just keeps the SLO, jobs on the rest (HARLI)"
+    summary: ClassVar[str] = (
+        "decoding on the part of the device that just keeps the SLO, jobs on the rest (HARLI)"
+    )
 
-    unit_ms: float = setting(10.0, "About how long a unit of a job takes, in milliseconds.", least=0.1)
+    unit_ms: float = setting(
+        10.0, "About how long a unit of a job takes, in milliseconds.", least=0.1
+    )
 
     def make_history(self) -> History:
         return _Starving()
@@ -162,8 +188,12 @@ class Harli(Policy):
             build.take(job, 0)
         return build.build()
 
-    def partition(self, requests: Sequence[RequestProgress], slo_s: float, latency: LatencyModel) -> Partition | None:
-        """The one with which decoding comes nearest to the SLO without passing it; None if it passes it with all."""
+    def partition(
+        self, requests: Sequence[RequestProgress], slo_s: float, latency: LatencyModel
+    ) -> Partition | None:
+        """The one with which decoding comes nearest to the SLO without passing it; None if it
+        passes it with all.
+        """
         predicted, context = predictor(latency), mean([request.num_past for request in requests])
         found, nearest_s = None, 0.0
         for partition in latency.sharing.partitions:

@@ -1,24 +1,30 @@
-"""LLMStation sections 4 and 5: before every decode step a planner says how many tuning tasklets can run with it.
+"""LLMStation sections 4 and 5: before every decode step a planner says how many tuning tasklets can
+run with it.
 
-Algorithm 1: requests that arrive are prefilled at once, all of them, and tuning is suspended meanwhile, unless their
-prompts are short. Otherwise a decode step is planned: while a job goes forward, it is fused with as many of the job's
-tokens as keep the TPOT SLO; while it goes backward, with as many tasklets of a layer as the planner allows, beside it
-where the device can be divided, after it where not. Deferred continuous batching: while no request runs, those that
-arrive wait for others for a share of the TTFT SLO.
+Algorithm 1: requests that arrive are prefilled at once, all of them, and tuning is suspended
+meanwhile, unless their prompts are short. Otherwise a decode step is planned: while a job goes
+forward, it is fused with as many of the job's tokens as keep the TPOT SLO; while it goes backward,
+with as many tasklets of a layer as the planner allows, beside it where the device can be divided,
+after it where not. Deferred continuous batching: while no request runs, those that arrive wait for
+others for a share of the TTFT SLO.
 
-The planner has the objective and the constraints of section 4.2, not all of the freedom of its inequality (1), by which
-some of a decode step's N_d,all tasklets may run beside tuning and the others alone. There both sides contend for the
-whole device, here each has units of its own until the forward pass ends: a decode step runs beside tuning as a whole
-(N_d = N_d,all) or not at all. What is chosen in place of N_d is the partition, and with it l_d: of those on which
-N_d,all l_d <= SLO_d, the one with the largest N_p <= N_d,all l_d / l_p. Where decoding beside tuning would pass SLO_d
-on all of them, (1) would still have part of it beside tuning; here tasklets then follow the step, as on a device that
-cannot be divided. There a tasklet takes all of its time from decoding, and (1) is N_p <= (SLO_d - N_d,all l_d0) / l_p.
+The planner has the objective and the constraints of section 4.2, not all of the freedom of its
+inequality (1), by which some of a decode step's N_d,all tasklets may run beside tuning and the
+others alone. There both sides contend for the whole device, here each has units of its own until
+the forward pass ends: a decode step runs beside tuning as a whole (N_d = N_d,all) or not at all.
+What is chosen in place of N_d is the partition, and with it l_d: of those on which N_d,all l_d <=
+SLO_d, the one with the largest N_p <= N_d,all l_d / l_p. Where decoding beside tuning would pass
+SLO_d on all of them, (1) would still have part of it beside tuning; here tasklets then follow the
+step, as on a device that cannot be divided. There a tasklet takes all of its time from decoding,
+and (1) is N_p <= (SLO_d - N_d,all l_d0) / l_p.
 
-Latencies are those that were recorded of steps like this, or a linear model's (`scheduling.records`). Of steps on a
-partition that were not recorded, what the profile says of its parts stands in for the linear model; and records of them
-give way to it with age: a partition that was too slow once would not be planned, and so not recorded, again. Of the two
-ways to fuse a forward pass that section 5.2 has, this is the one by tokens: windows here go through all layers. Where
-not even one layer of a whole sequence fits, tasklets are cut by rows, as operators of a layer are there.
+Latencies are those that were recorded of steps like this, or a linear model's
+(`scheduling.records`). Of steps on a partition that were not recorded, what the profile says of its
+parts stands in for the linear model; and records of them give way to it with age: a partition that
+was too slow once would not be planned, and so not recorded, again. Of the two ways to fuse a
+forward pass that section 5.2 has, this is the one by tokens: windows here go through all layers.
+Where not even one layer of a whole sequence fits, tasklets are cut by rows, as operators of a layer
+are there.
 """
 
 from collections.abc import Hashable, Sequence
@@ -64,7 +70,9 @@ def _units(partition: Partition) -> tuple[int, int]:
 
 
 def _adapters(job: JobProgress | None, requests: Sequence[RequestProgress]) -> Hashable:
-    """What records are grouped by: what the job trains, and the bypasses of the adapters that requests use."""
+    """What records are grouped by: what the job trains, and the bypasses of the adapters that
+    requests use.
+    """
     used = {request.info.version: request.info.num_bypasses for request in requests}
     return None if job is None else job.info.counts, tuple(sorted(used.values()))
 
@@ -84,8 +92,9 @@ def _fused_work(load: ForwardLoad, job: JobProgress, rows: int, latency: Latency
 
 @dataclass
 class _Records(LatencyRecords, History):
-    """Kinds: "decode" alone; "forward" with a window; "backward", a tasklet after decoding. On a partition of the
-    device: "beside", a tasklet beside decoding, and "divided", decoding beside tasklets.
+    """Kinds: "decode" alone; "forward" with a window; "backward", a tasklet after decoding. On a
+    partition of the device: "beside", a tasklet beside decoding, and "divided", decoding beside
+    tasklets.
     """
 
     def add(self, step: StepView) -> None:
@@ -101,12 +110,18 @@ class _Records(LatencyRecords, History):
         if windows:
             job, rows = jobs[windows[0].item], windows[0].rows
             work = _fused_work(load, job, rows, latency)
-            self.record(_adapters(job, requests), Key("forward", batch, _size(rows)), work, step.forward_s)
+            self.record(
+                _adapters(job, requests), Key("forward", batch, _size(rows)), work, step.forward_s
+            )
         elif step.plan.partition is None:
             self.record(group, Key("decode", batch, 0), forward_work(load, latency), step.forward_s)
         if not tasklets:
             return
-        job, part, group = jobs[tasklets[0].job], tasklets[0], _adapters(jobs[tasklets[0].job], requests)
+        job, part, group = (
+            jobs[tasklets[0].job],
+            tasklets[0],
+            _adapters(jobs[tasklets[0].job], requests),
+        )
         work, size = tasklet_work(job, part.rows, latency), _size(part.rows)
         beside = step.num_beside.get(job.id, 0)
         after = step.num_tasklets.get(job.id, 0) - beside
@@ -118,20 +133,33 @@ class _Records(LatencyRecords, History):
                 ("beside", step.beside_s / beside, tasklet_s / planned.backward_speed),
                 ("divided", step.forward_s, planned.forward_s / planned.forward_speed),
             ):
-                self.renew(group, Key(kind, batch, size, _units(partition)), seconds, predicted_s=predicted_s)
+                self.renew(
+                    group,
+                    Key(kind, batch, size, _units(partition)),
+                    seconds,
+                    predicted_s=predicted_s,
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llmstation(Policy):
-    """LLMStation's scheduler: with every decode step as many tuning tasklets as a planner allows."""
+    """LLMStation's scheduler: with every decode step as many tuning tasklets as a planner
+    allows.
+    """
 
-    summary: ClassVar[str] = "with every decode step, as many tuning tasklets as a planner allows (LLMStation)"
+    summary: ClassVar[str] = (
+        "with every decode step, as many tuning tasklets as a planner allows (LLMStation)"
+    )
 
-    short_prompt: int = setting(64, "Prompts of no more tokens, all together, do not suspend tuning.")
+    short_prompt: int = setting(
+        64, "Prompts of no more tokens, all together, do not suspend tuning."
+    )
     decode_share: float = setting(
         0.75, "SLO_d, as a share of the TPOT SLO: the rest is for prefills in between.", most=1
     )
-    deferral: float = setting(0.5, "Share of the TTFT SLO for which requests are deferred while none runs.", most=1)
+    deferral: float = setting(
+        0.5, "Share of the TTFT SLO for which requests are deferred while none runs.", most=1
+    )
 
     def make_history(self) -> History:
         return _Records()
@@ -171,7 +199,8 @@ class Llmstation(Policy):
     def defers(self, view: View) -> bool:
         """Whether those that wait are to wait for others."""
         return not view.requests and all(
-            view.now_s < request.info.arrival_s + self.deferral * request.info.ttft_s for request in view.waiting
+            view.now_s < request.info.arrival_s + self.deferral * request.info.ttft_s
+            for request in view.waiting
         )
 
 
@@ -188,7 +217,9 @@ class _Step:
     budget_s: float
 
     def add_tuning(self) -> tuple[Partition, float, float] | None:
-        """As much as fits. Returns how the device is to be divided, with the sides' speeds, if it is."""
+        """As much as fits. Returns how the device is to be divided, with the sides' speeds, if it
+        is.
+        """
         if self.job.phase == "forward":
             self._add_window()
         elif self.job.phase == "backward":
@@ -209,7 +240,9 @@ class _Step:
                 return
 
     def _add_tasklets(self) -> tuple[Partition, float, float] | None:
-        """Beside the step, if the device can be divided so that this pays, and the SLO is kept; otherwise after it."""
+        """Beside the step, if the device can be divided so that this pays, and the SLO is kept;
+        otherwise after it.
+        """
         decode_s, rows = self._decode_s(), self.job.num_rows
         while rows > LEAST_WINDOW_ROWS and self._tasklet_s(rows) > self.budget_s - decode_s:
             rows = max(LEAST_WINDOW_ROWS, rows // 2)
@@ -219,15 +252,16 @@ class _Step:
             if found is not None:
                 self.build.take(self.job, rows, number)
                 return found
-        # In turns a tuning tasklet takes all of its time from decoding: l_d - l_d0 = l_p, and (1) is what fits.
+        # In turns a tuning tasklet takes all of its time from decoding: l_d - l_d0 = l_p, and (1)
+        # is what fits.
         self.build.take(self.job, rows, max(0, int((self.budget_s - decode_s) / tasklet_s)))
         return None
 
     def _most_beside(
         self, rows: int, decode_s: float, tasklet_s: float
     ) -> tuple[int, tuple[Partition, float, float] | None]:
-        """How many tasklets, and beside what partition, with its speeds: of those that pay, the one with the most
-        tasklets; of several, where decoding is fastest.
+        """How many tasklets, and beside what partition, with its speeds: of those that pay, the one
+        with the most tasklets; of several, where decoding is fastest.
         """
         sharing, batch, group = self.latency.sharing, self.build.num_rows, self._group
         best: tuple[Partition, float, float] | None = None
@@ -251,7 +285,9 @@ class _Step:
         def work() -> Work:
             return forward_work(_load(self.requests), self.latency)
 
-        return self.records.seconds(_adapters(None, self.requests), Key("decode", self.build.num_rows, 0), work)
+        return self.records.seconds(
+            _adapters(None, self.requests), Key("decode", self.build.num_rows, 0), work
+        )
 
     def _tasklet_s(self, rows: int) -> float:
         key = Key("backward", self.build.num_rows, _size(rows))

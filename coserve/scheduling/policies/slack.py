@@ -1,21 +1,22 @@
 """The default: requests first, then as much fine-tuning as fits before the tightest deadline.
 
-`scheduling.slo.step_budget` says what a step may take: when tokens are due, what prompts need to be in time, and what
-is left for jobs. Here is the order in which it is given away: rows that decode, prompts by their deadlines (infeasible
-ones last), batch work, jobs.
+`scheduling.slo.step_budget` says what a step may take: when tokens are due, what prompts need to be
+in time, and what is left for jobs. Here is the order in which it is given away: rows that decode,
+prompts by their deadlines (infeasible ones last), batch work, jobs.
 
-Batch work (`View.batch`) runs in what requests leave, too: beside jobs it gets `batch_share` of it, in time and in
-pages, and all of it where some of it should have been done by now. It has no SLO; nothing that it takes makes a request
-late that a job's work would not.
+Batch work (`View.batch`) runs in what requests leave, too: beside jobs it gets `batch_share` of it,
+in time and in pages, and all of it where some of it should have been done by now. It has no SLO;
+nothing that it takes makes a request late that a job's work would not.
 
-Where several tenants have work, each has a share of every step, and all of the above holds within it (`_tenants.py`).
+Where several tenants have work, each has a share of every step, and all of the above holds within
+it (`_tenants.py`).
 
-In any case jobs get `least_share` of the time, in smallest pieces, so that none stands still; where requests are
-marginal, a fiftieth of it.
+In any case jobs get `least_share` of the time, in smallest pieces, so that none stands still; where
+requests are marginal, a fiftieth of it.
 
-The aim: SLOs that requests alone hold at p99, they hold at p99 beside jobs. tests/torch/test_simulation.py holds random
-loads against it, benchmarks/slo_edge.py loads at which requests alone are marginal, of which a few fall below
-(benchmarks/slo-edge.md).
+The aim: SLOs that requests alone hold at p99, they hold at p99 beside jobs.
+tests/torch/test_simulation.py holds random loads against it, benchmarks/slo_edge.py loads at which
+requests alone are marginal, of which a few fall below (benchmarks/slo-edge.md).
 """
 
 from collections.abc import Sequence
@@ -36,14 +37,15 @@ from coserve.scheduling.slo.deadlines import Deadlines
 from coserve.scheduling.slo.infeasible import infeasible_last
 from coserve.scheduling.slo.step_budget import BudgetSettings, StepBudget
 
-# A job in memory that has stood still for as many of the longest steps has its turn: one that was served less, or whose
-# pieces are always cheaper, would keep it waiting. 1.5 and 6: within 0.1% with six jobs
-# (benchmarks/slack-constants.md).
+# A job in memory that has stood still for as many of the longest steps has its turn: one that was
+# served less, or whose pieces are always cheaper, would keep it waiting. 1.5 and 6: within 0.1%
+# with six jobs (benchmarks/slack-constants.md).
 AGED_WAITS = 3.0
-# Beside requests a pack takes about this many times the time that it takes alone. No simulated load tells 1 or 4 from
-# it.
+# Beside requests a pack takes about this many times the time that it takes alone. No simulated load
+# tells 1 or 4 from it.
 PACK_STRETCH = 2.0
-# A request waits for a pack to be done only if it has this many times the time. No simulated load tells 2 or 8 from it.
+# A request waits for a pack to be done only if it has this many times the time. No simulated load
+# tells 2 or 8 from it.
 CAN_WAIT_TIMES = 4.0
 
 
@@ -54,29 +56,40 @@ class Slack(Policy):
     summary: ClassVar[str] = "requests first, jobs in whatever time their SLOs leave over"
     serves_batch: ClassVar[bool] = True
     is_fair: ClassVar[bool] = True
-    # Whether steps are divided among tenants by time; otherwise only the order of requests and jobs is.
+    # Whether steps are divided among tenants by time; otherwise only the order of requests and jobs
+    # is.
     shares_time: ClassVar[bool] = True
 
     max_gap_tpots: float = setting(
         4.0, "The longest gap between two tokens of a request, in units of its TPOT SLO.", least=1
     )
     reserve_tpots: float = setting(
-        0.5, "What every request keeps of the time that early tokens saved, in TPOTs; near its SLO 1.5 at least."
+        0.5,
+        "What every request keeps of the time that early tokens saved, in TPOTs; near its SLO 1.5 "
+        "at least.",
     )
     arrival_share: float = setting(
-        0.1, "Share of the TTFT SLO that an arrival may wait for a step with fine-tuning in it to end.", most=1
+        0.1,
+        "Share of the TTFT SLO that an arrival may wait for a step with fine-tuning in it to end.",
+        most=1,
     )
     least_share: float = setting(
         0.005,
-        "Share of the time that jobs get however much requests press; a fiftieth of it where SLOs are marginal.",
+        "Share of the time that jobs get however much requests press; a fiftieth of it where SLOs "
+        "are marginal.",
         most=0.5,
     )
 
     batch_share: float = setting(
-        0.5, "Of what requests leave, the share of batch work where jobs want it, too; what is late gets all.", most=1
+        0.5,
+        "Of what requests leave, the share of batch work where jobs want it, too; what is late "
+        "gets all.",
+        most=1,
     )
     divides: bool = setting(
-        True, "Whether jobs may run beside the forward pass, each on its part of the device, where that brings more."
+        True,
+        "Whether jobs may run beside the forward pass, each on its part of the device, where that "
+        "brings more.",
     )
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
@@ -91,7 +104,9 @@ class Slack(Policy):
         memory = self._share_memory(view, latency, batch_share, tunes=tunes)
         budget = self.budget(view, latency, memory.requests)
         build = PlanBuilder(view, latency, memory)
-        deadlines, all_in = self._serve(build, memory, budget, others_want_time=tunes or bool(memory.batch))
+        deadlines, all_in = self._serve(
+            build, memory, budget, others_want_time=tunes or bool(memory.batch)
+        )
         until_s, max_s = 0.0, inf
         if all_in and (tunes or memory.batch):
             until_s, max_s = budget.jobs_until_s(build.step_s, deadlines, memory)
@@ -101,8 +116,8 @@ class Slack(Policy):
             must = build.runs_nothing and batch_share == 1
             build.batch(memory.batch, build.step_s + batch_share * left_s, must=must)
         if tunes:
-            # As long as a request's token may, a job's piece may wait for more time than there is; where there can be:
-            # near an SLO, requests that came lately keep what they save.
+            # As long as a request's token may, a job's piece may wait for more time than there is;
+            # where there can be: near an SLO, requests that came lately keep what they save.
             may_grow = until_s < max_s and not budget.allowance.is_near
             jobs = self.shares(memory.jobs, view)
             if self.divides and view.num_units > 1:
@@ -111,12 +126,15 @@ class Slack(Policy):
             build.tune(jobs, until_s, max_defer_s=max_defer_s, least_share=budget.least_share)
         return build.build()
 
-    def budget(self, view: View, latency: LatencyModel, requests: Sequence[RequestProgress] = ()) -> StepBudget:
+    def budget(
+        self, view: View, latency: LatencyModel, requests: Sequence[RequestProgress] = ()
+    ) -> StepBudget:
         """Return what a step may take that serves these requests."""
         return StepBudget(view, latency, self._budget_settings, requests)
 
     def arrival_wait_s(self, ttft_s: float, tpot_s: float) -> float:
-        """Return the longest that a request waits for a step with jobs in it that runs when it arrives.
+        """Return the longest that a request waits for a step with jobs in it that runs when it
+        arrives.
 
         Args:
             ttft_s: its SLO.
@@ -127,12 +145,14 @@ class Slack(Policy):
     # -- what a subclass may change -----------------------------------------------------
 
     def queue(self, view: View) -> Sequence[RequestProgress]:
-        """Return waiting requests in the order in which they are to be admitted, as far as they can be in time."""
+        """Return waiting requests in the order in which they are to be admitted, as far as they can
+        be in time.
+        """
         return view.waiting
 
     def turns(self, view: View) -> Sequence[JobProgress]:
-        """Return jobs in the order in which they are to be served: the one served least first, but who has waited for
-        many steps before all.
+        """Return jobs in the order in which they are to be served: the one served least first, but
+        who has waited for many steps before all.
         """
         longest_s = max([job.waited_s for job in view.jobs]) if len(view.jobs) > 1 else 0.0
         if longest_s <= AGED_WAITS * self.arrival_share * view.ttft_s:
@@ -166,7 +186,9 @@ class Slack(Policy):
         is_late = any(due_s is not None and due_s < view.now_s for due_s in dues_s)
         return 1.0 if is_late else self.batch_share
 
-    def _share_memory(self, view: View, latency: LatencyModel, batch_share: float, *, tunes: bool) -> MemoryPlan:
+    def _share_memory(
+        self, view: View, latency: LatencyModel, batch_share: float, *, tunes: bool
+    ) -> MemoryPlan:
         """Return the pages that change hands."""
         memory = MemoryPlan(view)
 
@@ -179,7 +201,9 @@ class Slack(Policy):
 
         memory.grow(can_wait)
         if view.waiting:
-            memory.admit_waiting(by_priority(infeasible_last(self.queue(view), view, latency)), can_wait)
+            memory.admit_waiting(
+                by_priority(infeasible_last(self.queue(view), view, latency)), can_wait
+            )
         if view.batch or view.batch_waiting:
             memory.serve_batch(batch_share * view.num_pages if view.num_pages else inf)
         if tunes:
@@ -190,11 +214,17 @@ class Slack(Policy):
     def _serve(
         self, build: PlanBuilder, memory: MemoryPlan, budget: StepBudget, *, others_want_time: bool
     ) -> tuple[Deadlines, bool]:
-        """Add rows of requests. Returns when decoding ones are due, and whether all prompts are in."""
+        """Add rows of requests. Returns when decoding ones are due, and whether all prompts are
+        in.
+        """
         if not (requests := memory.requests):
             return Deadlines(), True
         decoding = [request for request in requests if request.num_rows == 1]
-        prompts = [] if len(decoding) == len(requests) else [each for each in requests if each.num_rows > 1]
+        prompts = (
+            []
+            if len(decoding) == len(requests)
+            else [each for each in requests if each.num_rows > 1]
+        )
         build.decode(decoding)
         decode_s = build.seconds
         need = budget.prompts_need(prompts, decode_s)
@@ -204,15 +234,25 @@ class Slack(Policy):
         if not decoding:
             alone = budget.prefill_alone(need)
             ordered = [*need.aged, *need.ordered]
-            all_in = build.prefill(ordered, alone.seconds, urgent=alone.urgent, stretch=WHOLE_STRETCH)
+            all_in = build.prefill(
+                ordered, alone.seconds, urgent=alone.urgent, stretch=WHOLE_STRETCH
+            )
         else:
             build.prefill(need.aged, 0.0, urgent=True)
-            beside = budget.prefill_beside(deadlines, need, build.seconds, others_want_time=others_want_time)
-            all_in = build.prefill(need.ordered, beside.seconds, urgent=beside.urgent) and not need.aged
+            beside = budget.prefill_beside(
+                deadlines, need, build.seconds, others_want_time=others_want_time
+            )
+            all_in = (
+                build.prefill(need.ordered, beside.seconds, urgent=beside.urgent) and not need.aged
+            )
         return (budget.before_prompts(deadlines, need) if all_in else deadlines), all_in
 
 
 def _wait_for_pack_s(request: RequestProgress, job: JobProgress, latency: LatencyModel) -> float:
-    """Return the time until a request has its next token if it gets its pages when a pack is done."""
+    """Return the time until a request has its next token if it gets its pages when a pack is
+    done.
+    """
     left = rows_to_go(job) / (2 * job.num_rows)
-    return PACK_STRETCH * left * latency.pack_s(job) + latency.prompt_s(request.num_past + request.num_rows)
+    return PACK_STRETCH * left * latency.pack_s(job) + latency.prompt_s(
+        request.num_past + request.num_rows
+    )

@@ -1,8 +1,9 @@
 """Static spatial sharing: FlexLLM's baseline (section 8.2) and HARLI's StaticMode (section 8.1).
 
-Requests have a fixed share of the device, and jobs run beside them on the rest, whatever the load and the SLOs.
-`_sides` says how far this engine follows processes on fixed parts of a device. On one that cannot be divided, each step
-of requests is followed by work of jobs for the time that their share would have been worth.
+Requests have a fixed share of the device, and jobs run beside them on the rest, whatever the load
+and the SLOs. `_sides` says how far this engine follows processes on fixed parts of a device. On one
+that cannot be divided, each step of requests is followed by work of jobs for the time that their
+share would have been worth.
 """
 
 from dataclasses import dataclass
@@ -19,9 +20,13 @@ from coserve.scheduling.policies.base import Policy, setting
 class SpatialSharing(Policy):
     """Requests and jobs side by side on fixed shares of the device."""
 
-    summary: ClassVar[str] = "requests and jobs side by side on fixed shares of the device (FlexLLM section 8.2)"
+    summary: ClassVar[str] = (
+        "requests and jobs side by side on fixed shares of the device (FlexLLM section 8.2)"
+    )
 
-    inference_share: float = setting(0.6, "Of the device, what requests have.", least=0.05, most=0.95)
+    inference_share: float = setting(
+        0.6, "Of the device, what requests have.", least=0.05, most=0.95
+    )
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         memory, build = serving_step(view, latency)

@@ -1,7 +1,9 @@
-"""FlexLLM section 8.2, fixed temporal sharing: one iteration of tuning after every n iterations of inference.
+"""FlexLLM section 8.2, fixed temporal sharing: one iteration of tuning after every n iterations of
+inference.
 
-Requests and jobs have the device in turns, and nothing runs side by side: a tuning iteration lasts as long as its pack
-takes, and requests wait for its end. Without requests, iterations of tuning follow one another.
+Requests and jobs have the device in turns, and nothing runs side by side: a tuning iteration lasts
+as long as its pack takes, and requests wait for its end. Without requests, iterations of tuning
+follow one another.
 """
 
 from dataclasses import dataclass
@@ -31,14 +33,22 @@ class _Iterations(History):
 class TemporalSharing(Policy):
     """FlexLLM's temporal sharing: an iteration of tuning after every n of inference."""
 
-    summary: ClassVar[str] = "an iteration of tuning after every n of inference (FlexLLM section 8.2)"
+    summary: ClassVar[str] = (
+        "an iteration of tuning after every n of inference (FlexLLM section 8.2)"
+    )
     runs_whole_passes: ClassVar[bool] = True
 
-    n: int = setting(128, "Iterations of inference between two of tuning; the paper has 64, 128 and 512.", least=1)
+    n: int = setting(
+        128,
+        "Iterations of inference between two of tuning; the paper has 64, 128 and 512.",
+        least=1,
+    )
 
     def make_history(self) -> History:
         return _Iterations()
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         history: _Iterations = view.history or _Iterations()
-        return alternate(view, latency, serves=has_requests(view) and history.num_inference < self.n)
+        return alternate(
+            view, latency, serves=has_requests(view) and history.num_inference < self.n
+        )

@@ -1,12 +1,14 @@
-"""FlexLLM appendix C, Algorithm 4: fair shares among tenants, by virtual token counters, within the budget of slack.
+"""FlexLLM appendix C, Algorithm 4: fair shares among tenants, by virtual token counters, within the
+budget of slack.
 
-Whose request is admitted next, and whose job gets tokens next, is decided by the least counter (`scheduling.fairness`):
-first requests, then jobs, as in the algorithm. How much time a step has for either is `slack`'s rule.
+Whose request is admitted next, and whose job gets tokens next, is decided by the least counter
+(`scheduling.fairness`): first requests, then jobs, as in the algorithm. How much time a step has
+for either is `slack`'s rule.
 
-An SLO can claim a device without using it: between tokens that are due in little more than a decode step, no one else
-gets on. Among several tenants a TPOT is therefore planned for as far as the share of its tenant goes: with N of them,
-none tighter than what N requests alone, one after the other, could be given; and none is ever widened beyond the
-default.
+An SLO can claim a device without using it: between tokens that are due in little more than a decode
+step, no one else gets on. Among several tenants a TPOT is therefore planned for as far as the share
+of its tenant goes: with N of them, none tighter than what N requests alone, one after the other,
+could be given; and none is ever widened beyond the default.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,9 @@ from coserve.scheduling.slo import LEAST_TIMES_ALONE, SOLO_CONTEXT
 class Vtc(Slack):
     """The default policy with fair shares of tokens among tenants."""
 
-    summary: ClassVar[str] = "slack with fair shares among tenants (virtual token counter, FlexLLM appendix C)"
+    summary: ClassVar[str] = (
+        "slack with fair shares among tenants (virtual token counter, FlexLLM appendix C)"
+    )
     shares_time: ClassVar[bool] = False
 
     w_p: float = setting(1.0, "What a token of a prompt costs its tenant.")
@@ -41,12 +45,15 @@ class Vtc(Slack):
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         served = {tenant.name: tenant.served for tenant in view.tenants}
-        # The job of the tenant with the least counter first; among one tenant's, the one served least.
+        # The job of the tenant with the least counter first; among one tenant's, the one served
+        # least.
         jobs = tuple(sorted(view.jobs, key=lambda job: served.get(job.info.tenant, 0.0)))
         return super().plan(_within_shares(structs.replace(view, jobs=jobs), latency), latency)
 
     def queue(self, view: View) -> Sequence[RequestProgress]:
-        """Again and again the earliest request of the tenant with the least counter, which pays for its prompt."""
+        """Again and again the earliest request of the tenant with the least counter, which pays for
+        its prompt.
+        """
         served = {tenant.name: tenant.served for tenant in view.tenants}
         waiting = [request for request in view.waiting if request.may_start]
         return list(by_share(waiting, served, lambda request: self.w_p * request.num_rows))
@@ -55,12 +62,16 @@ class Vtc(Slack):
         return view.jobs
 
     def shares(self, jobs: Sequence[JobProgress], view: View) -> Sequence[JobProgress]:
-        """Not those of a tenant that is a whole step ahead of another: a job gets one piece a step, so a tenant with
-        many jobs would get many. The step is the shorter for it; no time is lost.
+        """Not those of a tenant that is a whole step ahead of another: a job gets one piece a step,
+        so a tenant with many jobs would get many. The step is the shorter for it; no time is lost.
         """
         served = {tenant.name: tenant.served for tenant in view.tenants}
         least = min([served.get(job.info.tenant, 0.0) for job in jobs], default=0.0)
-        return [job for job in jobs if served.get(job.info.tenant, 0.0) <= least + self.w_r * view.max_rows]
+        return [
+            job
+            for job in jobs
+            if served.get(job.info.tenant, 0.0) <= least + self.w_r * view.max_rows
+        ]
 
 
 def _within_shares(view: View, latency: LatencyModel) -> View:
@@ -68,7 +79,9 @@ def _within_shares(view: View, latency: LatencyModel) -> View:
 
     How near requests came to their SLOs is then not known of the TPOTs that are planned for.
     """
-    tenants = {each.info.tenant for group in (view.requests, view.waiting, view.jobs) for each in group}
+    tenants = {
+        each.info.tenant for group in (view.requests, view.waiting, view.jobs) for each in group
+    }
     if len(tenants) < 2:
         return view
     alone_s = LEAST_TIMES_ALONE * latency.decode_s(num_requests=1, context=SOLO_CONTEXT)
@@ -84,7 +97,9 @@ def _within_shares(view: View, latency: LatencyModel) -> View:
 
 
 def _no_tighter(requests: Sequence[RequestProgress], least_s: float) -> tuple[RequestProgress, ...]:
-    return tuple([each if each.info.tpot_s >= least_s else _with_tpot(each, least_s) for each in requests])
+    return tuple(
+        [each if each.info.tpot_s >= least_s else _with_tpot(each, least_s) for each in requests]
+    )
 
 
 def _with_tpot(request: RequestProgress, tpot_s: float) -> RequestProgress:

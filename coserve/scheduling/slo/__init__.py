@@ -1,4 +1,6 @@
-"""Service level objectives: what is promised, what is left of the promise, and what one step may take of it."""
+"""Service level objectives: what is promised, what is left of the promise, and what one step may
+take of it.
+"""
 
 from coserve.scheduling.slo.promise import (
     DEFAULT_TPOT_STEPS,

@@ -1,46 +1,53 @@
-"""What jobs may take of requests' time, by how much of their SLOs recent requests used by themselves (`SloUse`).
+"""What jobs may take of requests' time, by how much of their SLOs recent requests used by
+themselves (`SloUse`).
 
-Far from their SLOs requests lose nothing that they would miss. Near them, what jobs take now makes all later requests
-late, the more so the fuller the time is: a queue that hardly ever empties passes every delay on.
+Far from their SLOs requests lose nothing that they would miss. Near them, what jobs take now makes
+all later requests late, the more so the fuller the time is: a queue that hardly ever empties passes
+every delay on.
 
 Where each value comes from, and what happens at half and at twice of it, or of what it leaves of 1:
-benchmarks/slack-constants.md. "× 2.9" is what jobs get, points are of requests in time; a load that is not named is
-the same.
+benchmarks/slack-constants.md. "× 2.9" is what jobs get, points are of requests in time; a load that
+is not named is the same.
 """
 
 from math import inf
 
 from coserve.scheduling.plan import SloUse
 
-# Requests that use more of an SLO than this are near it: each may lose to jobs no more than was left. 0.875: × 1.3 and
-# × 2.9 on two loads, of which one loses 0.6 points; 0.5: × 0.91 and × 0.96.
+# Requests that use more of an SLO than this are near it: each may lose to jobs no more than was
+# left. 0.875: × 1.3 and × 2.9 on two loads, of which one loses 0.6 points; 0.5: × 0.91 and × 0.96.
 NEAR = 0.75
-# Requests that use more of their TTFT than this are marginal: they hold it only just. 0.985: × 1.1 at the edge and in
-# bursts; 0.94: × 0.09 in bursts. Found on loads that requests alone hold (benchmarks/slo-edge.md).
+# Requests that use more of their TTFT than this are marginal: they hold it only just. 0.985: × 1.1
+# at the edge and in bursts; 0.94: × 0.09 in bursts. Found on loads that requests alone hold
+# (benchmarks/slo-edge.md).
 MARGINAL = 0.97
-# Requests that use less of their TTFT than this, of what is known of it, have time for the prompts of a burst. Found on
-# a trace, where it brings jobs 6% (benchmarks/compare.md); none of the simulated loads is between 0.25 and 1.
+# Requests that use less of their TTFT than this, of what is known of it, have time for the prompts
+# of a burst. Found on a trace, where it brings jobs 6% (benchmarks/compare.md); none of the
+# simulated loads is between 0.25 and 1.
 FAR = 0.5
-# Requests near their TPOT may lose this share of their time per token, times u / (1 - u) with u the unfilled time. No
-# simulated load tells 0.125 or 0.5 from it.
+# Requests near their TPOT may lose this share of their time per token, times u / (1 - u) with u the
+# unfilled time. No simulated load tells 0.125 or 0.5 from it.
 FAR_SHARE = 0.25
-# Near an SLO jobs get less from the first of these shares of filled time on, and nothing above the second. 0.9 and
-# 0.95: × 2.9 and 0.6 points fewer on one load; 0.6 and 0.8: × 0.17 and × 0.84 on two.
+# Near an SLO jobs get less from the first of these shares of filled time on, and nothing above the
+# second. 0.9 and 0.95: × 2.9 and 0.6 points fewer on one load; 0.6 and 0.8: × 0.17 and × 0.84 on
+# two.
 FILLED = 0.8, 0.9
-# A step of jobs may take no more than this share of what TTFTs have left, in units of what they use. 0.15: × 0.08 in
-# bursts; 0.6: × 1.6.
+# A step of jobs may take no more than this share of what TTFTs have left, in units of what they
+# use. 0.15: × 0.08 in bursts; 0.6: × 1.6.
 WAIT_SHARE_OF_REST = 0.3
-# Every bank keeps at least this many TPOTs near an SLO, so that a burst of prompts finds them. No simulated load tells
-# 0.75 or 3 from it.
+# Every bank keeps at least this many TPOTs near an SLO, so that a burst of prompts finds them. No
+# simulated load tells 0.75 or 3 from it.
 NEAR_RESERVE_TPOTS = 1.5
-# Near an SLO jobs get this much of `least_share`, unless more requests than the second share are late without jobs.
-# 0.01 is the same, 0.04: × 8.8 at the edge. Of the second 0.025: × 0.9 with long prompts; 0.1: 0.8 points more under
-# overload.
+# Near an SLO jobs get this much of `least_share`, unless more requests than the second share are
+# late without jobs. 0.01 is the same, 0.04: × 8.8 at the edge. Of the second 0.025: × 0.9 with long
+# prompts; 0.1: 0.8 points more under overload.
 NEAR_LEAST_SHARE, MOST_LATE_SHARE = 0.02, 0.05
 
 
 class Allowance:
-    """What jobs may take at one use of SLOs. Worked out where it is asked for: a plan asks for part of it."""
+    """What jobs may take at one use of SLOs. Worked out where it is asked for: a plan asks for part
+    of it.
+    """
 
     def __init__(self, use: SloUse) -> None:
         self._use = use
@@ -49,15 +56,15 @@ class Allowance:
 
     @property
     def frees_pace(self) -> bool:
-        """Return whether prompts without jobs beside them may go beyond the pace of the SLOs: requests are known to use
-        little of their TPOT, or none has been seen.
+        """Return whether prompts without jobs beside them may go beyond the pace of the SLOs:
+        requests are known to use little of their TPOT, or none has been seen.
         """
         return self._use.tpot <= NEAR if self._use.tpot else not self._use.known
 
     @property
     def least_share(self) -> float:
-        """Return how much of the policy's `least_share` jobs get. Where requests are marginal, each is late by all that
-        jobs took since the device was last idle: there it is next to nothing.
+        """Return how much of the policy's `least_share` jobs get. Where requests are marginal, each
+        is late by all that jobs took since the device was last idle: there it is next to nothing.
         """
         return NEAR_LEAST_SHARE if self.is_near and self._use.late_share < MOST_LATE_SHARE else 1.0
 
@@ -67,9 +74,10 @@ class Allowance:
 
     @property
     def jobs_share(self) -> float:
-        """Return what jobs may take of a request's time per token, in all: as much as they like where requests are far
-        from their TPOT; nothing where they use all of it, or where the time was filled lately, or may have been. Where
-        first tokens have time, the use of the TPOT says little (`pace_share`): how far the time was filled counts.
+        """Return what jobs may take of a request's time per token, in all: as much as they like
+        where requests are far from their TPOT; nothing where they use all of it, or where the time
+        was filled lately, or may have been. Where first tokens have time, the use of the TPOT says
+        little (`pace_share`): how far the time was filled counts.
         """
         use = self._use
         if use.tpot <= NEAR:
@@ -84,11 +92,12 @@ class Allowance:
 
     @property
     def pace_share(self) -> float:
-        """Return what jobs may take of a step at the pace of the SLOs. Requests that are held to this pace are more
-        when a burst of prompts comes, and have saved up less for it: harmless, unless requests are marginal at their
-        TTFT, or may be. The first burst that shows it is late by what jobs took before; less so where time is left in
-        which its queue ends. The TPOT tells nothing of that as long as it is held: prompts, too, may take all of a step
-        at this pace, whether they have to or not.
+        """Return what jobs may take of a step at the pace of the SLOs. Requests that are held to
+        this pace are more when a burst of prompts comes, and have saved up less for it: harmless,
+        unless requests are marginal at their TTFT, or may be. The first burst that shows it is late
+        by what jobs took before; less so where time is left in which its queue ends. The TPOT tells
+        nothing of that as long as it is held: prompts, too, may take all of a step at this pace,
+        whether they have to or not.
         """
         use = self._use
         if use.tpot <= NEAR:
@@ -100,9 +109,15 @@ class Allowance:
     @property
     def wait_share(self) -> float:
         """Return what a step of jobs may take of a TTFT: nothing where requests use all of it."""
-        return WAIT_SHARE_OF_REST * max(0.0, 1 - self._use.ttft) / max(self._use.ttft, WAIT_SHARE_OF_REST)
+        return (
+            WAIT_SHARE_OF_REST
+            * max(0.0, 1 - self._use.ttft)
+            / max(self._use.ttft, WAIT_SHARE_OF_REST)
+        )
 
     @property
     def _unfilled(self) -> float:
-        """Return how far requests left the time unfilled lately: 1 up to the first of FILLED, 0 from the second on."""
+        """Return how far requests left the time unfilled lately: 1 up to the first of FILLED, 0
+        from the second on.
+        """
         return max(0.0, min(1.0, (FILLED[1] - self._use.time) / (FILLED[1] - FILLED[0])))

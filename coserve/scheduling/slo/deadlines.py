@@ -1,12 +1,13 @@
 """When the next tokens of requests are due, and which of them can still keep their SLO.
 
-A first token is due at arrival + TTFT. With k tokens out, the next is due at first token + k × TPOT: the SLO is about
-the mean time per token, so what earlier tokens came early is banked. It is never later than a gap that a reader would
-notice.
+A first token is due at arrival + TTFT. With k tokens out, the next is due at first token + k ×
+TPOT: the SLO is about the mean time per token, so what earlier tokens came early is banked. It is
+never later than a gap that a reader would notice.
 
-A request is infeasible if it could not keep its SLO even if all its remaining tokens came as fast as now possible.
-Nobody gains from hurrying it, so it is served last, at the pace of the default SLO (earliest-deadline-first does badly
-under overload for want of such a rule: late tasks make all others late).
+A request is infeasible if it could not keep its SLO even if all its remaining tokens came as fast
+as now possible. Nobody gains from hurrying it, so it is served last, at the pace of the default SLO
+(earliest-deadline-first does badly under overload for want of such a rule: late tasks make all
+others late).
 """
 
 from collections.abc import Sequence
@@ -16,26 +17,30 @@ import msgspec
 
 from coserve.scheduling.plan import RequestProgress
 
-# Where each value comes from, and what happens at half and at twice of it: benchmarks/slack-constants.md.
+# Where each value comes from, and what happens at half and at twice of it:
+# benchmarks/slack-constants.md.
 
-# The reserve is saved up over the first tokens of a request, as many as these. 4 and 16: × 9.4 and × 9.7 at the edge,
-# where jobs get all or nothing, and within 2% on all other loads.
+# The reserve is saved up over the first tokens of a request, as many as these. 4 and 16: × 9.4 and
+# × 9.7 at the edge, where jobs get all or nothing, and within 2% on all other loads.
 RESERVE_TOKENS = 8
-# Tokens are due at this share of their TPOT SLO: where they came exactly at it, every second request would be late by
-# what its last step takes longer than predicted. 0.98: × 0.08 and 1.2 points fewer in bursts; 0.995: × 0.8 there.
+# Tokens are due at this share of their TPOT SLO: where they came exactly at it, every second
+# request would be late by what its last step takes longer than predicted. 0.98: × 0.08 and 1.2
+# points fewer in bursts; 0.995: × 0.8 there.
 AIMED = 0.99
-# Beside infeasible requests alone, a step may last a decode step this many times. No simulated load tells 0.6 or 2.5
-# from it.
+# Beside infeasible requests alone, a step may last a decode step this many times. No simulated load
+# tells 0.6 or 2.5 from it.
 INFEASIBLE_STRETCH = 1.25
-# The margin is what 95 of 100 steps stay within, and SLOs are promised to 99 of 100 requests: errors that are spread
-# normally are within 1.4 times as much then. 3: × 0.09 and 0.6 points fewer in bursts; 0.75: × 0.86 to × 13, by load.
+# The margin is what 95 of 100 steps stay within, and SLOs are promised to 99 of 100 requests:
+# errors that are spread normally are within 1.4 times as much then. 3: × 0.09 and 0.6 points fewer
+# in bursts; 0.75: × 0.86 to × 13, by load.
 SURE_MARGINS = 1.5
-# For urgent prompts a request may be late by this share of what it could catch up over all tokens that may still come.
-# 0.05: × 0.08 in bursts; 0.2: × 3.
+# For urgent prompts a request may be late by this share of what it could catch up over all tokens
+# that may still come. 0.05: × 0.08 in bursts; 0.2: × 3.
 URGENT_CATCH_UP_SHARE = 0.1
-# Where nobody else wants the time that requests save it may be late for any prompt, by this share of what it catches up
-# over the tokens that are sure to come: up to the second number of all, since most answers are no shorter. Half of
-# either: 0.6 points more without jobs in bursts; twice: the same.
+# Where nobody else wants the time that requests save it may be late for any prompt, by this share
+# of what it catches up over the tokens that are sure to come: up to the second number of all, since
+# most answers are no shorter. Half of either: 0.6 points more without jobs in bursts; twice: the
+# same.
 FREE_CATCH_UP_SHARE, LEAST_ANSWER_TOKENS = 0.3, 16
 
 
@@ -47,9 +52,11 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     jobs_s: float = inf
     """Time until which jobs may take it."""
     urgent_s: float = inf
-    """Time until which urgent prompts may: each request has its next token at the pace of its SLO, or can catch up."""
+    """Time until which urgent prompts may: each request has its next token at the pace of its SLO,
+    or can catch up."""
     free_s: float = inf
-    """Time until which any prompts may where nobody else wants the time that requests save: each surely catches up."""
+    """Time until which any prompts may where nobody else wants the time that requests save: each
+    surely catches up."""
     extra_s: float = inf
     """Maximum number of seconds that jobs may still take from any of the requests."""
 
@@ -58,8 +65,12 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, jobs_s=min(self.jobs_s, seconds))
 
 
-def due_at_s(request: RequestProgress, *, max_gap_tpots: float, reserve_tpots: float = 0.0) -> float:
-    """When a request's next token is due, with this much of the bank kept once the request is under way."""
+def due_at_s(
+    request: RequestProgress, *, max_gap_tpots: float, reserve_tpots: float = 0.0
+) -> float:
+    """When a request's next token is due, with this much of the bank kept once the request is under
+    way.
+    """
     if request.first_token_s is None:
         return request.info.arrival_s + request.info.ttft_s
     reserve = reserve_tpots * min(1.0, request.num_output / RESERVE_TOKENS)
@@ -72,7 +83,7 @@ def sure_by_s(due_s: float, now_s: float, margin: float) -> float:
     return now_s + (due_s - now_s) / (1 + SURE_MARGINS * margin)
 
 
-def decode_deadlines(
+def decode_deadlines(  # noqa: C901
     requests: Sequence[RequestProgress],
     *,
     now_s: float,
@@ -84,18 +95,19 @@ def decode_deadlines(
     jobs_share: float = inf,
     margin: float = 0.0,
 ) -> Deadlines:
-    """When the first of the requests that decode is due. A token at the pace of its SLO (`AIMED`) takes nothing of the
-    bank, so that one that is in time may always be kept waiting for as long; only beyond that is something left in the
-    bank.
+    """When the first of the requests that decode is due. A token at the pace of its SLO (`AIMED`)
+    takes nothing of the bank, so that one that is in time may always be kept waiting for as long;
+    only beyond that is something left in the bank.
 
     Args:
         decode_s: what a step of all of them takes.
         infeasible_tpot_s: the pace of infeasible requests.
         prompt_reserve_tpots, reserve_tpots: what prompts and jobs leave in every bank.
         jobs_share: of a request's time per token, what jobs may take in all.
-        margin: by which share a step may take longer than predicted. The next steps make up for what one was late by,
-            so it counts against the whole bank alone: that a step takes longer must not miss the SLO even if its token
-            is the last. At the pace tokens come in the mean.
+        margin: by which share a step may take longer than predicted. The next steps make up for
+            what one was late by, so it counts against the whole bank alone: that a step takes
+            longer must not miss the SLO even if its token is the last. At the pace tokens come in
+            the mean.
     """
     if not requests:
         return Deadlines()
@@ -115,7 +127,11 @@ def decode_deadlines(
                 due_s = last_s + late_pace_s
             else:
                 missed_s = min(missed_s, due_s)
-            prompts_s, jobs_s, free_s = min(prompts_s, due_s), min(jobs_s, due_s), min(free_s, due_s)
+            prompts_s, jobs_s, free_s = (
+                min(prompts_s, due_s),
+                min(jobs_s, due_s),
+                min(free_s, due_s),
+            )
             continue
         banked_s = first_s + num_output * tpot_s
         if end_s > banked_s and end_s - banked_s > (tpot_s - decode_s) * (request.num_left - 1):
@@ -135,7 +151,9 @@ def decode_deadlines(
         if limited and jobs_share * tpot_s * num_output - request.jobs_s < extra_s:
             extra_s = jobs_share * tpot_s * num_output - request.jobs_s
         if banked_s - most_kept_tpots * tpot_s >= gap_s and tpot_s >= decode_s:
-            continue  # a gap would be noticed before anything else is due, as with most requests that have a bank
+            # a gap would be noticed before anything else is due, as with most requests that have a
+            # bank
+            continue
         kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
         next_s = last_s + tpot_s
         num_sure, num_later = request.num_sure, request.num_left - 1
@@ -143,7 +161,11 @@ def decode_deadlines(
             num_sure = LEAST_ANSWER_TOKENS - num_output
         if num_sure > num_later:
             num_sure = num_later
-        due_s = banked_s + FREE_CATCH_UP_SHARE * (tpot_s - decode_s) * num_sure if num_sure > 0 else banked_s
+        due_s = (
+            banked_s + FREE_CATCH_UP_SHARE * (tpot_s - decode_s) * num_sure
+            if num_sure > 0
+            else banked_s
+        )
         if due_s < next_s:
             due_s = next_s
         if due_s < free_s:

@@ -1,13 +1,14 @@
 """How near to their SLOs requests come by themselves: what jobs must not take.
 
-Invariant 7 asks that SLOs which inference alone can hold are held beside jobs. What inference alone would do is not
-seen while jobs run; but it is close to what happened, less the seconds that work of jobs took meanwhile. Each request
-that ends adds what it used in this sense, as a share of its SLO, and a policy has jobs give way as the largest of these
-come near 1.
+Invariant 7 asks that SLOs which inference alone can hold are held beside jobs. What inference alone
+would do is not seen while jobs run; but it is close to what happened, less the seconds that work of
+jobs took meanwhile. Each request that ends adds what it used in this sense, as a share of its SLO,
+and a policy has jobs give way as the largest of these come near 1.
 
-What requests use is remembered for long, and with few of them the slowest one counts. So it is remembered in seconds of
-the profile, and seen as what it would be at the present speed of the device: a minute in which another process had the
-machine, or the first prompt of a process, says nothing about the minutes after it.
+What requests use is remembered for long, and with few of them the slowest one counts. So it is
+remembered in seconds of the profile, and seen as what it would be at the present speed of the
+device: a minute in which another process had the machine, or the first prompt of a process, says
+nothing about the minutes after it.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -22,15 +23,17 @@ from coserve.scheduling.slo.taken_time import Taken, profiled_s
 _NUM_REQUESTS, _MEMORY_S = 512, 900.0
 # SLOs are promised to 99 of 100.
 _QUANTILE = 0.99
-# What 99 of 100 use is known from this many requests on, or once they have been watched for this many seconds.
+# What 99 of 100 use is known from this many requests on, or once they have been watched for this
+# many seconds.
 _KNOWN_REQUESTS, _KNOWN_S = 256, 120.0
-# What used more than this was infeasible whatever jobs did: one fewer of the 100th that may be. Where more than this
-# share was, the promise is broken anyway, and is made to the others.
+# What used more than this was infeasible whatever jobs did: one fewer of the 100th that may be.
+# Where more than this share was, the promise is broken anyway, and is made to the others.
 _INFEASIBLE, _MAX_INFEASIBLE_SHARE = 1.25, 0.05
-# Seconds over which what requests use of the time is averaged, and for which the most of it is remembered.
+# Seconds over which what requests use of the time is averaged, and for which the most of it is
+# remembered.
 _MEAN_S, _PEAK_S = 5.0, 60.0
-# Seconds after which a step weighs a third of what it did in the device's speed of now; and how much slower than it one
-# step can make it.
+# Seconds after which a step weighs a third of what it did in the device's speed of now; and how
+# much slower than it one step can make it.
 _SPEED_S, _MOST_SLOWER = 10.0, 2.0
 # A clock that stands still while a step runs says nothing about the device.
 _LEAST_SLOWNESS = 0.01
@@ -40,10 +43,17 @@ class SloHeadroom:
     """What recent requests left of their SLOs: plain bookkeeping of what each used by itself."""
 
     def __init__(self) -> None:
-        self._ttft, self._tpot, self._time, self._speed = _Recent(), _Recent(), _TimeUsed(), _Slowness()
+        self._ttft, self._tpot, self._time, self._speed = (
+            _Recent(),
+            _Recent(),
+            _TimeUsed(),
+            _Slowness(),
+        )
 
     def add_first_token(self, now_s: float, share: float) -> None:
-        """A request has its first token, for which it used this share of its TTFT, less what was taken."""
+        """A request has its first token, for which it used this share of its TTFT, less what was
+        taken.
+        """
         self._ttft.add(now_s, share)
 
     def add_end(self, now_s: float, share: float) -> None:
@@ -61,7 +71,9 @@ class SloHeadroom:
         self._time.add(started_s, ended_s, used_s)
 
     def use(self, now_s: float) -> SloUse:
-        """Return what 99 of 100 recent requests used at most, and how many used more than there was."""
+        """Return what 99 of 100 recent requests used at most, and how many used more than there
+        was.
+        """
         slowness = self._speed.now
         ttft, tpot = self._ttft.at(now_s, slowness), self._tpot.at(now_s, slowness)
         return SloUse(
@@ -84,7 +96,9 @@ class _Slowness:
         """Rows of requests in a step that took `seconds` in all."""
         left = exp(-seconds / _SPEED_S)
         self._profiled_s = left * self._profiled_s + profiled_s
-        self._measured_s = left * self._measured_s + min(measured_s, _MOST_SLOWER * self.now * profiled_s)
+        self._measured_s = left * self._measured_s + min(
+            measured_s, _MOST_SLOWER * self.now * profiled_s
+        )
         if self._profiled_s > 0:
             self.now = max(_LEAST_SLOWNESS, self._measured_s / self._profiled_s)
 
@@ -129,7 +143,9 @@ class _Recent:
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
         self._sorted: list[float] = []
-        self._summary: tuple[float, _Summary] | None = None  # of these times a number, once it was asked for
+        self._summary: tuple[float, _Summary] | None = (
+            None  # of these times a number, once it was asked for
+        )
 
     def add(self, now_s: float, share: float) -> None:
         self._summary = None

@@ -1,17 +1,21 @@
-"""Requests whose first token comes too late whatever is done for them: they are served after the others."""
+"""Requests whose first token comes too late whatever is done for them: they are served after the
+others.
+"""
 
 from collections.abc import Sequence
 
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import RequestProgress, View
 
-# An infeasible request that has waited for this many of its TTFT SLOs has its turn before all others. 5: 6.7 points
-# fewer under overload; 20 is the same (benchmarks/slack-constants.md).
+# An infeasible request that has waited for this many of its TTFT SLOs has its turn before all
+# others. 5: 6.7 points fewer under overload; 20 is the same (benchmarks/slack-constants.md).
 MAX_WAIT_TTFTS = 10.0
 
 
 def is_infeasible(request: RequestProgress, view: View, latency: LatencyModel) -> bool:
-    """Return whether a first token comes too late even if nothing else runs; not if it was so for very long."""
+    """Return whether a first token comes too late even if nothing else runs; not if it was so for
+    very long.
+    """
     if request.first_token_s is not None or has_waited(request, view):
         return False
     left_s = request.info.ttft_s - (view.now_s - request.info.arrival_s)
@@ -19,12 +23,16 @@ def is_infeasible(request: RequestProgress, view: View, latency: LatencyModel) -
 
 
 def has_waited(request: RequestProgress, view: View) -> bool:
-    """Return whether a request has waited for its first token until its turn has come, whatever else waits."""
+    """Return whether a request has waited for its first token until its turn has come, whatever
+    else waits.
+    """
     waited_s = view.now_s - request.info.arrival_s
     return request.first_token_s is None and waited_s > MAX_WAIT_TTFTS * request.info.ttft_s
 
 
-def infeasible_last(queue: Sequence[RequestProgress], view: View, latency: LatencyModel) -> Sequence[RequestProgress]:
+def infeasible_last(
+    queue: Sequence[RequestProgress], view: View, latency: LatencyModel
+) -> Sequence[RequestProgress]:
     """Return a queue in its order, but with infeasible requests at its end."""
     if all(view.now_s <= request.info.arrival_s + request.info.ttft_s for request in queue):
         return queue

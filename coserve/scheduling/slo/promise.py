@@ -1,16 +1,19 @@
-"""The promise about a request's latency: what it is, what it is by default, and what a device can hold at all."""
+"""The promise about a request's latency: what it is, what it is by default, and what a device can
+hold at all.
+"""
 
 from dataclasses import dataclass
 
 from coserve.scheduling.latency import LatencyModel
 
-# The default TPOT: a decode step alone as many times, for company; and no less than this. Readers take in some five
-# words a second; and FlexLLM (table 2) advises against sharing a device below 25 ms per token.
+# The default TPOT: a decode step alone as many times, for company; and no less than this. Readers
+# take in some five words a second; and FlexLLM (table 2) advises against sharing a device below 25
+# ms per token.
 DEFAULT_TPOT_STEPS, LEAST_DEFAULT_TPOT_S = 2.5, 0.025
 # Tokens in the cache of the request that stands for a decode step alone.
 SOLO_CONTEXT = 512
-# No promise is tighter than what the request takes alone on the device, times this: predictions err, and steps that run
-# when it arrives must end first.
+# No promise is tighter than what the request takes alone on the device, times this: predictions
+# err, and steps that run when it arrives must end first.
 LEAST_TIMES_ALONE = 1.25
 # From what share of it on a default TPOT is changed, when predictions change.
 _LEAST_CHANGE = 0.05
@@ -26,12 +29,17 @@ class Slo:
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}"
+                )
 
 
 def default_tpot_s(latency: LatencyModel) -> float:
     """The TPOT of requests that bring none, by what is known of the device now."""
-    return max(LEAST_DEFAULT_TPOT_S, DEFAULT_TPOT_STEPS * latency.decode_s(num_requests=1, context=SOLO_CONTEXT))
+    return max(
+        LEAST_DEFAULT_TPOT_S,
+        DEFAULT_TPOT_STEPS * latency.decode_s(num_requests=1, context=SOLO_CONTEXT),
+    )
 
 
 class DefaultSlo:
@@ -60,11 +68,13 @@ class DefaultSlo:
             self._value = Slo(ttft_s=self._value.ttft_s, tpot_s=tpot_s)
 
 
-def feasible_slo(slo: Slo, default: Slo, latency: LatencyModel, *, num_prompt_tokens: int, max_tokens: int) -> Slo:
+def feasible_slo(
+    slo: Slo, default: Slo, latency: LatencyModel, *, num_prompt_tokens: int, max_tokens: int
+) -> Slo:
     """The SLO itself (the same object), or one in which what the device cannot hold is replaced.
 
-    What cannot be held, even by this request alone, becomes the default: the tightest promise that could be held would
-    take all of the device for one request, and leave others and jobs nothing.
+    What cannot be held, even by this request alone, becomes the default: the tightest promise that
+    could be held would take all of the device for one request, and leave others and jobs nothing.
 
     Args:
         default: of requests that bring none.

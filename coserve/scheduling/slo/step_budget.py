@@ -1,20 +1,26 @@
-"""What one step may take: the model that weighs the SLOs of requests against each other and against work of jobs.
+"""What one step may take: the model that weighs the SLOs of requests against each other and against
+work of jobs.
 
-The time to the tightest deadline is the step's budget (`slo.deadlines`). Prompts take from it what they need to be in
-time, and more where decoding requests have it to spare. Jobs get what is left, and stop before anything would be late:
+The time to the tightest deadline is the step's budget (`slo.deadlines`). Prompts take from it what
+they need to be in time, and more where decoding requests have it to spare. Jobs get what is left,
+and stop before anything would be late:
 
-- A step at the pace of the SLOs takes nothing of what was banked. This is all that token fusion fills. Prompts may make
-  requests late, by less than these could catch up over their remaining tokens.
-- Beyond that a little of every bank is never spent: a step that takes longer than predicted finds it there.
-- No step with jobs in it is planned to last longer than `arrival_wait_s`, which bounds what a request waits for that
-  arrives just after planning: with nothing else running, its first row enters the next step.
-- How near recent requests came to their SLOs decides how much of all this jobs may have (`slo.allowance`).
-- Jobs that stretch requests keep pages and slots occupied: as these get scarce, jobs give way, and wholly while a
-  request that can still be in time waits for them.
+- A step at the pace of the SLOs takes nothing of what was banked. This is all that token fusion
+  fills. Prompts may make requests late, by less than these could catch up over their remaining
+  tokens.
+- Beyond that a little of every bank is never spent: a step that takes longer than predicted finds
+  it there.
+- No step with jobs in it is planned to last longer than `arrival_wait_s`, which bounds what a
+  request waits for that arrives just after planning: with nothing else running, its first row
+  enters the next step.
+- How near recent requests came to their SLOs decides how much of all this jobs may have
+  (`slo.allowance`).
+- Jobs that stretch requests keep pages and slots occupied: as these get scarce, jobs give way, and
+  wholly while a request that can still be in time waits for them.
 
 Where each value comes from, and what happens at half and at twice of it, or of what it leaves of 1:
-benchmarks/slack-constants.md. "× 9.7" is what jobs get, points are of requests in time; a load that is not named is
-the same.
+benchmarks/slack-constants.md. "× 9.7" is what jobs get, points are of requests in time; a load that
+is not named is the same.
 """
 
 from collections.abc import Sequence
@@ -30,20 +36,22 @@ from coserve.scheduling.slo.allowance import Allowance
 from coserve.scheduling.slo.deadlines import AIMED, Deadlines, decode_deadlines, due_at_s, sure_by_s
 from coserve.scheduling.slo.infeasible import has_waited, is_infeasible
 
-# Prompts that need more than this share of the time to be in time leave nothing in the banks of decoding requests. 1/6:
-# × 9.7 at the edge, × 0.94 in bursts; 2/3: × 0.08 and 0.6 points fewer in bursts.
+# Prompts that need more than this share of the time to be in time leave nothing in the banks of
+# decoding requests. 1/6: × 9.7 at the edge, × 0.94 in bursts; 2/3: × 0.08 and 0.6 points fewer in
+# bursts.
 URGENT_SHARE = 1 / 3
-# Prompts that would need more than this share, and more than leaves no gap that is noticed, are infeasible. The gap is
-# nearly always the larger bound (benchmarks/slo-edge.md, 2026-11-25): no simulated load tells 0.6 or 0.9 from it.
+# Prompts that would need more than this share, and more than leaves no gap that is noticed, are
+# infeasible. The gap is nearly always the larger bound (benchmarks/slo-edge.md, 2026-11-25): no
+# simulated load tells 0.6 or 0.9 from it.
 MOST_SHARE = 0.8
-# A step of two TPOTs is always allowed, up to this share of the TTFT: on a slow device nothing would fit otherwise.
-# 0.25: × 0.85 where the TTFT is short; 1 is the same.
+# A step of two TPOTs is always allowed, up to this share of the TTFT: on a slow device nothing
+# would fit otherwise. 0.25: × 0.85 where the TTFT is short; 1 is the same.
 MOST_ARRIVAL_SHARE = 0.5
-# Below this share of free pages, or of free slots, jobs get less the fewer there are. 0.125 is the same, 0.5: × 0.88
-# with few slots.
+# Below this share of free pages, or of free slots, jobs get less the fewer there are. 0.125 is the
+# same, 0.5: × 0.88 with few slots.
 SCARCE = 0.25
-# A request waits for pages or a slot once it has waited this share of its TTFT. No simulated load tells 0.025 or 0.1
-# from it.
+# A request waits for pages or a slot once it has waited this share of its TTFT. No simulated load
+# tells 0.025 or 0.1 from it.
 QUEUED_SHARE = 0.05
 
 
@@ -57,7 +65,8 @@ class BudgetSettings:
     least_share: float
 
     def arrival_wait_s(self, ttft_s: float, tpot_s: float) -> float:
-        """Return the longest that a request waits for a step with jobs in it that runs when it arrives.
+        """Return the longest that a request waits for a step with jobs in it that runs when it
+        arrives.
 
         Args:
             ttft_s: its SLO.
@@ -74,7 +83,8 @@ class PromptsNeed(NamedTuple):
     max_share: float
     """Largest share that prompts may have beside requests that decode."""
     aged: list[RequestProgress]
-    """At most one that cannot be in time and has waited for very long; it gets a piece before the others."""
+    """At most one that cannot be in time and has waited for very long; it gets a piece before the
+    others."""
     ordered: list[RequestProgress]
     """The others by their deadlines, then infeasible ones as they came."""
     first_due_s: float
@@ -97,16 +107,24 @@ class StepBudget:
     """What a step may take that serves these requests."""
 
     def __init__(
-        self, view: View, latency: LatencyModel, settings: BudgetSettings, requests: Sequence[RequestProgress] = ()
+        self,
+        view: View,
+        latency: LatencyModel,
+        settings: BudgetSettings,
+        requests: Sequence[RequestProgress] = (),
     ) -> None:
         self._view, self._latency, self._settings = view, latency, settings
         self.allowance = Allowance(view.slo_use)
-        self.tpot_s = min([request.info.tpot_s for request in requests]) if requests else view.tpot_s
+        self.tpot_s = (
+            min([request.info.tpot_s for request in requests]) if requests else view.tpot_s
+        )
         """Tightest TPOT SLO of the requests; without any, of the next."""
 
     @property
     def arrival_wait_s(self) -> float:
-        """Return the longest that a request waits for a step with jobs in it that runs when it arrives."""
+        """Return the longest that a request waits for a step with jobs in it that runs when it
+        arrives.
+        """
         return self._settings.arrival_wait_s(self._view.ttft_s, self.tpot_s)
 
     @property
@@ -115,12 +133,16 @@ class StepBudget:
         return self._settings.least_share * self.allowance.least_share
 
     def max_jobs_s(self, requests_s: float) -> float:
-        """Return the longest that jobs may take of a step whose other work takes requests_s, for those that arrive."""
+        """Return the longest that jobs may take of a step whose other work takes requests_s, for
+        those that arrive.
+        """
         return min(self.arrival_wait_s - requests_s, self.allowance.wait_share * self._view.ttft_s)
 
     def due_at_s(self, request: RequestProgress, reserve_tpots: float = 0.0) -> float:
         """Return when a request's next token is due."""
-        return due_at_s(request, max_gap_tpots=self._settings.max_gap_tpots, reserve_tpots=reserve_tpots)
+        return due_at_s(
+            request, max_gap_tpots=self._settings.max_gap_tpots, reserve_tpots=reserve_tpots
+        )
 
     # -- requests -----------------------------------------------------------------------
 
@@ -148,9 +170,11 @@ class StepBudget:
             return PromptsNeed(share, max_share, aged[:1], [*timely, *infeasible], first_due_s)
         return PromptsNeed(share, max_share, [], [*aged, *infeasible], first_due_s)
 
-    def deadlines(self, decoding: Sequence[RequestProgress], decode_s: float, need: PromptsNeed) -> Deadlines:
-        """Return when requests that decode are due, beside prompts with this need. Prompts leave one TPOT in every bank
-        as long as they are not urgent.
+    def deadlines(
+        self, decoding: Sequence[RequestProgress], decode_s: float, need: PromptsNeed
+    ) -> Deadlines:
+        """Return when requests that decode are due, beside prompts with this need. Prompts leave
+        one TPOT in every bank as long as they are not urgent.
         """
         return decode_deadlines(
             decoding,
@@ -165,17 +189,20 @@ class StepBudget:
         )
 
     def prefill_alone(self, need: PromptsNeed) -> PrefillBudget:
-        """Return what prompts may take of a step in which nobody decodes: a request that arrives waits for its end."""
+        """Return what prompts may take of a step in which nobody decodes: a request that arrives
+        waits for its end.
+        """
         return PrefillBudget(inf if need.share > MOST_ARRIVAL_SHARE else self.arrival_wait_s, True)
 
     def prefill_beside(
         self, deadlines: Deadlines, need: PromptsNeed, begun_s: float, *, others_want_time: bool
     ) -> PrefillBudget:
-        """Return what prompts may take beside requests that decode: urgent ones the share that they need, though
-        requests are late meanwhile that can catch up.
+        """Return what prompts may take beside requests that decode: urgent ones the share that they
+        need, though requests are late meanwhile that can catch up.
 
         Args:
-            begun_s: what the step takes so far, with rows that decode and the piece of an aged prompt.
+            begun_s: what the step takes so far, with rows that decode and the piece of an aged
+                prompt.
             others_want_time: whether jobs or batch work want the time that requests save.
         """
         now_s, late = self._view.now_s, 1 + self._latency.corrections.margin
@@ -189,23 +216,27 @@ class StepBudget:
         return PrefillBudget(seconds, need.share > MOST_ARRIVAL_SHARE or not need.share)
 
     def before_prompts(self, deadlines: Deadlines, need: PromptsNeed) -> Deadlines:
-        """Return deadlines that end before the next prompt is due. What is late already does not keep jobs from the
-        step that ends it.
+        """Return deadlines that end before the next prompt is due. What is late already does not
+        keep jobs from the step that ends it.
         """
         margin = self._latency.corrections.margin
         return deadlines.with_jobs_until(sure_by_s(need.first_due_s, self._view.now_s, margin))
 
     # -- jobs -----------------------------------------------------------------------------
 
-    def jobs_until_s(self, requests_s: float, deadlines: Deadlines, memory: MemoryPlan) -> tuple[float, float]:
-        """Return the time until which a step with jobs in it must have ended, from its start, and the most that it can
-        become as requests save time up. requests_s: what the requests take.
+    def jobs_until_s(
+        self, requests_s: float, deadlines: Deadlines, memory: MemoryPlan
+    ) -> tuple[float, float]:
+        """Return the time until which a step with jobs in it must have ended, from its start, and
+        the most that it can become as requests save time up. requests_s: what the requests take.
         """
         if self._queues(memory):
             return 0.0, inf
         max_s = self.max_jobs_s(requests_s)
         # A step at the pace of the SLOs takes nothing of what was banked.
-        own_s = max(deadlines.extra_s, self.allowance.pace_share * (AIMED * self.tpot_s - requests_s))
+        own_s = max(
+            deadlines.extra_s, self.allowance.pace_share * (AIMED * self.tpot_s - requests_s)
+        )
         extra_s = min(deadlines.jobs_s - self._view.now_s - requests_s, own_s, max_s)
         room = self._room(memory) if memory.requests else 1.0
         return requests_s + room * extra_s, requests_s + room * max_s
@@ -225,9 +256,13 @@ class StepBudget:
         )
 
     def _room(self, memory: MemoryPlan) -> float:
-        """Return how much of the time that requests leave jobs may take, as pages and slots get scarce: from 1 to 0."""
+        """Return how much of the time that requests leave jobs may take, as pages and slots get
+        scarce: from 1 to 0.
+        """
         view = self._view
         slots = 1 - len(memory.requests) / view.max_requests
-        given = sum([job.num_pages for job in memory.jobs]) + sum([each.num_held for each in memory.batch])
+        given = sum([job.num_pages for job in memory.jobs]) + sum(
+            [each.num_held for each in memory.batch]
+        )
         pages = (memory.free + given) / view.num_pages if view.num_pages else 1.0
         return max(0.0, min(1.0, slots / SCARCE, pages / SCARCE))

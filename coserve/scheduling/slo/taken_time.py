@@ -1,4 +1,6 @@
-"""The time of requests that something else took: work of jobs, or a device that is slower than its profile says."""
+"""The time of requests that something else took: work of jobs, or a device that is slower than its
+profile says.
+"""
 
 from typing import NamedTuple
 
@@ -6,8 +8,8 @@ from coserve.scheduling.plan import Plan, Prediction
 
 
 class Taken(NamedTuple):
-    """Seconds that requests did not need themselves. jobs_s: work of jobs took them. machine_s: rows of requests took
-    them beyond what the profile says (below 0: they took less).
+    """Seconds that requests did not need themselves. jobs_s: work of jobs took them. machine_s:
+    rows of requests took them beyond what the profile says (below 0: they took less).
     """
 
     jobs_s: float = 0.0
@@ -32,23 +34,31 @@ class TakenTime:
         self.total = Taken(self.total.jobs_s + taken.jobs_s, self.total.machine_s + taken.machine_s)
 
     def at(self, moment_s: float) -> Taken:
-        """As of a moment in the last step, or after it: who arrives meanwhile waits for the rest of the step."""
+        """As of a moment in the last step, or after it: who arrives meanwhile waits for the rest of
+        the step.
+        """
         started_s, ended_s, before = self._step
         if moment_s >= ended_s:
             return self.total
         if moment_s <= started_s:
             return before
-        return self.total.since(self.total.since(before, (ended_s - moment_s) / (ended_s - started_s)))
+        return self.total.since(
+            self.total.since(before, (ended_s - moment_s) / (ended_s - started_s))
+        )
 
 
 def taken_of(plan: Plan, *, step_s: float, forward_s: float) -> Taken:
-    """What was taken of a step that took this long, and its forward pass: jobs and batch work took all but the rows of
-    requests that somebody waits for, in seconds of the whole device.
+    """What was taken of a step that took this long, and its forward pass: jobs and batch work took
+    all but the rows of requests that somebody waits for, in seconds of the whole device.
     """
     planned = plan.prediction
     if not planned.forward_s:
         return Taken(step_s - forward_s)
-    own_s = forward_s * planned.forward_speed * (1 - (planned.window_s + planned.batch_s) / planned.forward_s)
+    own_s = (
+        forward_s
+        * planned.forward_speed
+        * (1 - (planned.window_s + planned.batch_s) / planned.forward_s)
+    )
     return Taken(step_s - own_s, own_s - profiled_s(planned))
 
 

@@ -1,4 +1,6 @@
-"""The options of a server, in groups: all that is to say of one stands in one place, its field's."""
+"""The options of a server, in groups: all that is to say of one stands in one place, its
+field's.
+"""
 
 from coserve.server.options.http import HttpOptions
 from coserve.server.options.model import ModelOptions

@@ -14,32 +14,46 @@ from coserve.settings import check_whole
 class HttpOptions(OptionGroup):
     """Connections, bodies, and pages of other origins."""
 
-    host: str = option("127.0.0.1", "--host", "Address to listen at; 0.0.0.0 for every network (think of --api-key).")
+    host: str = option(
+        "127.0.0.1",
+        "--host",
+        "Address to listen at; 0.0.0.0 for every network (think of --api-key).",
+    )
     port: int = option(8000, "--port", "Port to listen at; 0 for any that is free.")
     ssl_certfile: str | None = option(
         None, "--ssl-certfile", "Certificate chain in PEM's format: serve https.", shown="http"
     )
-    ssl_keyfile: str | None = option(None, "--ssl-keyfile", "Its private key.", shown="in --ssl-certfile")
+    ssl_keyfile: str | None = option(
+        None, "--ssl-keyfile", "Its private key.", shown="in --ssl-certfile"
+    )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "--allowed-hosts",
-        "Name that requests may call the server by, such as *.example.com, or * for any; may be given several times.",
+        "Name that requests may call the server by, such as *.example.com, or * for any; may be "
+        "given several times.",
         metavar="HOST",
         shown="localhost if --host is only this machine's; else any",
     )
     cors_origins: tuple[str, ...] = option(
         (),
         "--cors-origin",
-        "Origin whose pages may call the server from a browser, such as https://chat.example.com, or * for any; may be "
+        "Origin whose pages may call the server from a browser, such as https://chat.example.com, "
+        "or * for any; may be "
         "given several times.",
         metavar="ORIGIN",
         shown="none",
     )
     root_path: str = option(
-        "", "--root-path", "Path that a proxy puts before the server's, such as /llm.", metavar="PATH", shown="none"
+        "",
+        "--root-path",
+        "Path that a proxy puts before the server's, such as /llm.",
+        metavar="PATH",
+        shown="none",
     )
     max_connections: int = option(
-        2048, "--max-connections", "Connections at once; the longest idle one makes room for another."
+        2048,
+        "--max-connections",
+        "Connections at once; the longest idle one makes room for another.",
     )
     max_body_bytes: int = option(
         8 * 10**6,
@@ -69,8 +83,8 @@ class HttpOptions(OptionGroup):
         shown="30s",
     )
     timeout_keep_alive_s: float = option(
-        # Longer than clients keep an idle connection (httpx: 5 s): one that is closed just as it is used again loses a
-        # request.
+        # Longer than clients keep an idle connection (httpx: 5 s): one that is closed just as it is
+        # used again loses a request.
         75.0,
         "--timeout-keep-alive",
         "How long a connection may be idle after an answer.",
@@ -81,13 +95,16 @@ class HttpOptions(OptionGroup):
     unknown_fields: str = option(
         "warn",
         "--unknown-fields",
-        "Fields of requests that are not known here: ignore; warn, by a header of the answer and a line in the log; or "
-        "refuse. Those that are known to change an answer and are not supported are always refused.",
+        "Fields of requests that are not known here: ignore; warn, by a header of the answer and a "
+        "line in the log; or "
+        "refuse. Those that are known to change an answer and are not supported are always "
+        "refused.",
     )
     request_timeout_s: float | None = option(
         None,
         "--request-timeout",
-        "How long a completion may take from its request to its last token, such as 10min; then it ends with an error.",
+        "How long a completion may take from its request to its last token, such as 10min; then it "
+        "ends with an error.",
         parse=seconds_of,
         metavar="TIME",
         shown="as long as it needs",
@@ -98,7 +115,12 @@ class HttpOptions(OptionGroup):
         check_whole("port", self.port, 0, 65535)
         for name in ("max_connections", "max_body_bytes", "max_upload_bytes"):
             check_whole(name, getattr(self, name), 1)
-        for name in ("timeout_headers_s", "timeout_body_s", "timeout_keep_alive_s", "request_timeout_s"):
+        for name in (
+            "timeout_headers_s",
+            "timeout_body_s",
+            "timeout_keep_alive_s",
+            "request_timeout_s",
+        ):
             check_seconds(name, getattr(self, name))
         check_choice("unknown_fields", self.unknown_fields, UNKNOWN_FIELDS)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
@@ -107,9 +129,11 @@ class HttpOptions(OptionGroup):
         for origin in self.cors_origins:
             if re.fullmatch(r"\*|https?://[^/\s]+", origin) is None:
                 raise ValueError(
-                    f"cors_origins must be such as https://chat.example.com, without a path, or *, not {origin!r}"
+                    f"cors_origins must be such as https://chat.example.com, without a path, or *, "
+                    f"not {origin!r}"
                 )
         if self.root_path and re.fullmatch(r"(/[^/?#\s]+)+", self.root_path) is None:
             raise ValueError(
-                f"root_path must be a path such as /llm, without a slash at its end, not {self.root_path!r}"
+                f"root_path must be a path such as /llm, without a slash at its end, not "
+                f"{self.root_path!r}"
             )

@@ -12,11 +12,14 @@ from coserve.settings import check_whole
 class ModelOptions(OptionGroup):
     """Which one, in which numbers, and how its texts are read."""
 
-    model: str = option("tiny", "", "A directory in Hugging Face's layout, a hub id, or the built-in model, tiny.")
+    model: str = option(
+        "tiny", "", "A directory in Hugging Face's layout, a hub id, or the built-in model, tiny."
+    )
     served_model_names: tuple[str, ...] = option(
         (),
         "--served-model-name",
-        "What clients call the model; may be given several times: the first is shown, and begins the names of "
+        "What clients call the model; may be given several times: the first is shown, and begins "
+        "the names of "
         "fine-tuned models.",
         metavar="NAME",
         shown="MODEL; of a directory, its own name",
@@ -33,9 +36,12 @@ class ModelOptions(OptionGroup):
     weights: str = option(
         "dense",
         "--weights",
-        "How weights of linear layers are stored: dense, or such as int8 (docs/kernels.md has all).",
+        "How weights of linear layers are stored: dense, or such as int8 (docs/kernels.md has "
+        "all).",
     )
-    device: str = option("auto", "--device", "Such as cpu or cuda:0; auto takes a GPU if there is one.")
+    device: str = option(
+        "auto", "--device", "Such as cpu or cuda:0; auto takes a GPU if there is one."
+    )
     threads: int | None = option(
         None,
         "--threads",
@@ -47,18 +53,21 @@ class ModelOptions(OptionGroup):
     tensor_parallel: int = option(
         1,
         "--tensor-parallel",
-        "Number of ranks: processes that hold the model together, each on a GPU or on CPU cores of its own "
+        "Number of ranks: processes that hold the model together, each on a GPU or on CPU cores of "
+        "its own "
         "(docs/parallel.md); --threads, --memory and --host-memory are then those of each.",
     )
     deterministic: bool = option(
         False,
         "--deterministic",
-        "Answers and adapters are the same bit for bit, whatever runs beside them; steps take longer.",
+        "Answers and adapters are the same bit for bit, whatever runs beside them; steps take "
+        "longer.",
     )
     tool_call_parser: str = option(
         "auto",
         "--tool-call-parser",
-        f"How the model writes calls of tools: {', '.join(parser_names())}; auto: as its chat template does.",
+        f"How the model writes calls of tools: {', '.join(parser_names())}; auto: as its chat "
+        f"template does.",
     )
     chat_template: str | None = option(
         None,
@@ -77,7 +86,8 @@ class ModelOptions(OptionGroup):
     generation_config: str = option(
         "auto",
         "--generation-config",
-        "Where temperature, top_k, top_p, min_p and repetition_penalty come from that a request does not say: auto, "
+        "Where temperature, top_k, top_p, min_p and repetition_penalty come from that a request "
+        "does not say: auto, "
         "the model's generation_config.json; none; or a directory with another.",
     )
 
@@ -89,7 +99,9 @@ class ModelOptions(OptionGroup):
         if self.max_model_len is not None:
             check_whole("max_model_len", self.max_model_len, 2)
         if any(not name.strip() or "@" in name for name in self.served_model_names):
-            raise ValueError("served_model_names must be names without an @, which begins a version")
+            raise ValueError(
+                "served_model_names must be names without an @, which begins a version"
+            )
         if len(set(self.served_model_names)) != len(self.served_model_names):
             raise ValueError("served_model_names must differ from one another")
         if self.tool_call_parser != "auto":

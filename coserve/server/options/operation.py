@@ -27,7 +27,8 @@ class OperationOptions(OptionGroup):
     database: str | None = option(
         None,
         "--database",
-        "Where files and jobs are recorded, as SQLAlchemy's URL, such as postgresql://me@host/coserve. One with a "
+        "Where files and jobs are recorded, as SQLAlchemy's URL, such as "
+        "postgresql://me@host/coserve. One with a "
         "password better in COSERVE_DATABASE: ps shows this one to all users of the machine.",
         metavar="URL",
         shown="$COSERVE_DATABASE or SQLite in --home",
@@ -35,7 +36,8 @@ class OperationOptions(OptionGroup):
     files_url: str | None = option(
         None,
         "--files-url",
-        "Where files and checkpoints are kept beside --home, as a URL of fsspec's, such as s3://bucket/prefix: nodes "
+        "Where files and checkpoints are kept beside --home, as a URL of fsspec's, such as "
+        "s3://bucket/prefix: nodes "
         "of a cluster then share no disk. One with a password better in COSERVE_FILES_URL.",
         metavar="URL",
         shown="$COSERVE_FILES_URL or --home alone",
@@ -48,7 +50,8 @@ class OperationOptions(OptionGroup):
     max_response_bytes: int = option(
         100 * 10**6,
         "--response-storage",
-        "Of the answers of /v1/responses that are kept for each tenant, such as 1GB; the oldest make room.",
+        "Of the answers of /v1/responses that are kept for each tenant, such as 1GB; the oldest "
+        "make room.",
         parse=bytes_of,
         metavar="SIZE",
         shown="100MB",
@@ -56,17 +59,23 @@ class OperationOptions(OptionGroup):
     measures_first: bool = option(
         False,
         "--measure-first",
-        "Measure a CPU that has no profile of the model before serving; otherwise the server starts with a quick and "
+        "Measure a CPU that has no profile of the model before serving; otherwise the server "
+        "starts with a quick and "
         "cautious profile, and measures the whole one while no request is there.",
     )
-    log_format: str = option("text", "--log-format", f"Of the lines on stderr: {' or '.join(FORMATS)}.")
+    log_format: str = option(
+        "text", "--log-format", f"Of the lines on stderr: {' or '.join(FORMATS)}."
+    )
     log_level: str = option(
-        "warning", "--log-level", f"Least that is logged: {', '.join(LEVELS)}; info has a line for each request."
+        "warning",
+        "--log-level",
+        f"Least that is logged: {', '.join(LEVELS)}; info has a line for each request.",
     )
     otlp_endpoint: str | None = option(
         None,
         "--otlp-endpoint",
-        "Send OpenTelemetry traces to the collector at this URL, such as http://localhost:4318 (docs/operations.md).",
+        "Send OpenTelemetry traces to the collector at this URL, such as http://localhost:4318 "
+        "(docs/operations.md).",
         metavar="URL",
         shown="$OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     )
@@ -79,7 +88,8 @@ class OperationOptions(OptionGroup):
     engine_timeout_s: float = option(
         30.0,
         "--engine-timeout",
-        "An engine that has not answered for this long is ended and started again; its jobs resume.",
+        "An engine that has not answered for this long is ended and started again; its jobs "
+        "resume.",
         parse=seconds_of,
         metavar="TIME",
         shown="30s",
@@ -100,15 +110,25 @@ class OperationOptions(OptionGroup):
         check_choice("log_format", self.log_format, FORMATS)
         check_choice("log_level", self.log_level, LEVELS)
         if not is_number(self.engine_timeout_s) or self.engine_timeout_s < 2:
-            raise ValueError(f"engine_timeout_s must be a number of seconds, 2 or more, not {self.engine_timeout_s!r}")
+            raise ValueError(
+                f"engine_timeout_s must be a number of seconds, 2 or more, not "
+                f"{self.engine_timeout_s!r}"
+            )
         if not is_number(self.drain_s) or self.drain_s < 0:
-            raise ValueError(f"drain_s must be a number of seconds, 0 or more, not {self.drain_s!r}")
-        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"otlp_endpoint must be a URL of http or https, not {self.otlp_endpoint!r}")
+            raise ValueError(
+                f"drain_s must be a number of seconds, 0 or more, not {self.drain_s!r}"
+            )
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(
+            ("http://", "https://")
+        ):
+            raise ValueError(
+                f"otlp_endpoint must be a URL of http or https, not {self.otlp_endpoint!r}"
+            )
         check_files_url(self.files_url)
         if self.database is not None and "://" not in self.database:
             raise ValueError(
-                "database must be a URL of SQLAlchemy, such as postgresql://me@host/coserve or sqlite:////DIR/jobs.db, "
+                "database must be a URL of SQLAlchemy, such as postgresql://me@host/coserve or "
+                "sqlite:////DIR/jobs.db, "
                 f"not {self.database!r}"
             )
 

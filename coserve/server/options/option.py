@@ -1,4 +1,6 @@
-"""How fields of a configuration look on the command line, and what several of them are checked for."""
+"""How fields of a configuration look on the command line, and what several of them are checked
+for.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field
@@ -9,8 +11,8 @@ from coserve.settings import is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """How a field looks on the command line. option: its name ("" for the positional argument). parse: from text, with
-    metavar for what the text says.
+    """How a field looks on the command line. option: its name ("" for the positional argument).
+    parse: from text, with metavar for what the text says.
     """
 
     option: str

@@ -25,7 +25,8 @@ class SchedulingOptions(OptionGroup):
     host_memory_bytes: int = option(
         0,
         "--host-memory",
-        "For what requests and jobs that make room have computed, such as 8GiB; without, it is computed again.",
+        "For what requests and jobs that make room have computed, such as 8GiB; without, it is "
+        "computed again.",
         parse=bytes_of,
         metavar="SIZE",
         shown="none",
@@ -44,23 +45,34 @@ class SchedulingOptions(OptionGroup):
         "SLO: mean time per later token, such as 40ms or 0.04s.",
         parse=slo_seconds,
         metavar="TIME",
-        shown=f"{DEFAULT_TPOT_STEPS} × a decode step alone, at least {1e3 * LEAST_DEFAULT_TPOT_S:g}ms",
+        shown=(
+            f"{DEFAULT_TPOT_STEPS} × a decode step alone, at least {1e3 * LEAST_DEFAULT_TPOT_S:g}ms"
+        ),
     )
-    policy: str = option(DEFAULT_POLICY, "--policy", f"Who gets the device: {', '.join(policy_names())}.")
+    policy: str = option(
+        DEFAULT_POLICY, "--policy", f"Who gets the device: {', '.join(policy_names())}."
+    )
     policy_settings: tuple[str, ...] = option(
         (),
         "--policy-setting",
-        "KEY=VALUE of the policy, such as arrival_share=0.05 (docs/policies.md has all); may be given several times.",
+        "KEY=VALUE of the policy, such as arrival_share=0.05 (docs/policies.md has all); may be "
+        "given several times.",
         metavar="KEY=VALUE",
         shown="the policy's own",
     )
     max_requests: int = option(256, "--max-requests", "Sequences that run at once.")
     max_queued_requests: int = option(
-        2048, "--max-queued-requests", "Requests that wait for their first token; more are answered with 503."
+        2048,
+        "--max-queued-requests",
+        "Requests that wait for their first token; more are answered with 503.",
     )
-    max_adapters: int = option(64, "--max-adapters", "Adapters on the device; the least used ones make room.")
+    max_adapters: int = option(
+        64, "--max-adapters", "Adapters on the device; the least used ones make room."
+    )
     max_running_jobs: int = option(
-        8, "--max-running-jobs", "Jobs that train at once; the others are queued, and tenants take turns."
+        8,
+        "--max-running-jobs",
+        "Jobs that train at once; the others are queued, and tenants take turns.",
     )
     job_timeout_s: float | None = option(
         None,
@@ -73,7 +85,8 @@ class SchedulingOptions(OptionGroup):
     trainable_models: tuple[str, ...] = option(
         (),
         "--trainable-model",
-        "NAME=MODEL that jobs may train beside the one that serves, such as big=path/to/big; its weights pass through "
+        "NAME=MODEL that jobs may train beside the one that serves, such as big=path/to/big; its "
+        "weights pass through "
         "a window of the page pool. May be given several times.",
         metavar="NAME=MODEL",
         shown="none",
@@ -89,7 +102,8 @@ class SchedulingOptions(OptionGroup):
     role: str = option(
         "both",
         "--role",
-        "Of an instance: decode has long prompts computed by another one of the same model, prefill computes them for "
+        "Of an instance: decode has long prompts computed by another one of the same model, "
+        "prefill computes them for "
         "such instances, both does all by itself.",
     )
     prefill_socket: str | None = option(
@@ -109,7 +123,9 @@ class SchedulingOptions(OptionGroup):
     )
 
     def check(self) -> None:
-        """ValueError names the field and its range; what is the engine's is checked by `EngineConfig`."""
+        """ValueError names the field and its range; what is the engine's is checked by
+        `EngineConfig`.
+        """
         for name in ("max_running_jobs", "max_adapters", "max_queued_requests"):
             check_whole(name, getattr(self, name), 1)
         check_seconds("job_timeout_s", self.job_timeout_s)
@@ -117,7 +133,9 @@ class SchedulingOptions(OptionGroup):
         if self.role == "both" and self.prefill_socket is not None:
             raise ValueError("prefill_socket is for role prefill or decode")
         if self.role != "both" and self.prefill_socket is None:
-            raise ValueError(f"role {self.role} needs prefill_socket, a path at which the two instances meet")
+            raise ValueError(
+                f"role {self.role} needs prefill_socket, a path at which the two instances meet"
+            )
         if self.prefill_min_tokens is not None:
             if self.role != "decode":
                 raise ValueError("prefill_min_tokens is for role decode")

@@ -16,7 +16,8 @@ class TenantOptions(OptionGroup):
     api_keys: tuple[str, ...] = option(
         (),
         "--api-key",
-        "KEY or TENANT=KEY that clients must bring; may be given several times. Better --api-keys-file or "
+        "KEY or TENANT=KEY that clients must bring; may be given several times. Better "
+        "--api-keys-file or "
         "COSERVE_API_KEYS: ps shows this one to all users of the machine.",
         metavar="KEY",
         shown="none needed",
@@ -24,7 +25,8 @@ class TenantOptions(OptionGroup):
     api_keys_file: str | None = option(
         None,
         "--api-keys-file",
-        "More keys, by their digests, and limits of tenants; read again on SIGHUP (coserve keys new).",
+        "More keys, by their digests, and limits of tenants; read again on SIGHUP (coserve keys "
+        "new).",
         metavar="FILE",
         shown="none",
     )
@@ -86,20 +88,23 @@ class TenantOptions(OptionGroup):
     tenant_weights: tuple[str, ...] = option(
         (),
         "--tenant-weight",
-        "TENANT=NUMBER: a tenant's part of the device beside that of others, which is 1; may be given several times.",
+        "TENANT=NUMBER: a tenant's part of the device beside that of others, which is 1; may be "
+        "given several times.",
         metavar="TENANT=N",
         shown="1 for each",
     )
     share_prefixes: bool = option(
         False,
         "--share-prefixes",
-        "Have all tenants share what was computed of prompts' beginnings; cached_tokens and times then tell a tenant "
+        "Have all tenants share what was computed of prompts' beginnings; cached_tokens and times "
+        "then tell a tenant "
         "what prompts of others began with.",
     )
     public_prefixes: tuple[Path, ...] = option(
         (),
         "--public-prefix",
-        "File with a system prompt, or the beginning of a text, whose computed part all tenants share; may be given "
+        "File with a system prompt, or the beginning of a text, whose computed part all tenants "
+        "share; may be given "
         "several times.",
         metavar="FILE",
         shown="none",
@@ -126,4 +131,6 @@ class TenantOptions(OptionGroup):
     @property
     def tenant_limits(self) -> Limits:
         """Of tenants that have none of their own."""
-        return Limits(**{each.name: getattr(self, f"tenant_{each.name}") for each in fields(Limits)})
+        return Limits(
+            **{each.name: getattr(self, f"tenant_{each.name}") for each in fields(Limits)}
+        )

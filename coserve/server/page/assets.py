@@ -1,4 +1,6 @@
-"""Style, script and icon of the page: read once, sent with a tag, so that browsers ask whether they have changed."""
+"""Style, script and icon of the page: read once, sent with a tag, so that browsers ask whether they
+have changed.
+"""
 
 from functools import cache
 from hashlib import sha256

@@ -1,5 +1,6 @@
-"""Charts of a job's steps and of tokens per second: lines as points of SVG, in a box of 1000 by 1000 that the style
-sheet stretches, with the numbers on their axes and the values under the pointer.
+"""Charts of a job's steps and of tokens per second: lines as points of SVG, in a box of 1000 by
+1000 that the style sheet stretches, with the numbers on their axes and the values under the
+pointer.
 """
 
 import json
@@ -39,7 +40,9 @@ class Range:
         return cls(low=low - room, high=high + room)
 
     def share(self, value: float) -> float:
-        """Return where a value lies, from 0 to 1; in the middle if the range has one value alone."""
+        """Return where a value lies, from 0 to 1; in the middle if the range has one value
+        alone.
+        """
         width = self.high - self.low
         return 0.5 if width <= 0 else min(1.0, max(0.0, (value - self.low) / width))
 
@@ -105,7 +108,9 @@ def smoothed(points: Points) -> list[tuple[float, float]]:
 
 
 def ticks(y: Range) -> tuple[Tick, ...]:
-    """Return at most four round numbers within a range, at equal distances of 1, 2 or 5 times a power of ten."""
+    """Return at most four round numbers within a range, at equal distances of 1, 2 or 5 times a
+    power of ten.
+    """
     width = y.high - y.low
     if width <= 0:
         return (Tick(text=number(y.low), top=_BOX / 2),)
@@ -117,11 +122,19 @@ def ticks(y: Range) -> tuple[Tick, ...]:
 
 def _tick(value: float, step: float) -> str:
     digits = max(0, -floor(log10(step)))
-    return f"{value:.{digits}f}" if 0 < digits <= 4 else f"{value:,.0f}" if step >= 1 else f"{value:.3g}"
+    return (
+        f"{value:.{digits}f}"
+        if 0 < digits <= 4
+        else f"{value:,.0f}"
+        if step >= 1
+        else f"{value:.3g}"
+    )
 
 
 def loss_curve(metrics: Mapping[int, Mapping[str, Any]], num_steps: int) -> LossCurve | None:
-    """Draw a job's losses; None before there is one. metrics: by step, see `coserve.jobs.results.by_step`."""
+    """Draw a job's losses; None before there is one. metrics: by step, see
+    `coserve.jobs.results.by_step`.
+    """
     train, valid = _series(metrics, "train_loss"), _series(metrics, "valid_loss")
     if not train:
         return None
@@ -140,11 +153,20 @@ def loss_curve(metrics: Mapping[int, Mapping[str, Any]], num_steps: int) -> Loss
         lines.append(Line(name="validation", style="valid", points="", dots=dots))
         series.append(("validation", valid))
     chart = _chart(lines, series, x, y, words=words, kind="step")
-    return LossCurve(chart=chart, first=train[0][1], last=train[-1][1], last_valid=valid[-1][1] if valid else None)
+    return LossCurve(
+        chart=chart,
+        first=train[0][1],
+        last=train[-1][1],
+        last_valid=valid[-1][1] if valid else None,
+    )
 
 
-def step_curve(metrics: Mapping[int, Mapping[str, Any]], num_steps: int, key: str, name: str) -> Chart | None:
-    """Draw one value of a job's steps, such as its learning rate; None before there is one. key: of the metrics."""
+def step_curve(
+    metrics: Mapping[int, Mapping[str, Any]], num_steps: int, key: str, name: str
+) -> Chart | None:
+    """Draw one value of a job's steps, such as its learning rate; None before there is one. key: of
+    the metrics.
+    """
     points = _series(metrics, key)
     if not points:
         return None
@@ -157,7 +179,8 @@ def step_curve(metrics: Mapping[int, Mapping[str, Any]], num_steps: int, key: st
 def rate_chart(rates: Sequence[tuple[float, float]], span: Span) -> Chart | None:
     """Draw tokens per second over a span of time until now; None if there were none.
 
-    rates: generated and trained tokens per second, one pair for each part of the span, the oldest first.
+    rates: generated and trained tokens per second, one pair for each part of the span, the oldest
+    first.
     """
     highest = max((each for pair in rates for each in pair), default=0.0)
     if highest <= 0:
@@ -169,7 +192,10 @@ def rate_chart(rates: Sequence[tuple[float, float]], span: Span) -> Chart | None
         for which, name in enumerate(("generated", "trained"))
     ]
     styles = {"generated": "one", "trained": "two"}
-    lines = [Line(name=name, style=styles[name], points=polyline(points, x, y)) for name, points in series]
+    lines = [
+        Line(name=name, style=styles[name], points=polyline(points, x, y))
+        for name, points in series
+    ]
     words = f"Tokens per second over the last {span.name}: at most {highest:.3g}"
     return _chart(lines[::-1], series, x, y, words=words, kind="ago")
 
@@ -183,7 +209,13 @@ def _steps(points: Points, num_steps: int) -> Range:
 
 
 def _chart(
-    lines: Sequence[Line], series: Sequence[tuple[str, Points]], x: Range, y: Range, *, words: str, kind: str
+    lines: Sequence[Line],
+    series: Sequence[tuple[str, Points]],
+    x: Range,
+    y: Range,
+    *,
+    words: str,
+    kind: str,
 ) -> Chart:
     is_time = kind == "ago"
     return Chart(
@@ -197,7 +229,8 @@ def _chart(
 
 
 def _data(series: Sequence[tuple[str, Points]], x: Range, kind: str) -> str:
-    """Return what `chart.js` shows under the pointer: the axis' ends, and each line's name and points.
+    """Return what `chart.js` shows under the pointer: the axis' ends, and each line's name and
+    points.
 
     kind: whether x are steps ("step") or seconds until now, at most 0 ("ago").
     """
@@ -205,4 +238,6 @@ def _data(series: Sequence[tuple[str, Points]], x: Range, kind: str) -> str:
         {"name": name, "points": [(round(at, 1), float(f"{value:.4g}")) for at, value in points]}
         for name, points in series
     ]
-    return json.dumps({"kind": kind, "low": x.low, "high": x.high, "lines": lines}, separators=(",", ":"))
+    return json.dumps(
+        {"kind": kind, "low": x.low, "high": x.high, "lines": lines}, separators=(",", ":")
+    )

@@ -13,7 +13,8 @@ from coserve.tuning.training_files import TrainingFile
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Of a file, what is read at once: a moment's work. An array is one value, which has no beginning that could be read.
+# Of a file, what is read at once: a moment's work. An array is one value, which has no beginning
+# that could be read.
 _MOST_BYTES, _MOST_ARRAY_BYTES = 1 << 18, 1 << 22
 
 
@@ -26,8 +27,8 @@ class Previews:
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def read(self, path: Path, *, name: str, max_sequence_length: int, objective: str) -> Preview:
-        """Read the beginning of a training file: its first examples, and how many more its first quarter of a
-        megabyte has. Blocks.
+        """Read the beginning of a training file: its first examples, and how many more its first
+        quarter of a megabyte has. Blocks.
 
         Args:
             name: what the client called the file; `.csv` at its end says how to read it.
@@ -60,7 +61,8 @@ def _most_bytes(path: Path) -> int:
         return _MOST_BYTES
     if (num_bytes := path.stat().st_size) > _MOST_ARRAY_BYTES:
         raise DataError(
-            f"the file is one JSON array of {num_bytes} bytes; a job reads it, the page shows at most "
+            f"the file is one JSON array of {num_bytes} bytes; a job reads it, the page shows at "
+            f"most "
             f"{_MOST_ARRAY_BYTES}: write one example a line"
         )
     return _MOST_ARRAY_BYTES

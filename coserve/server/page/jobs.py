@@ -41,7 +41,9 @@ class JobView:
     @property
     def error(self) -> str:
         """Why it failed."""
-        return str((self.job.error or {}).get("message") or "") if self.job.status == "failed" else ""
+        return (
+            str((self.job.error or {}).get("message") or "") if self.job.status == "failed" else ""
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,9 @@ def _view(manager: JobManager, transaction: Transaction, job: JobRecord) -> JobV
     is_served = job.base == manager.models.served.name
     checkpoints = transaction.checkpoints(job.tenant, job.id, after=None, limit=1).items
     checkpoint = checkpoints[0].name if checkpoints else ""
-    speeds = [data["tokens_per_s"] for data in metrics.values() if data.get("tokens_per_s") is not None]
+    speeds = [
+        data["tokens_per_s"] for data in metrics.values() if data.get("tokens_per_s") is not None
+    ]
     curves = (
         step_curve(metrics, job.num_steps, "learning_rate", "learning rate"),
         step_curve(metrics, job.num_steps, "gradient_norm", "gradient norm"),
@@ -77,7 +81,9 @@ def _view(manager: JobManager, transaction: Transaction, job: JobRecord) -> JobV
     return JobView(
         job=job,
         file=_name(transaction, job.tenant, job.training_file),
-        validation_file="" if job.validation_file is None else _name(transaction, job.tenant, job.validation_file),
+        validation_file=""
+        if job.validation_file is None
+        else _name(transaction, job.tenant, job.validation_file),
         method=JobSettings.from_data(job.settings).objective.replace("-", "_"),
         state=_state(manager, job),
         progress=job.num_steps_done / job.num_steps if job.num_steps else 0.0,
@@ -106,7 +112,10 @@ def _state(manager: JobManager, job: JobRecord) -> str:
 
 def _talk(manager: JobManager, transaction: Transaction, job: JobRecord) -> str:
     """The name of its model, if that is there."""
-    is_there = manager.adapters.is_live(job.tenant, job.name) or transaction.adapter(job.tenant, job.name) is not None
+    is_there = (
+        manager.adapters.is_live(job.tenant, job.name)
+        or transaction.adapter(job.tenant, job.name) is not None
+    )
     return job.name if is_there else ""
 
 

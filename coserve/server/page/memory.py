@@ -44,7 +44,9 @@ def memory_view(memory: Mapping[str, Any]) -> MemoryView | None:
     for key, number in sorted(memory["by_owner"].items()):
         share = number / num_pages
         name = _NAMES.get(key, key)
-        owners.append(Owner(key=key, name=name, num_bytes=number * page_bytes, begin=begin, share=share))
+        owners.append(
+            Owner(key=key, name=name, num_bytes=number * page_bytes, begin=begin, share=share)
+        )
         begin += share
     return MemoryView(
         owners=tuple(owners),

@@ -29,8 +29,14 @@ def finished_models(manager: JobManager, tenant: str) -> tuple[ModelView, ...]:
     """Return the newest models of a tenant's jobs, the newest first. Blocks."""
     served = manager.models.served.name
     with manager.store.read() as transaction:
-        records = [record for base in (served, *manager.models.others) for record in transaction.adapters(tenant, base)]
-    made = [each for each in records if each.job and each.directory and not is_checkpoint(each.name)]
+        records = [
+            record
+            for base in (served, *manager.models.others)
+            for record in transaction.adapters(tenant, base)
+        ]
+    made = [
+        each for each in records if each.job and each.directory and not is_checkpoint(each.name)
+    ]
     newest = sorted(made, key=lambda each: each.created_at, reverse=True)[:_MAX_SHOWN]
     return tuple(_view(each, served) for each in newest)
 

@@ -7,8 +7,9 @@ from starlette.responses import HTMLResponse, Response
 
 from coserve.server.page import words
 
-# What the browser may do for the page: its own script and style, its own server, and nothing else. No form is ever sent
-# by the browser itself, so no key can get into a URL; no text becomes HTML but that of the script's one policy.
+# What the browser may do for the page: its own script and style, its own server, and nothing else.
+# No form is ever sent by the browser itself, so no key can get into a URL; no text becomes HTML but
+# that of the script's one policy.
 _CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",

@@ -1,4 +1,6 @@
-"""GET /v1/fine_tuning/jobs/{id}/archive: what a job has made as one ZIP file: its adapter, or a merged model."""
+"""GET /v1/fine_tuning/jobs/{id}/archive: what a job has made as one ZIP file: its adapter, or a
+merged model.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -33,8 +35,9 @@ async def retrieve_archive(
 ) -> Response:
     """Send the files that a job has made as a ZIP archive.
 
-    step: of a checkpoint (default: the newest). merge: the base model with the adapter in its weights, in the types of
-    its files and in Hugging Face's layout, instead of the adapter in PEFT's.
+    step: of a checkpoint (default: the newest). merge: the base model with the adapter in its
+    weights, in the types of its files and in Hugging Face's layout, instead of the adapter in
+    PEFT's.
     """
     job = await run_in_threadpool(find_job, context, tenant, job_id)
     directory = await run_in_threadpool(adapter_directory, context, job, step)
@@ -55,7 +58,9 @@ async def _merged(context: ServerContext, job: JobRecord, adapter: Path) -> Path
             kind="server_error",
             headers={"Retry-After": "30"},
         )
-    run = context.config.directory / "run"  # what a killed server leaves there is removed at the next start
+    run = (
+        context.config.directory / "run"
+    )  # what a killed server leaves there is removed at the next start
     make_private(run)
     merged = Path(mkdtemp(dir=run, prefix="merged-"))
     try:
@@ -78,4 +83,6 @@ def _base_model(context: ServerContext, job: JobRecord) -> str:
 def _archive(paths: list[Path], name: str, after: BackgroundTask | None = None) -> Response:
     chunks: Iterator[bytes] = zipped(paths, folder=name)
     headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
-    return StreamingResponse(chunks, media_type="application/zip", headers=headers, background=after)
+    return StreamingResponse(
+        chunks, media_type="application/zip", headers=headers, background=after
+    )

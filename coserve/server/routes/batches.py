@@ -57,7 +57,9 @@ async def create_batch(body: BatchBody, context: Context, tenant: Tenant) -> Res
     if file is None:
         raise not_found(f"No such File object: {body.input_file_id}", param="input_file_id")
     if file.purpose != "batch":
-        raise ApiError(f"{file.id} has the purpose {file.purpose}; it must be batch", param="input_file_id")
+        raise ApiError(
+            f"{file.id} has the purpose {file.purpose}; it must be batch", param="input_file_id"
+        )
     now = int(time.time())
     expires = body.output_expires_after
     record = BatchRecord(
@@ -79,7 +81,10 @@ async def create_batch(body: BatchBody, context: Context, tenant: Tenant) -> Res
 
 @router.get("/v1/batches")
 async def list_batches(
-    context: Context, tenant: Tenant, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    context: Context,
+    tenant: Tenant,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
     """A page of them, the newest first."""
 
@@ -111,7 +116,9 @@ async def cancel_batch(batch_id: str, context: Context, tenant: Tenant) -> Respo
     """Ask no more of its requests; what has been answered is kept."""
     record = await context.batches.cancel(await _find(context, tenant, batch_id))
     if record.status not in ("cancelling", "cancelled"):
-        raise ApiError(f"Batch {batch_id} is {record.status}: it cannot be cancelled any more.", status=409)
+        raise ApiError(
+            f"Batch {batch_id} is {record.status}: it cannot be cancelled any more.", status=409
+        )
     return json_response(_batch(record))
 
 
@@ -121,7 +128,8 @@ def _add(context: ServerContext, record: BatchRecord) -> None:
         there = transaction.num_unfinished_batches(record.tenant)
         if most is not None and there >= most:
             raise LimitError(
-                f"You have {there} batches that have not ended, and may have {most}: wait for one, or cancel one.",
+                f"You have {there} batches that have not ended, and may have {most}: wait for one, "
+                f"or cancel one.",
                 what="batches",
                 retry_after_s=QUOTA_RETRY_S,
             )
@@ -132,7 +140,9 @@ def _add(context: ServerContext, record: BatchRecord) -> None:
 
 async def _find(context: ServerContext, tenant: str, id: str) -> BatchRecord:
     missing = f"No batch found with id '{id}'."
-    return await find_stored(context, id, lambda store: store.batch(tenant, id), param="batch_id", missing=missing)
+    return await find_stored(
+        context, id, lambda store: store.batch(tenant, id), param="batch_id", missing=missing
+    )
 
 
 def _window_s(given: str) -> int:
@@ -141,12 +151,18 @@ def _window_s(given: str) -> int:
     except ValueError as error:
         raise ApiError(f"completion_window: {error}", param="completion_window") from None
     if not 1 <= seconds <= _LONGEST_WINDOW_S:
-        raise ApiError("completion_window must be from 1s to 720h, such as 24h", param="completion_window")
+        raise ApiError(
+            "completion_window must be from 1s to 720h, such as 24h", param="completion_window"
+        )
     return int(seconds)
 
 
 def _batch(record: BatchRecord) -> dict[str, Any]:
-    counts = {"total": record.num_total, "completed": record.num_completed, "failed": record.num_failed}
+    counts = {
+        "total": record.num_total,
+        "completed": record.num_completed,
+        "failed": record.num_failed,
+    }
     return {
         "id": record.id,
         "object": "batch",

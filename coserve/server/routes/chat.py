@@ -22,24 +22,36 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(body: ChatBody, request: Request, context: Context, tenant: Tenant) -> Response:
+async def chat_completions(
+    body: ChatBody, request: Request, context: Context, tenant: Tenant
+) -> Response:
     """Answer a chat."""
     chat = await chat_request(body, context, tenant, time.monotonic())
     writer = ChatWriter(context, chat)
     note_completion(request, chat.generation.id)
     ignored = ignored_fields(body, context.prompts.chat_template)
     if body.stream:
-        return await answer(request, events=writer.events(UsageOptions.of(body.stream_options)), ignored=ignored)
+        return await answer(
+            request, events=writer.events(UsageOptions.of(body.stream_options)), ignored=ignored
+        )
     return await answer(request, whole=writer.whole(), ignored=ignored)
 
 
 @router.post("/v1/chat/completions/batch")
-async def chat_completions_batch(body: ChatBatchBody, request: Request, context: Context, tenant: Tenant) -> Response:
+async def chat_completions_batch(
+    body: ChatBatchBody, request: Request, context: Context, tenant: Tenant
+) -> Response:
     """Answer several chats; the choices are theirs, in their order."""
     if body.stream:
-        raise ApiError("stream is not available for several chats", param="stream", code="unsupported_parameter")
+        raise ApiError(
+            "stream is not available for several chats",
+            param="stream",
+            code="unsupported_parameter",
+        )
     if body.n not in (None, 1):
-        raise ApiError("n must be 1: each chat has one choice", param="n", code="unsupported_parameter")
+        raise ApiError(
+            "n must be 1: each chat has one choice", param="n", code="unsupported_parameter"
+        )
     arrival_s, id = time.monotonic(), new_id("chatcmpl")
     fields = {name: getattr(body, name) for name in ChatBody.model_fields}
     chats = []
@@ -62,7 +74,12 @@ async def chat_completions_batch(body: ChatBatchBody, request: Request, context:
             found["choices"][0]["index"] = place
             for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
                 usage[name] = usage.get(name, 0) + found["usage"][name]
-        return {**answers[0], "id": id, "choices": [found["choices"][0] for found in answers], "usage": usage}
+        return {
+            **answers[0],
+            "id": id,
+            "choices": [found["choices"][0] for found in answers],
+            "usage": usage,
+        }
 
     async def with_one_error() -> dict[str, Any]:
         try:
@@ -70,4 +87,6 @@ async def chat_completions_batch(body: ChatBatchBody, request: Request, context:
         except ExceptionGroup as errors:  # the first says enough
             raise errors.exceptions[0] from None
 
-    return await answer(request, whole=with_one_error(), ignored=ignored_fields(body, context.prompts.chat_template))
+    return await answer(
+        request, whole=with_one_error(), ignored=ignored_fields(body, context.prompts.chat_template)
+    )

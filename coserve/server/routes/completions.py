@@ -17,11 +17,17 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions")
-async def completions(body: CompletionBody, request: Request, context: Context, tenant: Tenant) -> Response:
+async def completions(
+    body: CompletionBody, request: Request, context: Context, tenant: Tenant
+) -> Response:
     """Continue with prompts."""
     completion = await completion_request(body, context, tenant, time.monotonic())
     writer = CompletionWriter(context, completion)
     note_completion(request, completion.generation.id)
     if body.stream:
-        return await answer(request, events=writer.events(UsageOptions.of(body.stream_options)), ignored=body.ignored)
+        return await answer(
+            request,
+            events=writer.events(UsageOptions.of(body.stream_options)),
+            ignored=body.ignored,
+        )
     return await answer(request, whole=writer.whole(), ignored=body.ignored)

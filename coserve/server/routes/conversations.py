@@ -72,10 +72,14 @@ async def retrieve(conversation_id: str, context: Context, tenant: Tenant) -> Re
 
 
 @router.post("/v1/conversations/{conversation_id}")
-async def change(conversation_id: str, body: ChangeBody, context: Context, tenant: Tenant) -> Response:
+async def change(
+    conversation_id: str, body: ChangeBody, context: Context, tenant: Tenant
+) -> Response:
     """Give it other metadata."""
     check_metadata(body.metadata)
-    if (found := await label_conversation(context, tenant, conversation_id, body.metadata or {})) is None:
+    if (
+        found := await label_conversation(context, tenant, conversation_id, body.metadata or {})
+    ) is None:
         raise _no_conversation(conversation_id)
     return json_response(_conversation(found))
 
@@ -135,7 +139,9 @@ async def retrieve_item(
 
 
 @router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
-async def delete_item(conversation_id: str, item_id: str, context: Context, tenant: Tenant) -> Response:
+async def delete_item(
+    conversation_id: str, item_id: str, context: Context, tenant: Tenant
+) -> Response:
     """Take one out of it."""
     record, was_there = await remove_item(context, tenant, conversation_id, item_id)
     if record is None:

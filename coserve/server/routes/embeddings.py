@@ -15,7 +15,9 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/embeddings")
-async def create_embeddings(body: EmbeddingBody, request: Request, context: Context, tenant: Tenant) -> Response:
+async def create_embeddings(
+    body: EmbeddingBody, request: Request, context: Context, tenant: Tenant
+) -> Response:
     """A vector for each input."""
     generation = await embedding_request(body, context, tenant, time.monotonic())
     note_completion(request, generation.id)

@@ -30,7 +30,9 @@ async def create_file(request: Request, context: Context, tenant: Tenant) -> Res
     async with request.form(max_files=1, max_fields=len(_FIELDS)) as form:
         for name in form:
             if name not in _FIELDS:
-                raise ApiError(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
+                raise ApiError(
+                    f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter"
+                )
         upload, purpose = form.get("file"), form.get("purpose")
         if not isinstance(upload, UploadFile):
             raise _missing("file")
@@ -38,11 +40,15 @@ async def create_file(request: Request, context: Context, tenant: Tenant) -> Res
             raise _missing("purpose")
         if purpose not in PURPOSES:
             allowed = ", ".join(PURPOSES)
-            raise ApiError(f"'{purpose}' is not one of {allowed}: 'purpose' must be.", param="purpose")
+            raise ApiError(
+                f"'{purpose}' is not one of {allowed}: 'purpose' must be.", param="purpose"
+            )
         filename = upload.filename or "file"
         check_texts(filename, param="file")
         if len(filename) > _LONGEST_NAME:
-            raise ApiError(f"The file's name has more than {_LONGEST_NAME} characters.", param="file")
+            raise ApiError(
+                f"The file's name has more than {_LONGEST_NAME} characters.", param="file"
+            )
         record = await run_in_threadpool(
             context.jobs.files.create,
             tenant,
@@ -66,7 +72,9 @@ def list_files(
 ) -> Response:
     """A page of them."""
     with context.jobs.store.read() as transaction:
-        page = transaction.files(tenant, purpose=purpose, after=after, limit=limit, newest_first=order == "desc")
+        page = transaction.files(
+            tenant, purpose=purpose, after=after, limit=limit, newest_first=order == "desc"
+        )
     data = [file_json(record) for record in page.items]
     return json_response(
         {
@@ -87,16 +95,21 @@ def retrieve_file(file_id: str, context: Context, tenant: Tenant) -> Response:
 
 @router.get("/v1/files/{file_id}/content")
 def retrieve_content(
-    file_id: str, context: Context, tenant: Tenant, encoding: Literal["plain", "base64"] | None = None
+    file_id: str,
+    context: Context,
+    tenant: Tenant,
+    encoding: Literal["plain", "base64"] | None = None,
 ) -> Response:
-    """What it holds. encoding: of a job's result file, which OpenAI gives in base64 (default: as --result-encoding
-    says); others are given as they are.
+    """What it holds. encoding: of a job's result file, which OpenAI gives in base64 (default: as
+    --result-encoding says); others are given as they are.
     """
     record = _find(context, tenant, file_id)
     try:
         file = context.jobs.files.path(record).open("rb")
     except FileNotFoundError:
-        raise not_found(f"The content of {file_id} is not there any more.", param="file_id") from None
+        raise not_found(
+            f"The content of {file_id} is not there any more.", param="file_id"
+        ) from None
     if record.purpose == RESULTS and (encoding or context.config.result_encoding) == "base64":
         with file:
             return Response(base64.b64encode(file.read()), media_type="application/octet-stream")
@@ -145,11 +158,19 @@ def _expires_after_s(form: FormData) -> int | None:
     if anchor != "created_at":
         raise ApiError("'expires_after[anchor]' must be 'created_at'.", param=_ANCHOR)
     given = str(seconds)
-    if len(given) > 8 or not (given.isascii() and given.isdecimal()) or int(given) not in _EXPIRES_S:
+    if (
+        len(given) > 8
+        or not (given.isascii() and given.isdecimal())
+        or int(given) not in _EXPIRES_S
+    ):
         bounds = f"{_EXPIRES_S.start} to {_EXPIRES_S.stop - 1}"
-        raise ApiError(f"'expires_after[seconds]' must be a whole number from {bounds}.", param=_SECONDS)
+        raise ApiError(
+            f"'expires_after[seconds]' must be a whole number from {bounds}.", param=_SECONDS
+        )
     return int(given)
 
 
 def _missing(name: str) -> ApiError:
-    return ApiError(f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
+    return ApiError(
+        f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
+    )

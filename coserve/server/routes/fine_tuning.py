@@ -53,8 +53,8 @@ async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> R
 def list_jobs(
     request: Request, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 20
 ) -> Response:
-    """A page of them, the newest first; `metadata[key]=value` asks for those with these, `metadata=null` for those
-    without any.
+    """A page of them, the newest first; `metadata[key]=value` asks for those with these,
+    `metadata=null` for those without any.
     """
     metadata = {}
     for name, value in request.query_params.multi_items():
@@ -62,9 +62,13 @@ def list_jobs(
             metadata[found[1]] = value
     bare = request.query_params.get("metadata")
     if bare not in (None, "null"):
-        raise ApiError("'metadata' must be null, or be given as metadata[key]=value.", param="metadata")
+        raise ApiError(
+            "'metadata' must be null, or be given as metadata[key]=value.", param="metadata"
+        )
     with context.jobs.store.read() as transaction:
-        page = transaction.jobs(tenant, after=after, limit=limit, metadata=metadata, bare=bare == "null")
+        page = transaction.jobs(
+            tenant, after=after, limit=limit, metadata=metadata, bare=bare == "null"
+        )
     return _page(page, jobs_json(context, page.items))
 
 
@@ -112,7 +116,10 @@ def list_checkpoints(
     with context.jobs.store.read() as transaction:
         page = transaction.checkpoints(tenant, job_id, after=after, limit=limit)
         best = transaction.best_evaluations([job_id]).get(job_id)
-        data = [checkpoint_json(each, transaction.metrics(job_id, step=each.step), best) for each in page.items]
+        data = [
+            checkpoint_json(each, transaction.metrics(job_id, step=each.step), best)
+            for each in page.items
+        ]
     return _page(page, data)
 
 
@@ -125,13 +132,20 @@ def list_adapter_files(
     step: of a checkpoint (default: that of its model, or the newest).
     """
     directory = adapter_directory(context, find_job(context, tenant, job_id), step)
-    data = [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(adapter_files(directory))]
+    data = [
+        {"name": path.name, "bytes": path.stat().st_size}
+        for path in sorted(adapter_files(directory))
+    ]
     return json_response({"object": "list", "data": data})
 
 
 @router.get(JOBS + "/{job_id}/adapter/{name}")
 def retrieve_adapter_file(
-    job_id: str, name: str, context: Context, tenant: Tenant, step: Annotated[int, Query(ge=0)] | None = None
+    job_id: str,
+    name: str,
+    context: Context,
+    tenant: Tenant,
+    step: Annotated[int, Query(ge=0)] | None = None,
 ) -> Response:
     """One of these."""
     directory = adapter_directory(context, find_job(context, tenant, job_id), step)
@@ -146,7 +160,9 @@ async def delete_model(model: str, context: Context, tenant: Tenant) -> Response
     """Forget a model that a job has made, with its checkpoints; or one of those."""
     name = unquote(model)
     if name in context.base_names or context.loaded.knows(tenant, name):
-        raise ApiError(f"The model '{name}' was not made by fine-tuning, and cannot be deleted.", param="model")
+        raise ApiError(
+            f"The model '{name}' was not made by fine-tuning, and cannot be deleted.", param="model"
+        )
     gone = await context.jobs.delete_adapter(tenant, name)
     if not gone:
         raise not_found(f"The model '{name}' does not exist", param="model", code="model_not_found")
@@ -169,17 +185,26 @@ def find_job(context: ServerContext, tenant: str, id: str) -> JobRecord:
     with context.jobs.store.read() as transaction:
         job = transaction.job(tenant, id)
     if job is None:
-        raise not_found(f"Could not find fine tune: {id}", param="fine_tuning_job_id", code="fine_tune_not_found")
+        raise not_found(
+            f"Could not find fine tune: {id}",
+            param="fine_tuning_job_id",
+            code="fine_tune_not_found",
+        )
     return job
 
 
 def adapter_directory(context: ServerContext, job: JobRecord, step: int | None) -> Path:
-    """Return the directory of a job's checkpoint after a step; without one, that of its model, or of the newest.
+    """Return the directory of a job's checkpoint after a step; without one, that of its model, or
+    of the newest.
 
     Blocks. ApiError if there is no such checkpoint.
     """
     with context.jobs.store.read() as transaction:
-        listed = [each for each in transaction.all_checkpoints(job.id) if each.listed and step in (None, each.step)]
+        listed = [
+            each
+            for each in transaction.all_checkpoints(job.id)
+            if each.listed and step in (None, each.step)
+        ]
         model = transaction.adapter(job.tenant, job.name) if step is None else None
     if not listed:
         which = "" if step is None else f" after step {step}"

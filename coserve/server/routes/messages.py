@@ -17,7 +17,9 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/messages")
-async def create_message(body: MessagesBody, request: Request, context: Context, tenant: Tenant) -> Response:
+async def create_message(
+    body: MessagesBody, request: Request, context: Context, tenant: Tenant
+) -> Response:
     """Answer a conversation."""
     chat = await message_request(body, context, tenant, time.monotonic())
     writer = MessageWriter(context, chat)

@@ -1,4 +1,6 @@
-"""GET /v1/models: the base, and every adapter that the tenant can name; vLLM's routes that load and unload them."""
+"""GET /v1/models: the base, and every adapter that the tenant can name; vLLM's routes that load and
+unload them.
+"""
 
 import stat
 from contextlib import suppress
@@ -29,9 +31,17 @@ _LONGEST_NAME, _LONGEST_PATH = 256, 4096
 
 @router.get("/v1/models")
 async def list_models(context: Context, tenant: Tenant, checkpoints: bool = False) -> Response:
-    """The base first. checkpoints: whether those of jobs are listed, too; they can be asked for in any case."""
-    known = [each for each in await context.adapters(tenant) if checkpoints or not is_checkpoint(each.name)]
-    return json_response({"object": "list", "data": [_base(context), *(_adapter(context, each) for each in known)]})
+    """The base first. checkpoints: whether those of jobs are listed, too; they can be asked for in
+    any case.
+    """
+    known = [
+        each
+        for each in await context.adapters(tenant)
+        if checkpoints or not is_checkpoint(each.name)
+    ]
+    return json_response(
+        {"object": "list", "data": [_base(context), *(_adapter(context, each) for each in known)]}
+    )
 
 
 @router.get("/v1/models/{model:path}")
@@ -41,7 +51,9 @@ async def retrieve_model(model: str, context: Context, tenant: Tenant) -> Respon
         return json_response(_base(context))
     known = await context.look_up(tenant, unquote(model))
     if known is None:
-        raise not_found(f"The model '{model}' does not exist", param="model", code="model_not_found")
+        raise not_found(
+            f"The model '{model}' does not exist", param="model", code="model_not_found"
+        )
     return json_response(_adapter(context, known))
 
 
@@ -78,18 +90,25 @@ async def load_lora_adapter(body: LoadAdapterBody, context: Context, tenant: Ten
     check_texts(name, param="lora_name")
     check_texts(body.lora_path, param="lora_path")
     if len(name) > _LONGEST_NAME:
-        raise _invalid(f"'lora_name' has {len(name)} characters; {_LONGEST_NAME} are allowed.", "lora_name")
+        raise _invalid(
+            f"'lora_name' has {len(name)} characters; {_LONGEST_NAME} are allowed.", "lora_name"
+        )
     if "@" in name:
         raise _invalid("'lora_name' must not have an @, which begins a version.", "lora_name")
     if name in context.base_names:
         raise _invalid(f"'{name}' is the name of the base model.", "lora_name")
     context.require_ready()
-    directory = await run_in_threadpool(_allowed, body.lora_path, context.config.allow_adapter_paths)
+    directory = await run_in_threadpool(
+        _allowed, body.lora_path, context.config.allow_adapter_paths
+    )
     async with context.loaded.lock:
         there = await context.look_up(tenant, name)
-        if there is not None and (not body.load_inplace or context.loaded.find(tenant, name) is None):
+        if there is not None and (
+            not body.load_inplace or context.loaded.find(tenant, name) is None
+        ):
             raise _invalid(
-                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                f"adapter in place, set "
                 "'load_inplace' to true."
             )
         record = adapter_at(str(directory), tenant=tenant, name=name, base=context.model_name)
@@ -108,7 +127,9 @@ async def load_lora_adapter(body: LoadAdapterBody, context: Context, tenant: Ten
 
 
 @router.post("/v1/unload_lora_adapter")
-async def unload_lora_adapter(body: UnloadAdapterBody, context: Context, tenant: Tenant) -> Response:
+async def unload_lora_adapter(
+    body: UnloadAdapterBody, context: Context, tenant: Tenant
+) -> Response:
     """Serve it no longer, nor after a restart; requests that use it run to their end."""
     if not body.lora_name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
@@ -132,17 +153,23 @@ def _allowed(given: str, allowed: tuple[Path, ...]) -> Path:
     """A directory that may be read, with all links followed. Blocks."""
     if not allowed:
         raise ApiError(
-            "no path may be read: start the server with --allow-adapter-paths", status=403, param="lora_path"
+            "no path may be read: start the server with --allow-adapter-paths",
+            status=403,
+            param="lora_path",
         )
     if len(given) > _LONGEST_PATH:
-        raise _invalid(f"'lora_path' has {len(given)} characters; {_LONGEST_PATH} are allowed.", "lora_path")
+        raise _invalid(
+            f"'lora_path' has {len(given)} characters; {_LONGEST_PATH} are allowed.", "lora_path"
+        )
     try:
         path = Path(given).resolve()
         inside = lies_in(path, allowed)
     except (ValueError, OSError, RuntimeError):  # no path at all, or links in a circle
         raise _invalid("'lora_path' is no path.", "lora_path") from None
     if not inside:
-        raise ApiError("lora_path does not lie below a directory that --allow-adapter-paths names", status=403)
+        raise ApiError(
+            "lora_path does not lie below a directory that --allow-adapter-paths names", status=403
+        )
     try:
         is_directory = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -151,7 +178,10 @@ def _allowed(given: str, allowed: tuple[Path, ...]) -> Path:
     except OSError as error:
         raise _invalid(f"'lora_path' cannot be read: {error.strerror}.", "lora_path") from None
     if not is_directory:
-        raise _invalid("'lora_path' is a file: give the directory that PEFT's save_pretrained wrote.", "lora_path")
+        raise _invalid(
+            "'lora_path' is a file: give the directory that PEFT's save_pretrained wrote.",
+            "lora_path",
+        )
     return path
 
 

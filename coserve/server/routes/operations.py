@@ -16,7 +16,9 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(context: Context) -> Response:
-    """Answer 200 as long as the server's process answers; what an engine that is starting does is in the body."""
+    """Answer 200 as long as the server's process answers; what an engine that is starting does is
+    in the body.
+    """
     starting = start_json(context.link.start_progress)
     return json_response({"status": "ok"} | ({} if starting is None else {"starting": starting}))
 
@@ -42,8 +44,8 @@ async def load(context: Context, tenant: Tenant, is_operator: IsOperator) -> Res
 
 @router.get("/ready")
 async def ready(context: Context) -> Response:
-    """200 if requests are answered now: the engine has made a step in the last seconds, or makes one for this; 503
-    otherwise.
+    """200 if requests are answered now: the engine has made a step in the last seconds, or makes
+    one for this; 503 otherwise.
     """
     context.require_ready()
     await context.readiness.require()
@@ -64,7 +66,10 @@ async def status(context: Context, tenant: Tenant, is_operator: IsOperator) -> R
 
 @router.get("/v1/status/steps")
 async def steps(
-    context: Context, tenant: Tenant, is_operator: IsOperator, after: Annotated[int, Query(ge=0)] = 0
+    context: Context,
+    tenant: Tenant,
+    is_operator: IsOperator,
+    after: Annotated[int, Query(ge=0)] = 0,
 ) -> Response:
     """All steps after a cursor, and requests: a tenant's own, for operators all."""
     return json_response(context.board.steps(after, None if is_operator else tenant))
@@ -73,4 +78,6 @@ async def steps(
 @router.get("/metrics")
 async def metrics(context: Context, tenant: Tenant, is_operator: IsOperator) -> Response:
     """In Prometheus's format: for operators all, for others what has their own tenant's label."""
-    return Response(context.metrics.text(None if is_operator else tenant), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        context.metrics.text(None if is_operator else tenant), media_type=CONTENT_TYPE_LATEST
+    )

@@ -1,4 +1,6 @@
-"""The page at / and /ui, and what its script asks for beside OpenAI's routes: parts of it as they are now."""
+"""The page at / and /ui, and what its script asks for beside OpenAI's routes: parts of it as they
+are now.
+"""
 
 from typing import Annotated, Any
 
@@ -45,8 +47,12 @@ async def live(
     jobs: Annotated[int, Query(ge=1, le=_MOST_JOBS)] = _FEW_JOBS,
     span: Annotated[int, Query(ge=0, le=_MAX_SPAN)] = 0,
 ) -> Response:
-    """Return the parts that change: how it goes, the newest jobs, and models. span: place in `history.SPANS`."""
-    values = await _live(context, tenant, is_operator=request.state.is_operator, most_jobs=jobs, span=span)
+    """Return the parts that change: how it goes, the newest jobs, and models. span: place in
+    `history.SPANS`.
+    """
+    values = await _live(
+        context, tenant, is_operator=request.state.is_operator, most_jobs=jobs, span=span
+    )
     return await run_in_threadpool(html, "live.html", live=values)
 
 
@@ -87,7 +93,9 @@ def static(name: str, request: Request) -> Response:
 async def _live(
     context: ServerContext, tenant: str, *, is_operator: bool, most_jobs: int, span: int = 0
 ) -> dict[str, Any]:
-    status = context.board.status(context.link.ready, context.model_name, None if is_operator else tenant)
+    status = context.board.status(
+        context.link.ready, context.model_name, None if is_operator else tenant
+    )
     manager = context.job_manager
     return {
         "status": status,
@@ -95,8 +103,12 @@ async def _live(
         "spans": SPANS,
         "span": span,
         "memory": memory_view(status["memory"]),
-        "jobs": None if manager is None else await run_in_threadpool(newest_jobs, manager, tenant, most_jobs),
-        "models": None if manager is None else await run_in_threadpool(finished_models, manager, tenant),
+        "jobs": None
+        if manager is None
+        else await run_in_threadpool(newest_jobs, manager, tenant, most_jobs),
+        "models": None
+        if manager is None
+        else await run_in_threadpool(finished_models, manager, tenant),
         "most_jobs": most_jobs,
         "more_jobs": min(_MOST_JOBS, 2 * most_jobs),
         "has_chat": bool(context.prompts.chat_template),

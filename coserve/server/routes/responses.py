@@ -23,7 +23,9 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/responses")
-async def create_response(body: ResponseBody, request: Request, context: Context, tenant: Tenant) -> Response:
+async def create_response(
+    body: ResponseBody, request: Request, context: Context, tenant: Tenant
+) -> Response:
     """Answer; at once, piece by piece, or in the background."""
     arrival_s = time.monotonic()
     items = input_items(body.input)
@@ -37,7 +39,9 @@ async def create_response(body: ResponseBody, request: Request, context: Context
     if body.background:
         writer.response["status"] = "queued"
         await keep_it(writer.response)
-        run = context.runs.begin(_key(tenant, id), writer.background_events(), lambda: writer.response, writer.cancel)
+        run = context.runs.begin(
+            _key(tenant, id), writer.background_events(), lambda: writer.response, writer.cancel
+        )
         if body.stream:
             return await answer(request, events=_sent(run.watch()), ignored=body.ignored, end=b"")
         return json_response(writer.response, headers=ignored_header(body.ignored))
@@ -53,7 +57,9 @@ async def count_input_tokens(body: ResponseBody, context: Context, tenant: Tenan
     context.require_ready()
     before = await items_before(context, tenant, body, items)
     chat = await response_request(body, [*before, *items], context, tenant, time.monotonic())
-    return json_response({"object": "response.input_tokens", "input_tokens": len(chat.generation.prompts[0])})
+    return json_response(
+        {"object": "response.input_tokens", "input_tokens": len(chat.generation.prompts[0])}
+    )
 
 
 @router.get("/v1/responses/{response_id}")
@@ -72,11 +78,18 @@ async def retrieve_response(
     if run is None:
         record = await find(context, tenant, response_id)
         if stream:
-            raise ApiError(f"Response '{response_id}' is over: it can be retrieved, but not streamed.", param="stream")
+            raise ApiError(
+                f"Response '{response_id}' is over: it can be retrieved, but not streamed.",
+                param="stream",
+            )
         return json_response(record.response)
     if not stream:
         return json_response(run.state())
-    return await answer(request, events=_sent(run.watch(0 if starting_after is None else starting_after + 1)), end=b"")
+    return await answer(
+        request,
+        events=_sent(run.watch(0 if starting_after is None else starting_after + 1)),
+        end=b"",
+    )
 
 
 @router.post("/v1/responses/{response_id}/cancel")

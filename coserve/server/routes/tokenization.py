@@ -34,10 +34,16 @@ async def tokenize(body: TokenizeBody, context: Context, tenant: Tenant) -> Resp
     given: Any = body.prompt
     if body.messages is not None:
         given = [plain_message(message) for message in body.messages]
-        chat = ChatBody.model_construct(**body.model_dump(exclude={"messages"}), messages=body.messages)
-        template = template_arguments(chat, Tools(shown=tuple(body.tools or ())), context.prompts.chat_template)
+        chat = ChatBody.model_construct(
+            **body.model_dump(exclude={"messages"}), messages=body.messages
+        )
+        template = template_arguments(
+            chat, Tools(shown=tuple(body.tools or ())), context.prompts.chat_template
+        )
     if (length := num_characters(given)) > _MOST_CHARACTERS:
-        raise ApiError(f"the text has {length} characters; at most {_MOST_CHARACTERS} are tokenized at once")
+        raise ApiError(
+            f"the text has {length} characters; at most {_MOST_CHARACTERS} are tokenized at once"
+        )
     param = "prompt" if body.messages is None else "messages"
     tokens = await reader.tokens(given, template, body.add_special_tokens, param=param)
     return json_response(
@@ -57,7 +63,9 @@ async def detokenize(body: DetokenizeBody, context: Context, tenant: Tenant) -> 
     reader, ready = await _reader(context, tenant, body.model)
     _require_tokenizer(context)
     if wrong := [token for token in body.tokens if not 0 <= token < ready.vocab_size]:
-        raise ApiError(f"tokens has {wrong[0]}; the model has {ready.vocab_size} tokens", param="tokens")
+        raise ApiError(
+            f"tokens has {wrong[0]}; the model has {ready.vocab_size} tokens", param="tokens"
+        )
     text = await reader.decoded(body.tokens)
     return json_response({"prompt": text}, headers=ignored_header(body.ignored))
 
@@ -67,17 +75,30 @@ async def tokenizer_info(context: Context) -> Response:
     """What the tokenizer was made with, as in tokenizer_config.json."""
     context.require_ready()
     tokenizer = _require_tokenizer(context)
-    added = {str(token): _added_token(each) for token, each in tokenizer.added_tokens_decoder.items()}
+    added = {
+        str(token): _added_token(each) for token, each in tokenizer.added_tokens_decoder.items()
+    }
     told = {name: value for name, value in tokenizer.init_kwargs.items() if _is_plain(value)}
-    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-    info = {"tokenizer_class": type(tokenizer).__name__, **told, **names, "added_tokens_decoder": added}
+    names = {
+        name: str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if isinstance(token, str)
+    }
+    info = {
+        "tokenizer_class": type(tokenizer).__name__,
+        **told,
+        **names,
+        "added_tokens_decoder": added,
+    }
     if context.prompts.chat_template:
         info["chat_template"] = context.prompts.chat_template
     return json_response(info)
 
 
 async def _reader(context: ServerContext, tenant: str, model: str | None) -> tuple[Prompts, Ready]:
-    """Return what reads the texts of a model, the base if none is named, and the engine with its vocabulary."""
+    """Return what reads the texts of a model, the base if none is named, and the engine with its
+    vocabulary.
+    """
     adapter = None if model is None else await find_model(context, tenant, model)
     return await context.reader_of(adapter, context.require_ready())
 

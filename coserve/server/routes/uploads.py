@@ -71,21 +71,34 @@ async def add_part(upload_id: str, request: Request, context: Context, tenant: T
     upload = await run_in_threadpool(_find, context, tenant, upload_id)
     async with request.form(max_files=1, max_fields=1) as form:
         if unknown := [name for name in form if name != "data"]:
-            raise ApiError(f"Unknown parameter: '{unknown[0]}'.", param=unknown[0], code="unknown_parameter")
+            raise ApiError(
+                f"Unknown parameter: '{unknown[0]}'.", param=unknown[0], code="unknown_parameter"
+            )
         data = form.get("data")
         if not isinstance(data, UploadFile):
-            raise ApiError("Missing required parameter: 'data'.", param="data", code="missing_required_parameter")
+            raise ApiError(
+                "Missing required parameter: 'data'.",
+                param="data",
+                code="missing_required_parameter",
+            )
         limits = context.limits_of(tenant)
         part = await run_in_threadpool(
             _uploads(context).add_part, upload, data.file, max_total_bytes=limits.max_file_bytes
         )
     return json_response(
-        {"id": part.id, "object": "upload.part", "created_at": part.created_at, "upload_id": upload.id}
+        {
+            "id": part.id,
+            "object": "upload.part",
+            "created_at": part.created_at,
+            "upload_id": upload.id,
+        }
     )
 
 
 @router.post("/v1/uploads/{upload_id}/complete")
-def complete_upload(upload_id: str, body: CompleteBody, context: Context, tenant: Tenant) -> Response:
+def complete_upload(
+    upload_id: str, body: CompleteBody, context: Context, tenant: Tenant
+) -> Response:
     """Join the parts, in this order."""
     for name in ("part_ids", "md5"):
         check_texts(getattr(body, name), param=name)

@@ -25,5 +25,7 @@ def parser_class(name: str) -> type[ToolParser]:
 
 @cache
 def parser_of_template(template: str) -> type[ToolParser] | None:
-    """The parser of what models with this chat template write; None if it shows no format that is known."""
+    """The parser of what models with this chat template write; None if it shows no format that is
+    known.
+    """
     return next((each for each in map(parser_class, parser_names()) if each.fits(template)), None)

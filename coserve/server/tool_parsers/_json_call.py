@@ -34,7 +34,8 @@ class _Nesting:
 
 
 class JsonArguments:
-    """The arguments of a function that is known: one JSON object. before: what the model wrote of the call so far.
+    """The arguments of a function that is known: one JSON object. before: what the model wrote of
+    the call so far.
 
     is_complete: whether it is complete, or `failed`.
     """
@@ -77,10 +78,11 @@ class JsonArguments:
 
 
 class JsonCall:
-    """An object with a `name` and `arguments` (or `parameters`), in any order; without arguments there are none.
+    """An object with a `name` and `arguments` (or `parameters`), in any order; without arguments
+    there are none.
 
-    names: of the functions that can be called. before: what the model wrote of the call so far. is_complete: whether it
-    is complete, or `failed`.
+    names: of the functions that can be called. before: what the model wrote of the call so far.
+    is_complete: whether it is complete, or `failed`.
     """
 
     def __init__(self, names: Collection[str], before: str = "") -> None:
@@ -92,7 +94,9 @@ class JsonCall:
         self._key = ""
         self._values: dict[str, str] = {}
         self._name: str | None = None
-        self._sent: int | None = None  # characters of the arguments that were passed on; None: the call has not begun
+        self._sent: int | None = (
+            None  # characters of the arguments that were passed on; None: the call has not begun
+        )
 
     def push(self, text: str) -> tuple[list[Part], str]:
         """What more of the text adds, and the text after the call."""
@@ -147,7 +151,9 @@ class JsonCall:
         nesting = self._nesting
         if self._place < 0:
             self._place = place
-            if self._key in _ARGUMENTS and (character != "{" or any(key in self._values for key in _ARGUMENTS)):
+            if self._key in _ARGUMENTS and (
+                character != "{" or any(key in self._values for key in _ARGUMENTS)
+            ):
                 return False
         elif nesting.depth == 1 and not nesting.in_string and character in ",}":
             value = self._values[self._key] = self._raw[self._place : place].strip(_SPACE)
@@ -161,10 +167,17 @@ class JsonCall:
         return nesting.depth >= 1
 
     def _arguments_so_far(self) -> list[Part]:
-        if self._name is None or self._expects != "value" or self._key not in _ARGUMENTS or self._place < 0:
+        if (
+            self._name is None
+            or self._expects != "value"
+            or self._key not in _ARGUMENTS
+            or self._place < 0
+        ):
             return []
         return self._send(
-            self._raw[self._place :].rstrip(_SPACE) if self._nesting.depth == 1 else self._raw[self._place :]
+            self._raw[self._place :].rstrip(_SPACE)
+            if self._nesting.depth == 1
+            else self._raw[self._place :]
         )
 
     def _send(self, arguments: str) -> list[Part]:
@@ -178,7 +191,9 @@ class JsonCall:
     def _close(self) -> list[Part]:
         if self._name is None or not _is_object(self._raw):
             return self._fail(len(self._raw))[0]
-        return self._send(next((self._values[key] for key in _ARGUMENTS if key in self._values), "{}"))
+        return self._send(
+            next((self._values[key] for key in _ARGUMENTS if key in self._values), "{}")
+        )
 
 
 def _string(value: str) -> str | None:

@@ -8,7 +8,9 @@ from coserve.server.tool_parsers.base import Content, JsonCalls, ToolParser, num
 
 
 class MarkedCalls(ToolParser):
-    """`_begin` begins a call, and `_step_in_call` reads it. White space alone beside calls is no content."""
+    """`_begin` begins a call, and `_step_in_call` reads it. White space alone beside calls is no
+    content.
+    """
 
     _begin: ClassVar[str]
     _in_call = False
@@ -65,7 +67,9 @@ class MarkedCalls(ToolParser):
 
 
 class MarkedJsonCalls(MarkedCalls, JsonCalls):
-    """Each call is one JSON object. `_step_after_call` reads what follows one, up to where the next may begin."""
+    """Each call is one JSON object. `_step_after_call` reads what follows one, up to where the next
+    may begin.
+    """
 
     _call: JsonCall | None = None  # None after its end
 

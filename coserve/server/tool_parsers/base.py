@@ -37,7 +37,9 @@ class Arguments:
 
 @dataclass(frozen=True)
 class CallFails:
-    """The last call turned out to be none. text: what the model wrote, from where the call began."""
+    """The last call turned out to be none. text: what the model wrote, from where the call
+    began.
+    """
 
     text: str
 
@@ -46,10 +48,11 @@ Part = Content | Reasoning | CallBegins | Arguments | CallFails
 
 
 class ToolParser(ABC):
-    """Reads the text of one answer, in pieces of any size, which change nothing but when the parts come.
+    """Reads the text of one answer, in pieces of any size, which change nothing but when the parts
+    come.
 
-    Arguments come as the model writes them. What only looked like a call, or calls a function that is not there,
-    is content; if its arguments had begun to come, `CallFails` says so.
+    Arguments come as the model writes them. What only looked like a call, or calls a function that
+    is not there, is content; if its arguments had begun to come, `CallFails` says so.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()  # special tokens that it must see
@@ -86,7 +89,9 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _step(self) -> bool:
-        """Read from the start of the text that is left, if enough of it is there; whether to try again."""
+        """Read from the start of the text that is left, if enough of it is there; whether to try
+        again.
+        """
 
     @abstractmethod
     def _end(self) -> None:
@@ -103,7 +108,9 @@ class ToolParser(ABC):
 class JsonCalls(ToolParser):
     """Of calls whose arguments are written as JSON, so that a grammar can follow their schema."""
 
-    separator: ClassVar[str | None] = None  # what lies between two calls; None: an answer has one at most
+    separator: ClassVar[str | None] = (
+        None  # what lies between two calls; None: an answer has one at most
+    )
 
     @classmethod
     @abstractmethod
@@ -114,4 +121,6 @@ class JsonCalls(ToolParser):
 def num_held(text: str, markers: Sequence[str]) -> int:
     """Characters at the end of a text that could be the start of one of the markers."""
     longest = min(len(text), max(map(len, markers)) - 1)
-    return next((n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in markers)), 0)
+    return next(
+        (n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in markers)), 0
+    )

@@ -1,5 +1,5 @@
-"""Hermes 2 and 3, Qwen 2.5 and 3, and others: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one for each call
-(https://github.com/NousResearch/Hermes-Function-Calling).
+"""Hermes 2 and 3, Qwen 2.5 and 3, and others: `<tool_call>{"name": …, "arguments":
+{…}}</tool_call>`, one for each call (https://github.com/NousResearch/Hermes-Function-Calling).
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Llama 3.1 to 3.3: an answer that is `{"name": …, "parameters": {…}}`, or has it after `<|python_tag|>`; several with
-`;` between them (https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/).
+"""Llama 3.1 to 3.3: an answer that is `{"name": …, "parameters": {…}}`, or has it after
+`<|python_tag|>`; several with `;` between them
+(https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/).
 """
 
 import json
@@ -50,7 +51,10 @@ class Llama3Json(MarkedJsonCalls):
             return False
         if text.startswith(";") and after.startswith("{"):
             self._num_calls += 1
-            self._call, self._rest = JsonCall(self._names, self._rest[: len(self._rest) - len(after)]), after
+            self._call, self._rest = (
+                JsonCall(self._names, self._rest[: len(self._rest) - len(after)]),
+                after,
+            )
         else:
             self._leave(failed=False)
         return True

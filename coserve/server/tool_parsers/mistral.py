@@ -1,5 +1,6 @@
-"""Mistral: `[TOOL_CALLS]` and a JSON list of calls, or, since its tokenizers of version 11, the function's name with
-its arguments after `[ARGS]` or at once, and the marker again for each further call (https://docs.mistral.ai).
+"""Mistral: `[TOOL_CALLS]` and a JSON list of calls, or, since its tokenizers of version 11, the
+function's name with its arguments after `[ARGS]` or at once, and the marker again for each further
+call (https://docs.mistral.ai).
 """
 
 import json
@@ -70,7 +71,10 @@ class Mistral(MarkedCalls, JsonCalls):
             text = text.removeprefix(",").lstrip()
             if not text:
                 return False
-            self._call, self._rest = JsonCall(self._names, self._rest[: len(self._rest) - len(text)]), text
+            self._call, self._rest = (
+                JsonCall(self._names, self._rest[: len(self._rest) - len(text)]),
+                text,
+            )
             return True
         if text[0] in "[{":
             self._in_list = text[0] == "["
@@ -80,9 +84,17 @@ class Mistral(MarkedCalls, JsonCalls):
             return True
         head = _HEAD.match(self._rest)
         if head is not None and head[1] in self._names:
-            self._call, self._rest = JsonArguments(head[1], _BEGIN + head[0]), self._rest[head.end() :]
+            self._call, self._rest = (
+                JsonArguments(head[1], _BEGIN + head[0]),
+                self._rest[head.end() :],
+            )
             return True
-        if head is not None or "{" in self._rest or _BEGIN in self._rest or len(self._rest) > _LONGEST_HEAD:
+        if (
+            head is not None
+            or "{" in self._rest
+            or _BEGIN in self._rest
+            or len(self._rest) > _LONGEST_HEAD
+        ):
             self._add(Content(_BEGIN))
             self._leave(failed=True)
         return False

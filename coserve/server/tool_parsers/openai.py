@@ -1,5 +1,6 @@
-"""gpt-oss: messages in channels (https://github.com/openai/harmony): `<|channel|>analysis<|message|>` is reasoning, a
-message to `functions.NAME` a call, and all else content. The name is vLLM's.
+"""gpt-oss: messages in channels (https://github.com/openai/harmony):
+`<|channel|>analysis<|message|>` is reasoning, a message to `functions.NAME` a call, and all else
+content. The name is vLLM's.
 """
 
 import re

@@ -78,7 +78,11 @@ class Qwen3Coder(MarkedCalls):
         value = self._rest[start:end].removeprefix("\n").removesuffix("\n")
         begin = ", " if self._num_parameters else "{"
         self._num_parameters += 1
-        self._add(Arguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: {_json(value, self._schema(key))}"))
+        self._add(
+            Arguments(
+                f"{begin}{json.dumps(key, ensure_ascii=False)}: {_json(value, self._schema(key))}"
+            )
+        )
         self._take_text(end + len(_PARAMETER_END))
         return True
 
@@ -104,7 +108,9 @@ class Qwen3Coder(MarkedCalls):
         return False if could_come or could_end else self._fail()
 
     def _fail(self) -> bool:
-        """What was read is no call. What was not is read as content, however much of it has come: a call may follow."""
+        """What was read is no call. What was not is read as content, however much of it has come: a
+        call may follow.
+        """
         self._add(CallFails(self._read) if self._name else Content(self._read))
         self._leave(failed=True)
         return True

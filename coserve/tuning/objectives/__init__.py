@@ -1,6 +1,8 @@
-"""Objectives: what training makes likelier, one file each, found by the file's name (`dpo`, `orpo`, …).
+"""Objectives: what training makes likelier, one file each, found by the file's name (`dpo`, `orpo`,
+…).
 
-`supervised` is the next-token loss; all others turn the log-probabilities of a pack's rows into a gradient.
+`supervised` is the next-token loss; all others turn the log-probabilities of a pack's rows into a
+gradient.
 """
 
 from collections.abc import Mapping
@@ -24,7 +26,9 @@ def objective_names() -> tuple[str, ...]:
 
 
 def method_names() -> tuple[str, ...]:
-    """Return the names of all objectives as clients write them, in a job's `method` and on the command line."""
+    """Return the names of all objectives as clients write them, in a job's `method` and on the
+    command line.
+    """
     return tuple(name.replace("-", "_") for name in objective_names())
 
 
@@ -46,30 +50,42 @@ def _class(name: str) -> "type[Objective]":
 
 
 def make_objective(name: str, settings: Mapping[str, Any]) -> "Objective | None":
-    """An objective with settings of its own; None for the next-token loss. ValueError names what is wrong."""
+    """An objective with settings of its own; None for the next-token loss. ValueError names what is
+    wrong.
+    """
     found = objective_class(name)
     known = [] if found is None else [each.name for each in fields(found)]
     if unknown := [each for each in settings if each not in known]:
-        raise ValueError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"{name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}"
+        )
     return None if found is None else found(**settings)
 
 
 def check_trains(name: str, config: "AdapterConfig", *, trains_head: bool) -> None:
-    """AdapterError for an adapter that an objective over sequences cannot train. trains_head: it has parameters at the
-    output layer.
+    """AdapterError for an adapter that an objective over sequences cannot train. trains_head: it
+    has parameters at the output layer.
     """
     found = objective_class(name)
     if found is None:
         return
     if config.is_model and found.needs_reference:
-        raise AdapterError(f"{name} compares with the model as it was, and full fine-tuning changes it: use an adapter")
+        raise AdapterError(
+            f"{name} compares with the model as it was, and full fine-tuning changes it: use an "
+            f"adapter"
+        )
     if config.num_virtual_tokens:
-        raise AdapterError(f"{name} trains no virtual tokens; an adapter with these has the method supervised")
+        raise AdapterError(
+            f"{name} trains no virtual tokens; an adapter with these has the method supervised"
+        )
     if not trains_head:
         return
     if config.is_model:
         raise AdapterError(
-            f"{name} does not train the output layer, nor a table of embeddings that is one: choose blocks by "
+            f"{name} does not train the output layer, nor a table of embeddings that is one: "
+            f"choose blocks by "
             "layers_to_transform, or modules by target_modules"
         )
-    raise AdapterError(f"{name} does not train an adapter at the output layer; leave lm_head out of target_modules")
+    raise AdapterError(
+        f"{name} does not train an adapter at the output layer; leave lm_head out of target_modules"
+    )

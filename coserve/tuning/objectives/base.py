@@ -1,9 +1,10 @@
 """What an objective is: from the log-probabilities of a pack's rows to their gradient.
 
-A loss over sequences (a pair's margin, a clipped ratio) depends on rows through their log-probabilities alone. So a
-pack goes through the head once, as for the next-token loss: that gives each row's log-probability, and the gradient
-that it has with respect to the row. When all rows have been through, the objective says what each log-probability
-counts, and each row's gradient is multiplied by that.
+A loss over sequences (a pair's margin, a clipped ratio) depends on rows through their
+log-probabilities alone. So a pack goes through the head once, as for the next-token loss: that
+gives each row's log-probability, and the gradient that it has with respect to the row. When all
+rows have been through, the objective says what each log-probability counts, and each row's gradient
+is multiplied by that.
 """
 
 from abc import ABC, abstractmethod
@@ -20,9 +21,10 @@ from torch import Tensor
 class ScoredRows:
     """The trained rows of a pack, t of them, of s sequences.
 
-    logprobs float32 [t]: of each row's target. owners int64 [t]: the sequence of each. num_sequences: s. reference
-    float32 [t]: the log-probabilities without the adapter, where the objective needs them. values float32 [t, v]: v
-    numbers of each row's target, where the examples have any. labels float32 [s]: of each sequence, likewise.
+    logprobs float32 [t]: of each row's target. owners int64 [t]: the sequence of each.
+    num_sequences: s. reference float32 [t]: the log-probabilities without the adapter, where the
+    objective needs them. values float32 [t, v]: v numbers of each row's target, where the examples
+    have any. labels float32 [s]: of each sequence, likewise.
     """
 
     logprobs: Tensor
@@ -55,11 +57,11 @@ class ScoredRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What came of a pack. All but the gradient are sums over its `count` units (pairs, say), which an optimizer step
-    divides by.
+    """What came of a pack. All but the gradient are sums over its `count` units (pairs, say), which
+    an optimizer step divides by.
 
-    gradient float32 [t]: of the summed loss with respect to each row's log-probability. loss, correct: numbers on the
-    device; correct: units that are as they should be. metrics: by name.
+    gradient float32 [t]: of the summed loss with respect to each row's log-probability. loss,
+    correct: numbers on the device; correct: units that are as they should be. metrics: by name.
     """
 
     gradient: Tensor
@@ -73,9 +75,10 @@ class Outcome:
 class Objective(ABC):
     """Its fields are its settings, in the terms of its paper.
 
-    unit: what the loss is a mean over. schema: of its examples (`tuning.objective_examples`): pairs, labelled answers,
-    or sampled tokens. needs_reference: whether it compares with the model without the adapter. counts_packs: whether
-    what a unit counts depends on the others of its pack, which are then all on one node.
+    unit: what the loss is a mean over. schema: of its examples (`tuning.objective_examples`):
+    pairs, labelled answers, or sampled tokens. needs_reference: whether it compares with the model
+    without the adapter. counts_packs: whether what a unit counts depends on the others of its pack,
+    which are then all on one node.
     """
 
     unit: ClassVar[str]

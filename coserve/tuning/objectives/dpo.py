@@ -1,5 +1,5 @@
-"""Direct preference optimization. Source: arXiv 2305.18290, equation 7; label smoothing as in conservative DPO
-(https://ericmitchell.ai/cdpo.pdf, equation 3).
+"""Direct preference optimization. Source: arXiv 2305.18290, equation 7; label smoothing as in
+conservative DPO (https://ericmitchell.ai/cdpo.pdf, equation 3).
 """
 
 from dataclasses import dataclass
@@ -8,16 +8,24 @@ from typing import ClassVar
 from torch.nn.functional import logsigmoid
 
 from coserve.settings import check_number
-from coserve.tuning.objectives.base import Outcome, PairObjective, ScoredRows, halves, margin_metrics, per_row
+from coserve.tuning.objectives.base import (
+    Outcome,
+    PairObjective,
+    ScoredRows,
+    halves,
+    margin_metrics,
+    per_row,
+)
 
-# Margins of less, in nats, are rounding: before its first step the policy is the reference, and prefers nothing.
+# Margins of less, in nats, are rounding: before its first step the policy is the reference, and
+# prefers nothing.
 _TIE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dpo(PairObjective):
-    """beta: how strongly it holds to the model without the adapter. label_smoothing: the share of pairs that are taken
-    to be the wrong way round.
+    """beta: how strongly it holds to the model without the adapter. label_smoothing: the share of
+    pairs that are taken to be the wrong way round.
     """
 
     needs_reference: ClassVar[bool] = True

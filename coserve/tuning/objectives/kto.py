@@ -1,7 +1,8 @@
 """KTO: single answers that are wanted or not. Source: arXiv 2402.01306, equations 7 and 8.
 
-An example has two sequences: the answer, with a label of 1 (wanted) or 0, and the same prompt with the answer of
-another example, whose log-ratios estimate how far the model has moved in general (section 4.1).
+An example has two sequences: the answer, with a label of 1 (wanted) or 0, and the same prompt with
+the answer of another example, whose log-ratios estimate how far the model has moved in general
+(section 4.1).
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from coserve.tuning.objectives.base import Objective, Outcome, ScoredRows, halve
 
 @dataclass(frozen=True, kw_only=True)
 class Kto(Objective):
-    """beta: how strongly it holds to the model without the adapter. desirable_weight, undesirable_weight: of answers
-    that are wanted, and of those that are not.
+    """beta: how strongly it holds to the model without the adapter. desirable_weight,
+    undesirable_weight: of answers that are wanted, and of those that are not.
     """
 
     unit: ClassVar[str] = "answer"

@@ -1,5 +1,5 @@
-"""ORPO: the next-token loss of the chosen answer, and the odds of both, without a reference. Source: arXiv 2403.07691,
-equations 6 and 7; the next-token loss is that of the answer.
+"""ORPO: the next-token loss of the chosen answer, and the odds of both, without a reference.
+Source: arXiv 2403.07691, equations 6 and 7; the next-token loss is that of the answer.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from coserve.settings import check_number
-from coserve.tuning.objectives.base import Outcome, PairObjective, ScoredRows, halves, margin_metrics, per_row
+from coserve.tuning.objectives.base import (
+    Outcome,
+    PairObjective,
+    ScoredRows,
+    halves,
+    margin_metrics,
+    per_row,
+)
 
 # The largest mean log-probability: one less is certain, and its odds are without bounds.
 _MOST = -1e-6

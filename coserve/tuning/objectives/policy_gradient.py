@@ -1,7 +1,8 @@
-"""A policy-gradient loss over given log-probabilities and advantages, token by token: importance sampling, or PPO's
-clipped form (arXiv 1707.06347, equation 7).
+"""A policy-gradient loss over given log-probabilities and advantages, token by token: importance
+sampling, or PPO's clipped form (arXiv 1707.06347, equation 7).
 
-Each trained token of an example has the log-probability that it had when it was sampled, and an advantage.
+Each trained token of an example has the log-probability that it had when it was sampled, and an
+advantage.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from coserve.tuning.objectives.base import Objective, Outcome, ScoredRows
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Objective):
-    """clip: how far a ratio of probabilities may be from one until it counts no more; 0: without bounds."""
+    """clip: how far a ratio of probabilities may be from one until it counts no more; 0: without
+    bounds.
+    """
 
     unit: ClassVar[str] = "token"
     schema: ClassVar[str] = "sampled"

@@ -1,16 +1,27 @@
-"""SimPO: preferences by the mean log-probability, without a reference. Source: arXiv 2405.14734, equation 6."""
+"""SimPO: preferences by the mean log-probability, without a reference. Source: arXiv 2405.14734,
+equation 6.
+"""
 
 from dataclasses import dataclass
 
 from torch.nn.functional import logsigmoid
 
 from coserve.settings import check_number
-from coserve.tuning.objectives.base import Outcome, PairObjective, ScoredRows, halves, margin_metrics, per_row
+from coserve.tuning.objectives.base import (
+    Outcome,
+    PairObjective,
+    ScoredRows,
+    halves,
+    margin_metrics,
+    per_row,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simpo(PairObjective):
-    """beta: of the reward beta * mean log-probability. gamma: by how much the chosen one's should be the larger."""
+    """beta: of the reward beta * mean log-probability. gamma: by how much the chosen one's should
+    be the larger.
+    """
 
     beta: float = 2.0
     gamma: float = 0.5

@@ -1,4 +1,5 @@
-"""guidance, by its client for vLLM: `python guidance_client.py URL MODEL`; a line for each thing that works."""
+"""guidance, by its client for vLLM: `python guidance_client.py URL MODEL`; a line for each thing
+that works."""
 
 import re
 import sys

@@ -21,5 +21,7 @@ done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=
 assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 [path] = output.rglob("*.json")
 totals = json.loads(path.read_text())["benchmarks"][0]["metrics"]["request_totals"]
-assert totals["successful"] and not totals["errored"], totals  # its exit status says nothing of that
+assert totals["successful"] and not totals["errored"], (
+    totals
+)  # its exit status says nothing of that
 print("synchronous load")

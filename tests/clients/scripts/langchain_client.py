@@ -8,7 +8,9 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 URL, MODEL = sys.argv[1:]
-model = ChatOpenAI(base_url=URL, model=MODEL, api_key="none", temperature=0, max_tokens=100, max_retries=0)
+model = ChatOpenAI(
+    base_url=URL, model=MODEL, api_key="none", temperature=0, max_tokens=100, max_retries=0
+)
 
 
 @tool
@@ -41,10 +43,14 @@ assert [call["name"] for call in calls] == ["weather"] and "city" in calls[0]["a
 print("tools")
 
 for method in ("json_schema", "function_calling"):
-    assert isinstance(model.with_structured_output(City, method=method).invoke("hello"), City), method
+    assert isinstance(model.with_structured_output(City, method=method).invoke("hello"), City), (
+        method
+    )
 print("structured output")
 
-messages = create_agent(model, [weather, clock]).invoke({"messages": [("user", "weather")]})["messages"]
+messages = create_agent(model, [weather, clock]).invoke({"messages": [("user", "weather")]})[
+    "messages"
+]
 kinds = [message.type for message in messages]
 assert kinds[:3] == ["human", "ai", "tool"] and kinds[-1] == "ai", kinds
 assert messages[2].content == "rain" and not messages[-1].tool_calls

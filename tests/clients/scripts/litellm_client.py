@@ -4,18 +4,29 @@ import json
 import os
 import sys
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks another server when it is imported
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = (
+    "True"  # else it asks another server when it is imported
+)
 
 import litellm
 
 litellm.suppress_debug_info = True
 URL, MODEL = sys.argv[1:]
-SETTINGS = {"model": f"openai/{MODEL}", "api_base": URL, "api_key": "none", "temperature": 0, "max_tokens": 100}
+SETTINGS = {
+    "model": f"openai/{MODEL}",
+    "api_base": URL,
+    "api_key": "none",
+    "temperature": 0,
+    "max_tokens": 100,
+}
 HELLO = [{"role": "user", "content": "hello"}]
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": {argument: {"type": "string"}}}},
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {argument: {"type": "string"}}},
+        },
     }
     for name, argument in (("weather", "city"), ("clock", "zone"))
 ]
@@ -38,13 +49,21 @@ after = litellm.completion(messages=[*asked, said, result], tools=TOOLS, **SETTI
 assert after.choices[0].message.content, "its own answers can be passed back"
 print("tools")
 
-schema = {"type": "object", "properties": {"is_large": {"type": "boolean"}}, "required": ["is_large"]}
+schema = {
+    "type": "object",
+    "properties": {"is_large": {"type": "boolean"}},
+    "required": ["is_large"],
+}
 schema["additionalProperties"] = False
 form = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": schema}}
-found = litellm.completion(messages=HELLO, response_format=form, **SETTINGS).choices[0].message.content
+found = (
+    litellm.completion(messages=HELLO, response_format=form, **SETTINGS).choices[0].message.content
+)
 assert list(json.loads(found)) == ["is_large"], found
 print("structured output")
 
-text = litellm.text_completion(prompt="hello", **{**SETTINGS, "model": f"text-completion-openai/{MODEL}"})
+text = litellm.text_completion(
+    prompt="hello", **{**SETTINGS, "model": f"text-completion-openai/{MODEL}"}
+)
 assert text.usage.completion_tokens
 print("completions")

@@ -53,6 +53,8 @@ print("tools")
 assert isinstance(model.as_structured_llm(City).chat(HELLO).raw, City)
 print("structured output")
 
-text = OpenAILike(api_base=URL, model=MODEL, api_key="none", is_chat_model=False, max_tokens=4).complete("hello")
+text = OpenAILike(
+    api_base=URL, model=MODEL, api_key="none", is_chat_model=False, max_tokens=4
+).complete("hello")
 assert isinstance(text.text, str)
 print("completions")

@@ -1,4 +1,5 @@
-"""Simon Willison's llm, as a command: `python llm_client.py URL MODEL`; a line for each thing that works."""
+"""Simon Willison's llm, as a command: `python llm_client.py URL MODEL`; a line for each thing that
+works."""
 
 import json
 import os
@@ -10,7 +11,13 @@ from tempfile import mkdtemp
 URL, MODEL = sys.argv[1:]
 home = Path(mkdtemp(prefix="llm-"))
 # YAML's strings may be JSON's.
-entry = {"model_id": "served", "model_name": MODEL, "api_base": URL, "supports_schema": True, "supports_tools": True}
+entry = {
+    "model_id": "served",
+    "model_name": MODEL,
+    "api_base": URL,
+    "supports_schema": True,
+    "supports_tools": True,
+}
 (home / "extra-openai-models.yaml").write_text(json.dumps([entry]))
 FUNCTIONS = """
 def weather(city: str) -> str:
@@ -27,7 +34,9 @@ def llm(*arguments: str) -> str:
     """What the command prints."""
     command = [str(Path(sys.executable).parent / "llm"), *arguments]
     environment = {**os.environ, "LLM_USER_PATH": str(home), "OPENAI_API_KEY": "none"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,7 +47,11 @@ print("chat")
 assert llm(*options, "hello").strip() == "Hello!"
 print("stream")
 # "is_large bool" would leave room for more properties, of which so small a model finds no end.
-schema = {"type": "object", "properties": {"is_large": {"type": "boolean"}}, "required": ["is_large"]}
+schema = {
+    "type": "object",
+    "properties": {"is_large": {"type": "boolean"}},
+    "required": ["is_large"],
+}
 closed = json.dumps(schema | {"additionalProperties": False})
 assert json.loads(llm(*options, "hello", "--schema", closed))["is_large"] in (True, False)
 print("structured output")

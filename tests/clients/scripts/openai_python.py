@@ -1,4 +1,5 @@
-"""OpenAI's client for Python: `python openai_python.py URL MODEL`; a line for each thing that works."""
+"""OpenAI's client for Python: `python openai_python.py URL MODEL`; a line for each thing that
+works."""
 
 import io
 import json
@@ -14,7 +15,10 @@ HELLO = [{"role": "user", "content": "hello"}]
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": {argument: {"type": "string"}}}},
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {argument: {"type": "string"}}},
+        },
     }
     for name, argument in (("weather", "city"), ("clock", "zone"))
 ]
@@ -32,13 +36,17 @@ answer = client.chat.completions.create(model=MODEL, messages=HELLO, temperature
 assert answer.choices[0].message.content.strip() == "Hello!", answer
 print("chat")
 
-with client.chat.completions.stream(model=MODEL, messages=HELLO, temperature=0, max_tokens=60) as events:
+with client.chat.completions.stream(
+    model=MODEL, messages=HELLO, temperature=0, max_tokens=60
+) as events:
     streamed = "".join(event.delta for event in events if event.type == "content.delta")
 assert streamed == answer.choices[0].message.content, streamed
 print("stream")
 
 asked = [{"role": "user", "content": "weather"}]
-said = client.chat.completions.create(model=MODEL, messages=asked, tools=TOOLS, temperature=0, max_tokens=100)
+said = client.chat.completions.create(
+    model=MODEL, messages=asked, tools=TOOLS, temperature=0, max_tokens=100
+)
 call = said.choices[0].message.tool_calls[0]
 assert call.function.name == "weather" and "city" in json.loads(call.function.arguments)
 result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
@@ -52,7 +60,9 @@ again = client.chat.completions.create(
 assert again.choices[0].message.content, again
 print("tools")
 
-parsed = client.chat.completions.parse(model=MODEL, messages=HELLO, response_format=City, temperature=0, max_tokens=200)
+parsed = client.chat.completions.parse(
+    model=MODEL, messages=HELLO, response_format=City, temperature=0, max_tokens=200
+)
 assert isinstance(parsed.choices[0].message.parsed, City)
 print("structured output")
 
@@ -71,10 +81,17 @@ job = client.fine_tuning.jobs.create(
     model=MODEL,
     training_file=file.id,
     suffix="ahoy",
-    method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 4}}},
+    method={
+        "type": "supervised",
+        "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 4}},
+    },
 )
 until_s = time.monotonic() + 120
-while (job := client.fine_tuning.jobs.retrieve(job.id)).status not in ("succeeded", "failed", "cancelled"):
+while (job := client.fine_tuning.jobs.retrieve(job.id)).status not in (
+    "succeeded",
+    "failed",
+    "cancelled",
+):
     assert time.monotonic() < until_s, job
     time.sleep(0.2)
 assert job.status == "succeeded", job.error

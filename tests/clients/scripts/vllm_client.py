@@ -1,4 +1,5 @@
-"""vLLM's load client (`vllm bench serve`): `python vllm_client.py URL MODEL`; a line for each thing that works."""
+"""vLLM's load client (`vllm bench serve`): `python vllm_client.py URL MODEL`; a line for each thing
+that works."""
 
 import argparse
 import json
@@ -17,9 +18,25 @@ parser = argparse.ArgumentParser()
 add_cli_args(parser)
 for backend, endpoint in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
     options = [
-        *("--backend", backend, "--base-url", URL.removesuffix("/v1"), "--endpoint", endpoint, "--model", MODEL),
+        *(
+            "--backend",
+            backend,
+            "--base-url",
+            URL.removesuffix("/v1"),
+            "--endpoint",
+            endpoint,
+            "--model",
+            MODEL,
+        ),
         *("--tokenizer", os.environ["COSERVE_MODEL_DIRECTORY"], "--dataset-name", "random"),
-        *("--random-input-len", "32", "--random-output-len", "16", "--num-prompts", str(NUM_REQUESTS)),
+        *(
+            "--random-input-len",
+            "32",
+            "--random-output-len",
+            "16",
+            "--num-prompts",
+            str(NUM_REQUESTS),
+        ),
         *("--max-concurrency", "2", "--ignore-eos", "--save-result", "--result-dir", str(output)),
         *("--result-filename", f"{backend}.json"),
     ]

@@ -16,7 +16,12 @@ from storm.real.world import World
 # Limits that the server is started with, for heads and bodies that do not come.
 SLOW_HEAD_S = 5.0
 # What a stream may end with, other than its end.
-_ENDS = ("the engine died", "the engine has not answered", "the server is shutting down", "the engine is not there")
+_ENDS = (
+    "the engine died",
+    "the engine has not answered",
+    "the server is shutting down",
+    "the engine is not there",
+)
 
 
 async def stream(world: World, number: int) -> None:
@@ -27,13 +32,21 @@ async def stream(world: World, number: int) -> None:
         name, answers = _model(world, rng)
         prompt = rng.choice(list(answers))
         streams = rng.random() < 0.8
-        body = {"model": name, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "stream": streams}
+        body = {
+            "model": name,
+            "prompt": prompt,
+            "max_tokens": NUM_TOKENS,
+            "temperature": 0,
+            "stream": streams,
+        }
         answer = await world.ask(Request(path="/v1/completions", body=body))
         if answer is None or answer.status in (404, 429, 503, 507):
             world.counts["answers: none" if answer is None else f"answers: {answer.status}"] += 1
             await asyncio.sleep(0.2 + rng.random())
             continue
-        world.check(answer.status == 200, f"a completion ended with {answer.status}: {answer.body[:300]!r}")
+        world.check(
+            answer.status == 200, f"a completion ended with {answer.status}: {answer.body[:300]!r}"
+        )
         if answer.status == 200:
             _check_text(world, body, answer, answers[prompt])
 
@@ -43,7 +56,8 @@ NUM_TOKENS = 24
 
 
 def _model(world: World, rng: Random) -> tuple[str, Any]:
-    """A name, and what it answers: the base, an adapter that comes and goes, or what a job has made."""
+    """A name, and what it answers: the base, an adapter that comes and goes, or what a job has
+    made."""
     if rng.random() < 0.6:
         return "small", world.base_answers
     recipe = rng.choice(world.recipes)
@@ -61,9 +75,14 @@ def _check_text(world: World, body: dict[str, Any], answer: Answer, expected: st
             world.check(problem.startswith(_ENDS), f"a stream ended with {last[:300]}")
             world.counts[f"streams ended: {problem.split(';')[0][:60]}"] += 1
             return
-        text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+        text = "".join(
+            choice["text"] for event in events for choice in json.loads(event)["choices"]
+        )
         world.counts["answers: streamed"] += 1
-    world.check(text == expected, f"{body['model']} answered {body['prompt']!r} with {text!r}, not {expected!r}")
+    world.check(
+        text == expected,
+        f"{body['model']} answered {body['prompt']!r} with {text!r}, not {expected!r}",
+    )
 
 
 async def health(world: World) -> None:
@@ -77,16 +96,27 @@ async def health(world: World) -> None:
         await asyncio.sleep(0.2)
 
 
-# Grammars, and whether they can be followed: hundreds of references overflow the stack of the process that tries them.
+# Grammars, and whether they can be followed: hundreds of references overflow the stack of the
+# process that tries them.
 _GRAMMARS: tuple[tuple[dict[str, Any], bool], ...] = (
     ({"guided_regex": "[a-f]{2,9}"}, True),
-    ({"guided_json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, True),
+    (
+        {
+            "guided_json": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}},
+                "required": ["a"],
+            }
+        },
+        True,
+    ),
     (OVERFLOWS_SANDBOX, False),
 )
 
 
 async def structured(world: World, number: int) -> None:
-    """Answers that follow grammars, and grammars that crash their sandbox: each costs its own request alone."""
+    """Answers that follow grammars, and grammars that crash their sandbox: each costs its own
+    request alone."""
     rng = world.rng(f"structured {number}")
     while not world.is_finished:
         grammar, can_follow = rng.choice(_GRAMMARS)
@@ -95,8 +125,13 @@ async def structured(world: World, number: int) -> None:
         answer = await world.ask(Request(path="/v1/completions", body=body))
         if answer is not None and answer.status not in (404, 429, 503, 507):
             expected = 200 if can_follow else 400
-            world.check(answer.status == expected, f"a grammar ended with {answer.status}: {answer.body[:300]!r}")
-            world.counts["grammars followed" if can_follow else "grammars that crashed a sandbox"] += 1
+            world.check(
+                answer.status == expected,
+                f"a grammar ended with {answer.status}: {answer.body[:300]!r}",
+            )
+            world.counts[
+                "grammars followed" if can_follow else "grammars that crashed a sandbox"
+            ] += 1
         await asyncio.sleep(rng.uniform(0.1, 1))
 
 
@@ -111,7 +146,14 @@ def _varied(grammar: Any, rng: Random) -> Any:
 
 # -- rude ones ------------------------------------------------------------------------------
 
-_LONG = {"model": "small", "prompt": "x", "max_tokens": 300, "n": 8, "stream": True, "ignore_eos": True}
+_LONG = {
+    "model": "small",
+    "prompt": "x",
+    "max_tokens": 300,
+    "n": 8,
+    "stream": True,
+    "ignore_eos": True,
+}
 
 
 async def rude(world: World, number: int) -> None:
@@ -124,7 +166,9 @@ async def rude(world: World, number: int) -> None:
         connection.setblocking(False)
         loop = asyncio.get_running_loop()
         try:
-            await asyncio.wait_for(loop.sock_connect(connection, ("127.0.0.1", world.server.port)), 10)
+            await asyncio.wait_for(
+                loop.sock_connect(connection, ("127.0.0.1", world.server.port)), 10
+            )
             await kind(world, connection, rng)
             world.counts[f"rude: {kind.__name__.strip('_').replace('_', ' ')}"] += 1
         except (OSError, TimeoutError) as error:

@@ -16,7 +16,8 @@ from storm.real.world import World
 ENGINE_TIMEOUT_S = 5.0
 # Until the next one, in the mean.
 _MEAN_S = 8.0
-# An engine that has lost its server is gone within this, and a server that was killed is ready again within that.
+# An engine that has lost its server is gone within this, and a server that was killed is ready
+# again within that.
 _GONE_S, _READY_S = 10.0, 120.0
 
 Fault = Callable[[World, Random], Awaitable[None]]
@@ -25,7 +26,14 @@ Fault = Callable[[World, Random], Awaitable[None]]
 async def faults(world: World) -> None:
     """One after another, until the storm is over."""
     rng = world.rng("faults")
-    kinds = {kill_engine: 5, stop_engine: 3, hang_engine: 2, kill_server: 3, stop_server: 3, end_server: 1}
+    kinds = {
+        kill_engine: 5,
+        stop_engine: 3,
+        hang_engine: 2,
+        kill_server: 3,
+        stop_server: 3,
+        end_server: 1,
+    }
     kinds |= {kill_fork_server: 1, kill_sandbox: 3, jump_clock: 3}
     if world.disk is not None:
         kinds[fill_disk] = 3
@@ -54,13 +62,19 @@ async def kill_fork_server(world: World, rng: Random) -> None:
 
 
 async def kill_sandbox(world: World, rng: Random) -> None:
-    """End the process in which grammars are tried, as a crash of native code there would: nobody else notices."""
+    """End the process in which grammars are tried, as a crash of native code there would: nobody
+    else notices."""
     sandbox, engine = world.server.sandbox_pid(), world.server.engine_pid()
     num_deadly_requests = world.server.num_deadly_requests
     if sandbox is None:
         return
     _signal(sandbox, rng.choice((signal.SIGKILL, signal.SIGSEGV)))
-    body = {"model": "small", "prompt": "x", "max_tokens": 4, "guided_regex": f"[a-f]{{1,{rng.randrange(9, 900)}}}"}
+    body = {
+        "model": "small",
+        "prompt": "x",
+        "max_tokens": 4,
+        "guided_regex": f"[a-f]{{1,{rng.randrange(9, 900)}}}",
+    }
     answer = await world.ask(Request(path="/v1/completions", body=body))
     is_answered = answer is not None and answer.status in (200, 429, 503)
     world.check(is_answered, f"a grammar was not tried after the sandbox was killed: {answer}")
@@ -80,7 +94,9 @@ async def hang_engine(world: World, rng: Random) -> None:
         return
     _signal(engine, signal.SIGSTOP)
     left = await until_gone([engine], 4 * ENGINE_TIMEOUT_S)
-    world.check(not left, f"an engine that stood still for {4 * ENGINE_TIMEOUT_S:.0f} s was not ended")
+    world.check(
+        not left, f"an engine that stood still for {4 * ENGINE_TIMEOUT_S:.0f} s was not ended"
+    )
     for pid in left:
         _signal(pid, signal.SIGKILL)
     await _until_answered(world, "engine stopped for ever")
@@ -113,7 +129,9 @@ async def end_server(world: World, rng: Random) -> None:
     status = await asyncio.to_thread(world.server.end)
     world.check(status == 0, f"the server ended with status {status} on SIGTERM")
     world.recovery_s.setdefault("SIGTERM to end", []).append(time.monotonic() - since_s)
-    world.check(not await until_gone(processes, 1), "processes outlived a server that ended in good order")
+    world.check(
+        not await until_gone(processes, 1), "processes outlived a server that ended in good order"
+    )
     await start_server(world)
 
 
@@ -123,7 +141,11 @@ async def start_server(world: World) -> None:
     while not await asyncio.to_thread(world.server.start):
         world.counts["starts that failed"] += 1
         if time.monotonic() - since_s > _READY_S:
-            world.check(False, f"the server did not start in {_READY_S:.0f} s: {world.server.log.read_text()[-2000:]}")
+            world.check(
+                False,
+                f"the server did not start in {_READY_S:.0f} s: "
+                f"{world.server.log.read_text()[-2000:]}",
+            )
             raise SystemExit(f"broken: {world.broken}")
         await asyncio.sleep(1)
     world.recovery_s.setdefault("server started", []).append(time.monotonic() - since_s)

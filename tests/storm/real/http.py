@@ -1,4 +1,5 @@
-"""HTTP by hand, a connection for each request: cheap enough for hundreds at once, and what breaks is seen as it is."""
+"""HTTP by hand, a connection for each request: cheap enough for hundreds at once, and what breaks
+is seen as it is."""
 
 import asyncio
 import json
@@ -53,7 +54,9 @@ def upload(content: bytes, *, purpose: str = "fine-tune", filename: str = "data.
         "Content-Type: application/octet-stream\r\n\r\n"
     )
     form = head.encode() + content + f"\r\n--{mark}--\r\n".encode()
-    return Request(path="/v1/files", content=form, content_type=f"multipart/form-data; boundary={mark}")
+    return Request(
+        path="/v1/files", content=form, content_type=f"multipart/form-data; boundary={mark}"
+    )
 
 
 async def ask(port: int, request: Request, *, limit_s: float) -> Answer:
@@ -84,4 +87,8 @@ async def _read(reader: asyncio.StreamReader) -> Answer:
             parts.append(await reader.readexactly(size))
             await reader.readexactly(2)
         return Answer(status=status, headers=headers, body=b"".join(parts))
-    return Answer(status=status, headers=headers, body=await reader.readexactly(int(headers["content-length"])))
+    return Answer(
+        status=status,
+        headers=headers,
+        body=await reader.readexactly(int(headers["content-length"])),
+    )

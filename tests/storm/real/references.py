@@ -1,4 +1,5 @@
-"""What a server that nothing disturbs makes of the storm's jobs and prompts; the storm's has to make the same."""
+"""What a server that nothing disturbs makes of the storm's jobs and prompts; the storm's has to
+make the same."""
 
 import asyncio
 import json
@@ -24,10 +25,18 @@ def _recipes(seed: int) -> list[Recipe]:
     rng = Random(f"{seed} recipes")
     made = []
     for index, rank in enumerate((2, 4, 8)):
-        lines = (json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * rank}."}) for n in range(24))
+        lines = (
+            json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * rank}."})
+            for n in range(24)
+        )
         hyperparameters = {"n_epochs": rng.choice((4, 10)), "batch_size": rng.choice((2, 3, 8))}
         extension = {
-            "adapter": {"type": "lora", "r": rank, "target_modules": "all-linear", "dropout": rng.choice((0, 0.1))},
+            "adapter": {
+                "type": "lora",
+                "r": rank,
+                "target_modules": "all-linear",
+                "dropout": rng.choice((0, 0.1)),
+            },
             "optimizer": {"learning_rate": 5e-3},
             "checkpoint_every_steps": rng.choice((3, 10)),
         }
@@ -35,14 +44,21 @@ def _recipes(seed: int) -> list[Recipe]:
         body = {"model": "small", "seed": index, "method": method, "coserve": extension}
         num_steps = hyperparameters["n_epochs"] * -(-24 // hyperparameters["batch_size"])
         data = "\n".join(lines).encode()
-        given: dict[str, Any] = {"name": f"r{rank}", "body": body, "data": data, "num_steps": num_steps}
+        given: dict[str, Any] = {
+            "name": f"r{rank}",
+            "body": body,
+            "data": data,
+            "num_steps": num_steps,
+        }
         made.append(Recipe(**given, adapter={}, directory=Path(), answers={}))
     return made
 
 
-async def references(seed: int, directory: Path, server: StormServer) -> tuple[tuple[Recipe, ...], Mapping[str, str]]:
-    """The recipes with what they make, and what the base answers to each prompt. The server is ready, and nobody else
-    asks it.
+async def references(
+    seed: int, directory: Path, server: StormServer
+) -> tuple[tuple[Recipe, ...], Mapping[str, str]]:
+    """The recipes with what they make, and what the base answers to each prompt. The server is
+    ready, and nobody else asks it.
     """
     recipes = [await _run(recipe, directory, server) for recipe in _recipes(seed)]
     return tuple(recipes), await _answers(server, "small")
@@ -67,7 +83,9 @@ async def _answers(server: StormServer, model: str) -> dict[str, str]:
     found = {}
     for prompt in _PROMPTS:
         body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
-        found[prompt] = (await _ask(server, Request(path="/v1/completions", body=body)))["choices"][0]["text"]
+        found[prompt] = (await _ask(server, Request(path="/v1/completions", body=body)))["choices"][
+            0
+        ]["text"]
     return found
 
 

@@ -1,4 +1,5 @@
-"""A `coserve up` in a process of its own, as its owner starts it, that may die at any moment and is started again."""
+"""A `coserve up` in a process of its own, as its owner starts it, that may die at any moment and is
+started again."""
 
 import asyncio
 import os
@@ -16,8 +17,8 @@ from pathlib import Path
 
 from processes import children_of, is_alive, is_sandbox
 
-# Modules that make Python's time of day settable (the monotonic clock cannot jump, here as anywhere), and a prompt
-# deadly.
+# Modules that make Python's time of day settable (the monotonic clock cannot jump, here as
+# anywhere), and a prompt deadly.
 _SEAMS = Path(__file__).with_name("seams")
 _START_S, _END_S = 120.0, 90.0
 
@@ -42,7 +43,17 @@ class StormServer:
         self.temporary.mkdir()
         home.mkdir(mode=0o700)
         self.port = _free_port()
-        self._command = [sys.executable, "-m", "coserve", "up", model, "--port", str(self.port), "--home", str(home)]
+        self._command = [
+            sys.executable,
+            "-m",
+            "coserve",
+            "up",
+            model,
+            "--port",
+            str(self.port),
+            "--home",
+            str(home),
+        ]
         self._command += options
         self._process: subprocess.Popen[str] | None = None
         self._outages: list[tuple[float, float]] = []
@@ -60,7 +71,12 @@ class StormServer:
         """Returns whether it came to be ready."""
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=self._env()
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._env(),
             )
         self.num_starts += 1
         assert self._process.stdout is not None
@@ -148,7 +164,8 @@ class StormServer:
         return list(_descendants(self.pid))
 
     def resources(self) -> list[Resources]:
-        """Of the server, the process that forks engines, and the engine; a sandbox comes and goes with its calls."""
+        """Of the server, the process that forks engines, and the engine; a sandbox comes and goes
+        with its calls."""
         found = []
         for pid in [each for each in self.processes() if not is_sandbox(each)]:
             with suppress(OSError):
@@ -180,7 +197,8 @@ def _resources_of(pid: int) -> Resources:
     return Resources(
         num_files=len(list((directory / "fd").iterdir())),
         num_threads=len(list((directory / "task").iterdir())),
-        resident_bytes=int((directory / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        resident_bytes=int((directory / "statm").read_text().split()[1])
+        * os.sysconf("SC_PAGE_SIZE"),
     )
 
 

@@ -1,4 +1,5 @@
-"""Jobs, uploads and adapters: each actor makes, changes and ends its own, and remembers what was acknowledged."""
+"""Jobs, uploads and adapters: each actor makes, changes and ends its own, and remembers what was
+acknowledged."""
 
 import asyncio
 import json
@@ -47,7 +48,9 @@ async def _see_through(world: World, rng: Random, id: str) -> None:
         if answer is None or answer.status in (503, 507):
             continue
         # What is over, or paused already, cannot be paused.
-        world.check(answer.status in (200, 400), f"{action} of a job: {answer.status} {answer.body[:300]!r}")
+        world.check(
+            answer.status in (200, 400), f"{action} of a job: {answer.status} {answer.body[:300]!r}"
+        )
         world.counts[f"jobs: {action}"] += 1
         if action == "look" and answer.status == 200 and answer.json()["status"] in OVER:
             return
@@ -60,7 +63,10 @@ async def files(world: World, number: int) -> None:
     mine: list[str] = []
     while not world.is_finished:
         if not mine or rng.random() < 0.5:
-            lines = (json.dumps({"text": rng.randbytes(40).hex()}) for _ in range(rng.choice((1, 10, 1000))))
+            lines = (
+                json.dumps({"text": rng.randbytes(40).hex()})
+                for _ in range(rng.choice((1, 10, 1000)))
+            )
             file = await acknowledged_upload(world, "\n".join(lines).encode())
             mine += [] if file is None else [file]
         elif rng.random() < 0.6 and len(mine) < 40:
@@ -74,7 +80,8 @@ async def files(world: World, number: int) -> None:
                 world.counts["files deleted"] += 1
             elif answer is not None:  # it was refused: it is there
                 world.check(
-                    answer.status in (503, 507), f"a file was not deleted: {answer.status} {answer.body[:200]!r}"
+                    answer.status in (503, 507),
+                    f"a file was not deleted: {answer.status} {answer.body[:200]!r}",
                 )
                 world.uploads[file] = content
         await asyncio.sleep(rng.uniform(0, 1))
@@ -86,18 +93,24 @@ async def check_file(world: World, file: str) -> None:
     if answer is None or answer.status == 503:
         return
     is_there = answer.status == 200 and answer.body == world.uploads[file]
-    world.check(is_there, f"upload {file} is not what it was: {answer.status}, {len(answer.body)} bytes")
+    world.check(
+        is_there, f"upload {file} is not what it was: {answer.status}, {len(answer.body)} bytes"
+    )
     world.counts["files read"] += 1
 
 
-async def acknowledged_upload(world: World, content: bytes, *, purpose: str = "fine-tune") -> str | None:
+async def acknowledged_upload(
+    world: World, content: bytes, *, purpose: str = "fine-tune"
+) -> str | None:
     """Return the id of a new file; None where it was not acknowledged."""
     answer = await world.ask(upload(content, purpose=purpose))
     if answer is None or answer.status in (503, 507):
         world.counts["uploads refused or lost"] += 1
         await asyncio.sleep(0.5)
         return None
-    world.check(answer.status == 200, f"an upload ended with {answer.status}: {answer.body[:300]!r}")
+    world.check(
+        answer.status == 200, f"an upload ended with {answer.status}: {answer.body[:300]!r}"
+    )
     if answer.status != 200:
         return None
     id: str = answer.json()["id"]
@@ -113,7 +126,10 @@ async def adapters(world: World) -> None:
         recipe = rng.choice(world.recipes)
         answer = await load(world, recipe) if rng.random() < 0.7 else await _unload(world, recipe)
         if answer is not None and answer.status not in (503, 507):
-            world.check(answer.status in (200, 400, 404), f"an adapter: {answer.status} {answer.body[:300]!r}")
+            world.check(
+                answer.status in (200, 400, 404),
+                f"an adapter: {answer.status} {answer.body[:300]!r}",
+            )
             world.counts[f"adapters: {answer.status}"] += 1
         await asyncio.sleep(rng.uniform(0.1, 2))
 
@@ -124,4 +140,6 @@ async def load(world: World, recipe: Recipe) -> Answer | None:
 
 
 async def _unload(world: World, recipe: Recipe) -> Answer | None:
-    return await world.ask(Request(path="/v1/unload_lora_adapter", body={"lora_name": f"loaded-{recipe.name}"}))
+    return await world.ask(
+        Request(path="/v1/unload_lora_adapter", body={"lora_name": f"loaded-{recipe.name}"})
+    )

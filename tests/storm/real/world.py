@@ -1,4 +1,5 @@
-"""What a storm of real processes knows: its server, what is asked of it, the right answers, and what came of it."""
+"""What a storm of real processes knows: its server, what is asked of it, the right answers, and
+what came of it."""
 
 import asyncio
 import time
@@ -23,8 +24,8 @@ _RECOVERY_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A job that is made again and again, and what it makes when nothing disturbs it. adapter: its final weights.
-    directory: where they lie, in PEFT's format. answers: greedy, by prompt.
+    """A job that is made again and again, and what it makes when nothing disturbs it. adapter: its
+    final weights. directory: where they lie, in PEFT's format. answers: greedy, by prompt.
     """
 
     name: str
@@ -67,7 +68,8 @@ class World:
     jobs: dict[str, Recipe] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
     batches: dict[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """Ids of batches that were acknowledged, and by custom_id the right text of each line; None: the line is deadly."""
+    """Ids of batches that were acknowledged, and by custom_id the right text of each line; None:
+    the line is deadly."""
     idle: list[Resources] = field(default_factory=list)
     # From its undisturbed adapter, of all jobs' parameters.
     farthest: float = 0.0
@@ -108,16 +110,25 @@ class World:
         try:
             answer = await ask(self.server.port, request, limit_s=ANSWER_LIMIT_S)
         except TimeoutError:
-            self.check(False, f"{request.method} {request.path} was not answered within {ANSWER_LIMIT_S:.0f} s")
+            self.check(
+                False,
+                f"{request.method} {request.path} was not answered within {ANSWER_LIMIT_S:.0f} s",
+            )
             return None
         except NoAnswerError as error:
-            self.check(self.server.was_down(since_s), f"{request.method} {request.path} broke off: {error}")
+            self.check(
+                self.server.was_down(since_s), f"{request.method} {request.path} broke off: {error}"
+            )
             self.counts["connections lost with the server"] += 1
             return None
-        self.check(answer.status != 500, f"{request.method} {request.path}: 500 {answer.body[:300]!r}")
+        self.check(
+            answer.status != 500, f"{request.method} {request.path}: 500 {answer.body[:300]!r}"
+        )
         return answer
 
-    async def ask_until_done(self, request: Request, limit_s: float = ANSWER_LIMIT_S) -> Answer | None:
+    async def ask_until_done(
+        self, request: Request, limit_s: float = ANSWER_LIMIT_S
+    ) -> Answer | None:
         """Again and again while the server is away, busy or without room; None if that lasts."""
         until_s = time.monotonic() + limit_s
         while time.monotonic() < until_s:

@@ -1,10 +1,11 @@
-// y = (x W^T) s + b of few rows in bfloat16, with W in int8 and a scale s per output channel, on AMX: W is the left
-// factor as it lies, y^T = W x^T.
+// y = (x W^T) s + b of few rows in bfloat16, with W in int8 and a scale s per output channel, on
+// AMX: W is the left factor as it lies, y^T = W x^T.
 //
-// Up to 32 rows nothing is made of W in between, so that the time is that of reading it once: rows of x become whole
-// numbers of 24 bits, in three parts of 8 bits, with a scale for each row and group of elements, a power of two: what
-// is at least 2^-14 of its group's largest is exact, and the rest is off by at most 2^-22 of that. Sums of a group are
-// exact. For more rows a strip of W at a time becomes bfloat16, in which all its values are exact too.
+// Up to 32 rows nothing is made of W in between, so that the time is that of reading it once: rows
+// of x become whole numbers of 24 bits, in three parts of 8 bits, with a scale for each row and
+// group of elements, a power of two: what is at least 2^-14 of its group's largest is exact, and
+// the rest is off by at most 2^-22 of that. Sums of a group are exact. For more rows a strip of W
+// at a time becomes bfloat16, in which all its values are exact too.
 
 #include <cmath>
 #include <limits>
@@ -19,35 +20,41 @@ namespace {
 const int STRIP = 32;
 // Rows of x in a block, elements of a row in a tile, bytes of a tile.
 const int BLOCK = 16, WIDTH = 64, TILE = 1024;
-// Elements of a row that share a scale: as many products of parts are below 2^24 together, exact in float32.
+// Elements of a row that share a scale: as many products of parts are below 2^24 together, exact in
+// float32.
 const i64 GROUP = 512;
 // Parts of a number, and bits of its magnitude.
 const int PARTS = 3, BITS = 22;
 // Up to how many rows are split so; of more the parts would leave the caches.
 const i64 MOST_ROWS_IN_PARTS = 32;
-// Elements of a row of int8 that become bfloat16 at once: with a strip's rows they stay in the inner cache.
+// Elements of a row of int8 that become bfloat16 at once: with a strip's rows they stay in the
+// inner cache.
 const i64 WIDENED = 128;
 // How far ahead of its product a row of the weight is fetched.
 const i64 AHEAD = 512;
 
 thread_local Scratch shared_scratch, own_scratch;
 
-// x as right factors: for each block and each 64 elements a tile [16, 16, 4] of each part, from the highest to the
-// lowest.
+// x as right factors: for each block and each 64 elements a tile [16, 16, 4] of each part, from the
+// highest to the lowest.
 class Parts {
   public:
     Parts(const bf16* x, i64 step, i64 n, i64 inner)
         : x_(x), step_(step), n_(n), inner_(inner), num_groups_((inner + GROUP - 1) / GROUP) {
         const i64 num_tile_bytes = num_blocks() * inner / WIDTH * PARTS * TILE;
-        tiles_ = reinterpret_cast<int8_t*>(
-            shared_scratch.take(num_tile_bytes + num_blocks() * num_groups_ * BLOCK * sizeof(float)));
+        tiles_ = reinterpret_cast<int8_t*>(shared_scratch.take(
+            num_tile_bytes + num_blocks() * num_groups_ * BLOCK * sizeof(float)));
         scales_ = reinterpret_cast<float*>(tiles_ + num_tile_bytes);
     }
 
     i64 num_blocks() const { return (n_ + BLOCK - 1) / BLOCK; }
     i64 num_groups() const { return num_groups_; }
-    int8_t* tiles(i64 block, i64 k) const { return tiles_ + (block * inner_ + k) / WIDTH * PARTS * TILE; }
-    float* scales(i64 block, i64 group) const { return scales_ + (block * num_groups_ + group) * BLOCK; }
+    int8_t* tiles(i64 block, i64 k) const {
+        return tiles_ + (block * inner_ + k) / WIDTH * PARTS * TILE;
+    }
+    float* scales(i64 block, i64 group) const {
+        return scales_ + (block * num_groups_ + group) * BLOCK;
+    }
 
     void fill(i64 block, i64 group) const {
         const i64 first = group * GROUP, last = std::min(first + GROUP, inner_);
@@ -62,7 +69,8 @@ class Parts {
             for (int row = 0; row < num_rows; row++) {
                 alignas(64) int8_t bytes[PARTS][WIDTH];
                 split(x + row * step_ + k, _mm512_set1_ps(inverse[row]), bytes);
-                for (int part = 0; part < PARTS; part++) parts[part][row] = _mm512_load_si512(bytes[part]);
+                for (int part = 0; part < PARTS; part++)
+                    parts[part][row] = _mm512_load_si512(bytes[part]);
             }
             for (int part = 0; part < PARTS; part++) {
                 transpose(parts[part]);
@@ -73,16 +81,20 @@ class Parts {
     }
 
   private:
-    // Of a group; the scale is NaN if an element is infinite or not a number, which then makes the whole sum so.
+    // Of a group; the scale is NaN if an element is infinite or not a number, which then makes the
+    // whole sum so.
     static void choose_scale(const bf16* x, i64 first, i64 last, float& scale, float& inverse) {
         __m512i bits = _mm512_setzero_si512();
         for (i64 k = first; k < last; k += 32)
-            bits = _mm512_max_epu16(bits, _mm512_and_si512(_mm512_loadu_si512(x + k), _mm512_set1_epi16(0x7fff)));
+            bits = _mm512_max_epu16(
+                bits, _mm512_and_si512(_mm512_loadu_si512(x + k), _mm512_set1_epi16(0x7fff)));
         alignas(64) uint16_t found[32];
         _mm512_store_si512(found, bits);
-        const int exponent = std::max(*std::max_element(found, found + 32) >> 7, 40);  // below 2^-87 all are alike
+        const int exponent =
+            std::max(*std::max_element(found, found + 32) >> 7, 40);  // below 2^-87 all are alike
         const bool is_number = exponent < 255;
-        scale = is_number ? std::ldexp(1.0f, exponent - 126 - BITS) : std::numeric_limits<float>::quiet_NaN();
+        scale = is_number ? std::ldexp(1.0f, exponent - 126 - BITS)
+                          : std::numeric_limits<float>::quiet_NaN();
         inverse = is_number ? std::ldexp(1.0f, BITS + 126 - exponent) : 0;
     }
 
@@ -92,7 +104,8 @@ class Parts {
         for (int i = 0; i < WIDTH; i += 16) {
             __m512i rest = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + i), inverse));
             for (int part = PARTS - 1; part >= 0; part--) {
-                _mm_store_si128(reinterpret_cast<__m128i*>(bytes[part] + i), _mm512_cvtepi32_epi8(rest));
+                _mm_store_si128(reinterpret_cast<__m128i*>(bytes[part] + i),
+                                _mm512_cvtepi32_epi8(rest));
                 rest = _mm512_srai_epi32(_mm512_add_epi32(rest, half), 8);
             }
         }
@@ -104,10 +117,10 @@ class Parts {
     float* scales_;
 };
 
-// Sums of 32 rows of the weight with each part of a block [32, 16]. is_first: of the blocks; the processor alone would
-// wait for what comes next in the rows.
-inline void multiply_group(i64 count, const int8_t* weight, i64 step, const int8_t* tiles, bool is_first,
-                           int32_t* sums) {
+// Sums of 32 rows of the weight with each part of a block [32, 16]. is_first: of the blocks; the
+// processor alone would wait for what comes next in the rows.
+inline void multiply_group(i64 count, const int8_t* weight, i64 step, const int8_t* tiles,
+                           bool is_first, int32_t* sums) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -145,7 +158,8 @@ inline void add_group(const int32_t* sums, const float* scales, bool onto, float
     for (int i = 0; i < STRIP * BLOCK; i += BLOCK) {
         __m512 sum = _mm512_setzero_ps();
         for (int part = 0; part < PARTS; part++) {
-            const __m512 found = _mm512_cvtepi32_ps(_mm512_load_si512(sums + part * STRIP * BLOCK + i));
+            const __m512 found =
+                _mm512_cvtepi32_ps(_mm512_load_si512(sums + part * STRIP * BLOCK + i));
             sum = _mm512_fmadd_ps(sum, step, found);
         }
         const __m512 before = onto ? _mm512_load_ps(totals + i) : _mm512_setzero_ps();
@@ -153,8 +167,8 @@ inline void add_group(const int32_t* sums, const float* scales, bool onto, float
     }
 }
 
-void multiply_parts(const bf16* x, i64 x_step, const int8_t* weight, const float* scales, const bf16* bias, bf16* y,
-                    i64 n, i64 inner, i64 outer, i64 num_threads) {
+void multiply_parts(const bf16* x, i64 x_step, const int8_t* weight, const float* scales,
+                    const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
     const Parts parts(x, x_step, n, inner);
 #pragma omp parallel num_threads(num_threads)
     {
@@ -165,8 +179,8 @@ void multiply_parts(const bf16* x, i64 x_step, const int8_t* weight, const float
             parts.fill(i / parts.num_groups(), i % parts.num_groups());
         const i64 strip_sums = STRIP * BLOCK * parts.num_blocks(), most = spacing(inner);
         const i64 end = start(outer / STRIP, thread + 1);
-        float* sums =
-            reinterpret_cast<float*>(own_scratch.take((most * strip_sums + PARTS * STRIP * BLOCK) * sizeof(float)));
+        float* sums = reinterpret_cast<float*>(
+            own_scratch.take((most * strip_sums + PARTS * STRIP * BLOCK) * sizeof(float)));
         int32_t* whole = reinterpret_cast<int32_t*>(sums + most * strip_sums);
         Tiles registers;
 #pragma omp barrier
@@ -178,15 +192,16 @@ void multiply_parts(const bf16* x, i64 x_step, const int8_t* weight, const float
                     const int8_t* values = weight + (row + strip) * inner + k;
                     for (i64 block = 0; block < parts.num_blocks(); block++) {
                         settle();
-                        multiply_group(count, values, strips * inner, parts.tiles(block, k), block == 0, whole);
+                        multiply_group(count, values, strips * inner, parts.tiles(block, k),
+                                       block == 0, whole);
                         settle();
                         add_group(whole, parts.scales(block, group), group > 0,
                                   sums + strip * strip_sums + block * STRIP * BLOCK);
                     }
                 }
             for (i64 i = 0; i < n; i += BLOCK)
-                round_rows(sums + i * STRIP, BLOCK, strips, strip_sums, scales + row, bias ? bias + row : nullptr,
-                           n - i, y + i * outer + row, outer);
+                round_rows(sums + i * STRIP, BLOCK, strips, strip_sums, scales + row,
+                           bias ? bias + row : nullptr, n - i, y + i * outer + row, outer);
         }
     }
 }
@@ -202,17 +217,18 @@ void widen_all(const int8_t* values, i64 count, bf16* out) {
     }
 }
 
-void multiply_widened(const bf16* x, i64 x_step, const int8_t* weight, const float* scales, const bf16* bias, bf16* y,
-                      i64 n, i64 inner, i64 outer, i64 num_threads) {
+void multiply_widened(const bf16* x, i64 x_step, const int8_t* weight, const float* scales,
+                      const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
     const Panel panel(shared_scratch, x, x_step, n, inner);
 #pragma omp parallel num_threads(num_threads)
     {
         const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
         auto start = [&](i64 count, int part) { return count * part / threads; };
-        for (i64 k = start(inner / 32, thread); k < start(inner / 32, thread + 1); k++) panel.fill(k * 32);
+        for (i64 k = start(inner / 32, thread); k < start(inner / 32, thread + 1); k++)
+            panel.fill(k * 32);
         const i64 num_sums = STRIP * panel.padded(), end = start(outer / STRIP, thread + 1);
-        float* sums =
-            reinterpret_cast<float*>(own_scratch.take(num_sums * sizeof(float) + STRIP * WIDENED * sizeof(bf16)));
+        float* sums = reinterpret_cast<float*>(
+            own_scratch.take(num_sums * sizeof(float) + STRIP * WIDENED * sizeof(bf16)));
         bf16* wide = reinterpret_cast<bf16*>(sums + num_sums);
         Tiles registers;
 #pragma omp barrier
@@ -224,7 +240,8 @@ void multiply_widened(const bf16* x, i64 x_step, const int8_t* weight, const flo
                 const i64 ahead = k + AHEAD < inner ? AHEAD : (STRIP - 1) * inner + AHEAD;
                 for (i64 i = 0; i < STRIP; i++) {
                     const int8_t* values = weight + (row + i) * inner + k;
-                    for (i64 at = 0; at < count; at += 64) _mm_prefetch(values + ahead + at, _MM_HINT_T0);
+                    for (i64 at = 0; at < count; at += 64)
+                        _mm_prefetch(values + ahead + at, _MM_HINT_T0);
                     widen_all(values, count, wide + i * WIDENED);
                 }
                 settle();
@@ -232,7 +249,8 @@ void multiply_widened(const bf16* x, i64 x_step, const int8_t* weight, const flo
                     const int width = panel.width(block);
                     auto run = width == 32 ? (k ? multiply<32, 32, true> : multiply<32, 32, false>)
                                            : (k ? multiply<32, 16, true> : multiply<32, 16, false>);
-                    run(int(count), wide, WIDENED, panel.at(block) + k * width, width, sums + block * STRIP, width);
+                    run(int(count), wide, WIDENED, panel.at(block) + k * width, width,
+                        sums + block * STRIP, width);
                 }
                 settle();
             }
@@ -247,11 +265,12 @@ void multiply_widened(const bf16* x, i64 x_step, const int8_t* weight, const flo
 
 }  // namespace
 
-// x [n, inner] with a step from row to row, weight [outer, inner], scales [outer], bias [outer] or null, y [n, outer].
-// inner is a multiple of 64, outer of 32. A row's sums are the same whatever other rows are there, of up to 32, and of
-// more.
-extern "C" void int8_product_by_tiles(const bf16* x, i64 x_step, const int8_t* weight, const float* scales,
-                                      const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
+// x [n, inner] with a step from row to row, weight [outer, inner], scales [outer], bias [outer] or
+// null, y [n, outer]. inner is a multiple of 64, outer of 32. A row's sums are the same whatever
+// other rows are there, of up to 32, and of more.
+extern "C" void int8_product_by_tiles(const bf16* x, i64 x_step, const int8_t* weight,
+                                      const float* scales, const bf16* bias, bf16* y, i64 n,
+                                      i64 inner, i64 outer, i64 num_threads) {
     auto run = n <= MOST_ROWS_IN_PARTS ? multiply_parts : multiply_widened;
     run(x, x_step, weight, scales, bias, y, n, inner, outer, num_threads);
 }

@@ -1,9 +1,11 @@
-// Attention of rows that are each the last of a sequence of its own (`paged_attention.h`), in tiles (`tiles.h`).
+// Attention of rows that are each the last of a sequence of its own (`paged_attention.h`), in tiles
+// (`tiles.h`).
 //
-// As many key heads go together as have query heads for the 16 columns of a tile. Scores are K Q^T with the keys as
-// they lie in their pages; each query head is a lane of the vectors that make weights of them, and a row of the weights
-// that values are multiplied by. While a chunk of keys is worked on the next one is fetched, into the outer cache: a
-// processor waits for no more than some 16 lines that come into the inner one.
+// As many key heads go together as have query heads for the 16 columns of a tile. Scores are K Q^T
+// with the keys as they lie in their pages; each query head is a lane of the vectors that make
+// weights of them, and a row of the weights that values are multiplied by. While a chunk of keys is
+// worked on the next one is fetched, into the outer cache: a processor waits for no more than some
+// 16 lines that come into the inner one.
 
 #include "tiles/attention_tiles.h"
 #include "common/paged_attention.h"
@@ -16,8 +18,8 @@ namespace {
 
 // Keys of a tile of scores, and of one of weights; query heads that go together.
 const int KEYS = 16, PART = 32, LANES = 16;
-// How long a tile's product, two keys' weights, and the pairs of two keys' values take, in proportion: by that the rows
-// that are fetched are spread.
+// How long a tile's product, two keys' weights, and the pairs of two keys' values take, in
+// proportion: by that the rows that are fetched are spread.
 const int PRODUCT_UNITS = 20, WEIGHT_UNITS = 8, PAIR_UNITS = 3, VALUE_UNITS = 12;
 
 typedef PagedRows<bf16> Problem;
@@ -28,20 +30,24 @@ thread_local Scratch scratch;
 class Worker {
   public:
     static const int ALIGNED = KEYS;
-    static i64 heads_at_once(const Problem& p) { return std::min(p.num_key_heads, LANES / p.group()); }
+    static i64 heads_at_once(const Problem& p) {
+        return std::min(p.num_key_heads, LANES / p.group());
+    }
 
     explicit Worker(const Problem& p)
         : p_(p), width_(int(p.width)), group_(int(p.group())), at_once_(int(heads_at_once(p))) {
         const size_t floats = (CHUNK + width_) * LANES;
         const size_t halves = (at_once_ * width_ + CHUNK) * LANES + CHUNK * width_;
-        scores_ = reinterpret_cast<float*>(scratch.take(floats * sizeof(float) + halves * sizeof(bf16)));
+        scores_ =
+            reinterpret_cast<float*>(scratch.take(floats * sizeof(float) + halves * sizeof(bf16)));
         sums_ = scores_ + CHUNK * LANES;
         weights_ = reinterpret_cast<bf16*>(sums_ + LANES * width_);
         values_ = weights_ + LANES * CHUNK;
         q_ = values_ + CHUNK * width_;
     }
 
-    void attend(const Chunk& chunk, const Chunk* next, i64 first_head, i64 end_head, const Partial& partial) {
+    void attend(const Chunk& chunk, const Chunk* next, i64 first_head, i64 end_head,
+                const Partial& partial) {
         for (first_ = first_head; first_ < end_head; first_ = end_) {
             end_ = std::min(first_ + at_once_, end_head);
             padded_ = int(round_up(chunk.num_keys, PART));
@@ -52,7 +58,8 @@ class Worker {
                 plan_fetching(next, 0);
             score(chunk);
             weigh(chunk, partial);
-            for (i64 head = first_; head < end_; head++) add(chunk, head, partial.values + head * group_ * width_);
+            for (i64 head = first_; head < end_; head++)
+                add(chunk, head, partial.values + head * group_ * width_);
         }
     }
 
@@ -71,8 +78,8 @@ class Worker {
             for (int i = 0; i < width_; i += 32, out += 32 * LANES) {
                 __m512i pairs[LANES];
                 for (int lane = 0; lane < LANES; lane++)
-                    pairs[lane] =
-                        lane / group_ == head ? _mm512_loadu_si512(q + lane * width_ + i) : _mm512_setzero_si512();
+                    pairs[lane] = lane / group_ == head ? _mm512_loadu_si512(q + lane * width_ + i)
+                                                        : _mm512_setzero_si512();
                 transpose(pairs);
                 for (int k = 0; k < 16; k++) _mm512_store_si512(out + k * 32, pairs[k]);
             }
@@ -85,7 +92,8 @@ class Worker {
             const bf16* rows[4];
             const int count = std::min(4, (chunk.num_keys - key + KEYS - 1) / KEYS);
             for (int i = 0; i < count; i++)
-                rows[i] = row_of(p_.keys, chunk.row, chunk.first_key + key + i * KEYS) + first_ * width_;
+                rows[i] =
+                    row_of(p_.keys, chunk.row, chunk.first_key + key + i * KEYS) + first_ * width_;
             settle();
             _tile_zero(0);
             _tile_zero(1);
@@ -122,17 +130,21 @@ class Worker {
         }
     }
 
-    // Scores -> weights, of which the one of the largest score is 1, rounded: by 32 keys [lanes, keys].
+    // Scores -> weights, of which the one of the largest score is 1, rounded: by 32 keys [lanes,
+    // keys].
     void weigh(const Chunk& chunk, const Partial& partial) {
         const __m512 to_log2 = _mm512_set1_ps(p_.scale * LOG2_E),
                      none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
         auto hide = [&](int key) { _mm512_store_ps(scores_ + key * LANES, none); };
         for (int key = 0; key < chunk.num_unseen; key++) hide(key);
         for (int key = chunk.num_keys; key < padded_; key++) hide(key);
-        __m512 mosts[4] = {none, none, none, none}, totals[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+        __m512 mosts[4] = {none, none, none, none},
+               totals[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
         for (int key = 0; key < padded_; key += 4)
-            for (int e = 0; e < 4; e++) mosts[e] = _mm512_max_ps(mosts[e], _mm512_load_ps(scores_ + (key + e) * LANES));
-        const __m512 found = _mm512_max_ps(_mm512_max_ps(mosts[0], mosts[1]), _mm512_max_ps(mosts[2], mosts[3]));
+            for (int e = 0; e < 4; e++)
+                mosts[e] = _mm512_max_ps(mosts[e], _mm512_load_ps(scores_ + (key + e) * LANES));
+        const __m512 found =
+            _mm512_max_ps(_mm512_max_ps(mosts[0], mosts[1]), _mm512_max_ps(mosts[2], mosts[3]));
         const __m512 most = _mm512_mul_ps(found, to_log2);
         for (int first = 0; first < padded_; first += PART) {
             __m512i pairs[PART / 2];
@@ -152,7 +164,8 @@ class Worker {
         }
         const __mmask16 own = (1u << (end_ - first_) * group_) - 1;
         _mm512_mask_storeu_ps(partial.largest + first_ * group_, own, most);
-        _mm512_mask_storeu_ps(partial.weights + first_ * group_, own, _mm512_add_ps(totals[0], totals[1]));
+        _mm512_mask_storeu_ps(partial.weights + first_ * group_, own,
+                              _mm512_add_ps(totals[0], totals[1]));
     }
 
     // The values of a key head by the weights of its query heads.
@@ -190,19 +203,22 @@ class Worker {
             }
         }
         settle();
-        std::memcpy(out, sums_ + (head - first_) * group_ * width_, group_ * width_ * sizeof(float));
+        std::memcpy(out, sums_ + (head - first_) * group_ * width_,
+                    group_ * width_ * sizeof(float));
     }
 
     // By 32 keys and 16 elements of their values: pairs of keys, zeros after the last.
     void pair_values(const Chunk& chunk, i64 head) {
         const i64 step = p_.row_width();
-        const __m512i low = interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(count_up()),
-                                                           _mm256_add_epi16(count_up(), _mm256_set1_epi16(32)), 1));
+        const __m512i low =
+            interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(count_up()),
+                                           _mm256_add_epi16(count_up(), _mm256_set1_epi16(32)), 1));
         const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
         for (int key = 0; key < padded_; key += KEYS) {
             const int count = chunk.num_keys - key;
             const bf16* rows =
-                count > 0 ? row_of(p_.values, chunk.row, chunk.first_key + key) + head * width_ : nullptr;
+                count > 0 ? row_of(p_.values, chunk.row, chunk.first_key + key) + head * width_
+                          : nullptr;
             bf16* out = values_ + key / PART * PART * width_ + key % PART * 16;
             auto load = [&](int k, int i) {
                 return k < count ? _mm512_loadu_si512(rows + k * step + i) : _mm512_setzero_si512();
@@ -212,34 +228,42 @@ class Worker {
                 for (int i = 0; i < width_; i += 32) {
                     const __m512i even = load(k, i), odd = load(k + 1, i);
                     _mm512_store_si512(out + i * PART, _mm512_permutex2var_epi16(even, low, odd));
-                    _mm512_store_si512(out + (i + 16) * PART, _mm512_permutex2var_epi16(even, high, odd));
+                    _mm512_store_si512(out + (i + 16) * PART,
+                                       _mm512_permutex2var_epi16(even, high, odd));
                 }
             }
         }
     }
 
-    static __m256i count_up() { return _mm256_set_epi16(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+    static __m256i count_up() {
+        return _mm256_set_epi16(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    }
 
     // While key heads are worked on: of a chunk those from `head` on that go together, evenly.
     void plan_fetching(const Chunk* chunk, i64 head) {
         num_blocks_ = block_ = key_ = credit_ = 0;
         if (!chunk) return;
-        fetched_bytes_ = int((std::min(head + at_once_, p_.num_key_heads) - head) * width_ * sizeof(bf16));
+        fetched_bytes_ =
+            int((std::min(head + at_once_, p_.num_key_heads) - head) * width_ * sizeof(bf16));
         for (const bf16* pages : {p_.keys, p_.values})
             for (int key = 0; key < chunk->num_keys; key += KEYS) {
-                blocks_[num_blocks_] = row_of(pages, chunk->row, chunk->first_key + key) + head * width_;
+                blocks_[num_blocks_] =
+                    row_of(pages, chunk->row, chunk->first_key + key) + head * width_;
                 num_keys_[num_blocks_++] = std::min(KEYS, chunk->num_keys - key);
             }
         const int heads = int(end_ - first_), products = padded_ / KEYS * heads * width_ / 32;
         const int units = products * PRODUCT_UNITS + padded_ / 2 * WEIGHT_UNITS +
-                          heads * (padded_ / 2 * PAIR_UNITS + padded_ / PART * ((width_ + 32) / 64) * 2 * VALUE_UNITS);
+                          heads * (padded_ / 2 * PAIR_UNITS +
+                                   padded_ / PART * ((width_ + 32) / 64) * 2 * VALUE_UNITS);
         row_units_ = std::max(1, units / (2 * chunk->num_keys));
     }
 
     // What has come due of that, after some units of work.
     [[gnu::always_inline]] void fetch(int units) {
-        for (credit_ += units; credit_ >= row_units_ && block_ < num_blocks_; credit_ -= row_units_) {
-            const char* row = reinterpret_cast<const char*>(blocks_[block_] + key_ * p_.row_width());
+        for (credit_ += units; credit_ >= row_units_ && block_ < num_blocks_;
+             credit_ -= row_units_) {
+            const char* row =
+                reinterpret_cast<const char*>(blocks_[block_] + key_ * p_.row_width());
             for (int i = 0; i < fetched_bytes_; i += 64) _mm_prefetch(row + i, _MM_HINT_T1);
             if (++key_ == num_keys_[block_]) key_ = 0, block_++;
         }
@@ -248,7 +272,8 @@ class Worker {
     Tiles registers_;
     const Problem& p_;
     const int width_, group_, at_once_;
-    // The key heads that are worked on; the keys of a chunk, up to whole parts; whose queries there are.
+    // The key heads that are worked on; the keys of a chunk, up to whole parts; whose queries there
+    // are.
     i64 first_ = 0, end_ = 0;
     int padded_ = 0;
     i64 q_row_ = -1, q_head_ = -1;
@@ -263,18 +288,22 @@ class Worker {
 }  // namespace
 
 // See `paged_attention_bfloat16`, which has what does not fit into tiles.
-extern "C" void paged_attention_by_tiles(const bf16* q, const bf16* keys, const bf16* values, const i64* pages,
-                                         const i64* first_page, const i64* lengths, bf16* out, float* lse, i64 num_rows,
-                                         i64 num_heads, i64 num_key_heads, i64 width, i64 block_tokens, i64 page_step,
-                                         i64 window, double scale, i64 num_threads) {
+extern "C" void paged_attention_by_tiles(const bf16* q, const bf16* keys, const bf16* values,
+                                         const i64* pages, const i64* first_page,
+                                         const i64* lengths, bf16* out, float* lse, i64 num_rows,
+                                         i64 num_heads, i64 num_key_heads, i64 width,
+                                         i64 block_tokens, i64 page_step, i64 window, double scale,
+                                         i64 num_threads) {
     if (num_heads / num_key_heads > LANES || width % 32 || block_tokens % KEYS) {
-        paged_attention_bfloat16(q, keys, values, pages, first_page, lengths, out, lse, num_rows, num_heads,
-                                 num_key_heads, width, block_tokens, page_step, window, scale, num_threads);
+        paged_attention_bfloat16(q, keys, values, pages, first_page, lengths, out, lse, num_rows,
+                                 num_heads, num_key_heads, width, block_tokens, page_step, window,
+                                 scale, num_threads);
         return;
     }
-    attend_by<Worker>(Problem{q, keys, values, pages, first_page, lengths, out, lse, num_rows, num_heads, num_key_heads,
-                              width, block_tokens, page_step, window, float(scale)},
-                      num_threads);
+    attend_by<Worker>(
+        Problem{q, keys, values, pages, first_page, lengths, out, lse, num_rows, num_heads,
+                num_key_heads, width, block_tokens, page_step, window, float(scale)},
+        num_threads);
 }
 
 #endif

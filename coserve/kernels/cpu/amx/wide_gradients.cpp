@@ -1,5 +1,6 @@
-// Input gradients of many rows in bfloat16 with AMX: dx = dy W, with sums in float32 that are rounded once. The
-// weight's rows are the inner dimension, and become pairs, a panel while the one before it is multiplied.
+// Input gradients of many rows in bfloat16 with AMX: dx = dy W, with sums in float32 that are
+// rounded once. The weight's rows are the inner dimension, and become pairs, a panel while the one
+// before it is multiplied.
 
 #include "amx/wide_tiles.h"
 
@@ -12,8 +13,9 @@ const i64 COLUMNS = 14;
 
 thread_local Scratch scratch;
 
-// Rows of a weight [depth, 32 * blocks] with a step -> right factors [depth / 2, 32, 2] of each block, some elements
-// apart, of which these rows are the inner dimension. depth is even. Bit by bit, while others are multiplied.
+// Rows of a weight [depth, 32 * blocks] with a step -> right factors [depth / 2, 32, 2] of each
+// block, some elements apart, of which these rows are the inner dimension. depth is even. Bit by
+// bit, while others are multiplied.
 class Pairing {
   public:
     Pairing() = default;
@@ -32,8 +34,10 @@ class Pairing {
         for (count = std::min(count, left_), left_ -= count; count; count--) {
             const bf16* place = weight_ + block_ * BLOCK;
             for (int i = 0; i < 2; i++)
-                _mm_prefetch(reinterpret_cast<const char*>(place + (AHEAD + i) * step_), _MM_HINT_T0);
-            const __m512i one = _mm512_loadu_si512(place), other = _mm512_loadu_si512(place + step_);
+                _mm_prefetch(reinterpret_cast<const char*>(place + (AHEAD + i) * step_),
+                             _MM_HINT_T0);
+            const __m512i one = _mm512_loadu_si512(place),
+                          other = _mm512_loadu_si512(place + step_);
             bf16* out = out_ + block_ * block_step_;
             _mm512_storeu_si512(out, _mm512_permutex2var_epi16(one, low, other));
             _mm512_storeu_si512(out + BLOCK, _mm512_permutex2var_epi16(one, high, other));
@@ -58,7 +62,8 @@ class Pairing {
 
 class FetchAndPair {
   public:
-    FetchAndPair(Fetch fetch, Pairing& pairing, i64 count) : fetch_(fetch), pairing_(pairing), count_(count) {}
+    FetchAndPair(Fetch fetch, Pairing& pairing, i64 count)
+        : fetch_(fetch), pairing_(pairing), count_(count) {}
     void step() {
         fetch_.step();
         pairing_.some(count_);
@@ -70,11 +75,13 @@ class FetchAndPair {
     i64 count_;
 };
 
-// Whether rows that are as many elements apart stand in so few places of the inner cache that 32 of them, of INNER
-// elements, drive each other out of it: of its 64, four where they lie a multiple of 1 KB apart.
+// Whether rows that are as many elements apart stand in so few places of the inner cache that 32 of
+// them, of INNER elements, drive each other out of it: of its 64, four where they lie a multiple of
+// 1 KB apart.
 inline bool crowd(i64 step) { return step % 512 == 0; }
 
-// What is added to a product: narrow A, narrow [n, rank] with a step from row to row, A [rank, columns of the weight].
+// What is added to a product: narrow A, narrow [n, rank] with a step from row to row, A [rank,
+// columns of the weight].
 struct LowRank {
     const bf16* narrow;
     i64 narrow_step;
@@ -89,8 +96,9 @@ struct LowRank {
             for (i64 k = 0; k < depth(); k += DEPTH) {
                 const i64 some = std::min<i64>(DEPTH, rank - k);
                 const __mmask32 mask = i < rows ? some < DEPTH ? (1u << some) - 1 : ~0u : 0;
-                _mm512_storeu_si512(out + i * depth() + k,
-                                    _mm512_maskz_loadu_epi16(mask, narrow + (first + i) * narrow_step + k));
+                _mm512_storeu_si512(
+                    out + i * depth() + k,
+                    _mm512_maskz_loadu_epi16(mask, narrow + (first + i) * narrow_step + k));
             }
     }
 
@@ -101,15 +109,17 @@ struct LowRank {
                 for (i64 i = 0; i < BLOCK; i += 16) {
                     const bf16* place = a + k * step + column * BLOCK + i;
                     const __m256i one = _mm256_maskz_loadu_epi16(k < rank ? 0xffff : 0, place);
-                    const __m256i other = _mm256_maskz_loadu_epi16(k + 1 < rank ? 0xffff : 0, place + step);
+                    const __m256i other =
+                        _mm256_maskz_loadu_epi16(k + 1 < rank ? 0xffff : 0, place + step);
                     const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(one), other, 1);
                     _mm512_storeu_si512(out + 2 * i, interleaved(both));
                 }
     }
 };
 
-// dx = dy W and what is added to it, or dx += these, for some blocks of 32 columns of the weight, panel by panel: while
-// one is multiplied, the next becomes pairs. dy is the left factor as it lies.
+// dx = dy W and what is added to it, or dx += these, for some blocks of 32 columns of the weight,
+// panel by panel: while one is multiplied, the next becomes pairs. dy is the left factor as it
+// lies.
 struct InputGradient {
     const bf16* grad;
     i64 grad_step;
@@ -130,22 +140,26 @@ struct InputGradient {
                   deepest = (outer / DEPTH + turns - 1) / turns * DEPTH;
         const i64 panel_size = widest * BLOCK * deepest;
         const i64 more = low_rank.depth();
-        float* sums = reinterpret_cast<float*>(
-            scratch.take(blocks * widest * SUMS * sizeof(float) +
-                         (2 * panel_size + BLOCK * deepest + (blocks + columns.size()) * BLOCK * more) * sizeof(bf16)));
+        float* sums = reinterpret_cast<float*>(scratch.take(
+            blocks * widest * SUMS * sizeof(float) +
+            (2 * panel_size + BLOCK * deepest + (blocks + columns.size()) * BLOCK * more) *
+                sizeof(bf16)));
         bf16* rights = reinterpret_cast<bf16*>(sums + blocks * widest * SUMS);
         bf16* copied = rights + 2 * panel_size;
         bf16* const left_of_more = copied + BLOCK * deepest;
         bf16* const right_of_more = left_of_more + blocks * BLOCK * more;
         low_rank.left(first_row, n, blocks * BLOCK, left_of_more);
         low_rank.right(inner, columns, right_of_more);
-        auto group_of = [&](i64 panel) { return Part(columns.size(), panel / turns, groups).from(columns.start); };
+        auto group_of = [&](i64 panel) {
+            return Part(columns.size(), panel / turns, groups).from(columns.start);
+        };
         auto deep_of = [&](i64 panel) { return Part(outer / DEPTH, panel % turns, turns); };
         auto pairing_of = [&](i64 panel) {
             if (panel == panels) return Pairing();
             const Part group = group_of(panel), deep = deep_of(panel);
-            return Pairing(weight + deep.start * DEPTH * inner + group.start * BLOCK, inner, deep.size() * DEPTH,
-                           group.size(), rights + panel % 2 * panel_size, deep.size() * DEPTH * BLOCK);
+            return Pairing(weight + deep.start * DEPTH * inner + group.start * BLOCK, inner,
+                           deep.size() * DEPTH, group.size(), rights + panel % 2 * panel_size,
+                           deep.size() * DEPTH * BLOCK);
         };
         Pairing first = pairing_of(0);
         first.some(first.left());
@@ -155,12 +169,15 @@ struct InputGradient {
             const bool is_first = panel % turns == 0, is_last = panel % turns == turns - 1;
             const bf16* right = rights + panel % 2 * panel_size;
             Pairing pairing = pairing_of(panel + 1);
-            const i64 steps = blocks * width * deep.size(), count = (pairing.left() + steps - 1) / steps;
+            const i64 steps = blocks * width * deep.size(),
+                      count = (pairing.left() + steps - 1) / steps;
             for (i64 block = 0; block < blocks; block++) {
                 const i64 rows = std::min<i64>(BLOCK, n - block * BLOCK);
                 const bf16* left = grad + block * BLOCK * grad_step + start;
-                const bf16* next = block + 1 < blocks ? left + BLOCK * grad_step
-                                                      : grad + deep_of(std::min(panel + 1, panels - 1)).start * DEPTH;
+                const bf16* next =
+                    block + 1 < blocks
+                        ? left + BLOCK * grad_step
+                        : grad + deep_of(std::min(panel + 1, panels - 1)).start * DEPTH;
                 i64 left_step = grad_step;
                 if (rows < BLOCK || crowd(grad_step)) {
                     for (i64 i = 0; i < rows; i++)
@@ -187,7 +204,8 @@ struct InputGradient {
         for (i64 i = 0; i < rows; i++, sums += BLOCK) {
             bf16* line = x_grad + (first + i) * x_grad_step + column;
             __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + 16);
-            if (is_added) low = _mm512_add_ps(low, load(line)), high = _mm512_add_ps(high, load(line + 16));
+            if (is_added)
+                low = _mm512_add_ps(low, load(line)), high = _mm512_add_ps(high, load(line + 16));
             lines.put(line, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     }
@@ -195,12 +213,14 @@ struct InputGradient {
 
 }  // namespace
 
-// dx = dy W, and narrow A (null: nothing): grad [n, outer], x_grad [n, inner] and narrow [n, rank] with steps from row
-// to row, weight [outer, inner], A [rank, inner]; added to what x_grad has, if is_added. inner and outer are multiples
-// of 32. A row's sums are the same whatever other rows are there.
-extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 x_grad_step,
-                                    i64 is_added, const bf16* narrow, i64 narrow_step, const bf16* a, i64 rank, i64 n,
-                                    i64 inner, i64 outer, i64 num_threads) {
+// dx = dy W, and narrow A (null: nothing): grad [n, outer], x_grad [n, inner] and narrow [n, rank]
+// with steps from row to row, weight [outer, inner], A [rank, inner]; added to what x_grad has, if
+// is_added. inner and outer are multiples of 32. A row's sums are the same whatever other rows are
+// there.
+extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight,
+                                    bf16* x_grad, i64 x_grad_step, i64 is_added, const bf16* narrow,
+                                    i64 narrow_step, const bf16* a, i64 rank, i64 n, i64 inner,
+                                    i64 outer, i64 num_threads) {
     const Lines lines(x_grad, x_grad_step, n * inner * 2);
     const LowRank low_rank{narrow, narrow_step, a, narrow ? rank : 0};
 #pragma omp parallel num_threads(num_threads)

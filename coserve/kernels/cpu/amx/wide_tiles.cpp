@@ -1,6 +1,6 @@
-// Products of many rows in bfloat16 with AMX, with sums in float32 that are rounded once: y = x W^T, and what a LoRA
-// adds to it within the same sums. The weight is read as it lies, and what is multiplied next is fetched from memory
-// while tiles are multiplied.
+// Products of many rows in bfloat16 with AMX, with sums in float32 that are rounded once: y = x
+// W^T, and what a LoRA adds to it within the same sums. The weight is read as it lies, and what is
+// multiplied next is fetched from memory while tiles are multiplied.
 
 // As in rows.cpp: what follows a product gives the same there.
 #pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
@@ -12,8 +12,8 @@
 
 namespace {
 
-// Most of the inner dimension for which rows of x are arranged at once, and whose sums are then put aside; and most
-// blocks of these, which stay in the outer cache.
+// Most of the inner dimension for which rows of x are arranged at once, and whose sums are then put
+// aside; and most blocks of these, which stay in the outer cache.
 const i64 DEEP = 1024, MOST_BLOCKS = 256;
 // From how many rows for each thread on threads have rows of their own, not rows of the weight.
 const i64 ROWS_OF_A_THREAD = 256;
@@ -25,17 +25,19 @@ inline __m512i load_some(const bf16* x, i64 count) {
     return _mm512_maskz_loadu_epi16(count < DEPTH ? (1u << count) - 1 : ~0u, x);
 }
 
-// Rows of x as columns of right factors: [blocks, depth / 2, 32, 2], zeros after the last row, and after the last
-// column where depth is `columns` and some.
+// Rows of x as columns of right factors: [blocks, depth / 2, 32, 2], zeros after the last row, and
+// after the last column where depth is `columns` and some.
 void arrange(const bf16* x, i64 step, i64 rows, i64 depth, i64 columns, bf16* out) {
     for (i64 row = 0; row < round_up(rows, BLOCK); row += 16) {
         bf16* block = out + row / BLOCK * BLOCK * depth + row % BLOCK * 2;
         for (i64 k = 0; k < depth; k += DEPTH) {
             __m512i pairs[16];
             for (int i = 0; i < 16; i++)
-                pairs[i] = row + i < rows ? load_some(x + (row + i) * step + k, columns - k) : _mm512_setzero_si512();
+                pairs[i] = row + i < rows ? load_some(x + (row + i) * step + k, columns - k)
+                                          : _mm512_setzero_si512();
             transpose(pairs);
-            for (int i = 0; i < 16; i++) _mm512_storeu_si512(block + (k / 2 + i) * 2 * BLOCK, pairs[i]);
+            for (int i = 0; i < 16; i++)
+                _mm512_storeu_si512(block + (k / 2 + i) * 2 * BLOCK, pairs[i]);
         }
     }
 }
@@ -53,8 +55,8 @@ void round_block(const float* sums, const bf16* bias, __m512i (&lines)[16]) {
     transpose(lines);
 }
 
-// What is added to some columns of y: narrow B^T, as Python has it. narrow [n, rank] with a step from row to row, B
-// [end - start, rank].
+// What is added to some columns of y: narrow B^T, as Python has it. narrow [n, rank] with a step
+// from row to row, B [end - start, rank].
 struct Added {
     const bf16* narrow;
     i64 narrow_step;
@@ -65,8 +67,8 @@ struct Added {
 };
 static_assert(sizeof(Added) == 6 * sizeof(i64), "as Python has them");
 
-// Where a product goes: to rows y [n, width], with `onto`. Or, of a gated one, where silu(gate) up goes, and what these
-// are, if it is kept: rows of `width` elements, this many apart.
+// Where a product goes: to rows y [n, width], with `onto`. Or, of a gated one, where silu(gate) up
+// goes, and what these are, if it is kept: rows of `width` elements, this many apart.
 struct Target {
     bf16* y;
     i64 n, width;
@@ -74,7 +76,8 @@ struct Target {
     bool is_gated;
     bf16 *gate, *up;
     i64 kept_step;
-    Lines lines = lines_of(y, width), gate_lines = lines_of(gate, kept_step), up_lines = lines_of(up, kept_step);
+    Lines lines = lines_of(y, width), gate_lines = lines_of(gate, kept_step),
+          up_lines = lines_of(up, kept_step);
 
     Lines lines_of(bf16* first, i64 step) const { return Lines(first, step, n * width * 2); }
 
@@ -89,7 +92,8 @@ struct Target {
     }
 
     // Sums of a block of gates, and of one of the same columns of what they are for.
-    void write_gated(const float* gates, const float* ups, const bf16* bias, i64 row, i64 rows, i64 column) const {
+    void write_gated(const float* gates, const float* ups, const bf16* bias, i64 row, i64 rows,
+                     i64 column) const {
         for (i64 first = 0; first < rows; first += 16) {
             __m512i gate_rows[16], up_rows[16];
             round_block(gates + first, bias ? bias + column : nullptr, gate_rows);
@@ -105,8 +109,8 @@ struct Target {
     }
 };
 
-// y = x W^T + b, and what is added to it, for some rows of x and strips of 32 rows of the weight. The weight is the
-// left factor.
+// y = x W^T + b, and what is added to it, for some rows of x and strips of 32 rows of the weight.
+// The weight is the left factor.
 struct Product {
     const bf16* x;
     i64 x_step;
@@ -116,8 +120,8 @@ struct Product {
     const Added* added;
     i64 num_added;
 
-    // Strips of the weight in the order in which they are multiplied: of a gated product, one of gates and one of what
-    // they are for, in turns.
+    // Strips of the weight in the order in which they are multiplied: of a gated product, one of
+    // gates and one of what they are for, in turns.
     i64 first_row(i64 strip) const {
         return target.is_gated ? strip % 2 * target.width + strip / 2 * BLOCK : strip * BLOCK;
     }
@@ -128,30 +132,33 @@ struct Product {
         const i64 blocks = (rows + BLOCK - 1) / BLOCK, turns = (inner + DEEP - 1) / DEEP;
         const i64 groups = turns > 1 ? (strips.size() * blocks + MOST_BLOCKS - 1) / MOST_BLOCKS : 1;
         for (i64 group = 0; group < groups; group++)
-            run_for(first, rows, blocks, turns,
-                    Part(strips.size() / at_once(), group, groups).times(at_once()).from(strips.start));
+            run_for(
+                first, rows, blocks, turns,
+                Part(strips.size() / at_once(), group, groups).times(at_once()).from(strips.start));
     }
 
     void run_for(i64 first, i64 rows, i64 blocks, i64 turns, Part strips) const {
-        // Sums of all strips, if they are put aside; else of those that are multiplied and of those before, which are
-        // written meanwhile.
+        // Sums of all strips, if they are put aside; else of those that are multiplied and of those
+        // before, which are written meanwhile.
         const i64 together = at_once(), kept = turns > 1 ? strips.size() : 2 * together;
         i64 depths = 0, deepest = 0;
-        for (i64 i = 0; i < num_added; i++) depths += added[i].depth(), deepest = std::max(deepest, added[i].depth());
-        float* sums = reinterpret_cast<float*>(
-            scratch.take(blocks * (kept * SUMS * sizeof(float) + BLOCK * (DEEP + depths) * sizeof(bf16)) +
-                         BLOCK * deepest * sizeof(bf16)));
+        for (i64 i = 0; i < num_added; i++)
+            depths += added[i].depth(), deepest = std::max(deepest, added[i].depth());
+        float* sums = reinterpret_cast<float*>(scratch.take(
+            blocks * (kept * SUMS * sizeof(float) + BLOCK * (DEEP + depths) * sizeof(bf16)) +
+            BLOCK * deepest * sizeof(bf16)));
         bf16* arranged = reinterpret_cast<bf16*>(sums + kept * blocks * SUMS);
         bf16* const narrow = arranged + blocks * BLOCK * DEEP;  // of one after the other
         bf16* const left_of_added = narrow + blocks * BLOCK * depths;
         bf16* place = narrow;
         for (i64 i = 0; i < num_added; place += blocks * BLOCK * added[i++].depth())
-            arrange(added[i].narrow + first * added[i].narrow_step, added[i].narrow_step, rows, added[i].depth(),
-                    added[i].rank, place);
+            arrange(added[i].narrow + first * added[i].narrow_step, added[i].narrow_step, rows,
+                    added[i].depth(), added[i].rank, place);
         auto more_of = [&](i64 strip) {
             const bf16* right = narrow;
             for (i64 i = 0; i < num_added; right += blocks * BLOCK * added[i++].depth()) {
-                const i64 row = first_row(strip) - added[i].start, depth = added[i].depth(), rank = added[i].rank;
+                const i64 row = first_row(strip) - added[i].start, depth = added[i].depth(),
+                          rank = added[i].rank;
                 if (row < 0 || first_row(strip) >= added[i].end) continue;
                 for (i64 j = 0; j < BLOCK; j++)
                     for (i64 k = 0; k < depth; k += DEPTH)
@@ -161,7 +168,9 @@ struct Product {
             }
             return More{nullptr, nullptr, 0};
         };
-        auto sums_of = [&](i64 strip) { return sums + (strip - strips.start) % kept * blocks * SUMS; };
+        auto sums_of = [&](i64 strip) {
+            return sums + (strip - strips.start) % kept * blocks * SUMS;
+        };
         // A block of a strip, or of the last of those that are written together.
         auto write = [&](i64 strip, i64 block) {
             const i64 row = block * BLOCK, some = std::min<i64>(BLOCK, rows - row);
@@ -174,90 +183,105 @@ struct Product {
         };
         for (i64 turn = 0; turn < turns; turn++) {
             const Part deep(inner / DEPTH, turn, turns);
-            const i64 start = deep.start * DEPTH, depth = deep.size() * DEPTH, parts = (depth + INNER - 1) / INNER;
+            const i64 start = deep.start * DEPTH, depth = deep.size() * DEPTH,
+                      parts = (depth + INNER - 1) / INNER;
             const bool is_last = turn == turns - 1;
             arrange(x + first * x_step + start, x_step, rows, depth, depth, arranged);
             for (i64 strip = strips.start; strip < strips.end; strip++) {
                 const bf16* left = weight + first_row(strip) * inner + start;
-                const bf16* next = strip + 1 < strips.end ? weight + first_row(strip + 1) * inner + start
-                                   : is_last              ? left
-                                                          : weight + first_row(strips.start) * inner + start + depth;
+                const bf16* next =
+                    strip + 1 < strips.end ? weight + first_row(strip + 1) * inner + start
+                    : is_last ? left
+                              : weight + first_row(strips.start) * inner + start + depth;
                 float* own = sums_of(strip);
                 for (i64 part = 0; part < parts; part++) {
                     const Part within(depth / DEPTH, part, parts);
                     const i64 k = within.start * DEPTH;
-                    const More all = is_last && part == parts - 1 ? more_of(strip) : More{nullptr, nullptr, 0};
+                    const More all =
+                        is_last && part == parts - 1 ? more_of(strip) : More{nullptr, nullptr, 0};
                     for (i64 block = 0; block < blocks; block++) {
                         const More more{all.left, all.right + block * BLOCK * all.depth, all.depth};
                         const Fetch fetch =
-                            turns == 1 ? Fetch::in_order(next, within.start * blocks + block * within.size(), blocks)
-                                       : Fetch::of_rows(next + k, inner, block, blocks);
+                            turns == 1
+                                ? Fetch::in_order(
+                                      next, within.start * blocks + block * within.size(), blocks)
+                                : Fetch::of_rows(next + k, inner, block, blocks);
                         run(turn || part, within.size() * DEPTH, left + k, inner,
-                            arranged + (block * depth + k) * BLOCK, own + block * SUMS, fetch, more);
+                            arranged + (block * depth + k) * BLOCK, own + block * SUMS, fetch,
+                            more);
                         if (turns > 1 && is_last && part == parts - 1) write(strip, block);
                         if (turns == 1 && !part && strip > strips.start) write(strip - 1, block);
                     }
                 }
             }
         }
-        for (i64 block = 0; turns == 1 && strips.size() && block < blocks; block++) write(strips.end - 1, block);
+        for (i64 block = 0; turns == 1 && strips.size() && block < blocks; block++)
+            write(strips.end - 1, block);
     }
 };
 
 }  // namespace
 
-static void run_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, const Target& target,
-                        const i64* added, i64 num_added, i64 n, i64 inner, i64 outer, i64 num_threads) {
-    const Product product{x, x_step, weight, bias, target, inner, reinterpret_cast<const Added*>(added), num_added};
+static void run_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
+                        const Target& target, const i64* added, i64 num_added, i64 n, i64 inner,
+                        i64 outer, i64 num_threads) {
+    const Product product{
+        x, x_step, weight, bias, target, inner, reinterpret_cast<const Added*>(added), num_added};
     const bool by_rows = n >= num_threads * ROWS_OF_A_THREAD;
-    const i64 blocks = (n + BLOCK - 1) / BLOCK, at_once = product.at_once(), strips = outer / BLOCK / at_once;
+    const i64 blocks = (n + BLOCK - 1) / BLOCK, at_once = product.at_once(),
+              strips = outer / BLOCK / at_once;
 #pragma omp parallel num_threads(num_threads)
     {
         const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
         const Part all = by_rows ? Part(blocks, thread, threads) : Part(blocks, 0, 1);
-        const Part own = (by_rows ? Part(strips, 0, 1) : Part(strips, thread, threads)).times(at_once);
+        const Part own =
+            (by_rows ? Part(strips, 0, 1) : Part(strips, thread, threads)).times(at_once);
         const i64 groups = (all.size() * BLOCK + MOST_ROWS - 1) / MOST_ROWS;
         Tiles registers;
         for (i64 group = 0; group < groups; group++) {
             const Part part(all.size(), group, groups);
-            const i64 first = (all.start + part.start) * BLOCK, end = std::min(n, (all.start + part.end) * BLOCK);
+            const i64 first = (all.start + part.start) * BLOCK,
+                      end = std::min(n, (all.start + part.end) * BLOCK);
             product.run_for(first, end - first, own);
         }
         _mm_sfence();
     }
 }
 
-// y = x W^T + b, and to some of its columns narrow B^T: x [n, inner] with a step from row to row, weight [outer,
-// inner], bias [outer] or null, y [n, outer]. added: Added, of columns that begin and end with whole blocks of 32 and
-// of which none is in two. inner and outer are multiples of 32. A row's sums are the same whatever other rows are
-// there.
-extern "C" void wide_product_and_low_rank(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y,
-                                          const i64* added, i64 num_added, i64 n, i64 inner, i64 outer,
+// y = x W^T + b, and to some of its columns narrow B^T: x [n, inner] with a step from row to row,
+// weight [outer, inner], bias [outer] or null, y [n, outer]. added: Added, of columns that begin
+// and end with whole blocks of 32 and of which none is in two. inner and outer are multiples of 32.
+// A row's sums are the same whatever other rows are there.
+extern "C" void wide_product_and_low_rank(const bf16* x, i64 x_step, const bf16* weight,
+                                          const bf16* bias, bf16* y, const i64* added,
+                                          i64 num_added, i64 n, i64 inner, i64 outer,
                                           i64 num_threads) {
-    run_product(x, x_step, weight, bias, {y, n, outer, {nullptr, 0}, false, nullptr, nullptr, 0}, added, num_added, n,
-                inner, outer, num_threads);
+    run_product(x, x_step, weight, bias, {y, n, outer, {nullptr, 0}, false, nullptr, nullptr, 0},
+                added, num_added, n, inner, outer, num_threads);
 }
 
 // The same with nothing added.
-extern "C" void wide_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
-                             i64 outer, i64 num_threads) {
+extern "C" void wide_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
+                             bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
     wide_product_and_low_rank(x, x_step, weight, bias, y, nullptr, 0, n, inner, outer, num_threads);
 }
 
 // That, rounded, and added to rows [n, outer], rounded again.
-extern "C" void wide_product_onto(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, const bf16* onto,
-                                  i64 onto_step, bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
-    run_product(x, x_step, weight, bias, {y, n, outer, {onto, onto_step}, false, nullptr, nullptr, 0}, nullptr, 0, n,
-                inner, outer, num_threads);
+extern "C" void wide_product_onto(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
+                                  const bf16* onto, i64 onto_step, bf16* y, i64 n, i64 inner,
+                                  i64 outer, i64 num_threads) {
+    run_product(x, x_step, weight, bias,
+                {y, n, outer, {onto, onto_step}, false, nullptr, nullptr, 0}, nullptr, 0, n, inner,
+                outer, num_threads);
 }
 
-// `gated_product`, with low rank added to what it is made of; this is kept, gate and up [n, outer / 2] each with as
-// many elements from row to row, unless they are null.
-extern "C" void wide_gated_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* gate,
-                                   bf16* up, i64 kept_step, bf16* y, const i64* added, i64 num_added, i64 n, i64 inner,
-                                   i64 outer, i64 num_threads) {
-    run_product(x, x_step, weight, bias, {y, n, outer / 2, {nullptr, 0}, true, gate, up, kept_step}, added, num_added,
-                n, inner, outer, num_threads);
+// `gated_product`, with low rank added to what it is made of; this is kept, gate and up [n, outer /
+// 2] each with as many elements from row to row, unless they are null.
+extern "C" void wide_gated_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
+                                   bf16* gate, bf16* up, i64 kept_step, bf16* y, const i64* added,
+                                   i64 num_added, i64 n, i64 inner, i64 outer, i64 num_threads) {
+    run_product(x, x_step, weight, bias, {y, n, outer / 2, {nullptr, 0}, true, gate, up, kept_step},
+                added, num_added, n, inner, outer, num_threads);
 }
 
 #endif

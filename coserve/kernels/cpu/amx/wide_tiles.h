@@ -1,4 +1,5 @@
-// What products of many rows in bfloat16 with AMX share: blocks of float32 sums, and what is done beside them.
+// What products of many rows in bfloat16 with AMX share: blocks of float32 sums, and what is done
+// beside them.
 #pragma once
 
 #include "tiles/skinny.h"
@@ -11,8 +12,8 @@ namespace {
 const int BLOCK = 32;
 // Elements of a block's sums.
 const int SUMS = BLOCK * BLOCK;
-// Of the inner dimension, what a block takes of both factors beside its sums from the inner cache, which keeps the one
-// that is used again.
+// Of the inner dimension, what a block takes of both factors beside its sums from the inner cache,
+// which keeps the one that is used again.
 const i64 INNER = 256;
 // Most rows that a thread works on at once: what it has of them stays in the outer cache.
 const i64 MOST_ROWS = 512;
@@ -22,7 +23,8 @@ const i64 STREAMED_BYTES = 2 << 20;
 // The part that a thread or a turn has of a number of things: [start, end).
 struct Part {
     i64 start, end;
-    Part(i64 count, i64 which, i64 parts) : start(count * which / parts), end(count * (which + 1) / parts) {}
+    Part(i64 count, i64 which, i64 parts)
+        : start(count * which / parts), end(count * (which + 1) / parts) {}
     i64 size() const { return end - start; }
     Part times(i64 factor) const {
         Part part = *this;
@@ -36,29 +38,30 @@ struct Part {
     }
 };
 
-// More of the inner dimension of a block, from other factors: left [32, depth], right [depth / 2, 32, 2].
+// More of the inner dimension of a block, from other factors: left [32, depth], right [depth / 2,
+// 32, 2].
 struct More {
     const bf16 *left, *right;
     i64 depth;
 };
 
-// What a thread does while tiles are multiplied, a step for each 32 of the inner dimension: nothing waits for it. Here:
-// some lines are fetched into the outer cache, so far from one to the next, and so far from a step's to the next
-// step's.
+// What a thread does while tiles are multiplied, a step for each 32 of the inner dimension: nothing
+// waits for it. Here: some lines are fetched into the outer cache, so far from one to the next, and
+// so far from a step's to the next step's.
 class Fetch {
   public:
     Fetch(const bf16* ahead, i64 count, i64 between, i64 onward)
         : ahead_(ahead), count_(count), between_(between), onward_(onward) {}
 
-    // One line of each of some rows, along these. In the `turn`-th of some turns, in which all 32 rows of the next
-    // block are to be fetched.
+    // One line of each of some rows, along these. In the `turn`-th of some turns, in which all 32
+    // rows of the next block are to be fetched.
     static Fetch of_rows(const bf16* block, i64 step, i64 turn, i64 turns) {
         const i64 rows = std::max<i64>(4, (BLOCK + turns - 1) / turns);
         return {block + std::min(BLOCK - rows, BLOCK * turn / turns) * step, rows, step, DEPTH};
     }
 
-    // The same of rows that lie without gaps, as they lie: the processor then fetches ahead by itself. done: steps
-    // before, of as many turns for each 32 of the inner dimension.
+    // The same of rows that lie without gaps, as they lie: the processor then fetches ahead by
+    // itself. done: steps before, of as many turns for each 32 of the inner dimension.
     static Fetch in_order(const bf16* block, i64 done, i64 turns) {
         const i64 lines = (BLOCK + turns - 1) / turns;
         return {block + done * lines * DEPTH, lines, DEPTH, lines * DEPTH};
@@ -75,10 +78,11 @@ class Fetch {
     i64 count_, between_, onward_;
 };
 
-// c = a b + more, or c += a b + more, blocks of 32 x 32: a [32, inner] with a step from row to row, b [inner / 2, 32,
-// 2], c without gaps.
+// c = a b + more, or c += a b + more, blocks of 32 x 32: a [32, inner] with a step from row to row,
+// b [inner / 2, 32, 2], c without gaps.
 template <bool ADD, class Aside>
-void multiply_aside(i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, Aside aside, const More& more) {
+void multiply_aside(i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, Aside aside,
+                    const More& more) {
     const i64 row = BLOCK * sizeof(float);
     float* lower = c + SUMS / 2;
     if (ADD) {
@@ -120,8 +124,8 @@ void multiply_aside(i64 inner, const bf16* a, i64 a_step, const bf16* b, float* 
 }
 
 template <class Aside>
-inline void run(bool adds, i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, Aside aside,
-                const More& more = {nullptr, nullptr, 0}) {
+inline void run(bool adds, i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c,
+                Aside aside, const More& more = {nullptr, nullptr, 0}) {
     settle();
     adds ? multiply_aside<true>(inner, a, a_step, b, c, aside, more)
          : multiply_aside<false>(inner, a, a_step, b, c, aside, more);
@@ -132,7 +136,8 @@ inline void run(bool adds, i64 inner, const bf16* a, i64 a_step, const bf16* b, 
 class Lines {
   public:
     Lines(bf16* first, i64 step, i64 num_bytes)
-        : streams_(num_bytes >= STREAMED_BYTES && !((reinterpret_cast<uintptr_t>(first) | step * 2) & 63)) {}
+        : streams_(num_bytes >= STREAMED_BYTES &&
+                   !((reinterpret_cast<uintptr_t>(first) | step * 2) & 63)) {}
     void put(bf16* y, __m512i line) const {
         if (streams_)
             _mm512_stream_si512(reinterpret_cast<__m512i*>(y), line);

@@ -1,6 +1,6 @@
-// Products of rows with the factors of LoRAs in bfloat16, by instructions that multiply pairs: the same as
-// `adapter_vectors.h` has for elements of any type. While a piece is multiplied the next one is fetched: a factor is
-// too short for the processor to see by itself what comes.
+// Products of rows with the factors of LoRAs in bfloat16, by instructions that multiply pairs: the
+// same as `adapter_vectors.h` has for elements of any type. While a piece is multiplied the next
+// one is fetched: a factor is too short for the processor to see by itself what comes.
 #pragma once
 
 #include "common/adapter_vectors.h"
@@ -14,7 +14,10 @@ const int PAIRS = 16;
 
 // The first elements, and zeros.
 inline __m512i load_elements(const bf16* x, i64 count) {
-    return _mm512_maskz_loadu_epi16(count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (1u << count) - 1, x);
+    return _mm512_maskz_loadu_epi16(count >= 32  ? 0xffffffffu
+                                    : count <= 0 ? 0
+                                                 : (1u << count) - 1,
+                                    x);
 }
 
 inline __m512 add_products(__m512 total, __m512i a, __m512i b) {
@@ -23,12 +26,14 @@ inline __m512 add_products(__m512 total, __m512i a, __m512i b) {
 
 // Of two vectors, one after the other, every second element of 32 bits.
 inline __m512i evens(__m512i a, __m512i b) {
-    const __m512i places = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i places =
+        _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     return _mm512_permutex2var_epi32(a, places, b);
 }
 
 inline __m512i odds(__m512i a, __m512i b) {
-    const __m512i places = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const __m512i places =
+        _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
     return _mm512_permutex2var_epi32(a, places, b);
 }
 
@@ -65,11 +70,13 @@ inline void transpose(__m512i* rows) {
 
 // Sums of ROWS rows of x with up to RANKS rows of A. next: is fetched.
 template <int ROWS, int RANKS>
-void multiply(const Rows<bf16>& all, const Piece<bf16>& piece, i64 row, i64 rank, i64 count, const bf16* next) {
+void multiply(const Rows<bf16>& all, const Piece<bf16>& piece, i64 row, i64 rank, i64 count,
+              const bf16* next) {
     __m512 totals[16];
     for (auto& total : totals) total = _mm512_setzero_ps();
     const bf16 *a[RANKS], *x[ROWS];
-    for (int j = 0; j < RANKS; j++) a[j] = piece.factors->a + (rank + std::min<i64>(j, count - 1)) * all.inner;
+    for (int j = 0; j < RANKS; j++)
+        a[j] = piece.factors->a + (rank + std::min<i64>(j, count - 1)) * all.inner;
     for (int r = 0; r < ROWS; r++) x[r] = all.x + all.rows[row + r] * all.x_step;
     auto add = [&](i64 k, auto load) {
         __m512i values[ROWS];
@@ -85,8 +92,10 @@ void multiply(const Rows<bf16>& all, const Piece<bf16>& piece, i64 row, i64 rank
         }
     };
     const i64 whole = all.inner / 32 * 32;
-    for (i64 k = 0; k < whole; k += 32) add(k, [](const bf16* from) { return _mm512_loadu_si512(from); });
-    if (whole < all.inner) add(whole, [&](const bf16* from) { return load_elements(from, all.inner - whole); });
+    for (i64 k = 0; k < whole; k += 32)
+        add(k, [](const bf16* from) { return _mm512_loadu_si512(from); });
+    if (whole < all.inner)
+        add(whole, [&](const bf16* from) { return load_elements(from, all.inner - whole); });
     float sums[16];
     _mm512_storeu_ps(sums, sums_of(totals));
     for (int r = 0; r < ROWS; r++)
@@ -111,7 +120,8 @@ template <int COUNT>
 inline void pairs_by_column(const bf16* b, i64 columns, __m512i* out) {
     __m512i pairs[COUNT];
 #pragma GCC unroll 16
-    for (int i = 0; i < COUNT; i++) pairs[i] = load_elements(b + 32 * i, 2 * COUNT * columns - 32 * i);
+    for (int i = 0; i < COUNT; i++)
+        pairs[i] = load_elements(b + 32 * i, 2 * COUNT * columns - 32 * i);
     transpose<COUNT>(pairs);
     std::memcpy(out, pairs, sizeof pairs);
 }
@@ -121,15 +131,19 @@ inline void pairs_by_column(const bf16* b, i64 rank, i64 columns, __m512i* out) 
     for (i64 j = 0; j < rank; j += 32, out += PAIRS) {
         __m512i pairs[PAIRS];
         for (int i = 0; i < PAIRS; i++)
-            pairs[i] = i < columns ? load_elements(b + i * rank + j, rank - j) : _mm512_setzero_si512();
+            pairs[i] =
+                i < columns ? load_elements(b + i * rank + j, rank - j) : _mm512_setzero_si512();
         transpose<PAIRS>(pairs);
         std::memcpy(out, pairs, sizeof pairs);
     }
 }
 
-// Of two vectors, in the order that is written: of `+`, and of what stands for it, GCC may choose another
+// Of two vectors, in the order that is written: of `+`, and of what stands for it, GCC may choose
+// another
 // (-fassociative-math), and one row of an adapter would come out otherwise than several.
-inline __m512 sum_of_two(__m512 a, __m512 b) { return _mm512_add_round_ps(a, b, _MM_FROUND_CUR_DIRECTION); }
+inline __m512 sum_of_two(__m512 a, __m512 b) {
+    return _mm512_add_round_ps(a, b, _MM_FROUND_CUR_DIRECTION);
+}
 
 // The sum of several vectors, neighbours first.
 template <int COUNT>
@@ -159,9 +173,11 @@ inline __m512 sum_of_lanes(__m512* x) {
 template <int COUNT>
 inline __m512i repeated(const bf16* pairs) {
     if constexpr (COUNT == 16) return _mm512_loadu_si512(pairs);
-    if constexpr (COUNT == 8) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)pairs));
+    if constexpr (COUNT == 8)
+        return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)pairs));
     if constexpr (COUNT == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)pairs));
-    if constexpr (COUNT == 2) return _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i*)pairs));
+    if constexpr (COUNT == 2)
+        return _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i*)pairs));
 }
 
 // Up to 16 columns of a row of y.
@@ -170,7 +186,8 @@ inline void add_to_columns(bf16* y, __m512 sums, i64 columns) {
     _mm256_mask_storeu_epi16(y, (1u << columns) - 1, (__m256i)_mm512_cvtneps_pbh(sums));
 }
 
-// Columns of y += B (A x), of rank 2 COUNT. Sums are made of pairs, neighbours first, whether of one row or of several.
+// Columns of y += B (A x), of rank 2 COUNT. Sums are made of pairs, neighbours first, whether of
+// one row or of several.
 template <int COUNT>
 void from_narrow_pairs(const Rows<bf16>& all, const Piece<bf16>& piece) {
     const Site<bf16>& site = *piece.site;
@@ -186,8 +203,10 @@ void from_narrow_pairs(const Rows<bf16>& all, const Piece<bf16>& piece) {
             __m512 sums[COUNT];
 #pragma GCC unroll 16
             for (int i = 0; i < COUNT; i++)
-                sums[i] = add_products(_mm512_setzero_ps(), load_elements(b + 32 * i, rank * columns - 32 * i), own);
-            add_to_columns(site.y + all.rows[piece.first] * site.step + column, sum_of_lanes<COUNT>(sums), columns);
+                sums[i] = add_products(_mm512_setzero_ps(),
+                                       load_elements(b + 32 * i, rank * columns - 32 * i), own);
+            add_to_columns(site.y + all.rows[piece.first] * site.step + column,
+                           sum_of_lanes<COUNT>(sums), columns);
             continue;
         }
         __m512i right[COUNT];
@@ -201,7 +220,8 @@ void from_narrow_pairs(const Rows<bf16>& all, const Piece<bf16>& piece) {
                 std::memcpy(&pair, left + 2 * i, sizeof pair);
                 sums[i] = add_products(_mm512_setzero_ps(), right[i], _mm512_set1_epi32(pair));
             }
-            add_to_columns(site.y + all.rows[row] * site.step + column, sum_of<COUNT>(sums), columns);
+            add_to_columns(site.y + all.rows[row] * site.step + column, sum_of<COUNT>(sums),
+                           columns);
         }
     }
 }

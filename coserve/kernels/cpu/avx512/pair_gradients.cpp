@@ -1,6 +1,6 @@
-// dx = dy W of some rows in bfloat16, on processors whose instructions for sums of products of pairs are faster than
-// those for float32 (AMD's): pairs of rows of the weight become a right factor, a block at a time, which stays in the
-// second cache while all rows are multiplied with it.
+// dx = dy W of some rows in bfloat16, on processors whose instructions for sums of products of
+// pairs are faster than those for float32 (AMD's): pairs of rows of the weight become a right
+// factor, a block at a time, which stays in the second cache while all rows are multiplied with it.
 //
 // Sums are float32, in an order that does not depend on how many rows there are.
 
@@ -10,7 +10,8 @@
 
 namespace {
 
-// Rows of the weight that become a right factor at once, columns of it that are multiplied at once, and rows.
+// Rows of the weight that become a right factor at once, columns of it that are multiplied at once,
+// and rows.
 const i64 BLOCK = 64, COLUMNS = 32, MOST_ROWS = 12;
 
 thread_local Scratch scratch;
@@ -35,18 +36,22 @@ inline Multiply multiply_of(i64 rows) {
 
 }  // namespace
 
-// grad [n, outer] and x_grad [n, inner] with steps from row to row, weight [outer, inner]; outer and inner are
-// multiples of 32. adds: to what is in x_grad; rounded once.
-extern "C" void pair_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight, bf16* x_grad, i64 x_step,
-                                    i64 adds, i64 n, i64 inner, i64 outer, i64 num_threads) {
+// grad [n, outer] and x_grad [n, inner] with steps from row to row, weight [outer, inner]; outer
+// and inner are multiples of 32. adds: to what is in x_grad; rounded once.
+extern "C" void pair_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight,
+                                    bf16* x_grad, i64 x_step, i64 adds, i64 n, i64 inner, i64 outer,
+                                    i64 num_threads) {
 #pragma omp parallel num_threads(num_threads)
     {
-        const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads(), strips = inner / COLUMNS;
-        const i64 first = strips * thread / threads * COLUMNS, last = strips * (thread + 1) / threads * COLUMNS;
+        const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads(),
+                  strips = inner / COLUMNS;
+        const i64 first = strips * thread / threads * COLUMNS,
+                  last = strips * (thread + 1) / threads * COLUMNS;
         const i64 columns = last - first, groups = (n + MOST_ROWS - 1) / MOST_ROWS;
-        float* sums =
-            reinterpret_cast<float*>(scratch.take(n * columns * sizeof(float) + BLOCK * columns * sizeof(bf16)));
-        bf16* right = reinterpret_cast<bf16*>(sums + n * columns);  // [strips, BLOCK / 2, COLUMNS, 2]
+        float* sums = reinterpret_cast<float*>(
+            scratch.take(n * columns * sizeof(float) + BLOCK * columns * sizeof(bf16)));
+        bf16* right =
+            reinterpret_cast<bf16*>(sums + n * columns);  // [strips, BLOCK / 2, COLUMNS, 2]
         for (i64 row = 0; row < outer && columns; row += BLOCK) {
             const i64 depth = std::min(BLOCK, outer - row);
             for (i64 k = 0; k < depth; k += 2)
@@ -54,8 +59,8 @@ extern "C" void pair_input_gradient(const bf16* grad, i64 grad_step, const bf16*
                     const bf16* from = weight + (row + k) * inner + first + column;
                     interleave(from, from + inner, right + column * BLOCK + k * COLUMNS);
                 }
-            // The block after this one is fetched while this one is multiplied, some lines before each call, row by
-            // row.
+            // The block after this one is fetched while this one is multiplied, some lines before
+            // each call, row by row.
             const i64 lines = columns / COLUMNS, num_calls = lines * groups;
             i64 next_row = row + BLOCK, line = 0, call = 0;
             auto fetch = [&](i64 until) {
@@ -69,8 +74,8 @@ extern "C" void pair_input_gradient(const bf16* grad, i64 grad_step, const bf16*
                     fetch(BLOCK * lines * ++call / num_calls);
                     const i64 top = n * group / groups, count = n * (group + 1) / groups - top;
                     auto run = row ? multiply_of<true>(count) : multiply_of<false>(count);
-                    run(int(depth), grad + top * grad_step + row, grad_step, right + column * BLOCK, COLUMNS,
-                        sums + top * columns + column, columns);
+                    run(int(depth), grad + top * grad_step + row, grad_step, right + column * BLOCK,
+                        COLUMNS, sums + top * columns + column, columns);
                 }
         }
         for (i64 row = 0; row < n; row++)

@@ -1,8 +1,10 @@
-// y = (x W^T) s + b of few rows in bfloat16, on processors whose instructions for sums of products of pairs are faster
-// than those for float32 (AMD's): the weight is read once, as it lies. W is bfloat16, without s, or int8 with a scale
-// per output channel: its whole numbers are exact in bfloat16.
+// y = (x W^T) s + b of few rows in bfloat16, on processors whose instructions for sums of products
+// of pairs are faster than those for float32 (AMD's): the weight is read once, as it lies. W is
+// bfloat16, without s, or int8 with a scale per output channel: its whole numbers are exact in
+// bfloat16.
 //
-// Sums are float32, in an order that does not depend on how many rows there are. Numbers below 2^-126 count as zero.
+// Sums are float32, in an order that does not depend on how many rows there are. Numbers below
+// 2^-126 count as zero.
 
 #include <type_traits>
 
@@ -38,16 +40,21 @@ inline void add_up(const Floats* totals, float* sums) {
     }
 }
 
-inline __m512bh load(const bf16* x, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, x); }
+inline __m512bh load(const bf16* x, __mmask32 mask) {
+    return (__m512bh)_mm512_maskz_loadu_epi16(mask, x);
+}
 
 inline __m512bh load(const int8_t* x, __mmask32 mask) {
     const __m256i bytes = _mm256_maskz_loadu_epi8(mask, x);
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    const __m512 high =
+        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
     return _mm512_cvtne2ps_pbh(high, low);
 }
 
-inline __mmask32 mask_of(i64 elements) { return elements >= WIDTH ? ~__mmask32(0) : (__mmask32(1) << elements) - 1; }
+inline __mmask32 mask_of(i64 elements) {
+    return elements >= WIDTH ? ~__mmask32(0) : (__mmask32(1) << elements) - 1;
+}
 
 template <typename W>
 struct Problem {
@@ -59,8 +66,8 @@ struct Problem {
     bf16* y;
     i64 n, inner, outer;
 
-    // What follows the channels in the weight is fetched meanwhile, line by line in the order of memory: many rows at
-    // once, each from its own place, come at half the speed.
+    // What follows the channels in the weight is fetched meanwhile, line by line in the order of
+    // memory: many rows at once, each from its own place, come at half the speed.
     template <int ROWS, int COUNT, bool FETCHES, typename From>
     void run(i64 row, i64 channel, const From* from, i64 from_step) const {
         const i64 step_bytes = COUNT * WIDTH * sizeof(W), line_bytes = 64;
@@ -73,7 +80,8 @@ struct Problem {
             for (int c = 0; c < COUNT; c++) weights[c] = load(from + c * from_step + k, mask);
             if (FETCHES) {
 #pragma GCC unroll 8
-                for (i64 at = 0; at < step_bytes; at += line_bytes) _mm_prefetch(next + at, _MM_HINT_T1);
+                for (i64 at = 0; at < step_bytes; at += line_bytes)
+                    _mm_prefetch(next + at, _MM_HINT_T1);
                 next += step_bytes;
             }
 #pragma GCC unroll 8
@@ -132,7 +140,8 @@ struct Problem {
         bf16* made = reinterpret_cast<bf16*>(own_scratch.take(COUNT * step * sizeof(bf16)));
         for (int c = 0; c < COUNT; c++)
             for (i64 k = 0; k < inner; k += WIDTH)
-                _mm512_storeu_si512(made + c * step + k, (__m512i)load(own + c * inner + k, mask_of(inner - k)));
+                _mm512_storeu_si512(made + c * step + k,
+                                    (__m512i)load(own + c * inner + k, mask_of(inner - k)));
         run_groups<COUNT>(channel, static_cast<const bf16*>(made), step);
     }
 
@@ -148,7 +157,8 @@ struct Problem {
         {
             const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
             const i64 first = outer * thread / threads, last = outer * (thread + 1) / threads;
-            // One channel alone comes as fast as memory gives it; several share what is loaded of more rows of x.
+            // One channel alone comes as fast as memory gives it; several share what is loaded of
+            // more rows of x.
             if (n <= 2)
                 run_channels<1>(first, last);
             else if (n <= MOST_IN_REGISTERS)
@@ -161,15 +171,17 @@ struct Problem {
 
 }  // namespace
 
-// x [n, inner] with a step from row to row, weight [outer, inner], bias [outer] or null, y [n, outer].
-extern "C" void pair_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
-                             i64 outer, i64 num_threads) {
+// x [n, inner] with a step from row to row, weight [outer, inner], bias [outer] or null, y [n,
+// outer].
+extern "C" void pair_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
+                             bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
     Problem<bf16>{x, x_step, weight, nullptr, bias, y, n, inner, outer}.run_all(num_threads);
 }
 
 // The same; scales [outer].
-extern "C" void int8_pair_product(const bf16* x, i64 x_step, const int8_t* weight, const float* scales,
-                                  const bf16* bias, bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
+extern "C" void int8_pair_product(const bf16* x, i64 x_step, const int8_t* weight,
+                                  const float* scales, const bf16* bias, bf16* y, i64 n, i64 inner,
+                                  i64 outer, i64 num_threads) {
     Problem<int8_t>{x, x_step, weight, scales, bias, y, n, inner, outer}.run_all(num_threads);
 }
 

@@ -1,5 +1,5 @@
-// Products of rows with the factors of LoRAs, a piece at a time: vectors of float32, for elements of any type. For
-// bfloat16, where there are instructions for it, see `adapter_pairs.h`.
+// Products of rows with the factors of LoRAs, a piece at a time: vectors of float32, for elements
+// of any type. For bfloat16, where there are instructions for it, see `adapter_pairs.h`.
 #pragma once
 
 #include "common/vector_products.h"
@@ -78,7 +78,8 @@ struct Factors {
     i64 rank;
     double scale;
     T* narrow;  // where what B multiplies is kept [rows of the adapter, rank], or null
-    // Dropout of x: keys of the adapter's rows, the number of the part of the model, a salt, and with what probability.
+    // Dropout of x: keys of the adapter's rows, the number of the part of the model, a salt, and
+    // with what probability.
     const i64* row_ids;
     i64 part, salt;
     double p;
@@ -105,8 +106,9 @@ struct Rows {
     i64 width;
 };
 
-// Rows first to last of an adapter, in the order of `rows`; rows of A or columns of y from `start` on; where the site's
-// sums stand in a row of `narrow`; the factors that the same thread reads next.
+// Rows first to last of an adapter, in the order of `rows`; rows of A or columns of y from `start`
+// on; where the site's sums stand in a row of `narrow`; the factors that the same thread reads
+// next.
 template <typename T>
 struct Piece {
     const Factors<T>* factors;
@@ -132,7 +134,8 @@ void multiply(const Rows<T>& all, const Piece<T>& piece, i64 row, i64 rank) {
         for (int j = 0; j < RANKS; j++) {
             const Floats factor = load(a + j * inner + k);
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) totals[j][r] = vectors::multiply_add(factor, values[r], totals[j][r]);
+            for (int r = 0; r < ROWS; r++)
+                totals[j][r] = vectors::multiply_add(factor, values[r], totals[j][r]);
         }
     };
     for (i64 k = 0; k < whole; k += LANES) add(k, [](const T* from) { return load(from); });
@@ -167,7 +170,8 @@ void from_narrow(const Rows<T>& all, const Piece<T>& piece) {
     const Site<T>& site = *piece.site;
     const i64 rank = factors.rank, columns = std::min(COLUMNS, site.outer - piece.start);
     // B's rows as columns [padded, COLUMNS].
-    float* right = reinterpret_cast<float*>(own_scratch.take(factors.padded() * COLUMNS * sizeof(float)));
+    float* right =
+        reinterpret_cast<float*>(own_scratch.take(factors.padded() * COLUMNS * sizeof(float)));
     for (i64 column = 0; column < columns; column += LANES)
         for (i64 j = 0; j < factors.padded(); j += LANES) {
             Floats square[LANES];
@@ -177,7 +181,8 @@ void from_narrow(const Rows<T>& all, const Piece<T>& piece) {
                 square[i] = column + i < columns ? load_first(b + i * rank, rank - j) : Floats{};
             transpose(square);
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) std::memcpy(right + (j + i) * COLUMNS + column, &square[i], sizeof(Floats));
+            for (int i = 0; i < LANES; i++)
+                std::memcpy(right + (j + i) * COLUMNS + column, &square[i], sizeof(Floats));
         }
     for (i64 row = piece.first; row < piece.last; row++) {
         const T* left = all.narrow + row * all.width + piece.place;

@@ -1,10 +1,11 @@
-// What LoRAs add to sites that read the same rows, each row with its own adapter: y += scale B (A x) (arXiv
-// 2106.09685).
+// What LoRAs add to sites that read the same rows, each row with its own adapter: y += scale B (A
+// x) (arXiv 2106.09685).
 //
-// One call for any number of adapters, of any ranks, of which each sits at all of the sites or at some; factors are
-// read where they lie. Sums are float32, in an order that depends neither on other rows nor on the number of threads.
-// An adapter of many rows may go through the tiles of `low_rank.cpp` instead, and one that is trained may drop features
-// of its rows, which are neighbours.
+// One call for any number of adapters, of any ranks, of which each sits at all of the sites or at
+// some; factors are read where they lie. Sums are float32, in an order that depends neither on
+// other rows nor on the number of threads. An adapter of many rows may go through the tiles of
+// `low_rank.cpp` instead, and one that is trained may drop features of its rows, which are
+// neighbours.
 
 #include <vector>
 
@@ -76,7 +77,8 @@ class Batch {
     void run(i64 num_threads) const {
         i64 costs[2] = {};
         for (bool is_down : {true, false})
-            each_group(is_down, [&](const Piece<T>&, i64 cost, i64 end) { costs[is_down] += cost * end; });
+            each_group(is_down,
+                       [&](const Piece<T>&, i64 cost, i64 end) { costs[is_down] += cost * end; });
 #pragma omp parallel num_threads(num_threads)
         {
             thread_local std::vector<Piece<T>> pieces;
@@ -84,7 +86,8 @@ class Batch {
             take_part(true, Part(costs[true]), pieces);
             const size_t num_down = pieces.size();
             take_part(false, Part(costs[false]), pieces);
-            for (size_t i = 0; i + 1 < pieces.size(); i++) pieces[i].next = start_of(pieces[i + 1], i + 1 < num_down);
+            for (size_t i = 0; i + 1 < pieces.size(); i++)
+                pieces[i].next = start_of(pieces[i + 1], i + 1 < num_down);
             for (size_t i = 0; i < num_down; i++) to_narrow(all_, pieces[i]);
 #pragma omp barrier
             for (size_t i = num_down; i < pieces.size(); i++) from_narrow(all_, pieces[i]);
@@ -93,12 +96,15 @@ class Batch {
     }
 
   private:
-    const Factors<T>& at(i64 adapter, i64 site) const { return table_[adapter * table_step_ + site]; }
+    const Factors<T>& at(i64 adapter, i64 site) const {
+        return table_[adapter * table_step_ + site];
+    }
 
     // What B multiplies, for those who keep it.
     void keep() const {
         for (i64 adapter = 0, first = 0; adapter < num_adapters_; first = ends_[adapter++])
-            for (i64 site = 0, place = 0; site < num_sites_; place += at(adapter, site++).padded()) {
+            for (i64 site = 0, place = 0; site < num_sites_;
+                 place += at(adapter, site++).padded()) {
                 const Factors<T>& factors = at(adapter, site);
                 if (are_done_[adapter] || !factors.narrow) continue;
                 for (i64 row = first; row < ends_[adapter]; row++)
@@ -112,18 +118,21 @@ class Batch {
                        : piece.factors->b + piece.start * piece.factors->rank;
     }
 
-    // Calls with the first piece of each adapter's rows at each site, the cost of a row of A, or column of y, and the
-    // number of these.
+    // Calls with the first piece of each adapter's rows at each site, the cost of a row of A, or
+    // column of y, and the number of these.
     template <typename Function>
     void each_group(bool is_down, Function function) const {
         for (i64 adapter = 0, first = 0; adapter < num_adapters_; first = ends_[adapter++])
-            for (i64 row = are_done_[adapter] ? ends_[adapter] : first; row < ends_[adapter]; row += BLOCK) {
+            for (i64 row = are_done_[adapter] ? ends_[adapter] : first; row < ends_[adapter];
+                 row += BLOCK) {
                 const i64 last = std::min(row + BLOCK, ends_[adapter]);
-                for (i64 site = 0, place = 0; site < num_sites_; place += at(adapter, site++).padded()) {
+                for (i64 site = 0, place = 0; site < num_sites_;
+                     place += at(adapter, site++).padded()) {
                     const Factors<T>& factors = at(adapter, site);
                     if (!factors.rank) continue;
                     const Piece<T> piece{&factors, &sites_[site], row, last, 0, place, factors.b};
-                    function(piece, (last - row + READING) * (is_down ? all_.inner : factors.padded()),
+                    function(piece,
+                             (last - row + READING) * (is_down ? all_.inner : factors.padded()),
                              is_down ? factors.rank : sites_[site].outer);
                 }
             }
@@ -165,23 +174,28 @@ thread_local Scratch gathered_scratch, sums_scratch;
 
 // Of these rows of a matrix -> one after another, or back from there.
 template <bool BACK>
-void copy_rows(bf16* x, i64 step, i64 width, const i64* rows, i64 n, bf16* gathered, i64 num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (n * width > ONE_THREAD_ELEMENTS)
+void copy_rows(bf16* x, i64 step, i64 width, const i64* rows, i64 n, bf16* gathered,
+               i64 num_threads) {
+#pragma omp parallel for schedule(static)                                                          \
+    num_threads(num_threads) if (n * width > ONE_THREAD_ELEMENTS)
     for (i64 i = 0; i < n; i++) {
         bf16 *there = x + rows[i] * step, *here = gathered + i * width;
-        std::memcpy(static_cast<void*>(BACK ? there : here), BACK ? here : there, width * sizeof(bf16));
+        std::memcpy(static_cast<void*>(BACK ? there : here), BACK ? here : there,
+                    width * sizeof(bf16));
     }
 }
 #endif
 
-// The same for one adapter's n rows by tiles; whether they are for its ranks and these widths. Rows that are no
-// neighbours are copied side by side.
-bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, const i64* rows, i64 n, const Factors<bf16>* table,
-                  const Site<bf16>* sites, i64 num_sites, i64 num_threads) {
+// The same for one adapter's n rows by tiles; whether they are for its ranks and these widths. Rows
+// that are no neighbours are copied side by side.
+bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, const i64* rows, i64 n,
+                  const Factors<bf16>* table, const Site<bf16>* sites, i64 num_sites,
+                  i64 num_threads) {
 #ifdef HAS_TILES
     const i64 MOST_RANK = 64, BLOCK = 32;
     for (i64 site = 0; site < num_sites; site++)
-        if (table[site].rank > MOST_RANK || inner % BLOCK || sites[site].outer % BLOCK) return false;
+        if (table[site].rank > MOST_RANK || inner % BLOCK || sites[site].outer % BLOCK)
+            return false;
     auto threads = [=](i64 width) { return n * width <= ONE_THREAD_ELEMENTS ? 1 : num_threads; };
     const bool are_apart = !are_neighbours(rows, n);
     i64 widest = inner;
@@ -189,7 +203,8 @@ bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, const i64* rows, i64 n, 
     bf16* gathered = nullptr;
     low_rank::Job job{const_cast<bf16*>(x) + rows[0] * x_step, x_step, nullptr, 0, nullptr, n};
     if (are_apart) {
-        gathered = reinterpret_cast<bf16*>(gathered_scratch.take(n * (inner + widest) * sizeof(bf16)));
+        gathered =
+            reinterpret_cast<bf16*>(gathered_scratch.take(n * (inner + widest) * sizeof(bf16)));
         copy_rows<false>(const_cast<bf16*>(x), x_step, inner, rows, n, gathered, num_threads);
         job.wide = gathered, job.wide_step = inner;
     }
@@ -198,19 +213,24 @@ bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, const i64* rows, i64 n, 
         const Site<bf16>& to = sites[site];
         if (!factors.rank) continue;
         bf16* sums = factors.narrow;
-        if (!sums) sums = reinterpret_cast<bf16*>(sums_scratch.take(n * factors.rank * sizeof(bf16)));
+        if (!sums)
+            sums = reinterpret_cast<bf16*>(sums_scratch.take(n * factors.rank * sizeof(bf16)));
         low_rank::Job down = job;
-        down.narrow = sums, down.narrow_step = factors.rank, down.factor = const_cast<bf16*>(factors.a);
+        down.narrow = sums, down.narrow_step = factors.rank,
+        down.factor = const_cast<bf16*>(factors.a);
         to_low_rank(low_rank::table_of(down), 1, true, inner, factors.rank, threads(inner));
         if (factors.scale != 1)
-            for (i64 i = 0; i < n * factors.rank; i++) narrow(widen(sums[i]) * float(factors.scale), sums[i]);
+            for (i64 i = 0; i < n * factors.rank; i++)
+                narrow(widen(sums[i]) * float(factors.scale), sums[i]);
         low_rank::Job up = down;
-        up.wide = to.y + rows[0] * to.step, up.wide_step = to.step, up.factor = const_cast<bf16*>(factors.b);
+        up.wide = to.y + rows[0] * to.step, up.wide_step = to.step,
+        up.factor = const_cast<bf16*>(factors.b);
         if (are_apart) {
             up.wide = gathered + n * inner, up.wide_step = to.outer;
             copy_rows<false>(to.y, to.step, to.outer, rows, n, up.wide, num_threads);
         }
-        from_low_rank(low_rank::table_of(up), 1, true, true, to.outer, factors.rank, threads(to.outer));
+        from_low_rank(low_rank::table_of(up), 1, true, true, to.outer, factors.rank,
+                      threads(to.outer));
         if (are_apart) copy_rows<true>(to.y, to.step, to.outer, rows, n, up.wide, num_threads);
     }
     return true;
@@ -219,15 +239,19 @@ bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, const i64* rows, i64 n, 
 #endif
 }
 
-bool add_in_tiles(const float*, i64, i64, const i64*, i64, const Factors<float>*, const Site<float>*, i64, i64) {
+bool add_in_tiles(const float*, i64, i64, const i64*, i64, const Factors<float>*,
+                  const Site<float>*, i64, i64) {
     return false;
 }
 
 // The same for n neighbours by tiles if there are many, by vectors otherwise.
 template <typename T>
-void add_neighbours(const T* x, i64 x_step, i64 inner, const i64* rows, i64 n, const Factors<T>* table,
-                    const Site<T>* sites, i64 num_sites, i64 many_rows, i64 num_threads) {
-    if (n >= many_rows && add_in_tiles(x, x_step, inner, rows, n, table, sites, num_sites, num_threads)) return;
+void add_neighbours(const T* x, i64 x_step, i64 inner, const i64* rows, i64 n,
+                    const Factors<T>* table, const Site<T>* sites, i64 num_sites, i64 many_rows,
+                    i64 num_threads) {
+    if (n >= many_rows &&
+        add_in_tiles(x, x_step, inner, rows, n, table, sites, num_sites, num_threads))
+        return;
     static const std::vector<bool> is_done(1);
     Batch<T>(x, x_step, inner, rows, &n, 1, table, 0, sites, num_sites, is_done).run(num_threads);
 }
@@ -242,29 +266,32 @@ void add_dropped(const T* x, i64 x_step, i64 inner, const i64* rows, i64 n, cons
         const Factors<T>& factors = table[site];
         if (!factors.rank) continue;
         const Dropout dropout(inner, factors.salt, factors.p);
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (n * inner > ONE_THREAD_ELEMENTS)
+#pragma omp parallel for schedule(static)                                                          \
+    num_threads(num_threads) if (n * inner > ONE_THREAD_ELEMENTS)
         for (i64 row = 0; row < n; row++)
-            dropout.apply(first + row * x_step, key_of_part(uint32_t(factors.row_ids[row]), factors.part),
+            dropout.apply(first + row * x_step,
+                          key_of_part(uint32_t(factors.row_ids[row]), factors.part),
                           left + row * inner);
-        add_neighbours(left - rows[0] * inner, inner, inner, rows, n, &factors, &sites[site], 1, many_rows,
-                       num_threads);
+        add_neighbours(left - rows[0] * inner, inner, inner, rows, n, &factors, &sites[site], 1,
+                       many_rows, num_threads);
     }
 }
 
 template <typename T>
 bool drops(const Factors<T>* table, i64 num_sites) {
-    return std::any_of(table, table + num_sites, [](const Factors<T>& factors) { return factors.p > 0; });
+    return std::any_of(table, table + num_sites,
+                       [](const Factors<T>& factors) { return factors.p > 0; });
 }
 
 }  // namespace
 
-// x [.., inner] with a step from row to row. rows: which of its rows have an adapter, adapter by adapter; ends
-// [num_adapters]: where each adapter's end. table: Factors of the sites, by adapter, which stand table_step factors
-// apart. sites: address, step from row to row, and width of the outputs. many_rows: from how many rows on an adapter's
-// go through tiles, where they can.
-extern "C" void add_adapters(const void* x, i64 x_step, i64 inner, const i64* rows, const i64* ends, i64 num_adapters,
-                             const i64* table, i64 table_step, const i64* sites, i64 num_sites, i64 many_rows,
-                             i64 is_bfloat16, i64 num_threads) {
+// x [.., inner] with a step from row to row. rows: which of its rows have an adapter, adapter by
+// adapter; ends [num_adapters]: where each adapter's end. table: Factors of the sites, by adapter,
+// which stand table_step factors apart. sites: address, step from row to row, and width of the
+// outputs. many_rows: from how many rows on an adapter's go through tiles, where they can.
+extern "C" void add_adapters(const void* x, i64 x_step, i64 inner, const i64* rows, const i64* ends,
+                             i64 num_adapters, const i64* table, i64 table_step, const i64* sites,
+                             i64 num_sites, i64 many_rows, i64 is_bfloat16, i64 num_threads) {
     auto run = [=](auto type) {
         using T = decltype(type);
         static_assert(sizeof(Factors<T>) == 9 * sizeof(i64) && sizeof(Site<T>) == 3 * sizeof(i64),
@@ -278,16 +305,18 @@ extern "C" void add_adapters(const void* x, i64 x_step, i64 inner, const i64* ro
             const i64 count = ends[adapter] - first;
             const Factors<T>* own = factors + adapter * table_step;
             if (drops(own, num_sites)) {
-                add_dropped(all, x_step, inner, rows + first, count, own, to, num_sites, many_rows, num_threads);
+                add_dropped(all, x_step, inner, rows + first, count, own, to, num_sites, many_rows,
+                            num_threads);
                 are_done[adapter] = true;
             } else if (count >= many_rows) {
-                are_done[adapter] =
-                    add_in_tiles(all, x_step, inner, rows + first, count, own, to, num_sites, num_threads);
+                are_done[adapter] = add_in_tiles(all, x_step, inner, rows + first, count, own, to,
+                                                 num_sites, num_threads);
             }
             num_done += are_done[adapter];
         }
         if (num_done < num_adapters)
-            Batch<T>(all, x_step, inner, rows, ends, num_adapters, factors, table_step, to, num_sites, are_done)
+            Batch<T>(all, x_step, inner, rows, ends, num_adapters, factors, table_step, to,
+                     num_sites, are_done)
                 .run(num_threads);
     };
     is_bfloat16 ? run(bf16{}) : run(float{});

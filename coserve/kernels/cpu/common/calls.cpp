@@ -1,5 +1,5 @@
-// Runs a list of calls of kernels, as `trace.py` writes it down: what a Python function for each would take, a decode
-// step of a small model has not.
+// Runs a list of calls of kernels, as `trace.py` writes it down: what a Python function for each
+// would take, a decode step of a small model has not.
 
 #include <chrono>
 #include <utility>
@@ -12,7 +12,8 @@ namespace {
 enum Kind : i64 {
     CONSTANT,  // b
     STEP,      // number a of the step, plus b
-    ROWS,      // rows of the step's own memory: their width times the number of rows, which begin at a, plus b
+    ROWS,  // rows of the step's own memory: their width times the number of rows, which begin at a,
+           // plus b
 };
 // Numbers of the step that every list reads.
 enum { NUM_ROWS, MEMORY };
@@ -35,13 +36,15 @@ template <auto kernel>
 struct Call;
 template <typename... A, void (*kernel)(A...)>
 struct Call<kernel> {
-    static void run(const i64* arguments) { invoke(kernel, arguments, std::index_sequence_for<A...>()); }
+    static void run(const i64* arguments) {
+        invoke(kernel, arguments, std::index_sequence_for<A...>());
+    }
 };
 
 // Sites at the end, three numbers each: as many arguments as there are.
 void add_adapters_to_sites(const i64* a) {
-    add_adapters(as<const void*>(a[0]), a[1], a[2], as<const i64*>(a[3]), as<const i64*>(a[4]), a[5],
-                 as<const i64*>(a[6]), a[7], a + 12, a[11], a[8], a[9], a[10]);
+    add_adapters(as<const void*>(a[0]), a[1], a[2], as<const i64*>(a[3]), as<const i64*>(a[4]),
+                 a[5], as<const i64*>(a[6]), a[7], a + 12, a[11], a[8], a[9], a[10]);
 }
 
 struct Kernel {
@@ -84,15 +87,15 @@ const Kernel KERNELS[] = {
 }  // namespace
 
 // Each row to its entry of a page: x [n, row_bytes], pages and offsets [n]; all steps in bytes.
-extern "C" void store_rows(const void* x, i64 x_step, void* store, i64 page_step, const i64* pages, const i64* offsets,
-                           i64 num_rows, i64 row_bytes) {
+extern "C" void store_rows(const void* x, i64 x_step, void* store, i64 page_step, const i64* pages,
+                           const i64* offsets, i64 num_rows, i64 row_bytes) {
     for (i64 i = 0; i < num_rows; i++)
         std::memcpy(static_cast<char*>(store) + pages[i] * page_step + offsets[i] * row_bytes,
                     static_cast<const char*>(x) + i * x_step, row_bytes);
 }
 
-// The numbers by which lists call kernels: of those that `names` has, separated by spaces; -1 for one that is not
-// there.
+// The numbers by which lists call kernels: of those that `names` has, separated by spaces; -1 for
+// one that is not there.
 extern "C" void kernel_numbers(const char* names, i64* numbers) {
     const char* start = names;
     for (i64 i = 0; *start; i++) {
@@ -100,13 +103,15 @@ extern "C" void kernel_numbers(const char* names, i64* numbers) {
         const size_t length = end ? end - start : std::strlen(start);
         numbers[i] = -1;
         for (size_t k = 0; k < sizeof KERNELS / sizeof *KERNELS; k++)
-            if (std::strlen(KERNELS[k].name) == length && !std::strncmp(KERNELS[k].name, start, length)) numbers[i] = k;
+            if (std::strlen(KERNELS[k].name) == length &&
+                !std::strncmp(KERNELS[k].name, start, length))
+                numbers[i] = k;
         start += length + (end != nullptr);
     }
 }
 
-// calls: for each its kernel, the number of its arguments, and three numbers for each of them. step: the step's
-// numbers. nanoseconds: what each call took, or null.
+// calls: for each its kernel, the number of its arguments, and three numbers for each of them.
+// step: the step's numbers. nanoseconds: what each call took, or null.
 extern "C" void run_calls(const i64* calls, i64 num_calls, const i64* step, i64* nanoseconds) {
     for (i64 call = 0; call < num_calls; call++) {
         const Kernel& kernel = KERNELS[*calls++];
@@ -125,6 +130,7 @@ extern "C" void run_calls(const i64* calls, i64 num_calls, const i64* step, i64*
         }
         const auto start = std::chrono::steady_clock::now();
         kernel.run(arguments);
-        nanoseconds[call] = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
+        nanoseconds[call] =
+            std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
     }
 }

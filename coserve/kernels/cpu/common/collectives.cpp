@@ -1,8 +1,9 @@
 // Collectives of ranks that are processes of one machine, over memory that they share (an arena).
 //
-// Ranks meet in epochs: each writes its part into a buffer of its own, publishes the epoch, and waits until all others
-// have. A rank uses its two buffers in turn. Before it writes one again, every rank has published the epoch after that
-// buffer's, so every rank has read it. What lies where in the arena is stated in `kernels/groups/_arena.py`, too.
+// Ranks meet in epochs: each writes its part into a buffer of its own, publishes the epoch, and
+// waits until all others have. A rank uses its two buffers in turn. Before it writes one again,
+// every rank has published the epoch after that buffer's, so every rank has read it. What lies
+// where in the arena is stated in `kernels/groups/_arena.py`, too.
 
 #include <linux/futex.h>
 #include <poll.h>
@@ -21,10 +22,11 @@ namespace {
 
 const i64 PAGE = 4096, LINE = 64;
 const i64 MAX_RANKS = 64;
-// Sums of more bytes are made in two phases: each rank adds one slice, and all ranks copy the others'.
+// Sums of more bytes are made in two phases: each rank adds one slice, and all ranks copy the
+// others'.
 const i64 MAX_BYTES_AT_ONCE = 64 << 10;
-// How long a rank spins, and then yields its core again and again, before it sleeps. Sleeping costs some 50 us, and
-// ranks of one step arrive tens of microseconds after each other.
+// How long a rank spins, and then yields its core again and again, before it sleeps. Sleeping costs
+// some 50 us, and ranks of one step arrive tens of microseconds after each other.
 const i64 SPIN_NS = 5'000, YIELD_NS = 1'000'000;
 // How long a rank sleeps before it looks whether the others are still there.
 const i64 SLEEP_NS = 10'000'000;
@@ -42,8 +44,10 @@ struct Rank {
     i64 rank, size, buffer_bytes;
     i64 epoch;       // next to be published
     i64 generation;  // failures of an earlier one do not count
-    i64 outcome;     // not COMPLETE: every collective returns at once, until Python has raised the error
-    i64 detail;      // the rank that is GONE, LATE or at a DIFFERENT collective; GONE: or `size`, for the parent
+    i64 outcome;     // not COMPLETE: every collective returns at once, until Python has raised the
+                     // error
+    i64 detail;  // the rank that is GONE, LATE or at a DIFFERENT collective; GONE: or `size`, for
+                 // the parent
     i64 timeout_ns;
     const Process* processes;  // of the ranks, and of the parent
 };
@@ -65,7 +69,9 @@ struct RankPage {
 };
 
 Header& header(const Rank& g) { return *reinterpret_cast<Header*>(g.arena); }
-RankPage& page(const Rank& g, i64 rank) { return *reinterpret_cast<RankPage*>(g.arena + PAGE * (1 + rank)); }
+RankPage& page(const Rank& g, i64 rank) {
+    return *reinterpret_cast<RankPage*>(g.arena + PAGE * (1 + rank));
+}
 
 char* buffer(const Rank& g, i64 rank, i64 epoch) {
     return g.arena + PAGE * (1 + g.size) + (rank * 2 + (epoch & 1)) * g.buffer_bytes;
@@ -109,13 +115,16 @@ void sleep_until_published(RankPage& other, i64 epoch) {
     __atomic_fetch_add(&other.num_sleepers, 1, __ATOMIC_SEQ_CST);
     const uint32_t seen = __atomic_load_n(&other.epoch, __ATOMIC_SEQ_CST);
     const timespec limit = {0, SLEEP_NS};
-    if (!has_reached(seen, epoch)) syscall(SYS_futex, &other.epoch, FUTEX_WAIT, seen, &limit, nullptr, 0);
+    if (!has_reached(seen, epoch))
+        syscall(SYS_futex, &other.epoch, FUTEX_WAIT, seen, &limit, nullptr, 0);
     __atomic_fetch_sub(&other.num_sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
 bool wait_for(Rank& g, i64 rank, i64 epoch) {
     RankPage& other = page(g, rank);
-    auto is_there = [&] { return has_reached(__atomic_load_n(&other.epoch, __ATOMIC_ACQUIRE), epoch); };
+    auto is_there = [&] {
+        return has_reached(__atomic_load_n(&other.epoch, __ATOMIC_ACQUIRE), epoch);
+    };
     if (is_there()) return true;
     const i64 start = now_ns();
     i64 waited = 0;
@@ -138,7 +147,8 @@ bool wait_for(Rank& g, i64 rank, i64 epoch) {
     return true;
 }
 
-// Publishes what this rank has written, waits for all others, and checks that they are at the same collective.
+// Publishes what this rank has written, waits for all others, and checks that they are at the same
+// collective.
 bool meet(Rank& g, i64 word) {
     const i64 slot = g.epoch & 1;
     RankPage& own = page(g, g.rank);
@@ -158,7 +168,9 @@ bool begin(Rank& g) { return !g.outcome && (!has_failed(g) || end(g, FAILED)); }
 
 // Which collective it is, so that ranks at different ones notice.
 enum Kind : i64 { SUM, GATHER, AGREE };
-i64 word_of(Kind kind, i64 type, i64 num_bytes, i64 digest) { return digest << 32 ^ num_bytes << 6 ^ type << 3 ^ kind; }
+i64 word_of(Kind kind, i64 type, i64 num_bytes, i64 digest) {
+    return digest << 32 ^ num_bytes << 6 ^ type << 3 ^ kind;
+}
 
 // In the order of the ranks, in float32, rounded once. `out` may be one of the parts.
 template <typename T>
@@ -189,7 +201,8 @@ bool sum_at_once(Rank& g, const T* x, T* y, i64 n, i64 word) {
     std::memcpy(buffer(g, g.rank, epoch), x, n * sizeof(T));
     if (!meet(g, word)) return false;
     const T* parts[MAX_RANKS];
-    for (i64 r = 0; r < g.size; r++) parts[r] = r == g.rank ? x : reinterpret_cast<const T*>(buffer(g, r, epoch));
+    for (i64 r = 0; r < g.size; r++)
+        parts[r] = r == g.rank ? x : reinterpret_cast<const T*>(buffer(g, r, epoch));
     add_parts(parts, g.size, y, n);
     return true;
 }
@@ -208,11 +221,13 @@ bool sum_in_two_phases(Rank& g, const T* x, T* y, i64 n, i64 word) {
     for (i64 r = 0; r < g.size; r++)
         parts[r] = (r == g.rank ? x : reinterpret_cast<const T*>(buffer(g, r, epoch))) + start;
     add_parts(parts, g.size, y + start, stop - start);
-    std::memcpy(reinterpret_cast<T*>(buffer(g, g.rank, epoch + 1)) + start, y + start, (stop - start) * sizeof(T));
+    std::memcpy(reinterpret_cast<T*>(buffer(g, g.rank, epoch + 1)) + start, y + start,
+                (stop - start) * sizeof(T));
     if (!meet(g, word)) return false;
     for (i64 r = 0; r < g.size; r++)
         if (r != g.rank)
-            std::memcpy(y + first(r), reinterpret_cast<const T*>(buffer(g, r, epoch + 1)) + first(r),
+            std::memcpy(y + first(r),
+                        reinterpret_cast<const T*>(buffer(g, r, epoch + 1)) + first(r),
                         (first(r + 1) - first(r)) * sizeof(T));
     return true;
 }
@@ -223,23 +238,29 @@ void sum(Rank& g, const T* x, T* y, i64 n, i64 word) {
     for (i64 start = 0; start < n; start += most) {
         const i64 count = std::min(most, n - start);
         const bool at_once = count * i64(sizeof(T)) <= MAX_BYTES_AT_ONCE;
-        if (!(at_once ? sum_at_once<T> : sum_in_two_phases<T>)(g, x + start, y + start, count, word)) return;
+        if (!(at_once ? sum_at_once<T> : sum_in_two_phases<T>)(g, x + start, y + start, count,
+                                                               word))
+            return;
     }
 }
 
 }  // namespace
 
 // y may be x.
-extern "C" void rank_sum(i64* rank, const void* x, void* y, i64 num_rows, i64 width, i64 is_bfloat16, i64 digest) {
+extern "C" void rank_sum(i64* rank, const void* x, void* y, i64 num_rows, i64 width,
+                         i64 is_bfloat16, i64 digest) {
     Rank& g = *reinterpret_cast<Rank*>(rank);
     const i64 n = num_rows * width;
     if (!begin(g)) return;
-    is_bfloat16 ? sum(g, static_cast<const bf16*>(x), static_cast<bf16*>(y), n, word_of(SUM, 1, n, digest))
-                : sum(g, static_cast<const float*>(x), static_cast<float*>(y), n, word_of(SUM, 0, n, digest));
+    is_bfloat16
+        ? sum(g, static_cast<const bf16*>(x), static_cast<bf16*>(y), n, word_of(SUM, 1, n, digest))
+        : sum(g, static_cast<const float*>(x), static_cast<float*>(y), n,
+              word_of(SUM, 0, n, digest));
 }
 
 // To all ranks (to = -1) or one; out [size, num_bytes].
-extern "C" void rank_gather(i64* rank, const void* x, void* out, i64 num_bytes, i64 to, i64 digest) {
+extern "C" void rank_gather(i64* rank, const void* x, void* out, i64 num_bytes, i64 to,
+                            i64 digest) {
     Rank& g = *reinterpret_cast<Rank*>(rank);
     const i64 word = word_of(GATHER, (to + 1) & 7, num_bytes, digest);
     if (!begin(g)) return;
@@ -249,7 +270,8 @@ extern "C" void rank_gather(i64* rank, const void* x, void* out, i64 num_bytes, 
         if (!meet(g, word)) return;
         if (to >= 0 && to != g.rank) continue;
         for (i64 r = 0; r < g.size; r++)
-            std::memcpy(static_cast<char*>(out) + r * num_bytes + start, buffer(g, r, epoch), count);
+            std::memcpy(static_cast<char*>(out) + r * num_bytes + start, buffer(g, r, epoch),
+                        count);
     }
 }
 

@@ -9,7 +9,8 @@
 #include <cstdlib>
 #include <cstring>
 
-// What the compiler may use: products of tiles of bfloat16 (`tiles.h`), by AMX or by AVX-512's instructions for pairs.
+// What the compiler may use: products of tiles of bfloat16 (`tiles.h`), by AMX or by AVX-512's
+// instructions for pairs.
 #if defined(__AVX512BF16__)
 #define HAS_TILES
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
@@ -56,7 +57,8 @@ static inline float rounded(float x) {
 
 static inline i64 round_up(i64 x, i64 to) { return (x + to - 1) / to * to; }
 
-// Memory that a thread uses again at its next call: taking it anew would cost as much as some kernels do.
+// Memory that a thread uses again at its next call: taking it anew would cost as much as some
+// kernels do.
 class Scratch {
   public:
     ~Scratch() { std::free(start_); }
@@ -68,7 +70,8 @@ class Scratch {
             size_ = round_up(num_bytes, 4096);
             start_ = static_cast<char*>(std::aligned_alloc(4096, size_));
             if (!start_) {
-                std::fprintf(stderr, "coserve: a CPU kernel found no memory for %zu bytes\n", size_);
+                std::fprintf(stderr, "coserve: a CPU kernel found no memory for %zu bytes\n",
+                             size_);
                 std::abort();
             }
         }

@@ -1,5 +1,5 @@
-// Drawing a place of each row of scores: among all, or among the likeliest. Nothing is sorted: how small a weight may
-// be is found by bisection over the bits of a float, on ever fewer of them.
+// Drawing a place of each row of scores: among all, or among the likeliest. Nothing is sorted: how
+// small a weight may be is found by bisection over the bits of a float, on ever fewer of them.
 
 // As written: sums have an order.
 #pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
@@ -42,7 +42,8 @@ Part between(float least, float end, const float* weights, i64 n) {
     for (i64 start = 0; start < n; start += CHUNK) {
         const float* x = weights + start;
         const i64 count = std::min(CHUNK, n - start);
-        all.sum += sum_of<float>(count, [=](i64 i) { return (x[i] >= least) & (x[i] < end) ? x[i] : 0.0f; });
+        all.sum += sum_of<float>(
+            count, [=](i64 i) { return (x[i] >= least) & (x[i] < end) ? x[i] : 0.0f; });
         int32_t number = 0;
         for (i64 i = 0; i < count; i++) number += (x[i] >= least) & (x[i] < end);
         all.number += number;
@@ -57,10 +58,13 @@ struct Kept {
     double sum;
 };
 
-// The likeliest weights, up to the first with which `is_enough(number, sum)`. `others` [n] is used up.
+// The likeliest weights, up to the first with which `is_enough(number, sum)`. `others` [n] is used
+// up.
 template <typename IsEnough>
-Kept likeliest(const float* weights, i64 n, float* others, i64& num_equal, Part& above, IsEnough is_enough) {
-    const float* left = weights;  // some, and all of those whose bits are from `low` on and below `high`
+Kept likeliest(const float* weights, i64 n, float* others, i64& num_equal, Part& above,
+               IsEnough is_enough) {
+    const float* left =
+        weights;  // some, and all of those whose bits are from `low` on and below `high`
     i64 num_left = n;
     int32_t low = 0, high = bits_of(1.5f);  // the largest are 1, to rounding
     num_equal = n;
@@ -94,7 +98,8 @@ Kept likeliest(const float* weights, i64 n, float* others, i64& num_equal, Part&
 
 i64 draw_from(const float* scores, i64 n, double uniform, i64 top_k, double top_p) {
     float* weights = reinterpret_cast<float*>(scratch.take((2 * n + 1) * sizeof(float)));
-    float* others = weights + n;  // and one more, which is written before it is known not to be of them
+    float* others =
+        weights + n;  // and one more, which is written before it is known not to be of them
     const float most = maximum(scores, n);
 #pragma GCC ivdep
     for (i64 i = 0; i < n; i++) weights[i] = exponential(scores[i] - most);
@@ -104,7 +109,8 @@ i64 draw_from(const float* scores, i64 n, double uniform, i64 top_k, double top_
     i64 num_equal = 0;
     Part above = {0, 0};
     if (0 < top_k && top_k < n) {
-        kept = likeliest(weights, n, others, num_equal, above, [=](i64 number, double) { return number >= top_k; });
+        kept = likeliest(weights, n, others, num_equal, above,
+                         [=](i64 number, double) { return number >= top_k; });
         kept.num_ties = top_k - above.number;
         kept.sum = above.sum + double(kept.num_ties) * kept.least;
     }
@@ -112,7 +118,8 @@ i64 draw_from(const float* scores, i64 n, double uniform, i64 top_k, double top_
         const double enough = top_p * kept.sum;
         Kept fewer = likeliest(weights, n, others, num_equal, above,
                                [=](i64 number, double sum) { return number > 0 && sum >= enough; });
-        const double ties = fewer.least > 0 ? std::ceil((enough - above.sum) / fewer.least) : double(num_equal);
+        const double ties =
+            fewer.least > 0 ? std::ceil((enough - above.sum) / fewer.least) : double(num_equal);
         fewer.num_ties = i64(std::min(std::max(ties, 1.0), double(num_equal)));
         if (fewer.least == kept.least) fewer.num_ties = std::min(fewer.num_ties, kept.num_ties);
         fewer.sum = above.sum + double(fewer.num_ties) * fewer.least;
@@ -128,7 +135,8 @@ i64 draw_from(const float* scores, i64 n, double uniform, i64 top_k, double top_
         for (i64 i = 0; i < count; i++) equal += x[i] == least;
         equal = std::min(equal, num_ties);
         const double more =
-            sum_of<float>(count, [=](i64 i) { return x[i] > least ? x[i] : 0.0f; }) + double(equal) * least;
+            sum_of<float>(count, [=](i64 i) { return x[i] > least ? x[i] : 0.0f; }) +
+            double(equal) * least;
         if (sum + more <= target) {
             sum += more;
             num_ties -= equal;
@@ -148,12 +156,14 @@ i64 draw_from(const float* scores, i64 n, double uniform, i64 top_k, double top_
 
 }  // namespace
 
-// scores [n, vocabulary] with a step from row to row, uniform, top_k, top_p [n] -> tokens [n]: the first place at which
-// the cumulative probability of what is kept exceeds its share of uniform. top_k: of the likeliest, all if not above 0;
-// top_p: of these as few as have that probability together.
-extern "C" void draw(const float* scores, i64 step, const double* uniform, const i64* top_k, const double* top_p,
-                     i64* tokens, i64 n, i64 vocabulary, i64 num_threads) {
+// scores [n, vocabulary] with a step from row to row, uniform, top_k, top_p [n] -> tokens [n]: the
+// first place at which the cumulative probability of what is kept exceeds its share of uniform.
+// top_k: of the likeliest, all if not above 0; top_p: of these as few as have that probability
+// together.
+extern "C" void draw(const float* scores, i64 step, const double* uniform, const i64* top_k,
+                     const double* top_p, i64* tokens, i64 n, i64 vocabulary, i64 num_threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(int(std::min(n, num_threads)))
     for (i64 row = 0; row < n; row++)
-        tokens[row] = draw_from(scores + row * step, vocabulary, uniform[row], top_k[row], top_p[row]);
+        tokens[row] =
+            draw_from(scores + row * step, vocabulary, uniform[row], top_k[row], top_p[row]);
 }

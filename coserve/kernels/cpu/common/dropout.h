@@ -1,5 +1,5 @@
-// Which features rows drop: a pure function of a row's key, the feature and a salt, bit by bit that of
-// `kernels/dropout.py`.
+// Which features rows drop: a pure function of a row's key, the feature and a salt, bit by bit that
+// of `kernels/dropout.py`.
 #pragma once
 
 #include "common/common.h"
@@ -12,11 +12,14 @@ inline uint32_t mixed(uint32_t x) {
 }
 
 // A row's key for one part of a model.
-inline uint32_t key_of_part(uint32_t key, i64 part) { return mixed(key + uint32_t(part) * 0x9e3779b1u); }
+inline uint32_t key_of_part(uint32_t key, i64 part) {
+    return mixed(key + uint32_t(part) * 0x9e3779b1u);
+}
 
 namespace {
 
-// A place of a model that drops features, each with probability p; one at a time in a thread, whose memory it uses.
+// A place of a model that drops features, each with probability p; one at a time in a thread, whose
+// memory it uses.
 class Dropout {
   public:
     Dropout(i64 width, i64 salt, double p)

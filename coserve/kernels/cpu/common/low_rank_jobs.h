@@ -1,4 +1,5 @@
-// Rows of several adapters at once, for the products with their factors of low rank: one call, however many there are.
+// Rows of several adapters at once, for the products with their factors of low rank: one call,
+// however many there are.
 #pragma once
 
 #include "kernels.h"
@@ -43,14 +44,17 @@ inline i64 count_strips(const Job* jobs, i64 num_jobs, i64 strip) {
     return count;
 }
 
-// Divides the jobs' rows among threads, in whole strips. arrange(job, blocks, room): that part of a job's factor, of
-// `num_blocks`, in an order of the kernel's own; run(job, rows, room): the product of these of its rows. Several jobs'
-// factors are arranged by each thread that has rows of theirs, one job's by all together.
+// Divides the jobs' rows among threads, in whole strips. arrange(job, blocks, room): that part of a
+// job's factor, of `num_blocks`, in an order of the kernel's own; run(job, rows, room): the product
+// of these of its rows. Several jobs' factors are arranged by each thread that has rows of theirs,
+// one job's by all together.
 template <typename T, typename Arrange, typename Run>
-void for_strips(const Job* jobs, i64 num_jobs, i64 strip, i64 num_blocks, i64 num_elements, i64 num_threads,
-                Arrange arrange, Run run) {
+void for_strips(const Job* jobs, i64 num_jobs, i64 strip, i64 num_blocks, i64 num_elements,
+                i64 num_threads, Arrange arrange, Run run) {
     thread_local Scratch shared_scratch, own_scratch;
-    auto room = [=](Scratch& scratch) { return reinterpret_cast<T*>(scratch.take(num_elements * sizeof(T))); };
+    auto room = [=](Scratch& scratch) {
+        return reinterpret_cast<T*>(scratch.take(num_elements * sizeof(T)));
+    };
     T* const shared = num_jobs == 1 ? room(shared_scratch) : nullptr;
     const i64 num_strips = count_strips(jobs, num_jobs, strip);
 #pragma omp parallel num_threads(num_threads)
@@ -64,7 +68,8 @@ void for_strips(const Job* jobs, i64 num_jobs, i64 strip, i64 num_blocks, i64 nu
         for (i64 i = 0; i < num_jobs && left.end > 0; i++) {
             const Job& job = jobs[i];
             const i64 count = strips_of(job.n, strip);
-            const Part rows{std::max<i64>(left.start, 0) * strip, std::min(job.n, left.end * strip)};
+            const Part rows{std::max<i64>(left.start, 0) * strip,
+                            std::min(job.n, left.end * strip)};
             if (rows.start < rows.end) {
                 if (!shared) arrange(job, Part::all(num_blocks), own);
                 run(job, rows, own);

@@ -1,5 +1,5 @@
-// Attention of rows that are each the last of a sequence of its own (`paged_attention.h`), by vectors: of any shape
-// that there is a kernel for at all.
+// Attention of rows that are each the last of a sequence of its own (`paged_attention.h`), by
+// vectors: of any shape that there is a kernel for at all.
 
 #include "common/paged_attention.h"
 
@@ -33,7 +33,8 @@ inline Floats load(const float* x) {
 
 inline Floats load(const bf16* x) {
 #if defined(__AVX512F__)  // GCC makes four instructions of this conversion
-    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+    const __m512i words =
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
     return (Floats)_mm512_slli_epi32(words, 16);
 #else
     Halves bits;
@@ -44,11 +45,12 @@ inline Floats load(const bf16* x) {
 
 inline void store(float* x, Floats values) { std::memcpy(x, &values, sizeof values); }
 
-// Of lanes whose number has the bit HALF the second's sums, of the others the first's: of a lane and its partner, whose
-// number differs in that bit.
+// Of lanes whose number has the bit HALF the second's sums, of the others the first's: of a lane
+// and its partner, whose number differs in that bit.
 template <int HALF, int... LANE>
 inline Floats folded(Floats first, Floats second, std::integer_sequence<int, LANE...>) {
-    const Ints own = {(LANE & HALF ? LANES : 0) + LANE...}, partner = {(LANE & HALF ? LANES : 0) + (LANE ^ HALF)...};
+    const Ints own = {(LANE & HALF ? LANES : 0) + LANE...},
+               partner = {(LANE & HALF ? LANES : 0) + (LANE ^ HALF)...};
     return __builtin_shuffle(first, second, own) + __builtin_shuffle(first, second, partner);
 }
 
@@ -60,7 +62,8 @@ inline Floats sums_of(const Floats* x) {
     } else {
         Floats halves[COUNT / 2];
         for (int i = 0; i < COUNT / 2; i++)
-            halves[i] = folded<COUNT / 2>(x[i], x[i + COUNT / 2], std::make_integer_sequence<int, LANES>());
+            halves[i] =
+                folded<COUNT / 2>(x[i], x[i + COUNT / 2], std::make_integer_sequence<int, LANES>());
         return sums_of<COUNT / 2>(halves);
     }
 }
@@ -88,25 +91,28 @@ class Worker {
     static const int ALIGNED = 1;
     static i64 heads_at_once(const PagedRows<T>&) { return 1; }
 
-    explicit Worker(const PagedRows<T>& problem) : p_(problem), width_(int(p_.width)), group_(int(p_.group())) {
+    explicit Worker(const PagedRows<T>& problem)
+        : p_(problem), width_(int(p_.width)), group_(int(p_.group())) {
         const size_t q = p_.num_heads * width_;
         q_ = reinterpret_cast<float*>(scratch.take((q + p_.num_heads * CHUNK) * sizeof(float)));
         scores_ = q_ + q;
     }
 
     // Of these key heads; `next`: the chunk that comes then, or null.
-    void attend(const Chunk& chunk, const Chunk* next, i64 first_head, i64 end_head, const Partial& partial) {
+    void attend(const Chunk& chunk, const Chunk* next, i64 first_head, i64 end_head,
+                const Partial& partial) {
         const i64 start = first_head * group_, end = end_head * group_;
         const float scale = p_.scale * LOG2_E;  // scores are powers of 2
         const T* q = p_.q + chunk.row * p_.num_heads * width_;
-        for (i64 i = start * width_; i < end * width_; i += LANES) store(q_ + i, load(q + i) * scale);
+        for (i64 i = start * width_; i < end * width_; i += LANES)
+            store(q_ + i, load(q + i) * scale);
         locate(chunk, next);
         const int count = chunk.num_keys;
         // Heads go side by side through few keys, since they lie side by side in memory.
         for (int key = 0; key < count; key += LANES)
             for_groups(first_head, end_head, [&](i64 column, i64 head, auto group) {
-                score<decltype(group)::value>(key, std::min(LANES, count - key), column, q_ + head * width_,
-                                              scores_ + head * CHUNK + key);
+                score<decltype(group)::value>(key, std::min(LANES, count - key), column,
+                                              q_ + head * width_, scores_ + head * CHUNK + key);
             });
         for (i64 head = start; head < end; head++)
             weigh(scores_ + head * CHUNK, count, partial.largest[head], partial.weights[head]);
@@ -114,12 +120,14 @@ class Worker {
         for (int key = 0; key < count; key += LANES)
             for_groups(first_head, end_head, [&](i64 column, i64 head, auto group) {
                 add<decltype(group)::value>(count + key, std::min(LANES, count - key), column,
-                                            scores_ + head * CHUNK + key, partial.values + head * width_);
+                                            scores_ + head * CHUNK + key,
+                                            partial.values + head * width_);
             });
     }
 
   private:
-    // Where the chunk's keys lie, then where its values do, then the next one's first keys, in the order of reading.
+    // Where the chunk's keys lie, then where its values do, then the next one's first keys, in the
+    // order of reading.
     void locate(const Chunk& chunk, const Chunk* next) {
         num_rows_ = 0;
         add_rows(p_.keys, chunk, chunk.num_keys);
@@ -137,15 +145,16 @@ class Worker {
         }
     }
 
-    // Ask for what will soon be read: pages lie far apart, which the CPU does not foresee. (GCC drops calls of a
-    // function that does only this, unless it is made part of the caller.)
+    // Ask for what will soon be read: pages lie far apart, which the CPU does not foresee. (GCC
+    // drops calls of a function that does only this, unless it is made part of the caller.)
     [[gnu::always_inline]] void fetch(int row, i64 column, int width) const {
         if (row >= num_rows_) return;
-        for (int i = 0; i < width; i += 64 / int(sizeof(T))) __builtin_prefetch(rows_[row] + column + i);
+        for (int i = 0; i < width; i += 64 / int(sizeof(T)))
+            __builtin_prefetch(rows_[row] + column + i);
     }
 
-    // Calls `work` for the query heads of some key heads: with the column at which the key head begins, the first of a
-    // few query heads, and how many they are as a type.
+    // Calls `work` for the query heads of some key heads: with the column at which the key head
+    // begins, the first of a few query heads, and how many they are as a type.
     template <typename Work>
     void for_groups(i64 first_head, i64 end_head, Work work) {
         for (i64 head = first_head; head < end_head; head++)
@@ -201,7 +210,8 @@ class Worker {
     static void weigh(float* scores, int count, float& largest, float& sum) {
         for (int i = count; i % LANES; i++) scores[i] = -INFINITY;
         Floats most = load(scores);
-        for (int i = LANES; i < count; i += LANES) most = load(scores + i) > most ? load(scores + i) : most;
+        for (int i = LANES; i < count; i += LANES)
+            most = load(scores + i) > most ? load(scores + i) : most;
         largest = most[0];
         for (int lane = 1; lane < LANES; lane++) largest = std::max(largest, most[lane]);
         Floats total = {};
@@ -241,7 +251,8 @@ class Worker {
         int i = 0;
         for (; i + VECTORS * LANES <= width_; i += VECTORS * LANES)
             add_part<GROUP, VECTORS>(first, count, column + i, weights, sums + i);
-        for (; i < width_; i += LANES) add_part<GROUP, 1>(first, count, column + i, weights, sums + i);
+        for (; i < width_; i += LANES)
+            add_part<GROUP, 1>(first, count, column + i, weights, sums + i);
     }
 
     const PagedRows<T>& p_;
@@ -254,17 +265,19 @@ class Worker {
 
 }  // namespace
 
-// q and out [rows, heads, width], lse [rows, heads]; keys and values: pages of [block tokens, key heads * width], the
-// next one page_step elements further. A row's pages are numbered in `pages`, from first_page[row] on; it has
-// lengths[row] keys and sees those, or with a window of some the last ones; one of none is left as it is. width: a
-// multiple of 16.
-#define PAGED_ATTENTION(NAME, T)                                                                                       \
-    extern "C" void NAME(const T* q, const T* keys, const T* values, const i64* pages, const i64* first_page,          \
-                         const i64* lengths, T* out, float* lse, i64 num_rows, i64 num_heads, i64 num_key_heads,       \
-                         i64 width, i64 block_tokens, i64 page_step, i64 window, double scale, i64 num_threads) {      \
-        attend_by<Worker<T>>(PagedRows<T>{q, keys, values, pages, first_page, lengths, out, lse, num_rows, num_heads,  \
-                                          num_key_heads, width, block_tokens, page_step, window, float(scale)},        \
-                             num_threads);                                                                             \
+// q and out [rows, heads, width], lse [rows, heads]; keys and values: pages of [block tokens, key
+// heads * width], the next one page_step elements further. A row's pages are numbered in `pages`,
+// from first_page[row] on; it has lengths[row] keys and sees those, or with a window of some the
+// last ones; one of none is left as it is. width: a multiple of 16.
+#define PAGED_ATTENTION(NAME, T)                                                                   \
+    extern "C" void NAME(                                                                          \
+        const T* q, const T* keys, const T* values, const i64* pages, const i64* first_page,       \
+        const i64* lengths, T* out, float* lse, i64 num_rows, i64 num_heads, i64 num_key_heads,    \
+        i64 width, i64 block_tokens, i64 page_step, i64 window, double scale, i64 num_threads) {   \
+        attend_by<Worker<T>>(PagedRows<T>{q, keys, values, pages, first_page, lengths, out, lse,   \
+                                          num_rows, num_heads, num_key_heads, width, block_tokens, \
+                                          page_step, window, float(scale)},                        \
+                             num_threads);                                                         \
     }
 
 PAGED_ATTENTION(paged_attention_bfloat16, bf16)

@@ -1,8 +1,10 @@
-// Attention of rows that are each the last of a sequence of its own, their keys and values read where they lie: in
-// pages. What such a step takes is the time to read those once, so query heads of a key head go together.
+// Attention of rows that are each the last of a sequence of its own, their keys and values read
+// where they lie: in pages. What such a step takes is the time to read those once, so query heads
+// of a key head go together.
 //
-// A row's keys are cut into chunks, which with some key heads each are the units of work, and the chunks' results
-// merged in their order: what comes out depends neither on the other rows nor on who computed what.
+// A row's keys are cut into chunks, which with some key heads each are the units of work, and the
+// chunks' results merged in their order: what comes out depends neither on the other rows nor on
+// who computed what.
 #pragma once
 
 #include "kernels.h"
@@ -36,7 +38,8 @@ struct Chunk {
     int num_keys, num_unseen;
 };
 
-// What chunks give, by chunk and query head: the weighted sum of the values, the largest score, the sum of the weights.
+// What chunks give, by chunk and query head: the weighted sum of the values, the largest score, the
+// sum of the weights.
 struct Partial {
     float *values, *largest, *weights;
 };
@@ -45,10 +48,12 @@ thread_local Scratch shared_scratch;
 
 // The chunks of a row in their order -> its output for one query head.
 template <typename T>
-void merge(const PagedRows<T>& p, i64 row, i64 head, i64 first_chunk, i64 end_chunk, const Partial& all) {
+void merge(const PagedRows<T>& p, i64 row, i64 head, i64 first_chunk, i64 end_chunk,
+           const Partial& all) {
     if (first_chunk == end_chunk) return;
     float largest = -INFINITY, weights = 0;
-    for (i64 c = first_chunk; c < end_chunk; c++) largest = std::max(largest, all.largest[c * p.num_heads + head]);
+    for (i64 c = first_chunk; c < end_chunk; c++)
+        largest = std::max(largest, all.largest[c * p.num_heads + head]);
     for (i64 c = first_chunk; c < end_chunk; c++) {
         const i64 at = c * p.num_heads + head;
         all.largest[at] = std::exp2(all.largest[at] - largest);
@@ -60,15 +65,16 @@ void merge(const PagedRows<T>& p, i64 row, i64 head, i64 first_chunk, i64 end_ch
         float sums[VECTOR] = {};
         for (i64 c = first_chunk; c < end_chunk; c++) {
             const float* values = all.values + (c * p.num_heads + head) * p.width + first;
-            for (i64 i = 0; i < VECTOR; i++) sums[i] += values[i] * all.largest[c * p.num_heads + head];
+            for (i64 i = 0; i < VECTOR; i++)
+                sums[i] += values[i] * all.largest[c * p.num_heads + head];
         }
         for (i64 i = 0; i < VECTOR; i++) narrow(sums[i] / weights, p.out[at * p.width + first + i]);
     }
 }
 
-// By workers, one for each thread. Worker<T>: ALIGNED, of what number of keys chunks begin at a multiple;
-// heads_at_once(problem), key heads of a unit; and attend(chunk, next, first_head, end_head, partial), of these key
-// heads, where `next` is the chunk that comes then, or null.
+// By workers, one for each thread. Worker<T>: ALIGNED, of what number of keys chunks begin at a
+// multiple; heads_at_once(problem), key heads of a unit; and attend(chunk, next, first_head,
+// end_head, partial), of these key heads, where `next` is the chunk that comes then, or null.
 template <typename Worker, typename T>
 void attend_by(const PagedRows<T>& p, i64 num_threads) {
     std::vector<Chunk> chunks;
@@ -86,7 +92,8 @@ void attend_by(const PagedRows<T>& p, i64 num_threads) {
     }
     first_chunk.push_back(chunks.size());
     const i64 per_chunk = p.num_heads, num_partials = chunks.size() * per_chunk;
-    float* start = reinterpret_cast<float*>(shared_scratch.take(num_partials * (p.width + 2) * sizeof(float)));
+    float* start =
+        reinterpret_cast<float*>(shared_scratch.take(num_partials * (p.width + 2) * sizeof(float)));
     const Partial all{start, start + num_partials * p.width, start + num_partials * (p.width + 1)};
 
     const i64 num_bytes = num_keys * p.row_width() * 2 * sizeof(T);
@@ -105,7 +112,8 @@ void attend_by(const PagedRows<T>& p, i64 num_threads) {
             while (share(before + first * size) < thread) first++;
             while (share(before + (end - 1) * size) > thread) end--;
             const i64 at = c * per_chunk;
-            const bool is_continued = c + 1 < count && share((keys_before[c] + size) * units) == thread;
+            const bool is_continued =
+                c + 1 < count && share((keys_before[c] + size) * units) == thread;
             worker.attend(chunks[c], is_continued ? &chunks[c + 1] : nullptr, first * at_once,
                           std::min(end * at_once, p.num_key_heads),
                           {all.values + at * p.width, all.largest + at, all.weights + at});

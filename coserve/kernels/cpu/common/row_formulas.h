@@ -1,5 +1,6 @@
-// Formulas on each place of a row, its sum and its largest, in float32: one place after the other, or 32 of bfloat16 at
-// once. A file that includes this says first what GCC may make of float32 (see `rows.cpp`).
+// Formulas on each place of a row, its sum and its largest, in float32: one place after the other,
+// or 32 of bfloat16 at once. A file that includes this says first what GCC may make of float32 (see
+// `rows.cpp`).
 #pragma once
 
 #include "common/common.h"
@@ -14,7 +15,8 @@
 
 namespace {
 
-// A sum is made of this many partial ones: a few registers of any CPU, to hide how long an addition takes.
+// A sum is made of this many partial ones: a few registers of any CPU, to hide how long an addition
+// takes.
 const int LANES = 32;
 
 // Else GCC calls some of what formulas use, with vectors in memory: ten times slower.
@@ -56,9 +58,9 @@ inline void put(float value, T* y, i64 i) {
 }
 
 #if defined(__AVX512BF16__)
-// The same for 32 places of bfloat16 at once: GCC does not find the instruction that rounds, which stands for eight
-// others. It takes float32 below 2^-126 for 0. Of each pair of places the second one's float32 is the pair without its
-// lower half.
+// The same for 32 places of bfloat16 at once: GCC does not find the instruction that rounds, which
+// stands for eight others. It takes float32 below 2^-126 for 0. Of each pair of places the second
+// one's float32 is the pair without its lower half.
 struct Places {
     i64 first;
 };
@@ -87,7 +89,9 @@ struct Floats {
 };
 
 INLINED Floats at(const bf16* x, Places i) { return Floats(_mm512_loadu_si512(x + i.first)); }
-INLINED void put(Floats values, bf16* y, Places i) { _mm512_storeu_si512(y + i.first, values.pairs()); }
+INLINED void put(Floats values, bf16* y, Places i) {
+    _mm512_storeu_si512(y + i.first, values.pairs());
+}
 
 using ::rounded;
 template <typename T>
@@ -102,21 +106,25 @@ INLINED Floats multiply_add(Floats a, Floats b, Floats c) {
 
 // Of a number and a NaN, these instructions give the second.
 INLINED Floats at_least(float least, Floats x) {
-    return {_mm512_max_ps(_mm512_set1_ps(least), x.even), _mm512_max_ps(_mm512_set1_ps(least), x.odd)};
+    return {_mm512_max_ps(_mm512_set1_ps(least), x.even),
+            _mm512_max_ps(_mm512_set1_ps(least), x.odd)};
 }
 
 INLINED Floats at_most(float most, Floats x) {
-    return {_mm512_min_ps(_mm512_set1_ps(most), x.even), _mm512_min_ps(_mm512_set1_ps(most), x.odd)};
+    return {_mm512_min_ps(_mm512_set1_ps(most), x.even),
+            _mm512_min_ps(_mm512_set1_ps(most), x.odd)};
 }
 
 INLINED Floats power_of_last_bits(Floats x) {
-    return {(__m512)_mm512_slli_epi32((__m512i)x.even, 23), (__m512)_mm512_slli_epi32((__m512i)x.odd, 23)};
+    return {(__m512)_mm512_slli_epi32((__m512i)x.even, 23),
+            (__m512)_mm512_slli_epi32((__m512i)x.odd, 23)};
 }
 
-// An estimate to 14 bits and a Newton step, which leaves a unit in the last place; not where it would make infinity
-// times 0 of the reciprocal of infinity. Of positive numbers that are not tiny.
+// An estimate to 14 bits and a Newton step, which leaves a unit in the last place; not where it
+// would make infinity times 0 of the reciprocal of infinity. Of positive numbers that are not tiny.
 INLINED __m512 reciprocal(__m512 x) {
-    const __m512 estimate = _mm512_rcp14_ps(x), missing = _mm512_fnmadd_ps(x, estimate, _mm512_set1_ps(1.0f));
+    const __m512 estimate = _mm512_rcp14_ps(x),
+                 missing = _mm512_fnmadd_ps(x, estimate, _mm512_set1_ps(1.0f));
     const __mmask16 is_finite = _mm512_cmp_ps_mask(x, _mm512_set1_ps(1e38f), _CMP_LT_OQ);
     return _mm512_mask_fmadd_ps(estimate, is_finite, missing, estimate);
 }
@@ -136,13 +144,13 @@ inline void for_places(i64 n, Formula formula) {
     for (; i < n; i++) formula(i);
 }
 
-// e^x to 2 units in the last place, 0 where it is below 2^-125; infinities and NaN included. Loops that call it become
-// vectors.
+// e^x to 2 units in the last place, 0 where it is below 2^-125; infinities and NaN included. Loops
+// that call it become vectors.
 template <typename Real>
 INLINED Real exponential(Real x) {
     x = at_most(89.0f, at_least(-87.3f, x));
-    // So large a number has no fraction. So x / ln 2 is rounded, and stands in the last bits, biased as the exponent of
-    // a float is; less one, since 2^128 is none.
+    // So large a number has no fraction. So x / ln 2 is rounded, and stands in the last bits,
+    // biased as the exponent of a float is; less one, since 2^128 is none.
     const float large = 12582912.0f + 126.0f;
     const Real sum = multiply_add(x, 1.44269504f, large), whole = sum - large;
     // ln 2 in two parts, of which the first times `whole` is exact.
@@ -198,7 +206,8 @@ inline float maximum(const T* x, i64 n) {
     auto larger = [](float a, float b) { return (a > b) | (a != a) ? a : b; };
     i64 i = 0;
     for (; i + LANES <= n; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) most[lane] = larger(widen(x[i + lane]), most[lane]);
+        for (int lane = 0; lane < LANES; lane++)
+            most[lane] = larger(widen(x[i + lane]), most[lane]);
     for (int lane = 0; i + lane < n; lane++) most[lane] = larger(widen(x[i + lane]), most[lane]);
     for (int half = LANES / 2; half; half /= 2)
         for (int lane = 0; lane < half; lane++) most[lane] = larger(most[lane], most[lane + half]);

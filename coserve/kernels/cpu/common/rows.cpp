@@ -1,10 +1,12 @@
-// Operators whose rows are independent: RMSNorm, gated units, rotary positions, the loss of logits, their largest. Each
-// goes through a row while it is in the cache, computes in float32 and rounds where the plain twin rounds.
+// Operators whose rows are independent: RMSNorm, gated units, rotary positions, the loss of logits,
+// their largest. Each goes through a row while it is in the cache, computes in float32 and rounds
+// where the plain twin rounds.
 //
-// Matrices are of float32 or bfloat16; their rows lie any distance apart (`step`, in elements), so that a column slice
-// of a wider one will do. What is returned lies without gaps.
+// Matrices are of float32 or bfloat16; their rows lie any distance apart (`step`, in elements), so
+// that a column slice of a wider one will do. What is returned lies without gaps.
 
-// As written: twins round after every operation, sums have an order, and infinity times zero is no number.
+// As written: twins round after every operation, sums have an order, and infinity times zero is no
+// number.
 #pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
 #ifdef __AVX512F__  // GCC would use half of each register
 #pragma GCC target("prefer-vector-width=512")
@@ -19,8 +21,9 @@
 
 namespace {
 
-// Elements below which one thread does them all: 5 to 20 microseconds' work, of which another's help saves a third at
-// best, and which it may take far longer to wake where others want the cores, too. PyTorch's own operators do the same.
+// Elements below which one thread does them all: 5 to 20 microseconds' work, of which another's
+// help saves a third at best, and which it may take far longer to wake where others want the cores,
+// too. PyTorch's own operators do the same.
 const i64 MIN_SHARED_ELEMENTS = 32768;
 
 // The chunks of a row in which `argmax` looks for the largest; it then searches one.
@@ -39,7 +42,8 @@ void for_rows(i64 num_rows, i64 width, i64 num_threads, Row row) {
 
 template <typename T>
 void normalize(const T* x, const T* weight, T* y, i64 features, float scale) {
-    for_places<T>(features, [=](auto i) { put(rounded<T>(at(x, i) * scale) * at(weight, i), y, i); });
+    for_places<T>(features,
+                  [=](auto i) { put(rounded<T>(at(x, i) * scale) * at(weight, i), y, i); });
 }
 
 inline float rms_scale(float sum_of_squares, i64 features, float eps) {
@@ -47,27 +51,32 @@ inline float rms_scale(float sum_of_squares, i64 features, float eps) {
 }
 
 template <typename T>
-void rms_norm_of(const T* x, i64 x_step, const T* weight, T* y, i64 num_rows, i64 width, i64 features, float eps,
-                 i64 num_threads) {
+void rms_norm_of(const T* x, i64 x_step, const T* weight, T* y, i64 num_rows, i64 width,
+                 i64 features, float eps, i64 num_threads) {
     for_rows(num_rows, width, num_threads, [=](i64 row) {
         for (i64 start = 0; start < width; start += features) {
             const T* in = x + row * x_step + start;
-            const float squares = sum_of<T>(features, [=](auto i) { return at(in, i) * at(in, i); });
-            normalize(in, weight, y + row * width + start, features, rms_scale(squares, features, eps));
+            const float squares =
+                sum_of<T>(features, [=](auto i) { return at(in, i) * at(in, i); });
+            normalize(in, weight, y + row * width + start, features,
+                      rms_scale(squares, features, eps));
         }
     });
 }
 
 template <typename T>
-void rms_norm_gradient_of(const T* grad, i64 grad_step, const T* x, i64 x_step, const T* weight, T* x_grad, T* y,
-                          i64 num_rows, i64 width, i64 features, float eps, i64 num_threads) {
+void rms_norm_gradient_of(const T* grad, i64 grad_step, const T* x, i64 x_step, const T* weight,
+                          T* x_grad, T* y, i64 num_rows, i64 width, i64 features, float eps,
+                          i64 num_threads) {
     for_rows(num_rows, width, num_threads, [=](i64 row) {
         for (i64 start = 0; start < width; start += features) {
             const T *in = x + row * x_step + start, *out_grad = grad + row * grad_step + start;
-            const float squares = sum_of<T>(features, [=](auto i) { return at(in, i) * at(in, i); });
+            const float squares =
+                sum_of<T>(features, [=](auto i) { return at(in, i) * at(in, i); });
             const float scale = rms_scale(squares, features, eps);
-            const float along =
-                sum_of<T>(features, [=](auto i) { return at(out_grad, i) * at(weight, i) * (at(in, i) * scale); });
+            const float along = sum_of<T>(features, [=](auto i) {
+                return at(out_grad, i) * at(weight, i) * (at(in, i) * scale);
+            });
             const float mean = along / float(features);
             T* in_grad = x_grad + row * width + start;
             for_places<T>(features, [=](auto i) {
@@ -85,7 +94,8 @@ void silu_mul_row(const T* gate, const T* up, T* y, i64 width) {
 }
 
 template <typename T, bool WITH_Y>
-void silu_mul_gradient_row(const T* grad, const T* gate, const T* up, T* gate_grad, T* up_grad, T* y, i64 width) {
+void silu_mul_gradient_row(const T* grad, const T* gate, const T* up, T* gate_grad, T* up_grad,
+                           T* y, i64 width) {
     for_places<T>(width, [=](auto i) {
         const auto x = at(gate, i), other = at(up, i), out_grad = at(grad, i);
         const auto slope = sigmoid(x), activated = rounded<T>(x * slope);
@@ -95,8 +105,8 @@ void silu_mul_gradient_row(const T* grad, const T* gate, const T* up, T* gate_gr
     });
 }
 
-// Each head's halves (a, b) -> (a cos - b sin, b cos + a sin); REVERSE, the same by the opposite angle, with each sine
-// at the place where the forward pass used it.
+// Each head's halves (a, b) -> (a cos - b sin, b cos + a sin); REVERSE, the same by the opposite
+// angle, with each sine at the place where the forward pass used it.
 template <typename T, bool REVERSE>
 void rope_row(const T* x, const T* cos, const T* sin, T* y, i64 width, i64 head_width) {
     const i64 half = head_width / 2;
@@ -108,7 +118,8 @@ void rope_row(const T* x, const T* cos, const T* sin, T* y, i64 width, i64 head_
             const auto sin_a = at(sin, i), sin_b = at(sin + half, i);
             const auto of_b = rounded<T>(b * (REVERSE ? sin_b : sin_a));
             const auto of_a = rounded<T>(a * (REVERSE ? sin_a : sin_b));
-            const auto kept_a = rounded<T>(a * at(cos, i)), kept_b = rounded<T>(b * at(cos + half, i));
+            const auto kept_a = rounded<T>(a * at(cos, i)),
+                       kept_b = rounded<T>(b * at(cos + half, i));
             put(REVERSE ? kept_a + of_b : kept_a - of_b, first_out, i);
             put(REVERSE ? kept_b - of_a : kept_b + of_a, second_out, i);
         });
@@ -116,12 +127,13 @@ void rope_row(const T* x, const T* cos, const T* sin, T* y, i64 width, i64 head_
 }
 
 template <typename T>
-void cross_entropy_of(const T* logits, i64 step, const i64* targets, float* loss, bool* correct, float* log_sum,
-                      i64 num_rows, i64 vocabulary, i64 num_threads) {
+void cross_entropy_of(const T* logits, i64 step, const i64* targets, float* loss, bool* correct,
+                      float* log_sum, i64 num_rows, i64 vocabulary, i64 num_threads) {
     for_rows(num_rows, vocabulary, num_threads, [=](i64 row) {
         const T* in = logits + row * step;
         const float most = maximum(in, vocabulary), target = widen(in[targets[row]]);
-        const float sum = sum_of<T>(vocabulary, [=](auto i) { return exponential(at(in, i) - most); });
+        const float sum =
+            sum_of<T>(vocabulary, [=](auto i) { return exponential(at(in, i) - most); });
         log_sum[row] = std::log(sum) + most;
         loss[row] = log_sum[row] - target;
         correct[row] = target == most;
@@ -130,19 +142,21 @@ void cross_entropy_of(const T* logits, i64 step, const i64* targets, float* loss
 
 template <typename T>
 void cross_entropy_gradient_of(const T* logits, i64 step, const i64* targets, const float* log_sum,
-                               const float* loss_grad, T* grad, i64 num_rows, i64 vocabulary, i64 num_threads) {
+                               const float* loss_grad, T* grad, i64 num_rows, i64 vocabulary,
+                               i64 num_threads) {
     for_rows(num_rows, vocabulary, num_threads, [=](i64 row) {
         const T* in = logits + row * step;
         const i64 target = targets[row];
         const float norm = log_sum[row], factor = loss_grad[row], of_target = widen(in[target]);
         T* out = grad + row * vocabulary;
-        for_places<T>(vocabulary, [=](auto i) { put(exponential(at(in, i) - norm) * factor, out, i); });
+        for_places<T>(vocabulary,
+                      [=](auto i) { put(exponential(at(in, i) - norm) * factor, out, i); });
         narrow((exponential(of_target - norm) - 1.0f) * factor, out[target]);
     });
 }
 
-// Threads share a row's chunks, too: there may be one row. The largest of a row and of a chunk of it tell which chunk
-// to search.
+// Threads share a row's chunks, too: there may be one row. The largest of a row and of a chunk of
+// it tell which chunk to search.
 template <typename T>
 void argmax_of(const T* x, i64 step, i64* places, i64 num_rows, i64 width, i64 num_threads) {
     const i64 num_chunks = round_up(width, CHUNK) / CHUNK;
@@ -154,25 +168,29 @@ void argmax_of(const T* x, i64 step, i64* places, i64 num_rows, i64 width, i64 n
     });
     for (i64 row = 0; row < num_rows; row++, most += num_chunks) {
         const float largest = maximum(most, num_chunks);
-        auto is_it = [=](float value) { return value == largest || (value != value && largest != largest); };
+        auto is_it = [=](float value) {
+            return value == largest || (value != value && largest != largest);
+        };
         const i64 chunk = std::find_if(most, most + num_chunks, is_it) - most;
         const T *start = x + row * step, *end = start + width;
-        places[row] = std::find_if(start + chunk * CHUNK, end, [=](T it) { return is_it(widen(it)); }) - start;
+        places[row] =
+            std::find_if(start + chunk * CHUNK, end, [=](T it) { return is_it(widen(it)); }) -
+            start;
     }
 }
 
 }  // namespace
 
 // Run it with `T` as bfloat16 or float32.
-#define FOR_DTYPE(is_bfloat16, ...)                                                                                    \
-    do {                                                                                                               \
-        if (is_bfloat16) {                                                                                             \
-            using T = bf16;                                                                                            \
-            __VA_ARGS__;                                                                                               \
-        } else {                                                                                                       \
-            using T = float;                                                                                           \
-            __VA_ARGS__;                                                                                               \
-        }                                                                                                              \
+#define FOR_DTYPE(is_bfloat16, ...)                                                                \
+    do {                                                                                           \
+        if (is_bfloat16) {                                                                         \
+            using T = bf16;                                                                        \
+            __VA_ARGS__;                                                                           \
+        } else {                                                                                   \
+            using T = float;                                                                       \
+            __VA_ARGS__;                                                                           \
+        }                                                                                          \
     } while (0)
 
 template <typename T>
@@ -186,43 +204,48 @@ static T* out(void* x) {
 }
 
 // x [n, width], weight [features] -> y [n, width]: each run of `features` of a row by itself.
-extern "C" void rms_norm(const void* x, i64 x_step, const void* weight, void* y, i64 num_rows, i64 width, i64 features,
-                         double eps, i64 is_bfloat16, i64 num_threads) {
-    FOR_DTYPE(is_bfloat16, rms_norm_of(in<T>(x), x_step, in<T>(weight), out<T>(y), num_rows, width, features,
-                                       float(eps), num_threads));
+extern "C" void rms_norm(const void* x, i64 x_step, const void* weight, void* y, i64 num_rows,
+                         i64 width, i64 features, double eps, i64 is_bfloat16, i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, rms_norm_of(in<T>(x), x_step, in<T>(weight), out<T>(y), num_rows, width,
+                                       features, float(eps), num_threads));
 }
 
 // grad, x [n, width], weight [features] -> x_grad and, unless it is null, y [n, width].
-extern "C" void rms_norm_gradient(const void* grad, i64 grad_step, const void* x, i64 x_step, const void* weight,
-                                  void* x_grad, void* y, i64 num_rows, i64 width, i64 features, double eps,
-                                  i64 is_bfloat16, i64 num_threads) {
-    FOR_DTYPE(is_bfloat16, rms_norm_gradient_of(in<T>(grad), grad_step, in<T>(x), x_step, in<T>(weight), out<T>(x_grad),
-                                                out<T>(y), num_rows, width, features, float(eps), num_threads));
+extern "C" void rms_norm_gradient(const void* grad, i64 grad_step, const void* x, i64 x_step,
+                                  const void* weight, void* x_grad, void* y, i64 num_rows,
+                                  i64 width, i64 features, double eps, i64 is_bfloat16,
+                                  i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, rms_norm_gradient_of(in<T>(grad), grad_step, in<T>(x), x_step,
+                                                in<T>(weight), out<T>(x_grad), out<T>(y), num_rows,
+                                                width, features, float(eps), num_threads));
 }
 
 // gate, up [n, width] -> y [n, width].
-extern "C" void silu_mul(const void* gate, i64 gate_step, const void* up, i64 up_step, void* y, i64 num_rows, i64 width,
-                         i64 is_bfloat16, i64 num_threads) {
+extern "C" void silu_mul(const void* gate, i64 gate_step, const void* up, i64 up_step, void* y,
+                         i64 num_rows, i64 width, i64 is_bfloat16, i64 num_threads) {
     FOR_DTYPE(is_bfloat16, for_rows(num_rows, width, num_threads, [=](i64 i) {
-                  silu_mul_row(in<T>(gate) + i * gate_step, in<T>(up) + i * up_step, out<T>(y) + i * width, width);
+                  silu_mul_row(in<T>(gate) + i * gate_step, in<T>(up) + i * up_step,
+                               out<T>(y) + i * width, width);
               }));
 }
 
 // grad, gate, up [n, width] -> gate_grad, up_grad and, unless it is null, y [n, width].
-extern "C" void silu_mul_gradient(const void* grad, i64 grad_step, const void* gate, i64 gate_step, const void* up,
-                                  i64 up_step, void* gate_grad, void* up_grad, void* y, i64 num_rows, i64 width,
-                                  i64 is_bfloat16, i64 num_threads) {
+extern "C" void silu_mul_gradient(const void* grad, i64 grad_step, const void* gate, i64 gate_step,
+                                  const void* up, i64 up_step, void* gate_grad, void* up_grad,
+                                  void* y, i64 num_rows, i64 width, i64 is_bfloat16,
+                                  i64 num_threads) {
     FOR_DTYPE(is_bfloat16, for_rows(num_rows, width, num_threads, [=](i64 i) {
-                  auto reverse = y ? silu_mul_gradient_row<T, true> : silu_mul_gradient_row<T, false>;
-                  reverse(in<T>(grad) + i * grad_step, in<T>(gate) + i * gate_step, in<T>(up) + i * up_step,
-                          out<T>(gate_grad) + i * width, out<T>(up_grad) + i * width,
-                          y ? out<T>(y) + i * width : nullptr, width);
+                  auto reverse =
+                      y ? silu_mul_gradient_row<T, true> : silu_mul_gradient_row<T, false>;
+                  reverse(in<T>(grad) + i * grad_step, in<T>(gate) + i * gate_step,
+                          in<T>(up) + i * up_step, out<T>(gate_grad) + i * width,
+                          out<T>(up_grad) + i * width, y ? out<T>(y) + i * width : nullptr, width);
               }));
 }
 
 // a, b [n, width] -> y [n, width].
-extern "C" void add(const void* a, i64 a_step, const void* b, i64 b_step, void* y, i64 num_rows, i64 width,
-                    i64 is_bfloat16, i64 num_threads) {
+extern "C" void add(const void* a, i64 a_step, const void* b, i64 b_step, void* y, i64 num_rows,
+                    i64 width, i64 is_bfloat16, i64 num_threads) {
     FOR_DTYPE(is_bfloat16, for_rows(num_rows, width, num_threads, [=](i64 row) {
                   const T *one = in<T>(a) + row * a_step, *other = in<T>(b) + row * b_step;
                   T* sum = out<T>(y) + row * width;
@@ -230,33 +253,40 @@ extern "C" void add(const void* a, i64 a_step, const void* b, i64 b_step, void* 
               }));
 }
 
-// x [n, width], cos and sin [n, head width] -> y [n, width]; reverse: gradient of y -> gradient of x.
-extern "C" void rope(const void* x, i64 x_step, const void* cos, i64 cos_step, const void* sin, i64 sin_step, void* y,
-                     i64 num_rows, i64 width, i64 head_width, i64 reverse, i64 is_bfloat16, i64 num_threads) {
+// x [n, width], cos and sin [n, head width] -> y [n, width]; reverse: gradient of y -> gradient of
+// x.
+extern "C" void rope(const void* x, i64 x_step, const void* cos, i64 cos_step, const void* sin,
+                     i64 sin_step, void* y, i64 num_rows, i64 width, i64 head_width, i64 reverse,
+                     i64 is_bfloat16, i64 num_threads) {
     FOR_DTYPE(is_bfloat16, for_rows(num_rows, width, num_threads, [=](i64 i) {
                   auto rotate = reverse ? rope_row<T, true> : rope_row<T, false>;
-                  rotate(in<T>(x) + i * x_step, in<T>(cos) + i * cos_step, in<T>(sin) + i * sin_step,
-                         out<T>(y) + i * width, width, head_width);
+                  rotate(in<T>(x) + i * x_step, in<T>(cos) + i * cos_step,
+                         in<T>(sin) + i * sin_step, out<T>(y) + i * width, width, head_width);
               }));
 }
 
 // logits [n, vocabulary], targets [n], each below the vocabulary -> loss, correct, log_sum [n].
-extern "C" void cross_entropy(const void* logits, i64 step, const i64* targets, float* loss, bool* correct,
-                              float* log_sum, i64 num_rows, i64 vocabulary, i64 is_bfloat16, i64 num_threads) {
-    FOR_DTYPE(is_bfloat16, cross_entropy_of(in<T>(logits), step, targets, loss, correct, log_sum, num_rows, vocabulary,
-                                            num_threads));
+extern "C" void cross_entropy(const void* logits, i64 step, const i64* targets, float* loss,
+                              bool* correct, float* log_sum, i64 num_rows, i64 vocabulary,
+                              i64 is_bfloat16, i64 num_threads) {
+    FOR_DTYPE(is_bfloat16, cross_entropy_of(in<T>(logits), step, targets, loss, correct, log_sum,
+                                            num_rows, vocabulary, num_threads));
 }
 
-// And log_sum, loss_grad [n] -> grad [n, vocabulary], which may be the logits, if these lie without gaps.
-extern "C" void cross_entropy_gradient(const void* logits, i64 step, const i64* targets, const float* log_sum,
-                                       const float* loss_grad, void* grad, i64 num_rows, i64 vocabulary,
-                                       i64 is_bfloat16, i64 num_threads) {
-    FOR_DTYPE(is_bfloat16, cross_entropy_gradient_of(in<T>(logits), step, targets, log_sum, loss_grad, out<T>(grad),
-                                                     num_rows, vocabulary, num_threads));
+// And log_sum, loss_grad [n] -> grad [n, vocabulary], which may be the logits, if these lie without
+// gaps.
+extern "C" void cross_entropy_gradient(const void* logits, i64 step, const i64* targets,
+                                       const float* log_sum, const float* loss_grad, void* grad,
+                                       i64 num_rows, i64 vocabulary, i64 is_bfloat16,
+                                       i64 num_threads) {
+    FOR_DTYPE(is_bfloat16,
+              cross_entropy_gradient_of(in<T>(logits), step, targets, log_sum, loss_grad,
+                                        out<T>(grad), num_rows, vocabulary, num_threads));
 }
 
-// x [n, width], with width above 0 -> the place of the largest of each row, the first of equal ones; a NaN is larger.
-extern "C" void argmax(const void* x, i64 step, i64* places, i64 num_rows, i64 width, i64 is_bfloat16,
-                       i64 num_threads) {
+// x [n, width], with width above 0 -> the place of the largest of each row, the first of equal
+// ones; a NaN is larger.
+extern "C" void argmax(const void* x, i64 step, i64* places, i64 num_rows, i64 width,
+                       i64 is_bfloat16, i64 num_threads) {
     FOR_DTYPE(is_bfloat16, argmax_of(in<T>(x), step, places, num_rows, width, num_threads));
 }

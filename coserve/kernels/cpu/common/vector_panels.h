@@ -1,8 +1,8 @@
-// Products of rows with a weight on processors without tiles, and in float32: a strip of the weight is arranged once,
-// as float32 in the first cache, and is multiplied there with all rows.
+// Products of rows with a weight on processors without tiles, and in float32: a strip of the weight
+// is arranged once, as float32 in the first cache, and is multiplied there with all rows.
 //
-// A sum is that of blocks of DEPTH terms, one after the other, whatever other rows there are and however many threads:
-// each thread has a part of the result for itself.
+// A sum is that of blocks of DEPTH terms, one after the other, whatever other rows there are and
+// however many threads: each thread has a part of the result for itself.
 #pragma once
 
 #include <utility>
@@ -22,8 +22,8 @@ const i64 MOST_ROWS = 14;
 #else
 const i64 MOST_ROWS = 6;
 #endif
-// Terms of a block. A strip of it, 16 KiB, stays in the first cache; all rows of a chunk, or their sums for the columns
-// of a panel, in the second.
+// Terms of a block. A strip of it, 16 KiB, stays in the first cache; all rows of a chunk, or their
+// sums for the columns of a panel, in the second.
 const i64 DEPTH = 2048 / LANES, CHUNK = 256, PANEL = 14 * PAIR;
 
 // -- what is multiplied, arranged ---------------------------------------------------------
@@ -40,7 +40,8 @@ template <int STEP = LANES / 2>
 inline void transpose(Words (&x)[LANES]) {
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
-        if (!(i & STEP)) exchange<STEP>(x[i], x[i + STEP], std::make_integer_sequence<int, LANES>());
+        if (!(i & STEP))
+            exchange<STEP>(x[i], x[i + STEP], std::make_integer_sequence<int, LANES>());
     if constexpr (STEP > 1) transpose<STEP / 2>(x);
 }
 
@@ -48,14 +49,17 @@ inline void transpose(Words (&x)[LANES]) {
 template <typename T>
 const int IN_WORDS = sizeof(Words) / sizeof(T);
 
-// A vector of words as float32, at `out` and, if there are two elements in a word, a step further on.
+// A vector of words as float32, at `out` and, if there are two elements in a word, a step further
+// on.
 inline void store_words(Words words, bf16*, float* out, i64 step) {
     const Words even = words << 16, odd = words & 0xffff0000u;
     std::memcpy(out, &even, sizeof even);
     std::memcpy(out + step, &odd, sizeof odd);
 }
 
-inline void store_words(Words words, float*, float* out, i64) { std::memcpy(out, &words, sizeof words); }
+inline void store_words(Words words, float*, float* out, i64) {
+    std::memcpy(out, &words, sizeof words);
+}
 
 // LANES rows in float32, by columns: out [depth rounded up to pairs, step].
 template <typename T>
@@ -66,17 +70,20 @@ inline void arrange_columns(const T* const (&rows)[LANES], i64 depth, float* out
         transpose(words);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++)
-            store_words(words[i], static_cast<T*>(nullptr), out + (k + width / LANES * i) * step, step);
+            store_words(words[i], static_cast<T*>(nullptr), out + (k + width / LANES * i) * step,
+                        step);
     };
     const i64 whole = depth / width * width;
     for (i64 k = 0; k < whole; k += width) {
 #pragma GCC unroll 16
-        for (int lane = 0; lane < LANES; lane++) std::memcpy(&words[lane], rows[lane] + k, sizeof(Words));
+        for (int lane = 0; lane < LANES; lane++)
+            std::memcpy(&words[lane], rows[lane] + k, sizeof(Words));
         arrange(k);
     }
     if (whole == depth) return;
     T rest[LANES][width] = {};
-    for (int lane = 0; lane < LANES; lane++) std::memcpy(rest[lane], rows[lane] + whole, (depth - whole) * sizeof(T));
+    for (int lane = 0; lane < LANES; lane++)
+        std::memcpy(rest[lane], rows[lane] + whole, (depth - whole) * sizeof(T));
     std::memcpy(words, rest, sizeof words);
     arrange(whole);
 }
@@ -90,13 +97,15 @@ template <typename T>
 struct Weight {
     const T* start;
     i64 step;                // from row to row
-    bool has_rows_of_terms;  // y = x W^T: a row is a column's terms; dx = dy W: a row is a term's columns
+    bool has_rows_of_terms;  // y = x W^T: a row is a column's terms; dx = dy W: a row is a term's
+                             // columns
 
     const T* at(i64 term, i64 column) const {
         return has_rows_of_terms ? start + column * step + term : start + term * step + column;
     }
 
-    // A strip of at most PAIR columns for each of `depth` terms, two vectors as `load_pair` gives them.
+    // A strip of at most PAIR columns for each of `depth` terms, two vectors as `load_pair` gives
+    // them.
     void arrange(i64 term, i64 column, i64 depth, i64 columns, float* out) const {
         const T* from = at(term, column);
         for (int half = 0; has_rows_of_terms && half < 2; half++) {
@@ -118,17 +127,19 @@ struct Weight {
 
 // -- products -------------------------------------------------------------------------------
 
-// What is fetched meanwhile: some lines of each row of a part of the weight. Of `turns` calls with the same strip each
-// fetches its rows.
+// What is fetched meanwhile: some lines of each row of a part of the weight. Of `turns` calls with
+// the same strip each fetches its rows.
 struct Ahead {
     const char* start;
     i64 step, lines, turn, turns;
 };
 const i64 LINE_BYTES = 64;
 
-// sums [ROWS, PAIR] = x w, added to what is there unless they are the first; x [depth, LANES], w [depth, PAIR].
+// sums [ROWS, PAIR] = x w, added to what is there unless they are the first; x [depth, LANES], w
+// [depth, PAIR].
 template <int ROWS>
-void multiply(const float* x, const float* w, i64 depth, float* sums, bool is_first, const Ahead& ahead) {
+void multiply(const float* x, const float* w, i64 depth, float* sums, bool is_first,
+              const Ahead& ahead) {
     Floats totals[ROWS][2] = {};
     auto add = [&](i64 k) {
         const Floats even = vectors::load(w + k * PAIR), odd = vectors::load(w + k * PAIR + LANES);
@@ -183,15 +194,17 @@ struct Problem {
     void run(Scratch& memory, i64 first, i64 last, i64 left, i64 right) const {
         const i64 n = last - first, tiles = (n + MOST_ROWS - 1) / MOST_ROWS;
         const i64 size = DEPTH * PAIR + tiles * DEPTH * LANES + n * round_up(right - left, PAIR);
-        float* strip = reinterpret_cast<float*>(memory.take(size * sizeof(float)));  // [DEPTH, PAIR]
-        float* rows = strip + DEPTH * PAIR;                                          // [tiles, DEPTH, LANES]
-        float* sums = rows + tiles * DEPTH * LANES;                                  // [strips, n, PAIR]
+        float* strip =
+            reinterpret_cast<float*>(memory.take(size * sizeof(float)));  // [DEPTH, PAIR]
+        float* rows = strip + DEPTH * PAIR;                               // [tiles, DEPTH, LANES]
+        float* sums = rows + tiles * DEPTH * LANES;                       // [strips, n, PAIR]
         for (i64 term = 0; term < terms; term += DEPTH) {
             const i64 depth = std::min(DEPTH, terms - term);
             for (i64 tile = 0; tile < tiles; tile++) {
                 const i64 row = first + n * tile / tiles, end = first + n * (tile + 1) / tiles;
                 const T* from[LANES];
-                for (i64 lane = 0; lane < LANES; lane++) from[lane] = x + std::min(row + lane, end - 1) * x_step + term;
+                for (i64 lane = 0; lane < LANES; lane++)
+                    from[lane] = x + std::min(row + lane, end - 1) * x_step + term;
                 arrange_columns(from, depth, rows + tile * DEPTH * LANES, LANES);
             }
             for (i64 column = left; column < right; column += PAIR) {
@@ -208,8 +221,8 @@ struct Problem {
         }
     }
 
-    // While a strip is multiplied: the next one, or of a weight whose rows pass through all strips a part of the next
-    // block.
+    // While a strip is multiplied: the next one, or of a weight whose rows pass through all strips
+    // a part of the next block.
     Ahead ahead(i64 term, i64 column, i64 left, i64 right, i64 tile, i64 tiles) const {
         i64 lines = DEPTH / LINE, next_term = term, next_column = column + PAIR;
         if (!weight.has_rows_of_terms) {
@@ -237,15 +250,15 @@ struct Problem {
         }
         for (i64 i = 0; i < count; i++, sums += PAIR) {
             T* to = y + (row + i) * columns + column;
-            vectors::store_pair(vectors::load(sums) + added[0], vectors::load(sums + LANES) + added[1],
-                                width == PAIR ? to : part);
+            vectors::store_pair(vectors::load(sums) + added[0],
+                                vectors::load(sums + LANES) + added[1], width == PAIR ? to : part);
             if (width < PAIR) std::memcpy(to, part, width * sizeof(T));
         }
     }
 };
 
-// Threads share the columns, so that each part of the weight is widened once; and the rows too, where there are more
-// threads than would have some strips each.
+// Threads share the columns, so that each part of the weight is widened once; and the rows too,
+// where there are more threads than would have some strips each.
 template <typename T>
 void run(const Problem<T>& problem, i64 n, i64 num_threads) {
     static thread_local Scratch memory;
@@ -254,13 +267,16 @@ void run(const Problem<T>& problem, i64 n, i64 num_threads) {
         const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
         const i64 strips = (problem.columns + PAIR - 1) / PAIR;
         i64 parts = 1;
-        while (strips * parts < 4 * threads && threads % (2 * parts) == 0 && n >= 64 * parts) parts *= 2;
+        while (strips * parts < 4 * threads && threads % (2 * parts) == 0 && n >= 64 * parts)
+            parts *= 2;
         const i64 place = thread / parts, places = threads / parts, part = thread % parts;
         const i64 begin = strips * place / places * PAIR;
-        const i64 end = std::min(problem.columns, strips * (place + 1) / places * PAIR), last = n * (part + 1) / parts;
+        const i64 end = std::min(problem.columns, strips * (place + 1) / places * PAIR),
+                  last = n * (part + 1) / parts;
         for (i64 row = n * part / parts; row < last; row += CHUNK)
             for (i64 left = begin; left < end; left += PANEL)
-                problem.run(memory, row, std::min(row + CHUNK, last), left, std::min(left + PANEL, end));
+                problem.run(memory, row, std::min(row + CHUNK, last), left,
+                            std::min(left + PANEL, end));
     }
 }
 

@@ -1,5 +1,5 @@
-// What products y = x W^T of few rows share on processors without tiles: a weight that becomes float32 in registers,
-// so that it is read once, as it lies.
+// What products y = x W^T of few rows share on processors without tiles: a weight that becomes
+// float32 in registers, so that it is read once, as it lies.
 //
 // Sums are float32, in an order that does not depend on how many rows there are.
 #pragma once
@@ -17,7 +17,8 @@ const int LANES = 16;
 #else
 const int LANES = 8;
 #endif
-// How many vectors of sums stay in registers, beside what is multiplied: AVX-512 has 32 registers, AVX2 16.
+// How many vectors of sums stay in registers, beside what is multiplied: AVX-512 has 32 registers,
+// AVX2 16.
 const int MOST_SUMS = LANES;
 // Elements of a weight's row that become two vectors.
 const int PAIR = 2 * LANES;
@@ -35,9 +36,11 @@ inline Floats load(const float* x) {
 
 inline Floats load(const int8_t* x) {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+    return (Floats)_mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
 #elif defined(__AVX2__)
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+    return (Floats)_mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
 #else
     Bytes bytes;
     std::memcpy(&bytes, x, sizeof bytes);
@@ -91,7 +94,8 @@ inline void store_pair(Floats first, Floats second, float* out) {
     std::memcpy(out + LANES, &second, sizeof second);
 }
 
-// A row of x in float32, its elements in the order in which `load_pair` gives those of a weight, up to whole pairs.
+// A row of x in float32, its elements in the order in which `load_pair` gives those of a weight, up
+// to whole pairs.
 template <typename T>
 void arrange(const T* x, i64 n, const int8_t*, float* out) {
     for (i64 i = 0; i < n; i++) out[i] = widen(x[i]);
@@ -110,7 +114,8 @@ void arrange(const T* x, i64 n, const T*, float* out) {
     }
 }
 
-// a b + c, rounded once. As an expression two of them would become a product, a product and a sum, and a sum.
+// a b + c, rounded once. As an expression two of them would become a product, a product and a sum,
+// and a sum.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -121,8 +126,8 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The sum of each of COUNT vectors, at most as many as a vector has lanes, each in the same order whatever their
-// number.
+// The sum of each of COUNT vectors, at most as many as a vector has lanes, each in the same order
+// whatever their number.
 #if defined(__AVX512F__)
 template <int COUNT>
 inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
@@ -130,11 +135,15 @@ inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
     __m512 x[16] = {}, pairs[8], fours[4];
     for (int i = 0; i < COUNT; i++) x[i] = (__m512)totals[i];
     // At each of four steps half as many vectors, of the sums of twice as many.
-    auto two = [](__m512 a, __m512 b) { return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b); };
+    auto two = [](__m512 a, __m512 b) {
+        return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
+    };
     for (int i = 0; i < 8; i++) pairs[i] = two(x[i], x[i + 8]);
     for (int i = 0; i < 4; i++) fours[i] = two(pairs[i], pairs[i + 4]);
     // Each quarter now has a part of the sums of vectors i, i + 4, i + 8 and i + 12.
-    auto half = [](__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
+    auto half = [](__m512 a, __m512 b) {
+        return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+    };
     const __m512 all = half(half(fours[0], fours[1]), half(fours[2], fours[3]));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512 found = _mm512_permutexvar_ps(order, all);
@@ -147,12 +156,14 @@ inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
     __m256 x[8] = {}, pairs[4], fours[2];
     for (int i = 0; i < COUNT; i++) x[i] = (__m256)totals[i];
     // At each of three steps half as many vectors, of the sums of twice as many.
-    auto two = [](__m256 a, __m256 b) { return _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b); };
+    auto two = [](__m256 a, __m256 b) {
+        return _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
+    };
     for (int i = 0; i < 4; i++) pairs[i] = two(x[i], x[i + 4]);
     for (int i = 0; i < 2; i++) fours[i] = two(pairs[i], pairs[i + 2]);
     // Each half now has a part of the sums of vectors i, i + 2, i + 4 and i + 6.
-    const __m256 all =
-        _mm256_permute2f128_ps(fours[0], fours[1], 0x20) + _mm256_permute2f128_ps(fours[0], fours[1], 0x31);
+    const __m256 all = _mm256_permute2f128_ps(fours[0], fours[1], 0x20) +
+                       _mm256_permute2f128_ps(fours[0], fours[1], 0x31);
     const __m256 found = _mm256_permutevar8x32_ps(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     std::memcpy(sums, &found, sizeof sums);
 }
@@ -171,12 +182,13 @@ inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
 }
 #endif
 
-// The sums of ROWS rows of x with CHANNELS rows of a weight; x [n, inner rounded up to pairs], arranged. step: from one
-// row of the weight to the next. ahead: how many rows further on lies what is fetched meanwhile; of `turns` calls with
-// the same rows of the weight each fetches a part of that.
+// The sums of ROWS rows of x with CHANNELS rows of a weight; x [n, inner rounded up to pairs],
+// arranged. step: from one row of the weight to the next. ahead: how many rows further on lies what
+// is fetched meanwhile; of `turns` calls with the same rows of the weight each fetches a part of
+// that.
 template <int ROWS, int CHANNELS, typename W>
-inline void multiply(const float* x, const W* weight, i64 inner, i64 step, i64 ahead, i64 turn, i64 turns,
-                     float (&sums)[ROWS * CHANNELS]) {
+inline void multiply(const float* x, const W* weight, i64 inner, i64 step, i64 ahead, i64 turn,
+                     i64 turns, float (&sums)[ROWS * CHANNELS]) {
     Floats totals[ROWS * CHANNELS] = {};
     const i64 x_step = round_up(inner, PAIR);
     auto add = [&](const W*(&from)[CHANNELS], i64 k) {
@@ -184,7 +196,8 @@ inline void multiply(const float* x, const W* weight, i64 inner, i64 step, i64 a
         for (int half = 0; half < 2; half++) {
             Floats values[CHANNELS];
 #pragma GCC unroll 16
-            for (int channel = 0; channel < CHANNELS; channel++) values[channel] = load_half(from[channel], half);
+            for (int channel = 0; channel < CHANNELS; channel++)
+                values[channel] = load_half(from[channel], half);
 #pragma GCC unroll 4
             for (int row = 0; row < ROWS; row++) {
                 const Floats own = load(x + row * x_step + k + half * LANES);
@@ -209,8 +222,8 @@ inline void multiply(const float* x, const W* weight, i64 inner, i64 step, i64 a
     if (whole < inner) {
         W rest[CHANNELS][PAIR] = {};
         for (int channel = 0; channel < CHANNELS; channel++)
-            from[channel] = static_cast<W*>(
-                std::memcpy(rest[channel], weight + channel * step + whole, (inner - whole) * sizeof(W)));
+            from[channel] = static_cast<W*>(std::memcpy(
+                rest[channel], weight + channel * step + whole, (inner - whole) * sizeof(W)));
         add(from, whole);
     }
     add_up(totals, sums);
@@ -230,8 +243,8 @@ struct Problem {
     void run(i64 row, i64 channel) const {
         float sums[ROWS * CHANNELS];
         const i64 ahead = std::min<i64>(CHANNELS, outer - CHANNELS - channel);
-        multiply<ROWS, CHANNELS>(x + row * round_up(inner, PAIR), weight + channel * inner, inner, inner, ahead,
-                                 row / ROWS, turns, sums);
+        multiply<ROWS, CHANNELS>(x + row * round_up(inner, PAIR), weight + channel * inner, inner,
+                                 inner, ahead, row / ROWS, turns, sums);
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < CHANNELS; c++) {
                 float& sum = sums[r * CHANNELS + c];
@@ -241,14 +254,17 @@ struct Problem {
         T rounded[ROWS * CHANNELS];
         for (int i = 0; i < ROWS * CHANNELS; i++) narrow(sums[i], rounded[i]);
         for (int r = 0; r < ROWS; r++)
-            std::memcpy(y + (row + r) * outer + channel, rounded + r * CHANNELS, CHANNELS * sizeof(T));
+            std::memcpy(y + (row + r) * outer + channel, rounded + r * CHANNELS,
+                        CHANNELS * sizeof(T));
     }
 
-    // As many channels at once as leave the sums in registers. Of both at most four: with two channels of eight rows
-    // what is loaded of x, not what is computed, takes the time (80 in place of 130 GFLOP/s a core).
+    // As many channels at once as leave the sums in registers. Of both at most four: with two
+    // channels of eight rows what is loaded of x, not what is computed, takes the time (80 in place
+    // of 130 GFLOP/s a core).
     template <int ROWS>
     void run_rows(i64 row, i64 first, i64 last) const {
-        const int most = std::min(MOST_SUMS / 2, MOST_SUMS / (ROWS == 3 ? 4 : ROWS)), some = std::min(most, 4);
+        const int most = std::min(MOST_SUMS / 2, MOST_SUMS / (ROWS == 3 ? 4 : ROWS)),
+                  some = std::min(most, 4);
         i64 channel = first;
         for (; channel + most <= last; channel += most) run<ROWS, most>(row, channel);
         for (; channel + some <= last; channel += some) run<ROWS, some>(row, channel);
@@ -258,11 +274,11 @@ struct Problem {
 
 // scratch: a thread's, for x in float32.
 template <typename T, typename W>
-void product_of(Scratch& scratch, const T* x, i64 x_step, const W* weight, const float* scales, const T* bias, T* y,
-                i64 n, i64 inner, i64 outer, i64 num_threads) {
-    // Channels whose weights stay in a core's cache while all rows are multiplied with them. Few rows take little
-    // longer than reading: there each channel's rows take turns at fetching what comes next, so that none waits for all
-    // of it.
+void product_of(Scratch& scratch, const T* x, i64 x_step, const W* weight, const float* scales,
+                const T* bias, T* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
+    // Channels whose weights stay in a core's cache while all rows are multiplied with them. Few
+    // rows take little longer than reading: there each channel's rows take turns at fetching what
+    // comes next, so that none waits for all of it.
     const bool takes_turns = 4 < n && n <= 16;
     const i64 strip = takes_turns ? 4 : 16, turns = takes_turns ? n / 4 : 1;
     float* wide = reinterpret_cast<float*>(scratch.take(n * round_up(inner, PAIR) * sizeof(float)));

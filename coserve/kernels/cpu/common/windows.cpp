@@ -1,5 +1,5 @@
-// What training windows need of a step that runs as one call: their rows of what is kept go to their places, and they
-// attend to the keys of their own pack.
+// What training windows need of a step that runs as one call: their rows of what is kept go to
+// their places, and they attend to the keys of their own pack.
 
 #include <vector>
 
@@ -20,8 +20,9 @@ const i64 MANY_BYTES = 1 << 16;
 struct Window {
     i64 first_row, num_rows;  // in the step
     i64 first_in_pack;
-    char* const* kept;    // where the first row of each tensor goes that may be kept, or null
-    const i64* segments;  // of each its first row in the window, number of rows, first key, number of keys
+    char* const* kept;  // where the first row of each tensor goes that may be kept, or null
+    const i64*
+        segments;  // of each its first row in the window, number of rows, first key, number of keys
     i64 num_segments;
 };
 
@@ -29,53 +30,57 @@ thread_local std::vector<i64> numbers;
 
 // A row after another, each the last of its sequence: the keys stand in one page.
 template <typename T, typename Kernel>
-void attend_one_by_one(Kernel kernel, const T* q, const T* keys, const T* values, T* out, float* lse, i64 num_rows,
-                       i64 num_keys, i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale,
-                       i64 num_threads) {
+void attend_one_by_one(Kernel kernel, const T* q, const T* keys, const T* values, T* out,
+                       float* lse, i64 num_rows, i64 num_keys, i64 num_heads, i64 num_key_heads,
+                       i64 width, i64 window, double scale, i64 num_threads) {
     numbers.assign(3 * num_rows, 0);
     i64* lengths = numbers.data() + 2 * num_rows;
     for (i64 i = 0; i < num_rows; i++) lengths[i] = num_keys - num_rows + i + 1;
-    kernel(q, keys, values, numbers.data(), numbers.data() + num_rows, lengths, out, lse, num_rows, num_heads,
-           num_key_heads, width, num_keys, num_keys * num_key_heads * width, window, scale, num_threads);
+    kernel(q, keys, values, numbers.data(), numbers.data() + num_rows, lengths, out, lse, num_rows,
+           num_heads, num_key_heads, width, num_keys, num_keys * num_key_heads * width, window,
+           scale, num_threads);
 }
 
 #ifdef HAS_TILES
-void attend_by_tiles(const bf16* q, const bf16* keys, const bf16* values, bf16* out, float* lse, i64 num_rows,
-                     i64 num_keys, i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale,
-                     i64 num_threads) {
+void attend_by_tiles(const bf16* q, const bf16* keys, const bf16* values, bf16* out, float* lse,
+                     i64 num_rows, i64 num_keys, i64 num_heads, i64 num_key_heads, i64 width,
+                     i64 window, double scale, i64 num_threads) {
     const i64 segment[] = {0, num_rows, 0, num_keys};
-    attention_forward(q, keys, values, out, lse, segment, 1, num_heads, num_key_heads, width, window, scale,
-                      num_threads);
+    attention_forward(q, keys, values, out, lse, segment, 1, num_heads, num_key_heads, width,
+                      window, scale, num_threads);
 }
 #endif
 
 template <typename T, typename Kernel>
-void attend(Kernel one_by_one, const T* q, T* out, float* lse, const Window* windows, i64 num_windows, i64 keys,
-            i64 values, i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale, bool has_tiles,
-            i64 num_threads) {
+void attend(Kernel one_by_one, const T* q, T* out, float* lse, const Window* windows,
+            i64 num_windows, i64 keys, i64 values, i64 num_heads, i64 num_key_heads, i64 width,
+            i64 window, double scale, bool has_tiles, i64 num_threads) {
     const i64 row = num_heads * width, key = num_key_heads * width;
     for (const Window* w = windows; w < windows + num_windows; w++) {
-        auto store = [&](i64 slot) { return reinterpret_cast<const T*>(w->kept[slot]) - w->first_in_pack * key; };
+        auto store = [&](i64 slot) {
+            return reinterpret_cast<const T*>(w->kept[slot]) - w->first_in_pack * key;
+        };
         for (const i64* s = w->segments; s < w->segments + 4 * w->num_segments; s += 4) {
             const i64 first = w->first_row + s[0];
             const T *own_keys = store(keys) + s[2] * key, *own_values = store(values) + s[2] * key;
 #ifdef HAS_TILES
             if constexpr (std::is_same_v<T, bf16>)
                 if (has_tiles && s[1] >= MIN_ROWS_BY_TILES) {
-                    attend_by_tiles(q + first * row, own_keys, own_values, out + first * row, lse + first * num_heads,
-                                    s[1], s[3], num_heads, num_key_heads, width, window, scale, num_threads);
+                    attend_by_tiles(q + first * row, own_keys, own_values, out + first * row,
+                                    lse + first * num_heads, s[1], s[3], num_heads, num_key_heads,
+                                    width, window, scale, num_threads);
                     continue;
                 }
 #endif
             attend_one_by_one(one_by_one, q + first * row, own_keys, own_values, out + first * row,
-                              lse + first * num_heads, s[1], s[3], num_heads, num_key_heads, width, window, scale,
-                              num_threads);
+                              lse + first * num_heads, s[1], s[3], num_heads, num_key_heads, width,
+                              window, scale, num_threads);
         }
     }
 }
 
-// A row; of many bytes, which are hardly read again before the pack goes backward, round the caches. (Keys and values
-// are read at once, but are few.)
+// A row; of many bytes, which are hardly read again before the pack goes backward, round the
+// caches. (Keys and values are read at once, but are few.)
 inline void keep(const char* from, char* to, i64 num_bytes, bool is_of_many) {
 #ifdef __AVX512F__
     if (is_of_many && !((reinterpret_cast<uintptr_t>(to) | num_bytes) & 63)) {
@@ -96,10 +101,10 @@ inline void end_keeping() {
 
 }  // namespace
 
-// Windows' rows of a tensor to where they are kept. x [n, row_bytes]; all steps in bytes. slot: the tensor's place
-// among those that may be kept.
-extern "C" void keep_rows(const void* x, i64 x_step, i64 row_bytes, const i64* windows, i64 num_windows, i64 slot,
-                          i64 num_threads) {
+// Windows' rows of a tensor to where they are kept. x [n, row_bytes]; all steps in bytes. slot: the
+// tensor's place among those that may be kept.
+extern "C" void keep_rows(const void* x, i64 x_step, i64 row_bytes, const i64* windows,
+                          i64 num_windows, i64 slot, i64 num_threads) {
     const Window* all = reinterpret_cast<const Window*>(windows);
     for (const Window* w = all; w < all + num_windows; w++) {
         char* to = w->kept[slot];
@@ -109,22 +114,24 @@ extern "C" void keep_rows(const void* x, i64 x_step, i64 row_bytes, const i64* w
 #pragma omp parallel num_threads(int(num_threads)) if (many && num_threads > 1)
         {
 #pragma omp for schedule(static)
-            for (i64 i = 0; i < w->num_rows; i++) keep(from + i * x_step, to + i * row_bytes, row_bytes, many);
+            for (i64 i = 0; i < w->num_rows; i++)
+                keep(from + i * x_step, to + i * row_bytes, row_bytes, many);
             end_keeping();
         }
     }
 }
 
-// Windows' rows attend within their packs: as `paged_attention_…` for the rest. keys, values: their places among what
-// is kept.
-extern "C" void attend_in_windows(const void* q, void* out, float* lse, const i64* windows, i64 num_windows, i64 keys,
-                                  i64 values, i64 num_heads, i64 num_key_heads, i64 width, i64 window, double scale,
+// Windows' rows attend within their packs: as `paged_attention_…` for the rest. keys, values: their
+// places among what is kept.
+extern "C" void attend_in_windows(const void* q, void* out, float* lse, const i64* windows,
+                                  i64 num_windows, i64 keys, i64 values, i64 num_heads,
+                                  i64 num_key_heads, i64 width, i64 window, double scale,
                                   i64 has_tiles, i64 is_bfloat16, i64 num_threads) {
     const Window* all = reinterpret_cast<const Window*>(windows);
     auto run = [=](auto kernel, auto type) {
         using T = decltype(type);
-        attend(kernel, static_cast<const T*>(q), static_cast<T*>(out), lse, all, num_windows, keys, values, num_heads,
-               num_key_heads, width, window, scale, has_tiles, num_threads);
+        attend(kernel, static_cast<const T*>(q), static_cast<T*>(out), lse, all, num_windows, keys,
+               values, num_heads, num_key_heads, width, window, scale, has_tiles, num_threads);
     };
     is_bfloat16 ? run(paged_attention_bfloat16, bf16{}) : run(paged_attention_float32, float{});
 }

@@ -1,7 +1,8 @@
-// Causal attention, backward: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on tiles (`tiles.h`) that
-// with all that belongs to them stay in a core's cache.
+// Causal attention, backward: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on
+// tiles (`tiles.h`) that with all that belongs to them stay in a core's cache.
 //
-// S^T = K Q^T and dP^T = V dO^T give P^T and dS^T; then dV += P^T dO, dK += dS^T Q, and dQ^T += K^T dS^T.
+// S^T = K Q^T and dP^T = V dO^T give P^T and dS^T; then dV += P^T dO, dK += dS^T Q, and dQ^T += K^T
+// dS^T.
 
 #include "tiles/attention_tiles.h"
 
@@ -35,7 +36,9 @@ class Worker {
     explicit Worker(const Problem& problem) : p_(problem), width_(int(problem.width)) {
         const size_t keys = p_.padded_keys() * width_, block = TILE * width_, tile = TILE * TILE;
         size_t num_bytes = 0;
-        auto count = [&](size_t elements, size_t size) { return num_bytes += elements * size, num_bytes; };
+        auto count = [&](size_t elements, size_t size) {
+            return num_bytes += elements * size, num_bytes;
+        };
         count(3 * keys + 4 * block + 3 * tile, sizeof(bf16));
         count(2 * keys + block + 4 * BLOCK * BLOCK + 2 * TILE, sizeof(float));
         char* at = scratch.take(num_bytes);
@@ -47,7 +50,8 @@ class Worker {
             scores_[turn] = floats(BLOCK * BLOCK), p_grads_[turn] = floats(BLOCK * BLOCK);
         norm_ = floats(TILE), delta_ = floats(TILE);
         k_ = halves(keys), v_ = halves(keys), k_columns_ = halves(keys);
-        q_columns_ = halves(block), q_rows_ = halves(block), grad_columns_ = halves(block), grad_rows_ = halves(block);
+        q_columns_ = halves(block), q_rows_ = halves(block), grad_columns_ = halves(block),
+        grad_rows_ = halves(block);
         weights_ = halves(tile), score_grads_ = halves(tile), score_grad_pairs_ = halves(tile);
     }
 
@@ -55,7 +59,8 @@ class Worker {
     i64 shared_head = -1;
     std::vector<float> shared_sums;
 
-    // Units are blocks of queries, by head; `is_shared`: whether the first one's key head is another thread's.
+    // Units are blocks of queries, by head; `is_shared`: whether the first one's key head is
+    // another thread's.
     void run(i64 first_unit, i64 end_unit, bool is_shared) {
         i64 head = -1;
         auto finish = [&] {
@@ -100,45 +105,52 @@ class Worker {
     }
 
     void reverse(i64 head, i64 block) {
-        const i64 first = block * TILE, step = p_.num_heads * width_, at = (first * p_.num_heads + head) * width_;
+        const i64 first = block * TILE, step = p_.num_heads * width_,
+                  at = (first * p_.num_heads + head) * width_;
         const int n = int(std::min<i64>(TILE, p_.num_rows - first)), padded = int(round_up(n, 32));
         by_column_pairs(p_.q + at, step, n, padded, width_, q_columns_);
         by_row_pairs(p_.q + at, step, n, padded, width_, q_rows_);
         by_column_pairs(p_.grad + at, step, n, padded, width_, grad_columns_);
         by_row_pairs(p_.grad + at, step, n, padded, width_, grad_rows_);
         // A query that is not there has no probabilities.
-        for (int i = 0; i < padded; i++) norm_[i] = i < n ? p_.lse[(first + i) * p_.num_heads + head] * LOG2_E : 1e30f;
+        for (int i = 0; i < padded; i++)
+            norm_[i] = i < n ? p_.lse[(first + i) * p_.num_heads + head] * LOG2_E : 1e30f;
         for (int i = 0; i < padded; i += 16) {
             const i64 start = at + i * step;
-            const __m512 delta = products_of_rows(p_.grad + start, p_.out + start, step, n - i, width_);
+            const __m512 delta =
+                products_of_rows(p_.grad + start, p_.out + start, step, n - i, width_);
             _mm512_store_ps(delta_ + i, delta * _mm512_set1_ps(p_.scale));
         }
         const i64 position = p_.earlier() + first, end = position + n;
         for (i64 key = p_.first_key(block); key < end; key += TILE) {
-            const Tile tile{key, position, int(round_up(std::min<i64>(TILE, end - key), BLOCK)), padded};
+            const Tile tile{key, position, int(round_up(std::min<i64>(TILE, end - key), BLOCK)),
+                            padded};
             differentiate(tile);
             add_products(tile, key > p_.first_key(block));
         }
         rows_of_columns(q_grad_, n, width_, nullptr, p_.q_grad + at, step);
     }
 
-    // Probabilities of a tile, and gradients of its scores times the scale. While the vectors work on one block, the
-    // tile registers work on the next.
+    // Probabilities of a tile, and gradients of its scores times the scale. While the vectors work
+    // on one block, the tile registers work on the next.
     void differentiate(const Tile& tile) {
         int turn = 0, key_before = -1, query_before = 0;
         auto finish = [&] {
             if (key_before < 0) return;
-            const bool is_masked = p_.is_masked(tile.key + key_before, BLOCK, tile.position + query_before, BLOCK);
-            (this->*(is_masked ? &Worker::differentiate_block<true> : &Worker::differentiate_block<false>))(
-                tile, key_before, query_before, turn ^ 1);
+            const bool is_masked =
+                p_.is_masked(tile.key + key_before, BLOCK, tile.position + query_before, BLOCK);
+            (this->*(is_masked ? &Worker::differentiate_block<true>
+                               : &Worker::differentiate_block<false>))(tile, key_before,
+                                                                       query_before, turn ^ 1);
         };
         for (int j = 0; j < tile.num_keys; j += BLOCK)
             for (int i = tile.first_query(j); i < tile.num_queries; i += BLOCK) {
                 const bf16 *k = k_ + (tile.key + j) * width_, *v = v_ + (tile.key + j) * width_;
                 settle();
-                multiply<BLOCK, BLOCK, false>(width_, k, width_, q_columns_ + i * width_, BLOCK, scores_[turn], BLOCK);
-                multiply<BLOCK, BLOCK, false>(width_, v, width_, grad_columns_ + i * width_, BLOCK, p_grads_[turn],
-                                              BLOCK);
+                multiply<BLOCK, BLOCK, false>(width_, k, width_, q_columns_ + i * width_, BLOCK,
+                                              scores_[turn], BLOCK);
+                multiply<BLOCK, BLOCK, false>(width_, v, width_, grad_columns_ + i * width_, BLOCK,
+                                              p_grads_[turn], BLOCK);
                 settle();
                 finish();
                 turn ^= 1;
@@ -159,13 +171,16 @@ class Worker {
                 __m512 grads[2], weights[2];
                 for (int e = 0; e < 2; e++) {
                     const int own = (j + e) * BLOCK + i;
-                    __m512 weight = exp2(_mm512_fmsub_ps(_mm512_load_ps(scores_[turn] + own), to_log2, norm));
+                    __m512 weight =
+                        exp2(_mm512_fmsub_ps(_mm512_load_ps(scores_[turn] + own), to_log2, norm));
                     if (MASKED)
                         weight = _mm512_maskz_mov_ps(
-                            p_.seen(tile.key + first_key + j + e, tile.position + first_query + i), weight);
+                            p_.seen(tile.key + first_key + j + e, tile.position + first_query + i),
+                            weight);
                     weights[e] = weight;
-                    grads[e] =
-                        _mm512_mul_ps(weight, _mm512_fmsub_ps(_mm512_load_ps(p_grads_[turn] + own), scale, delta));
+                    grads[e] = _mm512_mul_ps(
+                        weight,
+                        _mm512_fmsub_ps(_mm512_load_ps(p_grads_[turn] + own), scale, delta));
                 }
                 store_both(_mm512_cvtne2ps_pbh(weights[1], weights[0]), weights_ + at);
                 const __m512bh both = _mm512_cvtne2ps_pbh(grads[1], grads[0]);
@@ -188,23 +203,26 @@ class Worker {
             if (inner <= 0) continue;
             const i64 sum = (tile.key + j) * width_;
             for (int d = 0; d < width_; d += BLOCK) {
-                multiply<BLOCK, BLOCK, true>(inner, weights_ + j * TILE + i, TILE, grad_rows_ + i * width_ + d * 2,
-                                             width_, v_sum_ + sum + d, width_);
-                multiply<BLOCK, BLOCK, true>(inner, score_grads_ + j * TILE + i, TILE, q_rows_ + i * width_ + d * 2,
-                                             width_, k_sum_ + sum + d, width_);
+                multiply<BLOCK, BLOCK, true>(inner, weights_ + j * TILE + i, TILE,
+                                             grad_rows_ + i * width_ + d * 2, width_,
+                                             v_sum_ + sum + d, width_);
+                multiply<BLOCK, BLOCK, true>(inner, score_grads_ + j * TILE + i, TILE,
+                                             q_rows_ + i * width_ + d * 2, width_, k_sum_ + sum + d,
+                                             width_);
             }
         }
         auto add = has_q_grad ? multiply<BLOCK, BLOCK, true> : multiply<BLOCK, BLOCK, false>;
         for (int i = 0; i < tile.num_queries; i += BLOCK)
             for (int d = 0; d < width_; d += BLOCK)
-                add(tile.end_key(i), k_columns_ + tile.key * width_ + d * TILE, TILE, score_grad_pairs_ + i * TILE,
-                    BLOCK, q_grad_ + d * TILE + i, TILE);
+                add(tile.end_key(i), k_columns_ + tile.key * width_ + d * TILE, TILE,
+                    score_grad_pairs_ + i * TILE, BLOCK, q_grad_ + d * TILE + i, TILE);
         settle();
     }
 
     const Problem& p_;
     const int width_;
-    // By key: the head's keys and values by rows, the keys by columns, and the sums of both gradients.
+    // By key: the head's keys and values by rows, the keys by columns, and the sums of both
+    // gradients.
     bf16 *k_, *v_, *k_columns_;
     float *k_sum_, *v_sum_;
     // By query of a block, in the orders that products want.
@@ -218,7 +236,8 @@ class Worker {
 void reverse(const Problem& problem, i64 num_threads) {
     const std::vector<i64> starts = problem.shares(num_threads);
     const int threads = int(starts.size()) - 1;
-    // A key head's sums belong to the thread that begins it; what the next ones add to it waits until that is done.
+    // A key head's sums belong to the thread that begins it; what the next ones add to it waits
+    // until that is done.
     std::vector<std::pair<i64, std::vector<float>>> shared(threads);
 #pragma omp parallel num_threads(threads)
     {
@@ -226,7 +245,8 @@ void reverse(const Problem& problem, i64 num_threads) {
         // There may be fewer threads than were asked for.
         for (int part = omp_get_thread_num(); part < threads; part += omp_get_num_threads()) {
             Worker worker(problem);
-            worker.run(starts[part], starts[part + 1], starts[part] % problem.units_of_key_head() != 0);
+            worker.run(starts[part], starts[part + 1],
+                       starts[part] % problem.units_of_key_head() != 0);
             shared[part] = {worker.shared_head, std::move(worker.shared_sums)};
         }
     }
@@ -236,14 +256,15 @@ void reverse(const Problem& problem, i64 num_threads) {
 
 }  // namespace
 
-// grad, q, out and q_grad [n, heads, width], k and v [m, key heads, width], lse [n, heads]; k_grad and v_grad
-// [m, key heads, width] are added to. segments: of each its first row, number of rows, first key, number of keys.
-// width: a multiple of 32. window: 0, or how many keys a query sees.
+// grad, q, out and q_grad [n, heads, width], k and v [m, key heads, width], lse [n, heads]; k_grad
+// and v_grad [m, key heads, width] are added to. segments: of each its first row, number of rows,
+// first key, number of keys. width: a multiple of 32. window: 0, or how many keys a query sees.
 //
 // The sums are made in an order that depends on the number of threads, and on nothing else.
-extern "C" void attention_backward(const bf16* grad, const bf16* q, const bf16* k, const bf16* v, const bf16* out,
-                                   const float* lse, bf16* q_grad, float* k_grad, float* v_grad, const i64* segments,
-                                   i64 num_segments, i64 num_heads, i64 num_key_heads, i64 width, i64 window,
+extern "C" void attention_backward(const bf16* grad, const bf16* q, const bf16* k, const bf16* v,
+                                   const bf16* out, const float* lse, bf16* q_grad, float* k_grad,
+                                   float* v_grad, const i64* segments, i64 num_segments,
+                                   i64 num_heads, i64 num_key_heads, i64 width, i64 window,
                                    double scale, i64 num_threads) {
     for (const i64* s = segments; s < segments + 4 * num_segments; s += 4) {
         const i64 row = s[0] * num_heads * width, key = s[2] * num_key_heads * width;

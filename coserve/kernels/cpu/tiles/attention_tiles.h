@@ -1,8 +1,9 @@
-// What both directions of attention share: tiles of queries and keys, the orders in which products want them,
-// and who does which.
+// What both directions of attention share: tiles of queries and keys, the orders in which products
+// want them, and who does which.
 //
-// Everything is computed with keys along the rows, S^T = K Q^T, so that what belongs to a query lies in one lane of the
-// vectors, and the rounded scores of a tile are factors of the next products as they lie.
+// Everything is computed with keys along the rows, S^T = K Q^T, so that what belongs to a query
+// lies in one lane of the vectors, and the rounded scores of a tile are factors of the next
+// products as they lie.
 #pragma once
 
 #include "tiles/tiles.h"
@@ -14,10 +15,12 @@
 namespace {
 
 const int TILE = 128;
-// Blocks of a tile, 32 keys x 32 queries: what one `multiply` makes, and the first cache holds with its factors.
+// Blocks of a tile, 32 keys x 32 queries: what one `multiply` makes, and the first cache holds with
+// its factors.
 const int BLOCK = 32;
 
-// 2^x, to 2e-7 of it; for x below -126 as for -126, since numbers that small take a processor a hundred times as long.
+// 2^x, to 2e-7 of it; for x below -126 as for -126, since numbers that small take a processor a
+// hundred times as long.
 inline __m512 exp2(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // in this order a NaN stays one
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -29,20 +32,25 @@ inline __m512 exp2(__m512 x) {
 }
 
 inline __m512i count_by(int step) {
-    return _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                              _mm512_set1_epi32(step));
+    return _mm512_mullo_epi32(
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+        _mm512_set1_epi32(step));
 }
 
-inline void store(bf16* x, __m256bh values) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), (__m256i)values); }
+inline void store(bf16* x, __m256bh values) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), (__m256i)values);
+}
 
-// x [n, width] -> [padded / 2, width, 2], zeros after n: a right factor of which x's rows are the inner dimension.
+// x [n, width] -> [padded / 2, width, 2], zeros after n: a right factor of which x's rows are the
+// inner dimension.
 void by_row_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* out) {
     for (int row = 0; row < padded; row += 2)
         for (int i = 0; i < width; i += 16) {
             __m256i pair[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
             for (int e = 0; e < 2; e++)
                 if (row + e < n)
-                    pair[e] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + (row + e) * step + i));
+                    pair[e] = _mm256_loadu_si256(
+                        reinterpret_cast<const __m256i*>(x + (row + e) * step + i));
             __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(pair[0]), pair[1], 1);
             _mm512_storeu_si512(out + (row / 2 * width + i) * 2, interleaved(both));
         }
@@ -55,14 +63,16 @@ inline void pairs_of_rows(const bf16* x, i64 step, i64 row, i64 n, __m512i (&pai
     transpose(pairs);
 }
 
-// x [n, width] -> [padded / 32, width / 2, 32, 2], zeros after n: of each 32 rows a right factor x^T.
+// x [n, width] -> [padded / 32, width / 2, 32, 2], zeros after n: of each 32 rows a right factor
+// x^T.
 void by_column_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* out) {
     __m512i pairs[16];
     for (int row = 0; row < padded; row += 16)
         for (int i = 0; i < width; i += 32) {
             pairs_of_rows(x + i, step, row, n, pairs);
             bf16* at = out + row / BLOCK * BLOCK * width + row % BLOCK * 2;
-            for (int e = 0; e < 16; e++) _mm512_storeu_si512(at + (i / 2 + e) * BLOCK * 2, pairs[e]);
+            for (int e = 0; e < 16; e++)
+                _mm512_storeu_si512(at + (i / 2 + e) * BLOCK * 2, pairs[e]);
         }
 }
 
@@ -75,7 +85,8 @@ void by_columns(const bf16* x, i64 step, i64 n, i64 padded, int width, bf16* out
             for (int e = 0; e < 16; e++) {
                 bf16* at = out + (i + 2 * e) * padded + row;
                 store(at, (__m256bh)_mm512_cvtepi32_epi16(pairs[e]));
-                store(at + padded, (__m256bh)_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs[e], 16)));
+                store(at + padded,
+                      (__m256bh)_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs[e], 16)));
             }
         }
 }
@@ -88,11 +99,13 @@ void rows_of_columns(const float* x, int n, int width, const float* factors, bf1
         for (int d = 0; d < width; d += 32) {
             for (int e = 0; e < 16; e++) {
                 const float* at = x + (d + 2 * e) * TILE + i;
-                const __m512 even = _mm512_load_ps(at) * factor, odd = _mm512_load_ps(at + TILE) * factor;
+                const __m512 even = _mm512_load_ps(at) * factor,
+                             odd = _mm512_load_ps(at + TILE) * factor;
                 pairs[e] = interleaved((__m512i)_mm512_cvtne2ps_pbh(odd, even));
             }
             transpose(pairs);
-            for (int e = 0; e < 16 && i + e < n; e++) _mm512_storeu_si512(out + (i + e) * step + d, pairs[e]);
+            for (int e = 0; e < 16 && i + e < n; e++)
+                _mm512_storeu_si512(out + (i + e) * step + d, pairs[e]);
         }
     }
 }
@@ -109,11 +122,13 @@ inline __m512 products_of_rows(const bf16* x, const bf16* y, i64 step, int n, in
     }
     transpose(sums);
     for (int half = 8; half; half /= 2)
-        for (int e = 0; e < half; e++) sums[e] = (__m512i)((__m512)sums[e] + (__m512)sums[e + half]);
+        for (int e = 0; e < half; e++)
+            sums[e] = (__m512i)((__m512)sums[e] + (__m512)sums[e + half]);
     return (__m512)sums[0];
 }
 
-// Which queries see which keys, and how they are cut into tiles: blocks of queries × tiles of keys, both of 128.
+// Which queries see which keys, and how they are cut into tiles: blocks of queries × tiles of keys,
+// both of 128.
 struct Shape {
     i64 num_rows, num_keys, num_heads, num_key_heads, width, window;
 
@@ -122,8 +137,8 @@ struct Shape {
     i64 num_blocks() const { return (num_rows + TILE - 1) / TILE; }
     i64 padded_keys() const { return round_up(num_keys, TILE); }
 
-    // Units of work are blocks of queries, by key head, and of each block the query heads in turn, whose rows are
-    // neighbours in memory.
+    // Units of work are blocks of queries, by key head, and of each block the query heads in turn,
+    // whose rows are neighbours in memory.
     i64 units_of_key_head() const { return group() * num_blocks(); }
     i64 head_of(i64 unit) const { return unit / units_of_key_head() * group() + unit % group(); }
     i64 block_of(i64 unit) const { return unit % units_of_key_head() / group(); }
@@ -137,8 +152,8 @@ struct Shape {
         return (end - first_key(block) + TILE - 1) / TILE;
     }
 
-    // Where each thread begins, and after them the end: units are blocks of queries, head by head, and each thread has
-    // a run of them, of as many tiles as the others'.
+    // Where each thread begins, and after them the end: units are blocks of queries, head by head,
+    // and each thread has a run of them, of as many tiles as the others'.
     std::vector<i64> shares(i64 num_threads) const {
         const i64 blocks = num_blocks(), units = num_heads * blocks;
         const size_t threads = std::min(num_threads, units);
@@ -146,7 +161,8 @@ struct Shape {
         for (i64 block = 0; block < blocks; block++) tiles += num_heads * num_tiles(block);
         std::vector<i64> starts{0};
         for (i64 unit = 0; unit < units; unit++) {
-            while (starts.size() < threads && done * i64(threads) >= tiles * i64(starts.size())) starts.push_back(unit);
+            while (starts.size() < threads && done * i64(threads) >= tiles * i64(starts.size()))
+                starts.push_back(unit);
             done += num_tiles(block_of(unit));
         }
         starts.resize(threads + 1, units);
@@ -155,7 +171,8 @@ struct Shape {
 
     // Whether some query of a tile must not see some key of it.
     bool is_masked(i64 key, int num_keys, i64 position, int num_queries) const {
-        return key + num_keys - 1 > position || (window && key <= position + num_queries - 1 - window);
+        return key + num_keys - 1 > position ||
+               (window && key <= position + num_queries - 1 - window);
     }
 
     // Which of 16 queries, the first of them at a position, see a key.
@@ -163,18 +180,23 @@ struct Shape {
         const __m512i own = _mm512_set1_epi32(int(key));
         const __m512i last = _mm512_add_epi32(count_by(1), _mm512_set1_epi32(int(position)));
         __mmask16 seen = _mm512_cmple_epi32_mask(own, last);
-        if (window) seen &= _mm512_cmpgt_epi32_mask(own, _mm512_sub_epi32(last, _mm512_set1_epi32(int(window))));
+        if (window)
+            seen &= _mm512_cmpgt_epi32_mask(own,
+                                            _mm512_sub_epi32(last, _mm512_set1_epi32(int(window))));
         return seen;
     }
 };
 
-// Keys × queries of a tile, the first ones' places, and which of its blocks have keys that a query sees.
+// Keys × queries of a tile, the first ones' places, and which of its blocks have keys that a query
+// sees.
 struct Tile {
     i64 key, position;
     int num_keys, num_queries;
 
     // Of the block of keys that begins with `j`.
-    int first_query(int j) const { return int(std::max<i64>(0, key + j - position)) / BLOCK * BLOCK; }
+    int first_query(int j) const {
+        return int(std::max<i64>(0, key + j - position)) / BLOCK * BLOCK;
+    }
     // Of the block of queries that begins with `i`.
     int end_key(int i) const {
         const i64 seen = position + i + BLOCK - key;
@@ -185,7 +207,8 @@ struct Tile {
 // A head's keys or values [m, heads, width] in one piece [padded, width], zeros after them.
 inline void collect(const Shape& shape, const bf16* x, i64 head, bf16* out) {
     for (i64 key = 0; key < shape.num_keys; key++)
-        std::memcpy(static_cast<void*>(out + key * shape.width), x + (key * shape.num_key_heads + head) * shape.width,
+        std::memcpy(static_cast<void*>(out + key * shape.width),
+                    x + (key * shape.num_key_heads + head) * shape.width,
                     shape.width * sizeof(bf16));
     std::memset(static_cast<void*>(out + shape.num_keys * shape.width), 0,
                 (shape.padded_keys() - shape.num_keys) * shape.width * sizeof(bf16));

@@ -1,6 +1,6 @@
-// What a product does with its rounded elements before they are written: 32 neighbours of a row at once. A file that
-// includes this says first what GCC may make of float32 (see `rows.cpp`), so that results are those of the kernels
-// that do the same afterwards.
+// What a product does with its rounded elements before they are written: 32 neighbours of a row at
+// once. A file that includes this says first what GCC may make of float32 (see `rows.cpp`), so that
+// results are those of the kernels that do the same afterwards.
 #pragma once
 
 #include "common/row_formulas.h"
@@ -19,6 +19,8 @@ struct Onto {
 };
 
 // silu(gate) up.
-inline __m512i gated(__m512i gate, __m512i up) { return silu_times<bf16>(Floats(gate), Floats(up)).pairs(); }
+inline __m512i gated(__m512i gate, __m512i up) {
+    return silu_times<bf16>(Floats(gate), Floats(up)).pairs();
+}
 
 #endif

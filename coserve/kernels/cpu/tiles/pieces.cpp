@@ -1,5 +1,5 @@
-// Pieces of prompts in a step that runs as one call: their keys and values are gathered from pages, and their rows
-// attend by tiles.
+// Pieces of prompts in a step that runs as one call: their keys and values are gathered from pages,
+// and their rows attend by tiles.
 
 #include "kernels.h"
 
@@ -7,8 +7,8 @@
 
 namespace {
 
-// As `traced_calls.py` writes it down: rows of the step that are the last of a sequence's keys, and where its pages
-// begin in the table.
+// As `traced_calls.py` writes it down: rows of the step that are the last of a sequence's keys, and
+// where its pages begin in the table.
 struct Piece {
     i64 first_row, num_rows, num_keys, first_page;
 };
@@ -17,10 +17,12 @@ thread_local Scratch scratch;
 
 }  // namespace
 
-// As `paged_attention_bfloat16`, of rows that belong together; pieces: four numbers each. width: a multiple of 32.
-extern "C" void attend_in_pieces(const bf16* q, const bf16* keys, const bf16* values, const i64* pages, bf16* out,
-                                 float* lse, const i64* pieces, i64 num_pieces, i64 num_heads, i64 num_key_heads,
-                                 i64 width, i64 block_tokens, i64 page_step, i64 window, double scale,
+// As `paged_attention_bfloat16`, of rows that belong together; pieces: four numbers each. width: a
+// multiple of 32.
+extern "C" void attend_in_pieces(const bf16* q, const bf16* keys, const bf16* values,
+                                 const i64* pages, bf16* out, float* lse, const i64* pieces,
+                                 i64 num_pieces, i64 num_heads, i64 num_key_heads, i64 width,
+                                 i64 block_tokens, i64 page_step, i64 window, double scale,
                                  i64 num_threads) {
     const i64 row = num_heads * width, page = block_tokens * num_key_heads * width;
     const Piece* all = reinterpret_cast<const Piece*>(pieces);
@@ -36,8 +38,8 @@ extern "C" void attend_in_pieces(const bf16* q, const bf16* keys, const bf16* va
         }
         const i64 segment[] = {0, p->num_rows, 0, p->num_keys};
         attention_forward(q + p->first_row * row, own_keys, own_values, out + p->first_row * row,
-                          lse + p->first_row * num_heads, segment, 1, num_heads, num_key_heads, width, window, scale,
-                          num_threads);
+                          lse + p->first_row * num_heads, segment, 1, num_heads, num_key_heads,
+                          width, window, scale, num_threads);
     }
     scratch.give_back_large();
 }

@@ -1,6 +1,6 @@
-// y = x W^T in bfloat16 in tiles, of few rows here, with sums in float32 that are rounded once. PyTorch's product
-// rearranges the weight first; here it is the left factor as it lies, y^T = W x^T, so that the time is that of reading
-// it once.
+// y = x W^T in bfloat16 in tiles, of few rows here, with sums in float32 that are rounded once.
+// PyTorch's product rearranges the weight first; here it is the left factor as it lies, y^T = W
+// x^T, so that the time is that of reading it once.
 
 // As in rows.cpp: what follows a product gives the same there.
 #pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
@@ -21,21 +21,23 @@ const i64 MANY_ROWS = 128, MOST_WIDE_THREADS = 4;
 
 thread_local Scratch shared_scratch, own_scratch;
 
-// y = x W^T + b and `onto`, each rounded; GATED: of the first half of W's rows, passed through SiLU, times that of the
-// second.
+// y = x W^T + b and `onto`, each rounded; GATED: of the first half of W's rows, passed through
+// SiLU, times that of the second.
 template <bool GATED>
-void product_of_few_rows(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, Onto onto, bf16* y, i64 n,
-                         i64 inner, i64 outer, i64 num_threads) {
+void product_of_few_rows(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, Onto onto,
+                         bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
     const int PARTS = GATED ? 2 : 1;
     const Panel panel(shared_scratch, x, x_step, n, inner);
 #pragma omp parallel num_threads(num_threads)
     {
         const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
         auto start = [&](i64 count, int part) { return count * part / threads; };
-        for (i64 k = start(inner / 32, thread); k < start(inner / 32, thread + 1); k++) panel.fill(k * 32);
-        const i64 width = outer / PARTS, strip_sums = STRIP * panel.padded(), most = spacing(inner * sizeof(bf16)),
-                  end = start(width / STRIP, thread + 1);
-        float* sums = reinterpret_cast<float*>(own_scratch.take(PARTS * most * strip_sums * sizeof(float)));
+        for (i64 k = start(inner / 32, thread); k < start(inner / 32, thread + 1); k++)
+            panel.fill(k * 32);
+        const i64 width = outer / PARTS, strip_sums = STRIP * panel.padded(),
+                  most = spacing(inner * sizeof(bf16)), end = start(width / STRIP, thread + 1);
+        float* sums =
+            reinterpret_cast<float*>(own_scratch.take(PARTS * most * strip_sums * sizeof(float)));
         Tiles registers;
 #pragma omp barrier
         for (i64 first = start(width / STRIP, thread); first < end; first += most) {
@@ -45,16 +47,19 @@ void product_of_few_rows(const bf16* x, i64 x_step, const bf16* weight, const bf
                     for (i64 block = 0; block < panel.padded(); block += 32) {
                         const int columns = panel.width(block);
                         settle();
-                        auto run = columns == 32 ? multiply<32, 32, false> : multiply<32, 16, false>;
-                        run(int(inner), weight + (part * width + row + strip) * inner, strips * inner, panel.at(block),
-                            columns, sums + (part * most + strip) * strip_sums + block * STRIP, columns);
+                        auto run =
+                            columns == 32 ? multiply<32, 32, false> : multiply<32, 16, false>;
+                        run(int(inner), weight + (part * width + row + strip) * inner,
+                            strips * inner, panel.at(block), columns,
+                            sums + (part * most + strip) * strip_sums + block * STRIP, columns);
                         settle();
                     }
             for (i64 i = 0; i < n; i += 16) {
                 const i64 block = i / 32 * 32;
                 auto rows_of = [&](i64 part) {
-                    return RoundedRows(sums + part * most * strip_sums + block * STRIP + i - block, panel.width(block),
-                                       strips, strip_sums, nullptr, bias ? bias + part * width + row : nullptr);
+                    return RoundedRows(sums + part * most * strip_sums + block * STRIP + i - block,
+                                       panel.width(block), strips, strip_sums, nullptr,
+                                       bias ? bias + part * width + row : nullptr);
                 };
                 RoundedRows rows = rows_of(0), ups = rows_of(PARTS - 1);
                 for (i64 column = row; column < row + strips * STRIP; column += 32) {
@@ -62,8 +67,9 @@ void product_of_few_rows(const bf16* x, i64 x_step, const bf16* weight, const bf
                     rows.next(lines);
                     if (GATED) ups.next(others);
                     for (i64 k = 0; k < std::min<i64>(16, n - i); k++)
-                        _mm512_storeu_si512(y + (i + k) * width + column,
-                                            GATED ? gated(lines[k], others[k]) : onto(lines[k], i + k, column));
+                        _mm512_storeu_si512(
+                            y + (i + k) * width + column,
+                            GATED ? gated(lines[k], others[k]) : onto(lines[k], i + k, column));
                 }
             }
         }
@@ -72,39 +78,45 @@ void product_of_few_rows(const bf16* x, i64 x_step, const bf16* weight, const bf
 
 }  // namespace
 
-// y = x W^T + b: x [n, inner] with a step from row to row, weight [outer, inner], bias [outer] or null, y [n, outer].
-// inner and outer are multiples of 32. A row's sums are the same whatever other rows are there, among few and among
-// many; without AMX, among the fewest and among more.
-extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n, i64 inner,
-                        i64 outer, i64 num_threads) {
+// y = x W^T + b: x [n, inner] with a step from row to row, weight [outer, inner], bias [outer] or
+// null, y [n, outer]. inner and outer are multiples of 32. A row's sums are the same whatever other
+// rows are there, among few and among many; without AMX, among the fewest and among more.
+extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y,
+                        i64 n, i64 inner, i64 outer, i64 num_threads) {
 #ifdef HAS_PAIRS
-    if (n <= FEWEST_ROWS) return pair_product(x, x_step, weight, bias, y, n, inner, outer, num_threads);
+    if (n <= FEWEST_ROWS)
+        return pair_product(x, x_step, weight, bias, y, n, inner, outer, num_threads);
 #endif
 #ifdef HAS_AMX
     if (n >= MANY_ROWS && num_threads <= MOST_WIDE_THREADS)
         return wide_product(x, x_step, weight, bias, y, n, inner, outer, num_threads);
 #endif
-    product_of_few_rows<false>(x, x_step, weight, bias, {nullptr, 0}, y, n, inner, outer, num_threads);
+    product_of_few_rows<false>(x, x_step, weight, bias, {nullptr, 0}, y, n, inner, outer,
+                               num_threads);
 }
 
 #ifdef HAS_AMX
 
 // The same, rounded, and added to rows [n, outer], rounded again.
-extern "C" void product_onto(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, const bf16* onto,
-                             i64 onto_step, bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
+extern "C" void product_onto(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
+                             const bf16* onto, i64 onto_step, bf16* y, i64 n, i64 inner, i64 outer,
+                             i64 num_threads) {
     if (n >= MANY_ROWS && num_threads <= MOST_WIDE_THREADS)
-        return wide_product_onto(x, x_step, weight, bias, onto, onto_step, y, n, inner, outer, num_threads);
-    product_of_few_rows<false>(x, x_step, weight, bias, {onto, onto_step}, y, n, inner, outer, num_threads);
+        return wide_product_onto(x, x_step, weight, bias, onto, onto_step, y, n, inner, outer,
+                                 num_threads);
+    product_of_few_rows<false>(x, x_step, weight, bias, {onto, onto_step}, y, n, inner, outer,
+                               num_threads);
 }
 
-// silu(x G^T + b) (x U^T + b), of a weight whose rows [outer, inner] are G's and then as many of U's: y [n, outer / 2].
-// outer is a multiple of 64.
-extern "C" void gated_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y, i64 n,
-                              i64 inner, i64 outer, i64 num_threads) {
+// silu(x G^T + b) (x U^T + b), of a weight whose rows [outer, inner] are G's and then as many of
+// U's: y [n, outer / 2]. outer is a multiple of 64.
+extern "C" void gated_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
+                              bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
     if (n >= MANY_ROWS && num_threads <= MOST_WIDE_THREADS)
-        return wide_gated_product(x, x_step, weight, bias, nullptr, nullptr, 0, y, nullptr, 0, n, inner, outer,
-                                  num_threads);
-    product_of_few_rows<true>(x, x_step, weight, bias, {nullptr, 0}, y, n, inner, outer, num_threads);
+        return wide_gated_product(x, x_step, weight, bias, nullptr, nullptr, 0, y, nullptr, 0, n,
+                                  inner, outer, num_threads);
+    product_of_few_rows<true>(x, x_step, weight, bias, {nullptr, 0}, y, n, inner, outer,
+                              num_threads);
 }
 
 #endif

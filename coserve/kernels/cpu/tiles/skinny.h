@@ -1,12 +1,13 @@
-// What products y^T = W x^T of few rows share, with a weight as the left factor as it lies, in tiles.
+// What products y^T = W x^T of few rows share, with a weight as the left factor as it lies, in
+// tiles.
 #pragma once
 
 #include "tiles/tiles.h"
 
 #ifdef HAS_TILES
 
-// Rows of x as columns of a right factor x^T: blocks of 32 rows, each [inner / 2, 32, 2], zeros after n. The last
-// block is 16 wide where that is enough.
+// Rows of x as columns of a right factor x^T: blocks of 32 rows, each [inner / 2, 32, 2], zeros
+// after n. The last block is 16 wide where that is enough.
 class Panel {
   public:
     Panel(Scratch& scratch, const bf16* x, i64 step, i64 n, i64 inner)
@@ -23,7 +24,8 @@ class Panel {
         for (i64 row = 0; row < padded_; row += 16) {
             __m512i pairs[16];
             for (int i = 0; i < 16; i++)
-                pairs[i] = row + i < n_ ? _mm512_loadu_si512(x_ + (row + i) * step_ + k) : _mm512_setzero_si512();
+                pairs[i] = row + i < n_ ? _mm512_loadu_si512(x_ + (row + i) * step_ + k)
+                                        : _mm512_setzero_si512();
             transpose(pairs);
             const i64 block = row / 32 * 32;
             bf16* out = at(block) + k * width(block) + (row - block) * 2;
@@ -37,20 +39,28 @@ class Panel {
     bf16* data_;
 };
 
-// How far apart the weight's rows that are multiplied at once lie, in rows. The processor fetches ahead along a row of
-// a page, and along one row of each page only: neighbours in one page would hold each other up.
+// How far apart the weight's rows that are multiplied at once lie, in rows. The processor fetches
+// ahead along a row of a page, and along one row of each page only: neighbours in one page would
+// hold each other up.
 inline i64 spacing(i64 row_bytes) {
     const i64 page_bytes = 4096;
     i64 rows = std::max<i64>(1, (2 * page_bytes + row_bytes - 1) / row_bytes);
     return rows > 1 && rows * row_bytes % page_bytes == 0 ? rows + 1 : rows;
 }
 
-// Sums [32 * spacing, up to 16] -> rounded, with the scales and the bias (or null), as rows: 32 neighbours of each at a
-// time, from the first ones on. The sums of neighbours stand in strips one after another.
+// Sums [32 * spacing, up to 16] -> rounded, with the scales and the bias (or null), as rows: 32
+// neighbours of each at a time, from the first ones on. The sums of neighbours stand in strips one
+// after another.
 class RoundedRows {
   public:
-    RoundedRows(const float* sums, i64 step, i64 spacing, i64 strip_step, const float* scales, const bf16* bias)
-        : sums_(sums), scales_(scales), bias_(bias), step_(step), spacing_(spacing), strip_step_(strip_step) {}
+    RoundedRows(const float* sums, i64 step, i64 spacing, i64 strip_step, const float* scales,
+                const bf16* bias)
+        : sums_(sums),
+          scales_(scales),
+          bias_(bias),
+          step_(step),
+          spacing_(spacing),
+          strip_step_(strip_step) {}
 
     void next(__m512i (&lines)[16]) {
         for (int i = 0; i < 16; i++) {
@@ -73,13 +83,14 @@ class RoundedRows {
 };
 
 // The same, as elements of up to 16 rows of y.
-inline void round_rows(const float* sums, i64 step, i64 spacing, i64 strip_step, const float* scales, const bf16* bias,
-                       i64 n, bf16* y, i64 y_step) {
+inline void round_rows(const float* sums, i64 step, i64 spacing, i64 strip_step,
+                       const float* scales, const bf16* bias, i64 n, bf16* y, i64 y_step) {
     RoundedRows rows(sums, step, spacing, strip_step, scales, bias);
     for (i64 column = 0; column < 32 * spacing; column += 32) {
         __m512i lines[16];
         rows.next(lines);
-        for (int i = 0; i < std::min<i64>(16, n); i++) _mm512_storeu_si512(y + i * y_step + column, lines[i]);
+        for (int i = 0; i < std::min<i64>(16, n); i++)
+            _mm512_storeu_si512(y + i * y_step + column, lines[i]);
     }
 }
 

@@ -8,7 +8,9 @@
 #include <unistd.h>
 
 // Linux: arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA.
-extern "C" int request_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? TILES_BY_AMX : NO_TILES; }
+extern "C" int request_tiles() {
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? TILES_BY_AMX : NO_TILES;
+}
 
 #elif defined(HAS_TILES)
 

@@ -1,5 +1,5 @@
-// Products of tiles of bfloat16, on AMX or, where there is none, by AVX-512's instructions for pairs; and what they
-// need: the tile registers, right factors in their order, transposition.
+// Products of tiles of bfloat16, on AMX or, where there is none, by AVX-512's instructions for
+// pairs; and what they need: the tile registers, right factors in their order, transposition.
 #pragma once
 
 #include "kernels.h"
@@ -12,10 +12,12 @@
 
 const int DEPTH = 32;
 
-// What was written before is in memory afterwards: the compiler does not know that tiles are read from there.
+// What was written before is in memory afterwards: the compiler does not know that tiles are read
+// from there.
 inline void settle() { asm volatile("" ::: "memory"); }
 
-// All eight tile registers as 16 rows of 64 bytes, for the life of this object; oneDNN finds its own again afterwards.
+// All eight tile registers as 16 rows of 64 bytes, for the life of this object; oneDNN finds its
+// own again afterwards.
 class Tiles {
   public:
     Tiles() {
@@ -54,13 +56,15 @@ struct Tiles {
 
 #endif
 
-// C = A B, or C += A B: A [ROWS, inner] by rows, B [inner / 2, COLUMNS, 2] by pairs of rows, C [ROWS, COLUMNS] float32.
-// ROWS and COLUMNS are 32 or 16, inner is a multiple of DEPTH. The steps are from one row of A, one pair of rows of B,
-// one row of C to the next, in elements of each (in pairs for B).
+// C = A B, or C += A B: A [ROWS, inner] by rows, B [inner / 2, COLUMNS, 2] by pairs of rows, C
+// [ROWS, COLUMNS] float32. ROWS and COLUMNS are 32 or 16, inner is a multiple of DEPTH. The steps
+// are from one row of A, one pair of rows of B, one row of C to the next, in elements of each (in
+// pairs for B).
 #ifdef HAS_AMX
 
 template <int ROWS, int COLUMNS, bool ADD>
-inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c, i64 c_step) {
+inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c,
+                     i64 c_step) {
     const bool low = ROWS == 32, right = COLUMNS == 32;
     float* lower = c + 16 * c_step;
     if (ADD) {
@@ -98,7 +102,8 @@ inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_
 
 // Some of the rows: as many as leave their sums in registers.
 template <int ROWS, int VECTORS, bool ADD>
-inline void multiply_rows(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c, i64 c_step) {
+inline void multiply_rows(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c,
+                          i64 c_step) {
     __m512 sums[ROWS][VECTORS];
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++)
@@ -115,7 +120,8 @@ inline void multiply_rows(int inner, const bf16* a, i64 a_step, const bf16* b, i
             std::memcpy(&pair, a + row * a_step, sizeof pair);
             const __m512bh left = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 2
-            for (int v = 0; v < VECTORS; v++) sums[row][v] = _mm512_dpbf16_ps(sums[row][v], left, right[v]);
+            for (int v = 0; v < VECTORS; v++)
+                sums[row][v] = _mm512_dpbf16_ps(sums[row][v], left, right[v]);
         }
     }
 #pragma GCC unroll 16
@@ -125,10 +131,12 @@ inline void multiply_rows(int inner, const bf16* a, i64 a_step, const bf16* b, i
 }
 
 template <int ROWS, int COLUMNS, bool ADD>
-inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c, i64 c_step) {
+inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c,
+                     i64 c_step) {
     const int at_once = 8;
     for (int row = 0; row < ROWS; row += at_once)
-        multiply_rows<at_once, COLUMNS / 16, ADD>(inner, a + row * a_step, a_step, b, b_step, c + row * c_step, c_step);
+        multiply_rows<at_once, COLUMNS / 16, ADD>(inner, a + row * a_step, a_step, b, b_step,
+                                                  c + row * c_step, c_step);
 }
 
 #endif
@@ -138,10 +146,12 @@ inline __m512 load(const bf16* x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-// Two vectors of 16, the second after the first -> one of the first of each, the second of each, and so on.
+// Two vectors of 16, the second after the first -> one of the first of each, the second of each,
+// and so on.
 inline __m512i interleaved(__m512i both) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(order, both);
 }
 

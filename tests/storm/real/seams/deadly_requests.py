@@ -1,7 +1,8 @@
-"""Makes one prompt deadly: the engine's process crashes as it takes it in, as by a fault in a native library.
+"""Makes one prompt deadly: the engine's process crashes as it takes it in, as by a fault in a
+native library.
 
-The module that takes requests in is changed as it is imported, since this one is imported by every process of the
-server, and most of them never need it.
+The module that takes requests in is changed as it is imported, since this one is imported by every
+process of the server, and most of them never need it.
 """
 
 import os
@@ -22,7 +23,9 @@ _TARGET = "coserve.engine.serving"
 class _Finder:
     """Finds the module that takes requests in, and has it changed once it has run."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return how to load the module; None for every other one."""
         found = PathFinder.find_spec(name, path) if name == _TARGET else None
         if found is not None and found.loader is not None:

@@ -1,5 +1,5 @@
-"""Imported by Python as it starts: the time of day is as many seconds from the real one as a file says, and one prompt
-is deadly.
+"""Imported by Python as it starts: the time of day is as many seconds from the real one as a file
+says, and one prompt is deadly.
 """
 
 import os
