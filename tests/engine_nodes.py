@@ -26,7 +26,7 @@ from coserve.devices.job_messages import WriteCheckpoint
 from coserve.devices.messages import Command
 from coserve.engine.commands import AddRequest
 from coserve.engine.engine import Engine
-from coserve.jobs.remote_files import RemoteFiles, shared_files
+from coserve.jobs.files.remote_files import RemoteFiles, shared_files
 from coserve.protocol.messages import decode_command, decode_report, encode
 from coserve.worker.process import EngineProcess
 

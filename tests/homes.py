@@ -9,12 +9,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from coserve.engine.jobs.checkpoint import POSITION_FILE
-from coserve.jobs.catalogue import JobAdapters
-from coserve.jobs.files import Files
-from coserve.jobs.folders import Folders
-from coserve.jobs.offline import job_writer_at
+from coserve.jobs.files.blobs import Files
+from coserve.jobs.files.folders import Folders
+from coserve.jobs.lifecycle.catalogue import JobAdapters
+from coserve.jobs.maintenance.offline import job_writer_at
 from coserve.jobs.records import CheckpointRecord, FileRecord, JobRecord, adapter_of, new_id
-from coserve.jobs.store import Store
+from coserve.jobs.sql.store import Store
 
 TENANT = "a"
 

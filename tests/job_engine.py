@@ -19,13 +19,13 @@ from coserve.engine.commands import CancelJob, JobStart, PauseJob, ResumeJob, St
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError, EngineGoneError
-from coserve.jobs.files import Files
+from coserve.jobs.files.blobs import Files
+from coserve.jobs.files.shared_files import SharedFiles
 from coserve.jobs.manager import JobManager
 from coserve.jobs.models import BaseModel, JobModels
 from coserve.jobs.records import DEFAULT_TENANT, JobRecord
 from coserve.jobs.settings import job_settings
-from coserve.jobs.shared_files import SharedFiles
-from coserve.jobs.store import Store
+from coserve.jobs.sql.store import Store
 from coserve.protocol.messages import Reply
 from coserve.tuning.objectives import SUPERVISED
 from coserve.worker.job_commands import JobCommands

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from coserve.jobs.lifecycle.state import JobState
 from coserve.jobs.records import JobRecord
-from coserve.jobs.state import JobState
 
 
 def make_record(

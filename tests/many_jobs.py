@@ -30,7 +30,7 @@ from coserve.engine.commands import CancelJob, JobStart, StartJob
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
-from coserve.jobs.examples import write_examples_file
+from coserve.jobs.datasets.examples import write_examples_file
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.worker.job_commands import JobCommands

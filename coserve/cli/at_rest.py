@@ -14,7 +14,7 @@ from coserve.home import home_directory
 from coserve.secret_variables import take_database
 
 if TYPE_CHECKING:
-    from coserve.jobs.store import Store
+    from coserve.jobs.sql.store import Store
 
 Home = Annotated[
     str | None,
@@ -40,7 +40,7 @@ def existing_home(given: str | None, database: str | None) -> Path:
 
     Commands on a home make no database: what is saved of a new one would be nothing.
     """
-    from coserve.jobs.store import DATABASE_FILE, has_records
+    from coserve.jobs.sql.store import DATABASE_FILE, has_records
     from coserve.settings import without_password
 
     directory = home_directory(given)
@@ -70,8 +70,8 @@ def store_at_rest(home: str | None, database: str | None) -> Iterator[tuple[Path
             opened.
     """
     from coserve.home import private_files
-    from coserve.jobs.databases import database_url
-    from coserve.jobs.store import Store
+    from coserve.jobs.sql.databases import database_url
+    from coserve.jobs.sql.store import Store
     from coserve.server.home_lock import lock_home
 
     url = database_url(database)

@@ -38,10 +38,10 @@ def find_finished(name: str, home: str | None, database: str | None) -> Finished
         CoserveError: there is no such home. AdapterError: no such name, with those that there are;
             or the job has no finished model, with its checkpoints.
     """
-    from coserve.jobs.databases import database_url
     from coserve.jobs.names import is_checkpoint
     from coserve.jobs.records import AdapterRecord, JobRecord
-    from coserve.jobs.store import Store
+    from coserve.jobs.sql.databases import database_url
+    from coserve.jobs.sql.store import Store
 
     url = database_url(database)
     store = Store.at(existing_home(home, url), url)

@@ -35,9 +35,9 @@ from coserve.cluster.sharded_job import (
 from coserve.engine.commands import AdapterRef, JobStart
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
-from coserve.jobs.folders import contributions_beside
+from coserve.jobs.files.folders import contributions_beside
+from coserve.jobs.files.shared_files import SharedFiles
 from coserve.jobs.messages import Contributed
-from coserve.jobs.shared_files import SharedFiles
 from coserve.tuning.shard import Combination, DataParallel, Shard
 
 _log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.shared_paths import sampled_digest
 from coserve.errors import CoserveError
 from coserve.home import private_files
-from coserve.jobs.remote_files import files_url, shared_files
-from coserve.jobs.shared_files import SharedFiles
+from coserve.jobs.files.remote_files import files_url, shared_files
+from coserve.jobs.files.shared_files import SharedFiles
 from coserve.models.source import model_files
 from coserve.scheduling.fairness import TokenWeights
 from coserve.scheduling.policies import make_policy

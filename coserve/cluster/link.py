@@ -32,7 +32,7 @@ from coserve.engine.jobs.events import JobEvent
 from coserve.engine_client.link import EngineListener
 from coserve.engine_client.streams import RequestStream
 from coserve.errors import ClusterError, EngineGoneError
-from coserve.jobs.shared_files import SharedFiles
+from coserve.jobs.files.shared_files import SharedFiles
 from coserve.protocol.messages import Ready, StepReport
 
 if TYPE_CHECKING:

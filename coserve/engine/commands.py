@@ -39,7 +39,7 @@ class JobStart:
     """All that an engine needs to start a job, or to resume it where a checkpoint was taken.
 
     name: of the adapter that it makes, and serves when it is done (when live, from the first step
-    on). examples, validation: files that `coserve.jobs.examples` wrote ("" where a library's caller
+    on). examples, validation: files that `coserve.jobs.datasets.examples` wrote ("" where a library's caller
     has the examples). adapter: a fresh one, by its configuration in PEFT's format; or start: one to
     train further. checkpoint: a directory that a `Checkpointed` named; then neither is used.
     checkpoints: the directory in which the engine writes `step-<n>`: every `checkpoint_every_steps`

@@ -15,22 +15,22 @@ from pathlib import Path
 from coserve.engine.commands import AdapterRef
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import JobError, StoreError
-from coserve.jobs.catalogue import JobAdapters
-from coserve.jobs.driver import JobDriver
-from coserve.jobs.events import DesiredState, EngineLost, EngineReady, EngineReported
-from coserve.jobs.files import Files
-from coserve.jobs.folders import Folders
-from coserve.jobs.job_writer import JobWriter
-from coserve.jobs.live_jobs import Waiter
+from coserve.jobs.datasets.validation import FileReader, Validated
+from coserve.jobs.files.blobs import Files
+from coserve.jobs.files.folders import Folders
+from coserve.jobs.lifecycle.catalogue import JobAdapters
+from coserve.jobs.lifecycle.driver import JobDriver
+from coserve.jobs.lifecycle.events import DesiredState, EngineLost, EngineReady, EngineReported
+from coserve.jobs.lifecycle.job_writer import JobWriter
+from coserve.jobs.lifecycle.live_jobs import Waiter
+from coserve.jobs.lifecycle.report_writer import JobReportWriter
+from coserve.jobs.lifecycle.slots import TenantLimit, TrainingSlots
 from coserve.jobs.messages import Checkpointed, JobEngine
 from coserve.jobs.models import JobModels
 from coserve.jobs.names import model_name
 from coserve.jobs.records import JobRecord, new_id
-from coserve.jobs.report_writer import JobReportWriter
 from coserve.jobs.settings import JobSettings
-from coserve.jobs.slots import TenantLimit, TrainingSlots
-from coserve.jobs.store import Store
-from coserve.jobs.validation import FileReader, Validated
+from coserve.jobs.sql.store import Store
 
 
 class JobManager:

@@ -45,7 +45,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     model is worth. record: a file to write all that the engine does to. role, prefill_socket,
     prefill_min_tokens: see `coserve.worker.handover`. max_model_len: tokens of a request, prompt
     and answer, and of an example; None: as many as the model has positions. log_format, log_level:
-    see `coserve.logs`. files_url, files_cache_bytes: see `coserve.jobs.remote_files`; the process's
+    see `coserve.logs`. files_url, files_cache_bytes: see `coserve.jobs.files.remote_files`; the process's
     home is the directory here.
     """
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 from coserve.adapters.peft_directory import check_directory
 from coserve.errors import AdapterError, EngineGoneError
 from coserve.jobs.records import AdapterRecord
-from coserve.jobs.store import Store
+from coserve.jobs.sql.store import Store
 from coserve.server.lora_option import lora_module
 
 _log = logging.getLogger(__name__)

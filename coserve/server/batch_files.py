@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from coserve.home import make_private
+from coserve.jobs.files.shared_files import discard
 from coserve.jobs.records import new_id
-from coserve.jobs.shared_files import discard
 from coserve.server.batch_journal import BatchJournal, LineFile
 from coserve.server.bodies import named_once
 from coserve.server.errors import ApiError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coserve.errors import CoserveError, EngineGoneError
-from coserve.jobs.files import Files
+from coserve.jobs.files.blobs import Files
 from coserve.jobs.records import BatchRecord, FileRecord, new_id
 from coserve.server.batch_deaths import LineDeaths
 from coserve.server.batch_files import BatchLine, BatchResults, read_body

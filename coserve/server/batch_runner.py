@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from coserve.home import make_private
-from coserve.jobs.files import Files
+from coserve.jobs.files.blobs import Files
+from coserve.jobs.files.shared_files import discard, entries
 from coserve.jobs.records import BatchRecord, FileRecord
-from coserve.jobs.shared_files import discard, entries
-from coserve.jobs.store import Store
-from coserve.jobs.transaction import Transaction
+from coserve.jobs.sql.store import Store
+from coserve.jobs.sql.transaction import Transaction
 from coserve.server.batch_files import ERRORS, OUTPUT, BatchLine, BatchResults, read_input
 from coserve.server.batch_lines import Answer, BatchLines, set_aside
 from coserve.server.batch_places import BatchPlaces

@@ -15,8 +15,8 @@ from coserve.engine_client.access import EngineAccess
 from coserve.engine_client.streams import RequestStream
 from coserve.errors import EngineGoneError
 from coserve.jobs.manager import JobManager
+from coserve.jobs.metrics.trackers import Trackers
 from coserve.jobs.records import AdapterRecord
-from coserve.jobs.trackers import Trackers
 from coserve.protocol.messages import Ready
 from coserve.scheduling.slo import Slo
 from coserve.server.adapter_readers import AdapterReaders

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coserve.jobs.records import ConversationRecord
-from coserve.jobs.transaction import Transaction
+from coserve.jobs.sql.transaction import Transaction
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.responses import to_json

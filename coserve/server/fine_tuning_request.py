@@ -11,9 +11,9 @@ from coserve.adapters.methods import changes_model
 from coserve.adapters.peft_directory import read_config
 from coserve.engine.commands import AdapterRef
 from coserve.errors import AdapterError
+from coserve.jobs.metrics.trackers import has_wandb
 from coserve.jobs.names import SUFFIX
 from coserve.jobs.settings import JobSettings, job_settings
-from coserve.jobs.trackers import has_wandb
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, not_found
 from coserve.server.fine_tuning_schemas import MOST_SEED, CreateJobBody, MethodBody, OfObjective

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from coserve.jobs.lifecycle.outcome import stops_early
+from coserve.jobs.metrics.results import ANSWERS, by_step
 from coserve.jobs.names import organization
-from coserve.jobs.outcome import stops_early
 from coserve.jobs.records import CheckpointRecord, EventRecord, JobRecord
-from coserve.jobs.results import ANSWERS, by_step
 from coserve.jobs.settings import JobSettings
 from coserve.server.context import ServerContext
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from coserve.engine.prompts import end_tokens_of, load_tokenizer
 from coserve.engine_client.access import EngineAccess
 from coserve.errors import ModelError
-from coserve.jobs.batch_rows import BATCHES_FOLDER
-from coserve.jobs.databases import database_url
-from coserve.jobs.files import Files
+from coserve.jobs.files.blobs import Files
+from coserve.jobs.files.remote_files import files_url, shared_files
 from coserve.jobs.manager import JobManager
+from coserve.jobs.metrics.trackers import Trackers
 from coserve.jobs.models import BaseModel, JobModels
-from coserve.jobs.remote_files import files_url, shared_files
-from coserve.jobs.store import Store
-from coserve.jobs.trackers import Trackers
+from coserve.jobs.sql.batch_rows import BATCHES_FOLDER
+from coserve.jobs.sql.databases import database_url
+from coserve.jobs.sql.store import Store
 from coserve.models.families import build_architecture
 from coserve.models.source import ModelSource, check_model, find_model
 from coserve.protocol.messages import Ready, StepReport

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from coserve.jobs.records import ResponseRecord
-from coserve.jobs.store import Store
+from coserve.jobs.sql.store import Store
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, not_found
 from coserve.server.responses import to_json

@@ -28,7 +28,7 @@ from coserve.engine_client.fork_server import ForkServer
 from coserve.engine_client.link import EngineLink, engine_here
 from coserve.errors import CoserveError
 from coserve.home import private_files
-from coserve.jobs.remote_files import files_url
+from coserve.jobs.files.remote_files import files_url
 from coserve.models.fast_imports import import_configurations, without_collections
 from coserve.models.source import find_model
 from coserve.protocol.messages import EngineSettings, Ready, StartProgress, StepReport

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coserve.errors import DiskFullError, StoreError
-from coserve.jobs.store import Store
+from coserve.jobs.sql.store import Store
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from coserve.jobs.transaction import Transaction
+from coserve.jobs.sql.transaction import Transaction
 from coserve.server.context import ServerContext
 from coserve.server.errors import not_found
 from coserve.server.texts import check_texts

@@ -35,8 +35,8 @@ from coserve.engine.jobs.checkpoint import write_contribution
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import AdapterError, CoserveError, DiskFullError, JobOverError
+from coserve.jobs.files.shared_files import SharedFiles
 from coserve.jobs.messages import Checkpointed, Contributed
-from coserve.jobs.shared_files import SharedFiles
 from coserve.protocol.messages import Reply
 from coserve.worker.activity import Activity
 from coserve.worker.job_files import JobFiles

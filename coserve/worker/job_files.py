@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Self
 
 from coserve.engine.commands import JobStart
-from coserve.jobs.examples import read_examples_file
-from coserve.jobs.shared_files import SharedFiles
+from coserve.jobs.datasets.examples import read_examples_file
+from coserve.jobs.files.shared_files import SharedFiles
 from coserve.tuning.examples import Example
 
 _READ_BYTES = 1 << 20

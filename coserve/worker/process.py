@@ -37,8 +37,8 @@ from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
 from coserve.handover.base import Alone, HandoverEnd
 from coserve.home import home_directory
-from coserve.jobs.remote_files import shared_files
-from coserve.jobs.shared_files import SharedFiles
+from coserve.jobs.files.remote_files import shared_files
+from coserve.jobs.files.shared_files import SharedFiles
 from coserve.logs import configure_logs
 from coserve.protocol.messages import (
     STATS_S,

@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 
 from coserve.cli.main import app
 from coserve.errors import CoserveError
-from coserve.jobs.backup import MANIFEST, write_backup
-from coserve.jobs.doctor import examine
+from coserve.jobs.maintenance.backup import MANIFEST, write_backup
+from coserve.jobs.maintenance.doctor import examine
+from coserve.jobs.maintenance.restore import restore_backup
 from coserve.jobs.records import AdapterRecord, FileRecord
-from coserve.jobs.restore import restore_backup
-from coserve.jobs.store import DATABASE_FILE, Store
+from coserve.jobs.sql.store import DATABASE_FILE, Store
 from coserve.server.home_lock import lock_home
 
 

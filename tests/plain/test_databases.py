@@ -14,12 +14,12 @@ from postgres import Postgres
 from sqlalchemy.pool import QueuePool
 
 from coserve.errors import LimitError, StoreError
-from coserve.jobs.databases import database_url
-from coserve.jobs.files import Files
-from coserve.jobs.folders import Folders
-from coserve.jobs.job_writer import JobWriter
+from coserve.jobs.files.blobs import Files
+from coserve.jobs.files.folders import Folders
+from coserve.jobs.lifecycle.job_writer import JobWriter
 from coserve.jobs.records import FileRecord, JobRecord
-from coserve.jobs.store import Store
+from coserve.jobs.sql.databases import database_url
+from coserve.jobs.sql.store import Store
 from coserve.settings import without_password
 
 NUM_THREADS, MOST = 6, 3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from job_states import make_record, make_state
 
 from coserve.errors import DeviceMemoryError, EngineGoneError, JobError, JobOverError
-from coserve.jobs.events import (
+from coserve.jobs.lifecycle.events import (
     CheckpointRecorded,
     ClientAsked,
     CommandSent,
@@ -30,7 +30,7 @@ from coserve.jobs.events import (
     StepsRecorded,
     StoreRefused,
 )
-from coserve.jobs.plan import (
+from coserve.jobs.lifecycle.plan import (
     Action,
     ReadFiles,
     RequestSlot,
@@ -41,8 +41,8 @@ from coserve.jobs.plan import (
     plan,
     refusal,
 )
+from coserve.jobs.lifecycle.state import TRANSITIONS, JobState, apply, is_legal
 from coserve.jobs.records import OVER
-from coserve.jobs.state import TRANSITIONS, JobState, apply, is_legal
 
 LIVING = tuple(status for status in TRANSITIONS if status not in OVER)
 ENGINES = ("absent", "running", "paused", "ended")

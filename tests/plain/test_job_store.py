@@ -10,9 +10,10 @@ import pytest
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import DataError, JobError, StoreError
 from coserve.jobs.deaths import Deaths
-from coserve.jobs.events import EngineReported
-from coserve.jobs.files import Files
-from coserve.jobs.folders import Folders
+from coserve.jobs.files.blobs import Files
+from coserve.jobs.files.folders import Folders
+from coserve.jobs.lifecycle.events import EngineReported
+from coserve.jobs.lifecycle.report_writer import JobReportWriter
 from coserve.jobs.records import (
     AdapterRecord,
     CheckpointRecord,
@@ -22,8 +23,7 @@ from coserve.jobs.records import (
     JobRecord,
     ResponseRecord,
 )
-from coserve.jobs.report_writer import JobReportWriter
-from coserve.jobs.store import Store
+from coserve.jobs.sql.store import Store
 
 
 @pytest.fixture

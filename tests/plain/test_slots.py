@@ -2,9 +2,9 @@
 
 from job_states import make_state
 
-from coserve.jobs.live_jobs import LiveJobs
+from coserve.jobs.lifecycle.live_jobs import LiveJobs
+from coserve.jobs.lifecycle.slots import TenantLimit, TrainingSlots
 from coserve.jobs.records import JobRecord
-from coserve.jobs.slots import TenantLimit, TrainingSlots
 
 
 class Queue:

@@ -14,8 +14,8 @@ from homes import TENANT, HandMade
 
 from coserve.engine.commands import AdapterRef
 from coserve.errors import CoserveError, JobError, LimitError
+from coserve.jobs.files.uploads import Uploads, status_of
 from coserve.jobs.records import FileRecord, UploadRecord, adapter_of
-from coserve.jobs.uploads import Uploads, status_of
 
 
 class Home(HandMade):
@@ -217,7 +217,7 @@ def test_results_of_a_job_whose_end_cannot_be_recorded_leave_no_blob(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("coserve.jobs.outcome.adapter_of", fail)
+        patched.setattr("coserve.jobs.lifecycle.outcome.adapter_of", fail)
         for _ in range(3):
             with pytest.raises(OSError, match="No space"):
                 home.writer.end(job.id, "succeeded")

@@ -26,7 +26,7 @@ TERMS = {
         *(
             "coserve/tuning/early_stopping.py",
             "coserve/engine/jobs/job.py",
-            "coserve/jobs/outcome.py",
+            "coserve/jobs/lifecycle/outcome.py",
         ),
         *(
             "coserve/cli/commands/tune.py",

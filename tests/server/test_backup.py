@@ -15,8 +15,8 @@ from served import Served, serving
 from typer.testing import CliRunner
 
 from coserve.cli.main import app
-from coserve.jobs.doctor import examine
-from coserve.jobs.store import Store
+from coserve.jobs.maintenance.doctor import examine
+from coserve.jobs.sql.store import Store
 
 LINES = [
     json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n * n}."}) for n in range(360)

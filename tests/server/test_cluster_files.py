@@ -195,7 +195,7 @@ def test_a_front_on_another_machine_finds_what_was_uploaded(tmp_path: Path, serv
 def test_a_server_that_goes_away_for_good_fails_the_job_with_its_reason(
     tmp_path: Path, server: FtpServer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("coserve.jobs.remote_files._WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr("coserve.jobs.files.remote_files._WAITS_S", (0.01, 0.01))
 
     async def test() -> None:
         async with cluster_world(tmp_path / "front", 2, url=server.url) as made:

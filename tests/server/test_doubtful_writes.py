@@ -13,12 +13,13 @@ from homes import TENANT, HandMade
 
 from coserve.engine.commands import JobStart
 from coserve.errors import CoserveError, StoreError
-from coserve.jobs import store_retry, validation
+from coserve.jobs.datasets import validation
+from coserve.jobs.datasets.validation import Validated
+from coserve.jobs.lifecycle import store_retry
 from coserve.jobs.manager import JobManager
 from coserve.jobs.models import BaseModel, JobModels
 from coserve.jobs.records import JobRecord
 from coserve.jobs.settings import JobSettings
-from coserve.jobs.validation import Validated
 
 
 class Engine:

@@ -14,7 +14,7 @@ from coserve.adapters import LoraConfig
 from coserve.devices.job_messages import DropCheckpoint, DropTrainer, TakeCheckpoint
 from coserve.devices.step_messages import StepFailure
 from coserve.engine.commands import AddRequest, JobStart, StartJob
-from coserve.jobs.examples import write_examples_file
+from coserve.jobs.datasets.examples import write_examples_file
 from coserve.protocol.messages import StepReport
 from coserve.server.ledger import Ledger
 from coserve.server.status import StatusBoard

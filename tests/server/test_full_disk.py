@@ -17,7 +17,7 @@ from served import Served, serving
 from small_disk import SmallDisk, small_disk
 
 from coserve.errors import DiskFullError
-from coserve.jobs import driver
+from coserve.jobs.lifecycle import driver
 
 pytestmark = pytest.mark.long
 

@@ -12,7 +12,7 @@ from coserve.adapters import LoraConfig
 from coserve.engine.commands import CancelJob, JobStart, PauseJob, ResumeJob, StartJob
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, JobOverError
-from coserve.jobs.examples import write_examples_file
+from coserve.jobs.datasets.examples import write_examples_file
 from coserve.protocol.messages import Reply
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.shard import Shard

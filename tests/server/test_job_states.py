@@ -18,7 +18,7 @@ from job_engine import TENANT, World
 
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import EngineGoneError, JobError, JobOverError
-from coserve.jobs.events import EngineReported
+from coserve.jobs.lifecycle.events import EngineReported
 from coserve.jobs.messages import Checkpointed
 
 NUM_STEPS = 14  # two epochs of seven

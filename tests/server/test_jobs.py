@@ -21,9 +21,9 @@ from support import make_model
 from coserve.engine.commands import AdapterRef
 from coserve.engine.jobs.checkpoint import JOB_FILES, Checkpoint
 from coserve.errors import DeviceMemoryError, EngineGoneError, JobError
-from coserve.jobs import validation
-from coserve.jobs.examples import read_training_file
-from coserve.jobs.job_writer import JobWriter
+from coserve.jobs.datasets import validation
+from coserve.jobs.datasets.examples import read_training_file
+from coserve.jobs.lifecycle.job_writer import JobWriter
 from coserve.jobs.models import JobModels
 from coserve.jobs.settings import job_settings
 
@@ -629,7 +629,9 @@ def test_what_cannot_be_removed_is_left_to_the_next_start(tmp_path, monkeypatch,
 
     async def first():
         async with world(tmp_path) as w:
-            monkeypatch.setattr("coserve.jobs.shared_files.shutil", SimpleNamespace(rmtree=refuse))
+            monkeypatch.setattr(
+                "coserve.jobs.files.shared_files.shutil", SimpleNamespace(rmtree=refuse)
+            )
             async with asyncio.timeout(LIMIT_S):
                 extension = {**LONG["extension"], "checkpoint_every_steps": 0}
                 job = await w.create(DATA, **{**LONG, "extension": extension})

@@ -32,7 +32,7 @@ from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.engine_client.streams import RequestStream
 from coserve.errors import RequestError
-from coserve.jobs.examples import write_examples_file
+from coserve.jobs.datasets.examples import write_examples_file
 from coserve.protocol.messages import Refused, Reply
 from coserve.tuning.config import TuningConfig
 from coserve.worker.command_queue import CommandQueue

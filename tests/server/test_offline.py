@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from coserve.cli.main import app
 from coserve.errors import CoserveError
-from coserve.jobs.doctor import examine
+from coserve.jobs.maintenance.doctor import examine
 from coserve.server.home_lock import lock_home
 
 

@@ -10,7 +10,7 @@ import pytest
 from served import Served, keys_file, serving, tokenizer
 
 from coserve.engine.vocabulary import TokenBytes
-from coserve.jobs.preview import read_preview, tokens_of
+from coserve.jobs.datasets.preview import read_preview, tokens_of
 from coserve.server.history import SPANS, TokenHistory
 from coserve.server.page import assets, words
 from coserve.server.page.curves import (

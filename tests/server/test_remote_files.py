@@ -12,7 +12,7 @@ import pytest
 from ftp import PASSWORD, FtpServer, ftp_server
 
 from coserve.errors import DataError, StoreError
-from coserve.jobs.remote_files import MARKER, RemoteFiles, files_url
+from coserve.jobs.files.remote_files import MARKER, RemoteFiles, files_url
 from coserve.server.config import ServerConfig
 
 pytestmark = pytest.mark.skipif(

@@ -24,7 +24,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import RecordWriter
 
 from coserve.client.http import Client
-from coserve.jobs.trackers import TensorboardTracker
+from coserve.jobs.metrics.trackers import TensorboardTracker
 
 ROOT = str(Path(__file__).parents[2])
 LINES = [{"prompt": f"What is {n}? ", "completion": f"It is {n}."} for n in range(12)]

@@ -6,7 +6,7 @@ import pytest
 from coserve.adapters import LoraConfig
 from coserve.engine.config import EngineConfig
 from coserve.engine.token_engine import TokenEngine
-from coserve.jobs.estimate import seconds_alone
+from coserve.jobs.lifecycle.estimate import seconds_alone
 from coserve.models import load_backbone
 from coserve.scheduling.latency import LatencyModel
 from coserve.simulate.hardware import Hardware

@@ -7,10 +7,14 @@ from support import make_backbone
 from coserve.adapters import LoraConfig
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import DataError, JobError
-from coserve.jobs.estimate import ProgressMeter
-from coserve.jobs.examples import read_examples_file, read_training_file, write_examples_file
+from coserve.jobs.datasets.examples import (
+    read_examples_file,
+    read_training_file,
+    write_examples_file,
+)
+from coserve.jobs.lifecycle.estimate import ProgressMeter
+from coserve.jobs.metrics.results import message_of, metrics_of, results_csv
 from coserve.jobs.names import model_name
-from coserve.jobs.results import message_of, metrics_of, results_csv
 from coserve.jobs.settings import JobSettings, job_settings
 from coserve.tuning.examples import Example
 

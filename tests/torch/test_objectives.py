@@ -18,7 +18,7 @@ from coserve.adapters import Adapter, LoraConfig, save_adapter
 from coserve.adapters.methods.prompt_tuning import PromptTuningConfig
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, DataError
-from coserve.jobs.examples import read_examples_file, write_examples_file
+from coserve.jobs.datasets.examples import read_examples_file, write_examples_file
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 from coserve.tuning.examples import Example, epoch_order

@@ -41,7 +41,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import RecordingEngine, record
 from coserve.engine.replay import replay
-from coserve.jobs.examples import write_examples_file
+from coserve.jobs.datasets.examples import write_examples_file
 from coserve.jobs.messages import Contributed
 from coserve.memory.paged_kv import kv_page_bytes
 from coserve.protocol.messages import Reply, StepReport

@@ -17,8 +17,8 @@ from coserve.cli.main import main
 from coserve.devices.kept_profiles import keep_profile
 from coserve.engine.prompts import load_tokenizer
 from coserve.errors import DataError
-from coserve.jobs.estimate import seconds_alone
-from coserve.jobs.examples import read_training_file
+from coserve.jobs.datasets.examples import read_training_file
+from coserve.jobs.lifecycle.estimate import seconds_alone
 from coserve.models import load_backbone
 from coserve.models.source import find_model
 from coserve.simulate.hardware import Hardware

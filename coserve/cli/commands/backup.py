@@ -26,9 +26,9 @@ def backup(
     home of it again.
     """
     from coserve.home import private_files
-    from coserve.jobs.backup import to_data, write_backup
-    from coserve.jobs.databases import database_url
-    from coserve.jobs.store import Store
+    from coserve.jobs.maintenance.backup import to_data, write_backup
+    from coserve.jobs.sql.databases import database_url
+    from coserve.jobs.sql.store import Store
 
     url = database_url(database)
     directory = existing_home(home, url)

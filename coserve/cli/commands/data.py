@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from coserve.jobs.preview import Preview, ShownExample
+    from coserve.jobs.datasets.preview import Preview, ShownExample
     from coserve.models.source import ModelSource
 
 app = typer.Typer(
@@ -78,7 +78,7 @@ def check(
     """
     from coserve.cli.tables import console
     from coserve.engine.prompts import end_tokens_of, load_tokenizer
-    from coserve.jobs.preview import read_preview
+    from coserve.jobs.datasets.preview import read_preview
     from coserve.jobs.settings import job_settings
     from coserve.models.families import build_architecture
     from coserve.models.source import find_model
@@ -147,7 +147,7 @@ def _numbers(preview: "Preview", max_length: int) -> dict[str, Any]:
 
 def _time(preview: "Preview", config: Any, source: "ModelSource") -> dict[str, Any]:
     from coserve.devices.kept_profiles import stored_profile
-    from coserve.jobs.estimate import seconds_alone
+    from coserve.jobs.lifecycle.estimate import seconds_alone
     from coserve.tuning.order import TrainingOrder
 
     order, stored = TrainingOrder(preview.found, config), stored_profile(source.config)

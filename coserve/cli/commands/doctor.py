@@ -33,7 +33,7 @@ def doctor(
     JSON.
     """
     from coserve.cli.tables import console, table
-    from coserve.jobs.doctor import Finding, examine
+    from coserve.jobs.maintenance.doctor import Finding, examine
     from coserve.kernels.cpu_library import why_none
     from coserve.protocol.run_directory import remove_socket_directory
 

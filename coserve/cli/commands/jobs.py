@@ -195,7 +195,7 @@ def cancel(
     if not offline:
         _do("cancel", job, url, api_key, as_json)
         return
-    from coserve.jobs.offline import cancel_job
+    from coserve.jobs.maintenance.offline import cancel_job
 
     with store_at_rest(home, database) as (directory, store):
         record = cancel_job(store, directory, None if job == "last" else job)

@@ -27,8 +27,8 @@ def restore(
     there.
     """
     from coserve.home import home_directory, private_files
-    from coserve.jobs.databases import database_url
-    from coserve.jobs.restore import restore_backup
+    from coserve.jobs.maintenance.restore import restore_backup
+    from coserve.jobs.sql.databases import database_url
     from coserve.server.home_lock import LOCK_FILE, lock_home
 
     directory = home_directory(home)

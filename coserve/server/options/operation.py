@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coserve.home import home_directory
-from coserve.jobs.remote_files import files_url as check_files_url
+from coserve.jobs.files.remote_files import files_url as check_files_url
 from coserve.logs import FORMATS, LEVELS
 from coserve.server.options.option import OptionGroup, check_choice, option
 from coserve.server.units import bytes_of, seconds_of

@@ -133,7 +133,7 @@ def _tick(value: float, step: float) -> str:
 
 def loss_curve(metrics: Mapping[int, Mapping[str, Any]], num_steps: int) -> LossCurve | None:
     """Draw a job's losses; None before there is one. metrics: by step, see
-    `coserve.jobs.results.by_step`.
+    `coserve.jobs.metrics.results.by_step`.
     """
     train, valid = _series(metrics, "train_loss"), _series(metrics, "valid_loss")
     if not train:

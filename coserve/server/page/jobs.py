@@ -4,10 +4,10 @@ import time
 from dataclasses import dataclass
 
 from coserve.jobs.manager import JobManager
+from coserve.jobs.metrics.results import by_step
 from coserve.jobs.records import JobRecord
-from coserve.jobs.results import by_step
 from coserve.jobs.settings import JobSettings
-from coserve.jobs.transaction import Transaction
+from coserve.jobs.sql.transaction import Transaction
 from coserve.server.page.curves import Chart, LossCurve, loss_curve, step_curve
 from coserve.server.page.words import seconds, share
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from coserve.errors import LimitError
-from coserve.jobs.files import QUOTA_RETRY_S
+from coserve.jobs.files.blobs import QUOTA_RETRY_S
 from coserve.jobs.records import BatchRecord, Page, new_id
 from coserve.server.batch_answers import ANSWERS
 from coserve.server.bodies import JsonRoute

@@ -8,7 +8,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response
 
-from coserve.jobs.files import PURPOSES, RESULTS
+from coserve.jobs.files.blobs import PURPOSES, RESULTS
 from coserve.jobs.records import FileRecord
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found

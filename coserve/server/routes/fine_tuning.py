@@ -13,8 +13,8 @@ from starlette.responses import FileResponse, Response
 
 from coserve.engine.jobs.checkpoint import JOB_FILES
 from coserve.errors import EngineGoneError
+from coserve.jobs.files.shared_files import entries
 from coserve.jobs.records import JobRecord, Page
-from coserve.jobs.shared_files import entries
 from coserve.server.bodies import JsonRoute
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found

@@ -8,9 +8,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.responses import Response
 
-from coserve.jobs.files import PURPOSES
+from coserve.jobs.files.blobs import PURPOSES
+from coserve.jobs.files.uploads import Uploads, status_of
 from coserve.jobs.records import UploadRecord
-from coserve.jobs.uploads import Uploads, status_of
 from coserve.server.bodies import JsonRoute
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found

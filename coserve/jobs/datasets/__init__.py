@@ -1,0 +1,1 @@
+"""Training files of jobs: how they are read, checked and shown."""

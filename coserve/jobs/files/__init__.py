@@ -1,0 +1,1 @@
+"""Files and checkpoints on disk, on one machine or shared by a URL."""

@@ -1,0 +1,165 @@
+"""What jobs keep on disk: examples while a job needs them, and checkpoints, each in the job's own
+folder.
+
+Whatever the store does not know is removed, so that a process may end anywhere between a directory
+and its record. What cannot be removed is logged, and tried again at the next start.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from coserve.adapters.file_names import CONFIG_FILE
+from coserve.engine.jobs.checkpoint import JOB_FILES
+from coserve.home import make_private
+from coserve.jobs.files.shared_files import SharedFiles, discard, entries
+from coserve.jobs.records import CheckpointRecord, JobRecord
+from coserve.jobs.sql.transaction import Transaction
+
+EXAMPLES = "examples.msgpack"
+# At the end of the name of a file that is not whole yet.
+PART = ".part"
+
+
+class Folders:
+    """Below one directory, a folder for each job."""
+
+    def __init__(self, directory: Path, shared: SharedFiles | None = None) -> None:
+        """shared: where `directory` is (default: here alone)."""
+        self._directory, self.shared = directory, shared or SharedFiles()
+        self._thin = set[str]()  # directories that have been thinned out, which nobody fills again
+        make_private(directory)
+
+    def examples(self, job: str) -> Path:
+        """The training file's examples."""
+        return self._directory / job / EXAMPLES
+
+    def validation(self, job: str) -> Path:
+        """The validation file's."""
+        return self._directory / job / "validation.msgpack"
+
+    def checkpoints(self, job: str) -> Path:
+        """Where the engine writes checkpoints."""
+        return self._directory / job / "checkpoints"
+
+    def contributions(self, job: str) -> Path:
+        """Where the nodes of a data-parallel job exchange what they have learned, as long as it
+        trains.
+        """
+        return contributions_beside(self.checkpoints(job))
+
+    def parts(self, job: str) -> list[Path]:
+        """Return files of a job that broke off while they were written; or are being written
+        now.
+        """
+        return [path for path in entries(self._directory / job) if path.name.endswith(PART)]
+
+    def holds(self, directory: Path) -> bool:
+        """Whether a directory is in here."""
+        return self._directory in directory.parents
+
+    def thin_out(self, kept: Collection[CheckpointRecord], dropped: Collection[str]) -> bool:
+        """While a job runs: remove the directories that were dropped, and keep all checkpoints but
+        the newest as adapters alone. What else is there, the engine may be writing just now.
+        Returns whether all of it could be done.
+        """
+        done = [self.shared.discard(Path(directory)) for directory in dropped]
+        done += [self._thin_out(each) for each in sorted(kept, key=lambda each: each.step)[:-1]]
+        return all(done)
+
+    def sweep(self, job: str, kept: Collection[CheckpointRecord], *, is_terminal: bool) -> None:
+        """When no engine has the job: remove all that is not known. Of a job that is over, adapters
+        alone are kept.
+        """
+        known = {Path(each.directory) for each in kept}
+        there = self.shared.entries(self.checkpoints(job))
+        done = [self.shared.discard(path) for path in there if path not in known]
+        done.append(self.shared.discard(self.contributions(job)))
+        done.append(self.thin_out(kept, ()))
+        if is_terminal:
+            done += [self._thin_out(each) for each in kept]
+            done.append(self.shared.discard(self.validation(job)))
+            done += [discard(path) for path in self.parts(job)]
+            if all(done):
+                self.shared.discard(
+                    self.examples(job)
+                )  # the last: as long as it is there, this has not been done
+
+    def unswept(self) -> list[str]:
+        """Jobs whose examples are there."""
+        there = (
+            path.parent for path in self.shared.all_below(self._directory) if path.name == EXAMPLES
+        )
+        return sorted(path.name for path in there if path.parent == self._directory)
+
+    def remove(self, job: str) -> None:
+        """Remove all of a job's; no error if there is nothing."""
+        self.shared.discard(self._directory / job)
+
+    def tidy(
+        self, known: Collection[str], unfinished: Collection[str], kept: Collection[str]
+    ) -> None:
+        """Remove the folders of jobs that are not known; and of those that are over, the
+        checkpoints that are not.
+
+        kept: the directories that are.
+        """
+        there = self.shared.all_below(self._directory)
+        parts = [path.relative_to(self._directory).parts for path in there]
+        for job in sorted({each[0] for each in parts}):
+            for path in self.parts(job):
+                discard(path)
+            if job not in known:
+                self.remove(job)
+            elif job not in unfinished:
+                checkpoints = self.checkpoints(job)
+                names = {
+                    each[2]
+                    for each in parts
+                    if each[0] == job and each[1:2] == (checkpoints.name,) and each[2:]
+                }
+                for checkpoint in sorted(checkpoints / name for name in names):
+                    if str(checkpoint) not in kept:
+                        self.shared.discard(checkpoint)
+
+    def resume_point(self, checkpoints: Collection[CheckpointRecord]) -> CheckpointRecord | None:
+        """The newest checkpoint that has all that it takes to resume, as there is not once a job is
+        over.
+        """
+        for each in sorted(checkpoints, key=lambda each: each.step, reverse=True):
+            if all(self.shared.is_file(Path(each.directory) / name) for name in JOB_FILES):
+                return each
+        return None
+
+    def has_adapter(self, checkpoint: CheckpointRecord) -> bool:
+        """Whether it is there, at least as an adapter."""
+        return self.shared.is_file(Path(checkpoint.directory) / CONFIG_FILE)
+
+    def _thin_out(self, checkpoint: CheckpointRecord) -> bool:
+        """Keep its adapter alone; returns whether that could be done."""
+        directory = checkpoint.directory
+        if directory not in self._thin and all(
+            self.shared.discard(Path(directory) / name) for name in JOB_FILES
+        ):
+            self._thin.add(directory)
+        return directory in self._thin
+
+
+def contributions_beside(checkpoints: Path) -> Path:
+    """Of the job that has its checkpoints there."""
+    return checkpoints.with_name("contributions")
+
+
+def prune_records(
+    transaction: Transaction, job: JobRecord, *, is_terminal: bool
+) -> tuple[tuple[CheckpointRecord, ...], tuple[str, ...]]:
+    """Forget checkpoints that are only there so that nothing is lost, except the newest of a job
+    that has not ended; returns what is left, and the directories of the others.
+    """
+    found = transaction.all_checkpoints(job.id)
+    kept = tuple(
+        each for each in found if each.listed or (not is_terminal and each.step == found[-1].step)
+    )
+    dropped = tuple(each for each in found if each not in kept)
+    for each in dropped:
+        transaction.remove_checkpoint(job.id, each.step)
+    return kept, tuple(each.directory for each in dropped)

@@ -1,0 +1,163 @@
+"""Does what the plan says with one job, and applies the events that follow."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+from math import inf
+from typing import Literal
+
+from coserve.jobs.datasets.validation import FileReader
+from coserve.jobs.deaths import MOST_DEATHS
+from coserve.jobs.lifecycle.catalogue import JobAdapters
+from coserve.jobs.lifecycle.engine_commands import EngineCommands
+from coserve.jobs.lifecycle.events import (
+    Command,
+    CommandSent,
+    EngineEvent,
+    JobFailed,
+    PendingCommand,
+    ReadingBegan,
+    RecordWritten,
+    TimeUp,
+)
+from coserve.jobs.lifecycle.job_writer import JobWriter
+from coserve.jobs.lifecycle.live_jobs import LiveJobs
+from coserve.jobs.lifecycle.plan import (
+    Action,
+    ReadFiles,
+    RequestSlot,
+    Start,
+    Tell,
+    Write,
+    event_message,
+)
+from coserve.jobs.lifecycle.state import JobState
+from coserve.jobs.messages import JobEngine
+from coserve.jobs.models import JobModels
+from coserve.jobs.records import JobRecord
+
+# A job that engines have died of too many times is not started again.
+TOO_MANY_DEATHS = JobFailed(
+    code="engine_died",
+    message=(
+        f"the engine died, or stood still, {MOST_DEATHS} times while it worked for this job alone"
+    ),
+)
+
+
+class JobActions:
+    """Called from the mailbox's task. What the store does not take raises StoreError or OSError,
+    and is undone.
+    """
+
+    def __init__(
+        self,
+        jobs: LiveJobs,
+        *,
+        writer: JobWriter,
+        adapters: JobAdapters,
+        reader: FileReader,
+        engine: JobEngine,
+        models: JobModels,
+        clock: Callable[[], float],
+        timeout_s: float,
+        put: Callable[[EngineEvent], None],
+    ) -> None:
+        """timeout_s: how long a job may run. put: called with the events that come of commands, and
+        of time.
+        """
+        self._jobs, self._writer, self._adapters, self._reader = jobs, writer, adapters, reader
+        self._models, self._clock, self._timeout_s, self._put = models, clock, timeout_s, put
+        self._commands = EngineCommands(engine, put, jobs.is_current)
+        self._numbers = count()
+
+    @property
+    def open_commands(self) -> Sequence["asyncio.Task[None]"]:
+        """Commands that the engine has not answered yet."""
+        return self._commands.open
+
+    async def close(self) -> None:
+        """Wait for no answer any more."""
+        await self._commands.close()
+
+    async def do(self, action: Action, state: JobState) -> JobRecord | None:
+        """Do one action, and apply what follows from it; returns the job if that was its end."""
+        id = state.id
+        match action:
+            case ReadFiles():
+                self._reader.begin(state.job)
+                self._jobs.apply(id, ReadingBegan())
+            case RequestSlot():
+                self._jobs.request_slot(id)
+            case Start():
+                return await self._start(id)
+            case Tell(command=command):
+                if command == "cancel":  # which cannot be taken back
+                    await asyncio.to_thread(self._writer.require_room, id)
+                self.tell(id, command)
+            case Write(status="succeeded" | "failed" | "cancelled" as status):
+                return await self._end(id, status)
+            case Write(status=status):
+                job = await asyncio.to_thread(
+                    self._writer.change, id, status, event_message(state, status)
+                )
+                self._jobs.apply(id, RecordWritten(job=job))
+        return None
+
+    def tell(self, id: str, command: Command) -> None:
+        """Send the engine a command about a job that it has."""
+        self._commands.tell(id, self._send(id, command))
+
+    async def _start(self, id: str) -> JobRecord | None:
+        """Have the engine run a queued job from its newest checkpoint."""
+        point = await asyncio.to_thread(self._writer.roll_back, id)
+        if point.are_deaths_too_many:
+            self._jobs.apply(id, TOO_MANY_DEATHS)
+            return None
+        self._jobs.apply(id, RecordWritten(job=point.job))
+        self._adapters.changed()
+        if point.is_done:
+            return await self._end(id, "succeeded")
+        if self._jobs.can_start(id):  # no engine has died meanwhile
+            start = self._writer.start_of(point, model=self._models.engine_name(point.job.base))
+            step = 0 if point.checkpoint is None else point.checkpoint.step
+            self._commands.start(
+                start, self._send(id, "start", resumed_step=step, listed_step=point.listed_step)
+            )
+        return None
+
+    def _send(
+        self, id: str, command: Command, resumed_step: int = 0, listed_step: int | None = None
+    ) -> PendingCommand:
+        """Note that the engine is told something; a job that runs from now on is looked at when its
+        time is up.
+        """
+        pending = PendingCommand(
+            command=command, number=next(self._numbers), epoch=self._jobs[id].epoch
+        )
+        now_s = self._clock()
+        self._jobs.apply(
+            id,
+            CommandSent(
+                command=pending, now_s=now_s, resumed_step=resumed_step, listed_step=listed_step
+            ),
+        )
+        if self._timeout_s < inf and command in ("start", "resume"):
+            left_s = max(0.0, self._timeout_s - self._jobs[id].ran_s(now_s))
+            asyncio.get_running_loop().call_later(left_s, self._put, TimeUp(job=id))
+        return pending
+
+    async def _end(self, id: str, status: Literal["succeeded", "failed", "cancelled"]) -> JobRecord:
+        """End a job: what an engine may still say of it is too late."""
+        error = self._jobs[id].failure if status == "failed" else None
+        job = await asyncio.to_thread(self._writer.end, id, status, error)
+        self.let_go(job)
+        return job
+
+    def let_go(self, job: JobRecord) -> None:
+        """Forget a job that has ended in the store."""
+        self._adapters.remove_live(job)
+        self._adapters.changed()
+        self._jobs.end(job)
+        if job.status == "cancelled":
+            self._reader.stop(job.id)

@@ -1,0 +1,362 @@
+"""Every change of a job as it is written into the store (whole, or not at all) and on disk. Calls
+block.
+"""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from coserve.engine.commands import AdapterRef, JobStart
+from coserve.errors import JobError, LimitError
+from coserve.jobs.datasets.validation import Validated
+from coserve.jobs.deaths import Deaths, after_death
+from coserve.jobs.files.blobs import QUOTA_RETRY_S, RESULTS, Files
+from coserve.jobs.files.folders import Folders, prune_records
+from coserve.jobs.lifecycle.outcome import add_model, num_trained_tokens
+from coserve.jobs.lifecycle.state import is_legal
+from coserve.jobs.metrics.results import FILENAME, results_csv
+from coserve.jobs.records import (
+    CheckpointRecord,
+    FileRecord,
+    JobRecord,
+    JobStatus,
+    adapter_of,
+    job_event,
+    new_id,
+)
+from coserve.jobs.settings import JobSettings
+from coserve.jobs.sql.store import Store
+from coserve.jobs.sql.transaction import Transaction
+
+# The code of the error of a job that has run for as long as it may.
+TIMEOUT = "job_timeout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """Where a job resumes, or that it does not."""
+
+    # As it is now: what came after the checkpoint is forgotten.
+    job: JobRecord
+    # The checkpoint; None: the job begins anew.
+    checkpoint: CheckpointRecord | None = None
+    # Step of the newest checkpoint that users were promised; None: there is none.
+    listed_step: int | None = None
+    # Whether nothing is left to be done.
+    is_done: bool = False
+    # Engines that died while they worked for the job; None: it is not suspected.
+    deaths: Deaths | None = None
+
+    @property
+    def are_deaths_too_many(self) -> bool:
+        """Whether the job is to fail instead; then nothing was rolled back."""
+        return self.deaths is not None and self.deaths.are_too_many
+
+
+class JobWriter:
+    """The only one that changes a job's status."""
+
+    def __init__(self, store: Store, files: Files, folders: Folders) -> None:
+        self._store, self._files, self._folders = store, files, folders
+
+    # -- questions ------------------------------------------------------------------
+
+    def find(self, tenant: str, id: str) -> JobRecord | None:
+        """Return a tenant's job; None if there is none."""
+        with self._store.read() as transaction:
+            return transaction.job(tenant, id)
+
+    def any_job(self, id: str) -> JobRecord | None:
+        """Return a job, whosever it is; None if there is none."""
+        with self._store.read() as transaction:
+            return transaction.any_job(id)
+
+    def job(self, id: str) -> JobRecord:
+        """Return a job that there is."""
+        found = self.any_job(id)
+        assert found is not None, f"job {id} is not in the store"
+        return found
+
+    def start_of(self, point: ResumePoint, *, model: str = "") -> JobStart:
+        """Return all that an engine needs to run a job from there. model: see `JobStart`."""
+        job, settings = point.job, JobSettings.from_data(point.job.settings)
+        return JobStart(
+            id=job.id,
+            name=job.name,
+            examples=str(self._folders.examples(job.id)),
+            validation=None
+            if job.validation_file is None
+            else str(self._folders.validation(job.id)),
+            config=settings.tuning_config(job.num_examples),
+            adapter=settings.adapter,
+            start=None if job.start is None else AdapterRef(**job.start),
+            checkpoint=None if point.checkpoint is None else point.checkpoint.directory,
+            checkpoints=str(self._folders.checkpoints(job.id)),
+            checkpoint_every_steps=settings.checkpoint_every_steps,
+            keep_best=settings.keep_best,
+            tenant=job.tenant,
+            alone_until_step=0 if point.deaths is None else point.deaths.alone_until_step,
+            model=model,
+            data_parallel=settings.data_parallel,
+        )
+
+    def require_room(self, id: str) -> None:
+        """Raise StoreError if a change of a job cannot be written now."""
+        with self._store.write() as transaction:
+            job = transaction.any_job(id)
+            assert job is not None, f"job {id} is not in the store"
+            transaction.change_job(id, status=job.status)
+
+    # -- from the beginning ---------------------------------------------------------
+
+    def tidy(self) -> tuple[JobRecord, ...]:
+        """Remove at the start what a process left half done; returns the unfinished jobs, which no
+        engine has. This needs no room on a disk.
+        """
+        self._files.tidy()
+        with self._store.read() as transaction:
+            jobs = transaction.unfinished_jobs()
+            known, kept = transaction.job_ids(), transaction.adapter_directories()
+        self._folders.tidy(known, {job.id for job in jobs}, kept)
+        for id in self._folders.unswept():
+            with self._store.read() as transaction:
+                found, checkpoints = transaction.any_job(id), transaction.all_checkpoints(id)
+            if found is not None and found.is_terminal:
+                self._folders.sweep(id, checkpoints, is_terminal=True)
+        return jobs
+
+    def add(self, record: JobRecord, max_jobs: int | None = None) -> None:
+        """Add a new job; JobError for files that are not there, or not for fine-tuning, LimitError
+        if the tenant has max_jobs that have not ended.
+        """
+        with self._store.write() as transaction:
+            if (
+                max_jobs is not None
+                and (there := transaction.num_unfinished_jobs(record.tenant)) >= max_jobs
+            ):
+                raise LimitError(
+                    f"You have {there} jobs that have not ended, and may have {max_jobs}: cancel "
+                    f"one, or wait.",
+                    what="jobs",
+                    retry_after_s=QUOTA_RETRY_S,
+                )
+            for field in ("training_file", "validation_file"):
+                if (id := getattr(record, field)) is None:
+                    continue
+                file = transaction.file(record.tenant, id)
+                if file is None:
+                    raise JobError(f"{field} {id!r} does not exist: upload it first", param=field)
+                if file.purpose != "fine-tune":
+                    raise JobError(
+                        f"{field} {id} was uploaded for {file.purpose!r}, not for 'fine-tune'",
+                        param=field,
+                    )
+            _check_start(transaction, record, self._folders)
+            transaction.add_job(record)
+            transaction.add_event(job_event(record, f"Created fine-tuning job: {record.id}"))
+            transaction.add_event(
+                job_event(record, f"Validating training file: {record.training_file}")
+            )
+
+    def change(self, id: str, status: JobStatus, message: str | None = None) -> JobRecord:
+        """Give a job that has not ended another status, and an event that says so."""
+        with self._store.write() as transaction:
+            job = transaction.any_job(id)
+            assert job is not None, f"job {id} is not in the store"
+            job = _change(transaction, job, status)
+            if message is not None:
+                transaction.add_event(job_event(job, message))
+        return job
+
+    def validated(self, job: JobRecord, found: Validated) -> JobRecord:
+        """Write what was found in a job's files; a paused job stays so."""
+        with self._store.write() as transaction:
+            if found.num_cut:
+                length = job.settings["max_sequence_length"]
+                message = (
+                    f"{found.num_cut} of {found.num_examples} examples were cut to {length} tokens"
+                )
+                transaction.add_event(job_event(job, message, level="warn"))
+            for message in found.warnings:
+                transaction.add_event(job_event(job, message, level="warn"))
+            message = (
+                "Files validated, moving job to queued state"
+                if job.status != "paused"
+                else "Files validated"
+            )
+            transaction.add_event(job_event(job, message))
+            return _change(
+                transaction,
+                job,
+                "paused" if job.status == "paused" else "queued",
+                num_examples=found.num_examples,
+                num_tokens=found.num_tokens,
+                num_steps=found.num_steps,
+            )
+
+    # -- with engines that come and go ----------------------------------------------
+
+    def lose_engine(
+        self, lost: Collection[str], under_way: Collection[str] | None
+    ) -> tuple[tuple[JobRecord, ...], frozenset[str]]:
+        """Write that the engine which had these jobs has died: they wait for the next one.
+
+        Args:
+            lost: Jobs that the engine had.
+            under_way: Jobs that the engine may have died of; None: any.
+
+        Returns:
+            The jobs that are queued now, and the ids of those that engines have died of too many
+            times.
+        """
+        with self._store.write() as transaction:
+            jobs = [
+                job
+                for job in transaction.unfinished_jobs()
+                if job.id in lost and job.status != "paused"
+            ]
+            queued = tuple(_change(transaction, job, "queued") for job in jobs)
+            blamed = {
+                job.id: job.num_steps_done
+                for job in jobs
+                if under_way is None or job.id in under_way
+            }
+            suspected = after_death(transaction.deaths(), blamed)
+            transaction.put_deaths(suspected)
+        return queued, frozenset(id for id in blamed if suspected[id].are_too_many)
+
+    def roll_back(self, id: str) -> ResumePoint:
+        """Forget all that a job did after its newest checkpoint, as if it had not been, unless
+        nothing is left to be done, or engines have died of it too many times.
+        """
+        with self._store.read() as transaction:
+            checkpoints, deaths = transaction.all_checkpoints(id), transaction.deaths().get(id)
+        job = self.job(id)
+        if (
+            deaths is not None and deaths.are_too_many
+        ):  # the server ended before it could write that down
+            return ResumePoint(job=job, deaths=deaths)
+        found = self._folders.resume_point(checkpoints)
+        last = checkpoints[-1] if checkpoints else None
+        # The last checkpoint of all is the adapter alone, if the engine wrote it when the job had
+        # ended.
+        is_final = last is not None and last.listed and last.step == job.num_steps
+        is_done = (
+            last is not None and found is not last and is_final and self._folders.has_adapter(last)
+        )
+        with self._store.write() as transaction:
+            if not is_done:
+                job = transaction.roll_back(id, 0 if found is None else found.step)
+            kept, _ = prune_records(transaction, job, is_terminal=False)
+        self._folders.sweep(id, kept, is_terminal=False)
+        listed_step = max((each.step for each in kept if each.listed), default=None)
+        return ResumePoint(
+            job=job, checkpoint=found, listed_step=listed_step, is_done=is_done, deaths=deaths
+        )
+
+    # -- endings --------------------------------------------------------------------
+
+    def end(
+        self,
+        id: str,
+        status: Literal["succeeded", "failed", "cancelled"],
+        error: dict[str, Any] | None = None,
+    ) -> JobRecord:
+        """End a job; no error if it has ended before. error: code, message, param."""
+        job = self.job(id)
+        if job.is_terminal:
+            return job
+        results = self._write_results(job) if status == "succeeded" else None
+        try:
+            job, kept = self._record_end(job, status, error, results)
+        except BaseException:  # it is tried again, with a file of its own
+            if results is not None:
+                self._files.remove_blob(results.id)
+            raise
+        self._folders.sweep(id, kept, is_terminal=True)
+        return job
+
+    def _record_end(
+        self,
+        job: JobRecord,
+        status: Literal["succeeded", "failed", "cancelled"],
+        error: dict[str, Any] | None,
+        results: FileRecord | None,
+    ) -> tuple[JobRecord, tuple[CheckpointRecord, ...]]:
+        """Write down that a job has ended; returns it as it is then, and the checkpoints that are
+        kept.
+        """
+        with self._store.write() as transaction:
+            if error is not None and error["code"] == TIMEOUT:
+                _list_newest(transaction, job)
+            transaction.forget_deaths(job.id)
+            kept, _ = prune_records(transaction, job, is_terminal=True)
+            if status == "succeeded":
+                assert results is not None
+                transaction.add_file(results)
+                add_model(transaction, job, kept)
+                transaction.add_event(job_event(job, "The job has successfully completed"))
+            elif error is not None:
+                transaction.add_event(
+                    job_event(job, f"The job failed: {error['message']}", level="error")
+                )
+            else:
+                transaction.add_event(job_event(job, "The job was cancelled"))
+            job = _change(
+                transaction,
+                job,
+                status,
+                error=error,
+                finished_at=int(time.time()),
+                result_file=results.id if results is not None else None,
+                trained_tokens=num_trained_tokens(transaction, job)
+                if status == "succeeded"
+                else None,
+            )
+        return job, kept
+
+    def sweep(self, id: str) -> None:
+        """Remove what a job that has ended does not need."""
+        with self._store.read() as transaction:
+            kept = transaction.all_checkpoints(id)
+        self._folders.sweep(id, kept, is_terminal=True)
+
+    def _write_results(self, job: JobRecord) -> FileRecord:
+        with self._store.read() as transaction:
+            content = results_csv(transaction.metrics(job.id))
+        id = new_id("file-")
+        return FileRecord(
+            id=id,
+            tenant=job.tenant,
+            purpose=RESULTS,
+            filename=FILENAME,
+            num_bytes=self._files.write_blob(id, [content]),
+            created_at=int(time.time()),
+        )
+
+
+def _check_start(transaction: Transaction, job: JobRecord, folders: Folders) -> None:
+    """Raise JobError if the adapter that a job is to train further was deleted after it had been
+    looked up.
+    """
+    directory = None if job.start is None else job.start["directory"]
+    if directory is None or not folders.holds(Path(directory)):
+        return
+    if not transaction.adapters_in(directory):
+        raise JobError(f"{job.model} does not exist any more", param="model")
+
+
+def _change(
+    transaction: Transaction, job: JobRecord, status: JobStatus, **values: Any
+) -> JobRecord:
+    assert is_legal(job.status, status), f"job {job.id} cannot go from {job.status} to {status}"
+    return transaction.change_job(job.id, status=status, **values)
+
+
+def _list_newest(transaction: Transaction, job: JobRecord) -> None:
+    """Keep the newest checkpoint of a job that is to end, also if it was not promised."""
+    if checkpoints := transaction.all_checkpoints(job.id):
+        newest = transaction.put_checkpoint(replace(checkpoints[-1], listed=True))
+        transaction.put_adapter(adapter_of(job, newest.name, newest.directory))

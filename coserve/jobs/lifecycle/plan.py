@@ -1,0 +1,172 @@
+"""What is to be done next with a job: `plan(state)` is pure, and compares what is with what should
+be.
+
+The driver does what it says, applies the events that follow, and asks again, until there is nothing
+left to do. So a job comes from whatever state it is in to the state that is desired, whatever
+happens in between.
+"""
+
+from dataclasses import dataclass
+
+from coserve.errors import CoserveError, EngineGoneError, JobError, JobOverError
+from coserve.jobs.lifecycle.events import Command, DesiredState, EngineAnswered
+from coserve.jobs.lifecycle.state import TRANSITIONS, EngineState, JobState
+from coserve.jobs.records import OVER, JobStatus
+
+
+@dataclass(frozen=True)
+class ReadFiles:
+    """Read the job's files."""
+
+
+@dataclass(frozen=True)
+class RequestSlot:
+    """Ask for a slot to train in."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Give the job to the engine, from its newest checkpoint."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send the engine a command about a job that it has."""
+
+    command: Command
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write another status into the store."""
+
+    status: JobStatus
+
+
+Action = ReadFiles | RequestSlot | Start | Tell | Write
+
+_LIVING: frozenset[JobStatus] = frozenset(TRANSITIONS) - OVER
+_ANY_ENGINE: frozenset[EngineState] = frozenset(("absent", "running", "paused", "ended"))
+_Rule = tuple[DesiredState, frozenset[JobStatus], frozenset[EngineState], Action | None]
+
+
+def _rule(
+    desired: DesiredState,
+    status: JobStatus | None,
+    engine: EngineState | None,
+    action: Action | None,
+) -> _Rule:
+    """Make a rule; None: any status, or any state in the engine."""
+    return (
+        desired,
+        _LIVING if status is None else frozenset((status,)),
+        _ANY_ENGINE if engine is None else frozenset((engine,)),
+        action,
+    )
+
+
+# The first rule that fits decides.
+_RULES: tuple[_Rule, ...] = (
+    _rule("end", None, "running", Tell("cancel")),
+    _rule("end", None, "paused", Tell("cancel")),
+    _rule("end", None, None, Write("cancelled")),
+    _rule("rest", None, "running", Tell("pause")),
+    _rule("rest", "paused", None, None),
+    _rule("rest", None, None, Write("paused")),
+    _rule("run", "validating_files", None, ReadFiles()),
+    _rule("run", None, "paused", Tell("resume")),
+    _rule("run", "running", "absent", Write("queued")),
+    _rule("run", "running", None, None),
+    _rule("run", None, "running", Write("running")),
+    _rule("run", "queued", "absent", Start()),
+    _rule("run", "queued", "ended", None),
+    _rule("run", "paused", None, Write("queued")),
+)
+
+
+def plan(state: JobState, *, can_start: bool) -> Action | None:
+    """Return what brings a job one step nearer to what should be; None: there is nothing to do, or
+    only to wait.
+
+    Args:
+        state: The job.
+        can_start: Whether there is an engine, and all that engines have done to the job so far has
+            been applied.
+    """
+    if state.status in OVER:
+        return None
+    if state.failure is not None and state.engine in ("absent", "ended"):
+        return Write("failed")
+    if state.has_succeeded and state.has_last_checkpoint:
+        return Write("succeeded")
+    if state.pending is not None:
+        return None
+    if state.status == "paused" and state.desired == "run" and not state.job.validated:
+        return Write("validating_files")
+    return _when_possible(_rule_for(state), state, can_start)
+
+
+def _rule_for(state: JobState) -> Action | None:
+    for desired, statuses, engines, action in _RULES:
+        if state.desired == desired and state.status in statuses and state.engine in engines:
+            return action
+    raise AssertionError(f"no rule for {state.desired}, {state.status}, {state.engine}")
+
+
+def _when_possible(action: Action | None, state: JobState, can_start: bool) -> Action | None:
+    """Return the action, or what is to be done while it has to wait for a model, a slot or an
+    engine.
+    """
+    if isinstance(action, ReadFiles):
+        return action if state.has_model and not state.is_reading else None
+    if action not in (Start(), Tell("resume")):
+        return action
+    if state.slot != "held":
+        if state.has_model and state.slot == "none":
+            return RequestSlot()
+        return Write("queued") if state.status == "paused" else None
+    return action if can_start or action != Start() else None
+
+
+def refusal(state: JobState, answer: EngineAnswered, *, is_current: bool) -> CoserveError | None:
+    """Return the error for the client that asked, if a command was not done and the job is to be
+    left as it is: else the engine would be told the same for ever. None: what there is to do with
+    the job is planned again.
+
+    Args:
+        state: The job before the answer.
+        answer: The answer to the job's pending command.
+        is_current: Whether no engine that had the job is known to have died since the command was
+            sent.
+    """
+    error, command = answer.error, answer.command
+    if isinstance(error, EngineGoneError):
+        return error if is_current else None  # without a death, the next engine is waited for
+    if (
+        error is None
+        or isinstance(error, JobOverError)
+        or command.command == "start"
+        or command.epoch != state.epoch
+    ):
+        return None
+    return JobError(f"The engine could not do this with job {state.id}: {error}")
+
+
+def event_message(state: JobState, status: JobStatus) -> str | None:
+    """Return the text of the job's event that goes with a new status; None: there is no event."""
+    if status == "paused":
+        return "Fine-tuning job paused"
+    if status in ("queued", "validating_files"):
+        return "Fine-tuning job resumed" if state.status == "paused" else None
+    assert status == "running", "an end has its own events"
+    if state.was_resumed:  # one that waited for a slot has had the event of its resumption
+        return (
+            "Fine-tuning job resumed"
+            if state.status == "paused"
+            else _resuming(state.job.num_steps_done)
+        )
+    return _resuming(state.resumed_step) if state.resumed_step else "Fine-tuning job started"
+
+
+def _resuming(step: int) -> str:
+    return f"Fine-tuning resumes from step {step}"

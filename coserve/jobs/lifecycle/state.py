@@ -1,0 +1,259 @@
+"""The state of a job that has not ended, and the events that change it: `apply(state, event)` is
+pure.
+
+A `JobState` holds all that decides what happens next to a job: the record as the store has it, what
+a client has asked for, and what the engine has of the job. `coserve.jobs.lifecycle.plan` says from it what is
+to be done; `coserve.jobs.lifecycle.driver` does that, and applies the events that follow. No clock, store or
+engine is used here: an event carries the time it needs.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from coserve.errors import CoserveError, EngineGoneError, JobOverError
+from coserve.jobs.lifecycle.estimate import ProgressMeter
+from coserve.jobs.lifecycle.events import (
+    CheckpointRecorded,
+    ClientAsked,
+    CommandSent,
+    DesiredState,
+    EngineAnswered,
+    EngineEnded,
+    EngineLost,
+    Event,
+    JobFailed,
+    PendingCommand,
+    ReadingBegan,
+    ReadingEnded,
+    RecordWritten,
+    RequestClosed,
+    SlotGranted,
+    SlotRequested,
+    StepsRecorded,
+    StoreRefused,
+)
+from coserve.jobs.records import JobRecord, JobStatus
+
+# The engine does not have the job, runs it, has paused it, or has ended it and will still report
+# with what outcome.
+EngineState = Literal["absent", "running", "paused", "ended"]
+# A place to train. A job keeps it from when it is granted until the job ends or is paused, across
+# engines.
+Slot = Literal["none", "waiting", "held"]
+
+TRANSITIONS: dict[JobStatus, frozenset[JobStatus]] = {
+    "validating_files": frozenset(("queued", "paused", "failed", "cancelled")),
+    "queued": frozenset(("running", "paused", "succeeded", "failed", "cancelled")),
+    "running": frozenset(("queued", "paused", "succeeded", "failed", "cancelled")),
+    "paused": frozenset(
+        ("validating_files", "queued", "running", "succeeded", "failed", "cancelled")
+    ),
+    "succeeded": frozenset(),
+    "failed": frozenset(),
+    "cancelled": frozenset(),
+}
+
+
+def is_legal(old: JobStatus, new: JobStatus) -> bool:
+    """Return whether a job may change from one status to another; staying is always legal."""
+    return old == new or new in TRANSITIONS[old]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """One job that has not ended."""
+
+    # As the store has it.
+    job: JobRecord
+    # Whether this server has the model that the job trains; a job without it waits.
+    has_model: bool = True
+    # Whether the job's files are being read.
+    is_reading: bool = False
+    # What a client has asked for and does not have yet.
+    asked: DesiredState | None = None
+    engine: EngineState = "absent"
+    # While there is one, the engine is told nothing else about the job.
+    pending: PendingCommand | None = None
+    # Number of engines that have died, in this process, of those that had the job or would have had
+    # it.
+    epoch: int = 0
+    # Whether the job has succeeded in the engine.
+    has_succeeded: bool = False
+    # Step of the newest checkpoint that users were promised; None: there is none since the job was
+    # started.
+    listed_step: int | None = None
+    # Why the job is to end as failed: code, message, param.
+    failure: dict[str, Any] | None = None
+    slot: Slot = "none"
+    # Order of those that wait for a slot.
+    ticket: int = 0
+    # Steps of the current run, for estimates; None unless the job runs.
+    meter: ProgressMeter | None = None
+    # The engine's time of the last optimizer step of the current run.
+    last_step_s: float | None = None
+    # The step from which the engine resumed the job.
+    resumed_step: int = 0
+    # Whether a client has resumed the job since the engine was given it.
+    was_resumed: bool = False
+    # Seconds that the job ran before `runs_since_s`, in this process.
+    earlier_s: float = 0.0
+    # When the job began to run; None: it does not run.
+    runs_since_s: float | None = None
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        return self.job.id
+
+    @property
+    def status(self) -> JobStatus:
+        """The job's status in the store."""
+        return self.job.status
+
+    @property
+    def desired(self) -> DesiredState:
+        """What should be: a failed job ends; else as a client has asked; else as the status
+        says.
+        """
+        if self.failure is not None:
+            return "end"
+        return self.asked or ("rest" if self.status == "paused" else "run")
+
+    @property
+    def has_last_checkpoint(self) -> bool:
+        """Whether the checkpoint after the last step that the job has made is on record: it may
+        have stopped early.
+        """
+        return self.listed_step == self.job.num_steps_done
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job is to end by what has become of it in the engine."""
+        return self.has_succeeded or self.failure is not None
+
+    @property
+    def is_end_certain(self) -> bool:
+        """Whether the engine has ended the job, or was told to, which cannot be taken back."""
+        return self.engine == "ended" or (
+            self.pending is not None and self.pending.command == "cancel"
+        )
+
+    def ran_s(self, now_s: float) -> float:
+        """Return the seconds that the job has run so far, in this process."""
+        return self.earlier_s + (0.0 if self.runs_since_s is None else now_s - self.runs_since_s)
+
+
+def apply(state: JobState, event: Event) -> JobState:  # noqa: C901
+    """Return the state after an event."""
+    match event:
+        case RecordWritten(job=job):
+            return _recorded(state, job)
+        case ClientAsked(desired=desired):
+            return replace(state, asked=desired)
+        case RequestClosed():
+            return _without_request(state)
+        case StoreRefused():
+            return (
+                state if state.asked == "end" and state.is_end_certain else _without_request(state)
+            )
+        case ReadingBegan() | ReadingEnded():
+            return replace(state, is_reading=isinstance(event, ReadingBegan))
+        case SlotRequested(ticket=ticket):
+            return replace(state, slot="waiting", ticket=ticket)
+        case SlotGranted():
+            return replace(state, slot="held")
+        case CommandSent():
+            return _sent(state, event)
+        case EngineAnswered():
+            return _answered(state, event)
+        case StepsRecorded(num_steps=num_steps, now_s=now_s):
+            meter = None if state.meter is None else state.meter.after_steps(num_steps, now_s)
+            return replace(state, meter=meter, last_step_s=event.last_step_s)
+        case CheckpointRecorded(step=step):
+            return replace(state, listed_step=step)
+        case EngineEnded():
+            return _ended(state, event)
+        case EngineLost(now_s=now_s):
+            lost = replace(_stopped(state, now_s), epoch=state.epoch + 1)
+            return replace(lost, engine="absent", has_succeeded=False, meter=None)
+        case JobFailed():
+            return replace(state, failure=_failure(event.code, event.message, event.param))
+
+
+def _recorded(state: JobState, job: JobRecord) -> JobState:
+    """Take over the record; a job that is paused now gives its slot back."""
+    if job.status == "paused" != state.status:
+        return replace(state, job=job, slot="none", meter=None)
+    return replace(state, job=job)
+
+
+def _without_request(state: JobState) -> JobState:
+    """Forget what a client has asked for; a job that stays paused needs no slot."""
+    rests = state.status == "paused" and state.engine != "running" and state.pending is None
+    return replace(state, asked=None, slot="none" if rests else state.slot)
+
+
+def _sent(state: JobState, event: CommandSent) -> JobState:
+    """Note a command, and when the job began to run or stopped."""
+    state = replace(_stopped(state, event.now_s), pending=event.command)
+    if event.command.command in ("pause", "cancel"):
+        return state
+    state = replace(
+        state, runs_since_s=event.now_s, meter=ProgressMeter((event.now_s,)), last_step_s=None
+    )
+    if event.command.command == "resume":
+        return state
+    return replace(
+        state,
+        engine="running",
+        resumed_step=event.resumed_step,
+        listed_step=event.listed_step,
+        was_resumed=False,
+    )
+
+
+def _answered(state: JobState, event: EngineAnswered) -> JobState:
+    """Note what the engine did; an answer to any command but the pending one changes nothing."""
+    if state.pending != event.command:
+        return state
+    state, command, error = replace(state, pending=None), event.command, event.error
+    if command.epoch != state.epoch or isinstance(error, EngineGoneError):
+        return replace(state, engine="absent")
+    if command.command == "start":
+        return state if error is None else replace(state, engine="absent", failure=_refused(error))
+    if isinstance(error, JobOverError):
+        return replace(state, engine="ended")
+    if error is not None or state.engine == "ended":  # nothing was done, or more than that
+        return state
+    if command.command == "resume":
+        return replace(state, engine="running", was_resumed=True)
+    return replace(state, engine="paused" if command.command == "pause" else "ended")
+
+
+def _ended(state: JobState, event: EngineEnded) -> JobState:
+    """Note how the job ended in the engine. One that was cancelled there need not be over."""
+    if event.outcome == "cancelled":
+        return replace(state, engine="absent", has_succeeded=False)
+    failure = (
+        state.failure
+        if event.outcome == "succeeded"
+        else _failure("training_failed", event.message)
+    )
+    return replace(
+        state, engine="ended", has_succeeded=event.outcome == "succeeded", failure=failure
+    )
+
+
+def _stopped(state: JobState, now_s: float) -> JobState:
+    return replace(state, earlier_s=state.ran_s(now_s), runs_since_s=None)
+
+
+def _refused(error: Exception) -> dict[str, Any]:
+    is_expected = isinstance(error, CoserveError)
+    return _failure(
+        "job_refused", str(error) if is_expected else f"the job could not be started: {error!r}"
+    )
+
+
+def _failure(code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": param}

@@ -1,0 +1,158 @@
+"""A home from a backup: checked whole before anything of it is where a server would read it."""
+
+import hashlib
+import shutil
+import tarfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from coserve.errors import CoserveError, StoreError
+from coserve.home import make_private
+from coserve.jobs.maintenance.backup import FORMAT, MANIFEST
+from coserve.jobs.maintenance.foreign_rows import (
+    ForeignRowError,
+    check_foreign_database,
+    check_foreign_row,
+)
+from coserve.jobs.sql.copying import Row
+from coserve.jobs.sql.schema import SCHEMA_VERSION
+from coserve.jobs.sql.store import DATABASE_FILE, Store
+
+_STAGE = "restoring"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What is there now. missing: paths below the home that are on record, and were not there when
+    it was backed up.
+    """
+
+    home: str
+    num_files: int
+    num_jobs: int
+    missing: tuple[str, ...]
+
+
+class _Content(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of the manifest about a file in the archive."""
+
+    sha256: str
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The last file of an archive; see `coserve.jobs.maintenance.backup`."""
+
+    format: int
+    schema: int
+    coserve: str
+    missing: list[str]
+    contents: dict[str, _Content]
+
+
+def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
+    """Make a home of an archive. url: of an empty database for its records; SQLite in the home by
+    default.
+
+    The home is locked, and has nothing in it; paths of adapters in the home are those of the new
+    one.
+
+    Raises:
+        CoserveError: the archive is none of coserve's, damaged or of a newer version, or the home
+            cannot be written. StoreError: the database cannot be written, or is not empty.
+    """
+    stage = home / _STAGE
+    make_private(stage)
+    try:
+        manifest = _extract(file, stage)
+        check_foreign_database(stage / DATABASE_FILE)
+        store = Store.at(home, url)
+        try:
+            _copy_records(stage, home, store)
+            for name in ("files", "jobs"):
+                if (stage / name).is_dir():
+                    (stage / name).rename(home / name)
+            with store.read() as transaction:
+                num_files, num_jobs = len(transaction.file_ids()), len(transaction.job_ids())
+        finally:
+            store.close()
+    except (OSError, tarfile.TarError, EOFError, ForeignRowError) as error:
+        reason: object = error
+        if isinstance(error, tarfile.ReadError) and "unexpected end" not in str(error):
+            reason = "it is no tar archive"
+        raise CoserveError(f"{file} cannot be restored: {reason}") from None
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return Restored(
+        home=str(home), num_files=num_files, num_jobs=num_jobs, missing=tuple(manifest.missing)
+    )
+
+
+def _extract(file: Path, stage: Path) -> _Manifest:
+    """Extract all that the manifest has, and nothing else; each as it was.
+
+    An archive is not compressed, and has no holes: what it extracts to is no larger than itself.
+    """
+    with tarfile.open(file, "r:") as archive:
+        members = archive.getmembers()
+        manifest = _manifest(file, archive)
+        contents = manifest.contents
+        names = [member.name for member in members]
+        are_plain = all(member.isreg() and not member.issparse() for member in members)
+        if sorted(names) != sorted([*contents, MANIFEST]) or not are_plain:
+            raise CoserveError(f"{file} is damaged: it does not hold what its {MANIFEST} says")
+        archive.extractall(stage, filter="data")
+    for name, known in contents.items():
+        with (stage / name).open("rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() != known.sha256:
+                raise CoserveError(f"{file} is damaged: {name} is not what was saved")
+    if DATABASE_FILE not in contents:
+        raise CoserveError(f"{file} is damaged: it has no {DATABASE_FILE}")
+    return manifest
+
+
+def _manifest(file: Path, archive: tarfile.TarFile) -> _Manifest:
+    try:
+        content = archive.extractfile(MANIFEST)
+    except KeyError:
+        content = None
+    if content is None:
+        raise CoserveError(
+            f"{file} is no backup of coserve's, or was cut short: it has no {MANIFEST}"
+        )
+    try:
+        manifest = msgspec.json.decode(content.read(), type=_Manifest)
+    except (ValueError, RecursionError):
+        raise CoserveError(f"{file} is damaged: its {MANIFEST} is none") from None
+    if manifest.format > FORMAT or manifest.schema > SCHEMA_VERSION:
+        raise CoserveError(
+            f"a newer coserve ({manifest.coserve}) has written {file}: update coserve"
+        )
+    return manifest
+
+
+def _copy_records(stage: Path, home: Path, store: Store) -> None:
+    with store.read() as transaction:
+        if transaction.file_ids() or transaction.job_ids():
+            raise StoreError("the database is not empty: restore into an empty one")
+    saved = Store.at(stage)
+    try:
+        saved.copy_to(store, partial(_restored_row, home))
+    finally:
+        saved.close()
+
+
+def _restored_row(home: Path, row: Row) -> Row:
+    """Return a row with paths of the new home in place of relative ones."""
+    check_foreign_row(row)
+
+    def absolute(directory: str | None) -> str | None:
+        return None if directory is None else str(home / directory)  # as it is, if it is elsewhere
+
+    if "directory" in row:
+        row["directory"] = absolute(row["directory"])
+    if row.get("start") is not None:
+        row["start"] = {**row["start"], "directory": absolute(row["start"]["directory"])}
+    return row

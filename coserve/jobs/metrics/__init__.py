@@ -1,0 +1,1 @@
+"""Metrics of jobs: result files and experiment trackers."""

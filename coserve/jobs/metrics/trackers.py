@@ -1,0 +1,293 @@
+"""Where a job's metrics go beside the store: TensorBoard's event files, and Weights & Biases if the
+job asks for it.
+
+On a thread of its own, so that neither holds up anything; what goes wrong there is logged and
+changes no job. A job that cannot be followed at Weights & Biases has an event that says why. After
+an engine's death steps are made again: TensorBoard is told which ones to forget, Weights & Biases
+keeps the first.
+"""
+
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from math import isfinite
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Protocol
+
+from coserve.engine.jobs.events import JobEvent
+from coserve.errors import JobError
+from coserve.home import make_private
+from coserve.jobs.records import JobRecord, job_event
+from coserve.jobs.settings import JobSettings
+from coserve.jobs.sql.store import Store
+
+if TYPE_CHECKING:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import RecordWriter
+
+_log = logging.getLogger(__name__)
+
+_ENDS = ("succeeded", "failed", "cancelled")
+# Of a job's folder; below it, what `tensorboard --logdir` reads.
+TENSORBOARD = "tensorboard"
+# How long what was measured may be in memory alone; each time, the disk is waited for.
+_FLUSH_S = 2.0
+# How long the end of a server waits for what is on its way to a service that may be gone.
+_CLOSE_S = 20.0
+_MAX_MESSAGE = 500
+_numbers = count()  # of files, which may be begun within one second
+
+
+class Tracker(Protocol):
+    """Takes one job's metrics, in the order of steps."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """What was measured after a step."""
+
+    def close(self, status: str) -> None:
+        """There is no more. status: of the job; "queued" where it only rests."""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MAX_MESSAGE] or type(error).__name__
+
+
+def _has_wandb_key(wandb: Any) -> bool:
+    """Return whether the package has credentials; without, it would ask for them on the server's
+    terminal.
+    """
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:  # a version before that option
+        return bool(wandb.api.api_key)
+
+
+def has_wandb() -> bool:
+    """Whether the package is installed."""
+    return importlib.util.find_spec("wandb") is not None
+
+
+class Trackers:
+    """Those of all jobs. Calls return at once."""
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        """directory: where jobs have their folders."""
+        self._store, self._directory = store, directory
+        self._open: dict[str, list[Tracker]] = {}
+        self._told = set[tuple[str, str]]()  # warnings that jobs have
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # One that nobody waits for when the process ends.
+        self._thread = Thread(target=self._run, name="trackers", daemon=True)
+        self._thread.start()
+
+    def take(self, events: Sequence[JobEvent]) -> None:
+        """What an engine reports."""
+        found = [event for event in events if event.kind in ("step", "evaluation", *_ENDS)]
+        if found:
+            self._calls.put(partial(self._take, found))
+
+    def rest(self) -> None:
+        """The engine has died: its jobs will report again, from where they resume."""
+        self._calls.put(self._close_all)
+
+    def close(self, limit_s: float = _CLOSE_S) -> None:
+        """Write all that has come. Blocks, but no longer than this: a service that does not answer
+        keeps no server.
+        """
+        self._calls.put(self._close_all)
+        self._calls.put(None)
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            _log.warning(
+                "metrics of jobs were still on their way after %g s: not all have been passed on",
+                limit_s,
+            )
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._guarded(call)
+
+    def _guarded(self, do: Callable[..., None], *arguments: Any) -> None:
+        try:
+            do(*arguments)
+        except Exception:
+            _log.exception("metrics of jobs could not be passed on")
+
+    def _take(self, events: Sequence[JobEvent]) -> None:
+        for event in events:
+            if event.kind in _ENDS:
+                self._close(event.job, event.kind)
+                continue
+            if event.job not in self._open:
+                self._open[event.job] = self._trackers(event)
+            for tracker in self._open[event.job]:
+                self._guarded(tracker.add, event.step, _values(event))
+
+    def _trackers(self, event: JobEvent) -> list[Tracker]:
+        with self._store.read() as transaction:
+            job = transaction.any_job(event.job)
+        if job is None:
+            return []
+        folder = self._directory / job.id
+        found: list[Tracker] = [TensorboardTracker(folder / TENSORBOARD, first_step=event.step)]
+        for integration in JobSettings.from_data(job.settings).integrations:
+            try:
+                found.append(WandbTracker(job, integration["wandb"], folder))
+            except Exception as error:  # the service is away, or its key is missing or wrong
+                self._warn(
+                    job, f"the job cannot be followed at Weights & Biases: {_one_line(error)}"
+                )
+        return found
+
+    def _warn(self, job: JobRecord, message: str) -> None:
+        """Add an event to a job, once; and log it."""
+        _log.warning("job %s: %s", job.id, message)
+        if (job.id, message) not in self._told:
+            with self._store.write() as transaction:
+                transaction.add_event(job_event(job, message, level="warn"))
+            self._told.add((job.id, message))
+
+    def _close(self, job: str, status: str) -> None:
+        for tracker in self._open.pop(job, []):
+            self._guarded(tracker.close, status)
+
+    def _close_all(self) -> None:
+        for job in list(self._open):
+            self._close(job, "queued")
+
+
+class TensorboardTracker:
+    """Event files in a directory, written by the caller's thread: tensorboardX's own writer has one
+    that ends at the first error, and its callers then wait for ever. What cannot be written is left
+    out, and said once for each time that it begins; after that a new file is begun.
+    """
+
+    def __init__(self, directory: Path, *, first_step: int) -> None:
+        """first_step: that comes; what is there of it and of later ones is forgotten."""
+        self._directory, self._fails = directory, False
+        self._file: RecordWriter | None = None
+        self._flushed_s = 0.0
+        self._write(first_step, ())
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        now_s = time.time()
+        self._write(
+            step,
+            [
+                Event(wall_time=now_s, step=step, summary=scalar(name, value))
+                for name, value in values.items()
+            ],
+        )
+
+    def close(self, status: str) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+    def _write(self, step: int, events: "Sequence[Event]") -> None:
+        """step: which a file begins with, if it is a new one."""
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.record_writer import RecordWriter
+
+        path = None
+        try:
+            if self._file is None:
+                make_private(self._directory)
+                path = (
+                    self._directory
+                    / f"events.out.tfevents.{int(time.time())}.{os.getpid()}.{next(_numbers)}"
+                )
+                self._file = RecordWriter(str(path))
+                start = SessionLog(status=SessionLog.START)
+                # As TensorBoard wants it for steps that come again.
+                head = (
+                    Event(step=step, file_version="brain.Event:2"),
+                    Event(step=step, session_log=start),
+                )
+                events = (*head, *events)
+            for event in events:
+                self._file.write(event.SerializeToString())
+            if path is not None or time.monotonic() - self._flushed_s >= _FLUSH_S:
+                self._file.flush()
+                self._flushed_s = time.monotonic()
+        except OSError as error:
+            if not self._fails:
+                why = error.strerror or error
+                _log.warning(
+                    "%s: metrics of step %d and later ones are left out: %s",
+                    self._directory,
+                    step,
+                    why,
+                )
+            self._fails = True
+            self.close("")
+            if path is not None:
+                path.unlink(missing_ok=True)
+        else:
+            self._fails = False
+
+
+class WandbTracker:
+    """A run of Weights & Biases; the server's environment has its key, or WANDB_MODE=offline."""
+
+    def __init__(self, job: JobRecord, settings: Mapping[str, Any], directory: Path) -> None:
+        """Begin the run; JobError where the server has no key, any error where the service does not
+        take it.
+        """
+        import wandb
+
+        if os.environ.get("WANDB_MODE", "online") in ("online", "run") and not _has_wandb_key(
+            wandb
+        ):
+            raise JobError(
+                "the server has no key; start it with WANDB_API_KEY, log in with `wandb login`, or "
+                "set "
+                "WANDB_MODE=offline"
+            )
+        self._run = wandb.init(
+            project=settings["project"],
+            name=settings.get("name") or job.name,
+            entity=settings.get("entity"),
+            tags=settings.get("tags"),
+            id=job.id,
+            resume="allow",
+            dir=str(directory),
+            config={"model": job.model, "seed": job.seed, **job.settings},
+            reinit="create_new",
+            # What this process prints is not the run's.
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=int(status == "failed"))
+
+
+def _values(event: JobEvent) -> dict[str, float]:
+    """By the names that OpenAI's metrics have, below train/ and valid/."""
+    side = "train" if event.kind == "step" else "valid"
+    given = {
+        f"{side}/loss": event.loss,
+        f"{side}/mean_token_accuracy": event.token_accuracy,
+        "train/learning_rate": event.learning_rate if event.kind == "step" else None,
+        "train/gradient_norm": event.norm if event.kind == "step" else None,
+        **{f"{side}/{name}": value for name, value in event.metrics.items()},
+    }
+    return {
+        name: float(value) for name, value in given.items() if value is not None and isfinite(value)
+    }

@@ -1,0 +1,64 @@
+"""Uploads in parts, and batches, in the store."""
+
+from typing import Any
+
+from sqlalchemy import func, select, update
+
+from coserve.jobs.records import BATCH_OVER, BatchRecord, FileRecord, Page, UploadRecord
+from coserve.jobs.sql.rows import Rows, row_of
+from coserve.jobs.sql.tables import BatchTable, FileTable, UploadTable
+
+# Of files that are parts of an upload, by its id as their name; no client sees them.
+PART_PURPOSE = "upload-part"
+# Below a home: where the results of batches are while these are under way.
+BATCHES_FOLDER = "batches"
+
+
+class BatchRows(Rows):
+    """See `Transaction`."""
+
+    def add_upload(self, record: UploadRecord) -> None:
+        self._session.add(row_of(UploadTable, record))
+
+    def upload(self, tenant: str, id: str) -> UploadRecord | None:
+        return self._one(
+            UploadRecord,
+            select(UploadTable).where(UploadTable.tenant == tenant, UploadTable.id == id),
+        )
+
+    def change_upload(self, id: str, **values: Any) -> None:
+        """Set fields."""
+        self._execute(update(UploadTable).where(UploadTable.id == id).values(**values))
+
+    def parts(self, upload: str) -> tuple[FileRecord, ...]:
+        """Of an upload, as they came."""
+        where = (FileTable.purpose == PART_PURPOSE, FileTable.filename == upload)
+        return self._all(FileRecord, select(FileTable).where(*where).order_by(FileTable.seq))
+
+    def add_batch(self, record: BatchRecord) -> None:
+        self._session.add(row_of(BatchTable, record))
+
+    def batch(self, tenant: str, id: str) -> BatchRecord | None:
+        return self._one(
+            BatchRecord, select(BatchTable).where(BatchTable.tenant == tenant, BatchTable.id == id)
+        )
+
+    def batches(self, tenant: str, *, after: str | None, limit: int) -> Page:
+        """The newest first."""
+        query = select(BatchTable).where(BatchTable.tenant == tenant)
+        return self._page(BatchRecord, BatchTable, tenant, query, after, limit, True)
+
+    def unfinished_batches(self) -> tuple[BatchRecord, ...]:
+        """Of every tenant, the oldest first."""
+        query = select(BatchTable).where(BatchTable.status.not_in(BATCH_OVER))
+        return self._all(BatchRecord, query.order_by(BatchTable.seq))
+
+    def num_unfinished_batches(self, tenant: str) -> int:
+        query = select(func.count()).where(
+            BatchTable.tenant == tenant, BatchTable.status.not_in(BATCH_OVER)
+        )
+        return int(self._session.scalar(query) or 0)
+
+    def change_batch(self, id: str, **values: Any) -> None:
+        """Set fields."""
+        self._execute(update(BatchTable).where(BatchTable.id == id).values(**values))

@@ -1,0 +1,101 @@
+"""Conversations of /v1/conversations in the store: of each tenant, those used last that fit."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import delete, func, select, update
+
+from coserve.jobs.records import ConversationRecord
+from coserve.jobs.sql.rows import Rows, row_of
+from coserve.jobs.sql.tables import ConversationItemTable, ConversationTable
+
+# Where others make room, they make this much more of it: the next one finds some.
+_ROOM_SHARE = 1 / 16
+
+
+class ConversationRows(Rows):
+    """See `Transaction`."""
+
+    def add_conversation(self, record: ConversationRecord) -> None:
+        self._session.add(row_of(ConversationTable, record))
+
+    def conversation(self, tenant: str, id: str) -> ConversationRecord | None:
+        """None if it is not there, or another's."""
+        where = (ConversationTable.tenant == tenant, ConversationTable.id == id)
+        return self._one(ConversationRecord, select(ConversationTable).where(*where))
+
+    def label_conversation(self, id: str, metadata: dict[str, str]) -> None:
+        """Give it other metadata."""
+        self._execute(
+            update(ConversationTable).where(ConversationTable.id == id).values(labels=metadata)
+        )
+
+    def remove_conversation(self, id: str) -> None:
+        """With its items."""
+        self._execute(delete(ConversationItemTable).where(ConversationItemTable.conversation == id))
+        self._execute(delete(ConversationTable).where(ConversationTable.id == id))
+
+    def conversation_items(self, id: str) -> list[dict[str, Any]]:
+        """In order."""
+        mine = ConversationItemTable.conversation == id
+        return list(
+            self._session.scalars(
+                select(ConversationItemTable.item).where(mine).order_by(ConversationItemTable.seq)
+            )
+        )
+
+    def add_conversation_items(
+        self,
+        conversation: ConversationRecord,
+        items: Sequence[tuple[dict[str, Any], int]],
+        *,
+        most_bytes: int,
+    ) -> None:
+        """At its end; the tenant's conversations that were not used for longest make room for them.
+
+        items: each with its size, and an id that is not there yet. most_bytes: of all of a
+        tenant's; this one is kept even if it is larger.
+        """
+        for item, num_bytes in items:
+            more = {
+                "id": item["id"],
+                "conversation": conversation.id,
+                "num_bytes": num_bytes,
+                "item": item,
+            }
+            self._session.add(ConversationItemTable(**more))
+        self._resize(conversation.id, used_at=int(time.time()))
+        mine = ConversationTable.tenant == conversation.tenant
+        num_bytes = int(
+            self._session.scalar(select(func.sum(ConversationTable.num_bytes)).where(mine)) or 0
+        )
+        if num_bytes <= most_bytes:
+            return
+        most_bytes -= int(_ROOM_SHARE * most_bytes)
+        others = select(ConversationTable.id, ConversationTable.num_bytes).where(
+            mine, ConversationTable.id != conversation.id
+        )
+        for id, size in self._session.execute(
+            others.order_by(ConversationTable.used_at, ConversationTable.seq)
+        ).all():
+            if num_bytes <= most_bytes:
+                break
+            self.remove_conversation(id)
+            num_bytes -= size
+
+    def remove_conversation_item(self, conversation: str, id: str) -> bool:
+        """Returns whether it was there."""
+        where = (ConversationItemTable.conversation == conversation, ConversationItemTable.id == id)
+        found = self._execute(delete(ConversationItemTable).where(*where)) > 0
+        self._resize(conversation)
+        return found
+
+    def _resize(self, id: str, **more: int) -> None:
+        self._session.flush()
+        mine = ConversationItemTable.conversation == id
+        num_bytes = int(
+            self._session.scalar(select(func.sum(ConversationItemTable.num_bytes)).where(mine)) or 0
+        )
+        change = update(ConversationTable).where(ConversationTable.id == id)
+        self._execute(change.values(num_bytes=num_bytes, **more))

@@ -1,0 +1,90 @@
+"""Answers of /v1/responses in the store: of each tenant, the newest that fit."""
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+from sqlalchemy import delete, func, select, update
+
+from coserve.jobs.records import ResponseRecord
+from coserve.jobs.sql.rows import Rows, row_of
+from coserve.jobs.sql.tables import ResponseTable
+
+# Where the oldest make room, they make this much more of it: the next one finds some.
+_ROOM_SHARE = 1 / 16
+_UNFINISHED = ("queued", "in_progress")
+
+
+class ResponseRows(Rows):
+    """See `Transaction`."""
+
+    def put_response(self, record: ResponseRecord, *, most_bytes: int) -> None:
+        """Add it, or let it take the place of the one of this id; the tenant's oldest make room for
+        it.
+
+        most_bytes: of all of a tenant's; the new one is kept even if it is larger.
+        """
+        found = self._session.scalar(select(ResponseTable).where(ResponseTable.id == record.id))
+        if found is None:
+            self._session.add(row_of(ResponseTable, record))
+        else:
+            found.status, found.num_bytes, found.response = (
+                record.status,
+                record.num_bytes,
+                record.response,
+            )
+        self._session.flush()
+        mine = ResponseTable.tenant == record.tenant
+        num_bytes = int(
+            self._session.scalar(select(func.sum(ResponseTable.num_bytes)).where(mine)) or 0
+        )
+        if num_bytes <= most_bytes:
+            return
+        most_bytes -= int(_ROOM_SHARE * most_bytes)
+        others = mine & (ResponseTable.id != record.id)
+        oldest = (
+            select(ResponseTable.seq, ResponseTable.num_bytes)
+            .where(others)
+            .order_by(ResponseTable.seq)
+        )
+        last = None
+        for seq, size in self._session.execute(oldest):
+            if num_bytes <= most_bytes:
+                break
+            last, num_bytes = seq, num_bytes - size
+        if last is not None:
+            self._execute(delete(ResponseTable).where(others, ResponseTable.seq <= last))
+
+    def response(self, tenant: str, id: str) -> ResponseRecord | None:
+        """None if it is not there, another's, or past its time."""
+        alive = ResponseTable.expires_at > int(time.time())
+        where = (ResponseTable.tenant == tenant, ResponseTable.id == id, alive)
+        return self._one(ResponseRecord, select(ResponseTable).where(*where))
+
+    def remove_response(self, tenant: str, id: str) -> bool:
+        """Returns whether it was there."""
+        return (
+            self._execute(
+                delete(ResponseTable).where(ResponseTable.tenant == tenant, ResponseTable.id == id)
+            )
+            > 0
+        )
+
+    def unfinished_responses(self) -> list[str]:
+        """Return the ids of responses of every tenant that are not over."""
+        return list(
+            self._session.scalars(
+                select(ResponseTable.id).where(ResponseTable.status.in_(_UNFINISHED))
+            )
+        )
+
+    def end_unfinished_responses(self, ids: Collection[str], error: dict[str, Any]) -> None:
+        """Have those of these that are not over fail; and forget all that are past their time."""
+        self._execute(delete(ResponseTable).where(ResponseTable.expires_at <= int(time.time())))
+        unfinished = select(ResponseTable).where(
+            ResponseTable.id.in_(ids), ResponseTable.status.in_(_UNFINISHED)
+        )
+        for row in list(self._session.scalars(unfinished)):
+            failed = {**row.response, "status": "failed", "error": error}
+            change = update(ResponseTable).where(ResponseTable.id == row.id)
+            self._execute(change.values(status="failed", response=failed))

@@ -1,0 +1,51 @@
+"""The tables of a database, and whose it is."""
+
+from pathlib import Path
+from socket import gethostname
+
+from sqlalchemy import Connection, Engine, func, insert, inspect, select
+
+from coserve.errors import StoreError
+from coserve.jobs.records import new_id
+from coserve.jobs.sql.tables import HomeTable, SchemaTable, Table
+
+SCHEMA_VERSION = 1
+# In a home: which database is its own, if that is elsewhere.
+_MARK_FILE = "home-id"
+
+
+def make_tables(reading: Engine, writing: Engine) -> None:
+    """Those that are missing; StoreError if a newer coserve has made them."""
+    if inspect(reading).has_table(SchemaTable.__tablename__):
+        with reading.connect() as connection:
+            version = connection.scalar(select(func.max(SchemaTable.version))) or 0
+        if version > SCHEMA_VERSION:
+            raise StoreError(
+                f"the database is of schema {version}, which a newer coserve has written; this one "
+                f"knows "
+                f"{SCHEMA_VERSION}: update coserve, or give another COSERVE_HOME"
+            )
+    with writing.begin() as connection:
+        Table.metadata.create_all(connection)
+        if connection.scalar(select(func.count()).select_from(SchemaTable)) == 0:
+            connection.execute(insert(SchemaTable), {"version": SCHEMA_VERSION})
+
+
+def claim(connection: Connection, home: Path) -> None:
+    """Make a database a home's own: two with one would take up the same jobs, and tidy away each
+    other's files. StoreError if it is another's.
+    """
+    mark = home / _MARK_FILE
+    mine = mark.read_text().strip() if mark.is_file() else None
+    owner = connection.execute(select(HomeTable.id, HomeTable.place)).first()
+    if owner is None:
+        mine = mine or new_id("home-")
+        mark.touch(mode=0o600)
+        mark.write_text(f"{mine}\n")
+        connection.execute(insert(HomeTable), {"id": mine, "place": f"{home} of {gethostname()}"})
+    elif owner.id != mine:
+        raise StoreError(
+            f"the database records files and jobs of another home, {owner.place}: use that one, or "
+            f"an empty database "
+            f"(if that home was moved here, write {owner.id} to {mark})"
+        )

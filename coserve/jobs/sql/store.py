@@ -1,0 +1,171 @@
+"""The store: what is known of files, jobs, events, checkpoints and adapters, in SQL.
+
+All that goes through it is a transaction: `with store.write() as transaction: …` happens whole or
+not at all, and survives the process however that ends. Every question takes the tenant who asks.
+Records come out, never live rows. Calls block; from any thread.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sqlalchemy import select, update
+from sqlalchemy.exc import (
+    DatabaseError,
+    IntegrityError,
+    InterfaceError,
+    SQLAlchemyError,
+    TimeoutError,
+)
+from sqlalchemy.orm import Session
+
+from coserve.errors import DiskFullError, StoreError
+from coserve.home import make_private
+from coserve.jobs.sql.copying import Row, copy_rows
+from coserve.jobs.sql.databases import database_faults, has_tables, open_database
+from coserve.jobs.sql.schema import claim, make_tables
+from coserve.jobs.sql.tables import SchemaTable, Table
+from coserve.jobs.sql.transaction import Transaction
+from coserve.settings import without_password
+
+DATABASE_FILE = "coserve.db"
+# How SQLite says that its disk is full (the second: no room for the index of its log), and how
+# PostgreSQL does.
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE", "53100")
+
+
+class Store:
+    """One database."""
+
+    def __init__(self, url: str) -> None:
+        """Open it, and make its tables if it is new.
+
+        Args:
+            url: in SQLAlchemy's form, such as "sqlite:////home/me/.coserve/coserve.db" or
+                "postgresql://me@host/coserve".
+
+        Raises:
+            StoreError: it cannot be opened, or a newer coserve has written it; DiskFullError: there
+                is no room to.
+        """
+        try:
+            self._reading, self._writing = open_database(url)
+            make_tables(self._reading, self._writing)
+        except (SQLAlchemyError, ImportError) as error:
+            raise _unopened(url, error) from None
+
+    @classmethod
+    def at(cls, home: Path, url: str | None = None) -> "Store":
+        """The one of a home directory: in SQLite below it; or at a URL, and then from now on this
+        home's alone.
+
+        Raises:
+            StoreError: it cannot be opened, or is another home's.
+        """
+        if not home.is_dir():
+            make_private(home)
+        if url is None:
+            path = home / DATABASE_FILE
+            path.touch(mode=0o600)  # and SQLite gives its other files the mode of this one
+            return cls(f"sqlite:///{path}")
+        store = cls(url)
+        try:
+            with _store_errors(), store._writing.begin() as connection:
+                claim(connection, home)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def close(self) -> None:
+        """Give its connections back."""
+        self._reading.dispose()
+
+    @contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """Questions that see one moment; StoreError if the database cannot be read now."""
+        with _store_errors(), Session(self._reading) as session, session.begin():
+            yield Transaction(session)
+
+    @contextmanager
+    def write(self) -> Iterator[Transaction]:
+        """Changes that all happen at the end, or, on an error, none; StoreError if it cannot be
+        written now, and DiskFullError if there is no room.
+        """
+        with _store_errors(), Session(self._writing) as session, session.begin():
+            yield Transaction(session)
+
+    def check_room(self) -> None:
+        """Change nothing, on the disk: DiskFullError if there is no room for a change, StoreError
+        if it cannot be written now.
+        """
+        with _store_errors(), self._writing.begin() as connection:
+            connection.execute(update(SchemaTable).values(version=SchemaTable.version))
+
+    def copy_to(
+        self,
+        other: "Store",
+        change: Callable[[Row], Row],
+        while_still: Callable[[Transaction], None] = lambda transaction: None,
+    ) -> None:
+        """All that is in it at one moment, each row as `change` makes it, into another one, which
+        is empty. Writers wait no longer than `while_still` takes, which sees what is copied.
+        """
+        with _store_errors(), self._reading.begin() as source:
+            with Session(self._writing) as session, session.begin():
+                session.connection()  # nobody writes any more
+                source.execute(select(SchemaTable.version))  # from here on it sees this moment
+                while_still(Transaction(session))
+            with other._writing.begin() as target:
+                copy_rows(source, target, change)
+
+    def faults(self) -> list[str]:
+        """What is wrong with the database itself, in words."""
+        with _store_errors(), self._reading.begin() as connection:
+            return database_faults(connection, Table.metadata)
+
+
+def has_records(url: str) -> bool:
+    """Whether a server has made its tables in a database; StoreError if that cannot be opened."""
+    try:
+        return has_tables(url)
+    except (SQLAlchemyError, ImportError) as error:
+        raise _unopened(url, error) from None
+
+
+def _unopened(url: str, error: Exception) -> StoreError | DiskFullError:
+    if _is_full(error):
+        return DiskFullError(
+            f"the disk is full: the database {without_password(url)} cannot be opened"
+        )
+    shown = " ".join(str(error).split())
+    if getattr(error, "name", None) == "psycopg":
+        shown += "; PostgreSQL needs pip install 'coserve[postgresql]'"
+    return StoreError(f"the database {without_password(url)} cannot be opened: {shown}")
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except IntegrityError:  # a bug
+        raise
+    except (DatabaseError, InterfaceError, TimeoutError) as error:
+        if _is_full(error):
+            raise DiskFullError(
+                "the disk of the database is full, and nothing was changed: free some space there, "
+                "and try again"
+            ) from error
+        reason = getattr(error, "orig", None) or error
+        raise StoreError(
+            f"the database cannot be used now: {' '.join(str(reason).split())}"
+        ) from error
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether an error of SQLAlchemy's says that the database's disk is full."""
+    reason = getattr(error, "orig", None)
+    return (
+        getattr(reason, "sqlite_errorname", None) in _FULL
+        or getattr(reason, "sqlstate", None) in _FULL
+    )
