@@ -17,8 +17,8 @@ import torch
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.bench.machine import describe
-from coserve.devices.process_memory import keep_freed_memory
-from coserve.memory.paged_kv import PagedKv
+from coserve.devices.torch.process_memory import keep_freed_memory
+from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models import Backbone, forward, load_backbone, logits
 from coserve.models.bypasses import Bypasses
 

@@ -29,7 +29,7 @@ from coserve.cluster.simulation.engine import EngineNode
 from coserve.cluster.simulation.simulation import ClusterSimulation, TaskOutcome
 from coserve.cluster.view import Task
 from coserve.engine.config import EngineConfig
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import load_backbone
 from coserve.scheduling.slo import default_tpot_s
 from coserve.simulate.hardware import H100

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coserve.bench.machine import describe
-from coserve.devices.process_memory import keep_freed_memory
+from coserve.devices.torch.process_memory import keep_freed_memory
 from coserve.kernels import find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
 from coserve.kernels.base import Backend

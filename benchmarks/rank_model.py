@@ -27,7 +27,7 @@ from benchmarks.rank_sums import times_us, transports
 from coserve.adapters import Adapter, LoraConfig
 from coserve.bench.places import num_parameters
 from coserve.kernels.groups.base import RankGroup
-from coserve.memory.paged_kv import PagedKv
+from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models import Backbone, forward, load_backbone, logits
 from coserve.models.dividing import divided_backbone
 from coserve.scheduling.profile import Profile

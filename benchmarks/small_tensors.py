@@ -14,9 +14,9 @@ from math import prod
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.devices.counting import trainer_opened
-from coserve.devices.job_messages import group_bytes
-from coserve.memory.activations import Shapes
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.devices.messages.jobs import group_bytes
+from coserve.memory.tensors.activations import Shapes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import load_backbone
 from coserve.tuning import training_programs
 from coserve.tuning.pass_memory import saved_shapes, workspace_shapes

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.peft_directory import save_adapter
-from coserve.devices.messages import OpenRequest, OpenVersion
+from coserve.devices.messages.commands import OpenRequest, OpenVersion
+from coserve.devices.messages.steps import RequestRows, StepBatch, StepResult
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import RequestRows, StepBatch, StepResult
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.torch.device import TorchDevice
 from coserve.engine.config import EngineConfig
 from coserve.engine.token_engine import TokenEngine
 from coserve.models import load_backbone

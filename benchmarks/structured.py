@@ -15,7 +15,7 @@ import time
 from random import Random
 from statistics import median
 
-from coserve.devices.grammar import Grammar
+from coserve.devices.grammars.grammar import Grammar
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine

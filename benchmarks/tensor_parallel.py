@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from coserve.adapters.methods.lora import LoraConfig
-from coserve.devices.process_memory import bound_compiled_products, keep_freed_memory
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.torch.process_memory import bound_compiled_products, keep_freed_memory
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent

@@ -5,10 +5,9 @@ from itertools import count
 from typing import Any
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import BeginPack, OpenTrainer, TrainerOpened, group_bytes
-from coserve.devices.messages import OpenRequest
-from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import (
+from coserve.devices.messages.commands import OpenRequest
+from coserve.devices.messages.jobs import BeginPack, OpenTrainer, TrainerOpened, group_bytes
+from coserve.devices.messages.steps import (
     LossRows,
     RequestRows,
     StepBatch,
@@ -16,6 +15,7 @@ from coserve.devices.step_messages import (
     Tasklets,
     WindowRows,
 )
+from coserve.devices.sampling_params import SamplingParams
 from coserve.tuning.config import TuningConfig
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[bool]]]

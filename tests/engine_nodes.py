@@ -22,8 +22,8 @@ from coserve.cluster.messages import CommandBatch
 from coserve.cluster.node_paths import NodePaths
 from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
-from coserve.devices.job_messages import WriteCheckpoint
-from coserve.devices.messages import Command
+from coserve.devices.messages.commands import Command
+from coserve.devices.messages.jobs import WriteCheckpoint
 from coserve.engine.commands import AddRequest
 from coserve.engine.engine import Engine
 from coserve.jobs.files.remote_files import RemoteFiles, shared_files

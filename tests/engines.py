@@ -16,9 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from coserve.devices.base import Clock, Device
-from coserve.devices.job_messages import PublishVersion
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import (
+from coserve.devices.messages.commands import (
     CloseRequest,
     Command,
     CountCommands,
@@ -27,15 +26,16 @@ from coserve.devices.messages import (
     OpenVersion,
     Reply,
 )
+from coserve.devices.messages.jobs import PublishVersion
+from coserve.devices.messages.steps import RequestRows, StepBatch, StepFailure, StepResult
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import RequestRows, StepBatch, StepFailure, StepResult
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.torch.device import TorchDevice
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.engine.token_engine import TokenEngine
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import Backbone
 from coserve.models.dividing import divided_backbone
 from coserve.scheduling import LatencyModel

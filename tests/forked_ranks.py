@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from coserve.devices.rank_process import StartedProcess, StartProcess
+from coserve.devices.process.child import StartedProcess, StartProcess
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["coserve.devices.process_main", "transformers.models.llama.configuration_llama"]
+    ["coserve.devices.process.main", "transformers.models.llama.configuration_llama"]
 )
 # Descriptors of a forked process from here on are its own; those that it is sent get their old
 # numbers, below.
@@ -34,7 +34,7 @@ def forking(prepare: Callable[[int], None]) -> StartProcess:
 
 
 class _ForkedRank:
-    """A rank; see `coserve.devices.rank_process.StartedProcess`."""
+    """A rank; see `coserve.devices.process.child.StartedProcess`."""
 
     def __init__(
         self, prepare: Callable[[int], None], arguments: Sequence[str], descriptors: Sequence[int]
@@ -70,6 +70,6 @@ def _run(prepare: Callable[[int], None], arguments: list[str], sent: list[tuple[
         os.close(own)
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare(int(arguments[-2]))
-    from coserve.devices.process_main import run
+    from coserve.devices.process.main import run
 
     run(arguments)

@@ -6,10 +6,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import TypeVar
 
-from coserve.devices.messages import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, Reply
-from coserve.devices.rank_device import RankDevice
-from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.messages.commands import BESIDE_STEPS_OF_RANKS, Command, DeviceInfo, Reply
+from coserve.devices.messages.steps import StepBatch, StepResult
+from coserve.devices.ranks.rank_device import RankDevice
+from coserve.devices.torch.device import TorchDevice
 from coserve.engine.token_engine import TokenEngine
 from coserve.errors import RankError
 from coserve.kernels.groups.base import RankGroup
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 
 class LockstepDevice:
-    """See `coserve.devices.base.Device`, and `coserve.devices.group_device`, whose ranks are
+    """See `coserve.devices.base.Device`, and `coserve.devices.ranks.group_device`, whose ranks are
     processes."""
 
     def __init__(self, make_device: Callable[[RankGroup], TorchDevice], size: int) -> None:

@@ -17,15 +17,15 @@ import torch
 from engines import make_engine, watched
 
 from coserve.adapters import LoraConfig
-from coserve.devices.job_messages import (
+from coserve.devices.messages.commands import DropVersion
+from coserve.devices.messages.jobs import (
     DropCheckpoint,
     DropTrainer,
     OpenTrainer,
     PublishVersion,
     TakeCheckpoint,
 )
-from coserve.devices.messages import DropVersion
-from coserve.devices.process_memory import give_back_freed_memory, keep_freed_memory
+from coserve.devices.torch.process_memory import give_back_freed_memory, keep_freed_memory
 from coserve.engine.commands import CancelJob, JobStart, StartJob
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine

@@ -20,12 +20,12 @@ from forked_ranks import forking
 from msgspec.structs import replace
 from support import make_backbone, model_directory, random_tokens
 
-from coserve.devices.group_device import GroupDevice
-from coserve.devices.messages import CloseRequest
+from coserve.devices.messages.commands import CloseRequest
+from coserve.devices.messages.steps import RequestRows, StepBatch
+from coserve.devices.ranks.group_device import GroupDevice
 from coserve.devices.settings import DeviceSettings
-from coserve.devices.step_messages import RequestRows, StepBatch
 from coserve.errors import DeviceMemoryError, UnknownModelError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 
@@ -41,8 +41,8 @@ from pathlib import Path
 
 import torch
 
-from coserve.devices import torch_step
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.torch import step as torch_step
+from coserve.devices.torch.device import TorchDevice
 from coserve.errors import DeviceMemoryError
 
 {before}
@@ -80,7 +80,7 @@ TorchDevice.execute, torch_step.forward, torch_step.TorchStep._prepare = failing
 # For `failing_group`: rank 1 fails as it starts, before it has joined the others, which wait for
 # it.
 _FAILS_AT_THE_START = """
-from coserve.devices import process_main
+from coserve.devices.process import main as process_main
 
 def worthwhile_threads(*given):
     if RANK == 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coserve.adapters import Adapter, LoraConfig, save_adapter
 from coserve.kernels.groups.base import RankGroup
-from coserve.memory.paged_kv import PagedKv
+from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models import forward, load_backbone, logits
 from coserve.models.dividing import divided_backbone
 from coserve.tuning import TrainingPass, make_pack, training_programs

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from coserve.devices.rank_verdicts import Failure, agree_on_end
+from coserve.devices.ranks.verdicts import Failure, agree_on_end
 from coserve.errors import DeviceMemoryError, RankError
 from coserve.kernels.attention import Segment
 from coserve.kernels.cpu import CpuBackend

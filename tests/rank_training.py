@@ -16,14 +16,14 @@ from torch import Tensor
 
 from coserve.adapters.base import AdapterConfig
 from coserve.devices.loading import torch_device
-from coserve.devices.step_messages import PackSums, Update
-from coserve.devices.torch_device import TorchDevice
-from coserve.devices.torch_trainer import TorchTrainer
+from coserve.devices.messages.steps import PackSums, Update
+from coserve.devices.torch.device import TorchDevice
+from coserve.devices.torch.trainer import TorchTrainer
 from coserve.engine.checks import with_virtual_tokens
 from coserve.graph.layouts import AnyState, State
 from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.groups.threads import run_ranks
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import Backbone, load_backbone
 from coserve.models.dividing import divided_backbone
 from coserve.scheduling.profile import Profile

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from coserve.devices.recording import read_frames
-from coserve.devices.step_messages import StepBatch
-from coserve.devices.wire import Call, framed
+from coserve.devices.messages.steps import StepBatch
+from coserve.devices.process.wire import Call, framed
+from coserve.devices.recording.device import read_frames
 
 
 def steps_in(frames: Iterable[Any]) -> list[StepBatch]:

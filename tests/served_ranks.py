@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 from served import Served, chat_tokens, expected, serving, tokenizer
 
-from coserve.devices.rank_places import num_usable_cores
+from coserve.devices.ranks.places import num_usable_cores
 
 # Run by the server's process as it starts. Beside other tests, ranks share cores, and a whole
 # measurement of such a group takes minutes.
 QUICKLY = """
-from coserve.devices import kept_profiles, loading
+from coserve.devices.profiles import kept as kept_profiles
+from coserve.devices import loading
 
 def load_profile(backbone, directory=None, progress=None):
     return kept_profiles.profile_to_start_with(backbone, directory, progress)[0]

@@ -12,7 +12,7 @@ from support import CONFIGS, random_tokens, random_weights_
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coserve.kernels.cpu import CpuBackend
-from coserve.memory.paged_kv import PagedKv
+from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models import Backbone, forward, load_backbone
 from coserve.models.bypasses import Bypasses
 

@@ -21,8 +21,8 @@ from benchmarks.papers.setting import ALL_LINEAR, Claim, Figure, Row, between
 from coserve import Engine, EngineConfig, Example, TuningConfig
 from coserve.bench.open_loop import OpenLoop
 from coserve.devices.base import Device
+from coserve.devices.messages.steps import StepResult
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import StepResult
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
 from coserve.models import Backbone, load_backbone

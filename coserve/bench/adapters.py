@@ -16,7 +16,7 @@ from coserve.adapters.peft_directory import save_adapter
 from coserve.bench.decode import MAX_TOKENS, engine_step_s
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone
 
 _MIXED_RANKS = (4, 8, 16, 32)

@@ -28,7 +28,7 @@ from coserve.cluster.simulation.simulation import ClusterSimulation, TaskOutcome
 from coserve.cluster.view import NodeProfile, Task
 from coserve.engine.config import EngineConfig
 from coserve.errors import DataError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import default_tpot_s

@@ -15,7 +15,7 @@ from coserve.devices.counting import model_counts
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone
 from coserve.scheduling.slo import Slo
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from coserve.bench.machine import Clock, seconds_of
-from coserve.devices.torch_requests import SAMPLING
+from coserve.devices.torch.requests import SAMPLING
 from coserve.kernels.base import Backend
 from coserve.kernels.trace import Trace, TracedCalls, TracedStep
 

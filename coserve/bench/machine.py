@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from coserve.bench.vllm import vllm_version
-from coserve.devices.kept_profiles import device_name
+from coserve.devices.profiles.kept import device_name
 from coserve.kernels import find_backend
 from coserve.kernels.plain import PlainBackend
 from coserve.models.backbone import Backbone

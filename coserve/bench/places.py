@@ -11,7 +11,7 @@ from coserve.devices.base import Device
 from coserve.engine.config import EngineConfig
 from coserve.engine.token_engine import TokenEngine
 from coserve.errors import BudgetError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
 from coserve.scheduling.latency import LatencyModel

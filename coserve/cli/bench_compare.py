@@ -389,7 +389,7 @@ def _here(model: str, dtype: str) -> "TorchPlace":
     from coserve.bench.machine import describe
     from coserve.bench.places import TorchPlace
     from coserve.devices.loading import torch_device
-    from coserve.devices.process_memory import keep_freed_memory
+    from coserve.devices.torch.process_memory import keep_freed_memory
     from coserve.models import load_backbone
 
     keep_freed_memory()

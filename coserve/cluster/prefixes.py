@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from coserve.engine.commands import AddRequest
-from coserve.memory.prefix_index import PrefixIndex, PrefixOwner
+from coserve.memory.pages.prefix_index import PrefixIndex, PrefixOwner
 
 # Of a prompt, the blocks that are looked at: with these in common two prompts belong together,
 # whatever follows. And of a node, those that are remembered.

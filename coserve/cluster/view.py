@@ -71,7 +71,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be placed. num_tokens: ℓ, of the prompt, or of a training sequence. batch_size: C,
     sequences of that length. num_output_tokens: that may follow, as far as one knows. adapter: its
     label (`name` or `name@step`; None: the bare model). prefix: keys of the prompt's full blocks
-    (`coserve.memory.prefix_index`), as far as they are known. ttft_s, tpot_s: of its SLO; None:
+    (`coserve.memory.pages.prefix_index`), as far as they are known. ttft_s, tpot_s: of its SLO; None:
     none. job: that a piece of training belongs to. priority, batch_due_s: of a request, see
     `RequestInfo`. excluded: nodes where it cannot go, such as those that have just failed it.
     """

@@ -2,16 +2,24 @@
 ask which it is.
 """
 
+import time
 from typing import Protocol
 
-from coserve.devices.messages import Command, DeviceInfo, Reply
-from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.devices.messages.commands import Command, DeviceInfo, Reply
+from coserve.devices.messages.steps import StepBatch, StepResult
 
 
 class Clock(Protocol):
     """Seconds since some moment."""
 
     def now(self) -> float: ...
+
+
+class WallClock:
+    """Seconds of the monotonic clock, which all processes of a machine share."""
+
+    def now(self) -> float:
+        return time.monotonic()
 
 
 class Device(Protocol):

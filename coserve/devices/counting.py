@@ -6,14 +6,14 @@ import torch
 
 from coserve.adapters.base import Adapter
 from coserve.devices.fingerprint import fingerprint
-from coserve.devices.job_messages import OtherModel, TensorBytes, TrainerOpened
-from coserve.devices.messages import DeviceInfo
+from coserve.devices.messages.commands import DeviceInfo
+from coserve.devices.messages.jobs import OtherModel, TensorBytes, TrainerOpened
 from coserve.graph.operators.base import Load
 from coserve.kernels import why_slow
 from coserve.kernels.gated_delta import CHUNK_ROWS
-from coserve.memory.paged_kv import kv_page_bytes, whole_page_bytes
-from coserve.memory.paged_states import num_state_pages
-from coserve.memory.weight_window import WeightWindow
+from coserve.memory.tensors.paged_kv import kv_page_bytes, whole_page_bytes
+from coserve.memory.tensors.paged_states import num_state_pages
+from coserve.memory.tensors.weight_window import WeightWindow
 from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
 from coserve.scheduling.counts import JobCounts, ModelCounts

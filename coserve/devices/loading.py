@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from coserve.devices.adapter_memory import room_for_a_job
-from coserve.devices.kept_profiles import load_profile, profile_path, profile_to_start_with
-from coserve.devices.process_memory import pool_bytes
+from coserve.devices.profiles.kept import load_profile, profile_path, profile_to_start_with
 from coserve.devices.settings import DeviceSettings, LoadProgress
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.torch.adapter_memory import room_for_a_job
+from coserve.devices.torch.device import TorchDevice
+from coserve.devices.torch.process_memory import pool_bytes
 from coserve.errors import BudgetError
 from coserve.kernels import prepare_backends
 from coserve.kernels.groups.base import RankGroup
-from coserve.memory.paged_kv import kv_page_bytes
-from coserve.memory.paged_states import num_state_pages
+from coserve.memory.tensors.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_states import num_state_pages
 from coserve.models.backbone import Backbone, build_backbone, find_device
 from coserve.models.source import ModelSource, find_fetched, find_model
 from coserve.scheduling.profile import Profile

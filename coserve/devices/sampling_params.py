@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from coserve.devices.grammar import Grammar
+from coserve.devices.grammars.grammar import Grammar
 from coserve.settings import check_whole, is_number
 
 MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs

@@ -2,7 +2,7 @@
 serves.
 """
 
-from coserve.devices.messages import DeviceInfo, DeviceMeasured, MeasureDevice
+from coserve.devices.messages.commands import DeviceInfo, DeviceMeasured, MeasureDevice
 from coserve.engine.command_log import CommandLog
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.slo import DefaultSlo

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from coserve.devices.job_messages import OtherModel
-from coserve.devices.messages import DeviceInfo
+from coserve.devices.messages.commands import DeviceInfo
+from coserve.devices.messages.jobs import OtherModel
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.jobs.job import Job
 from coserve.engine.request import virtual_tokens

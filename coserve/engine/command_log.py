@@ -36,8 +36,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import BeginPack, PlaceOptimizer, ResizeWindow
-from coserve.devices.messages import (
+from coserve.devices.messages.commands import (
     BESIDE_STEPS,
     CloseRequest,
     Command,
@@ -47,8 +46,9 @@ from coserve.devices.messages import (
     OpenRequest,
     Reply,
 )
-from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.swap_messages import MovePack, MovePages, SwapIn
+from coserve.devices.messages.jobs import BeginPack, PlaceOptimizer, ResizeWindow
+from coserve.devices.messages.pages import MovePack, MovePages, SwapIn
+from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.errors import CoserveError, DeviceGoneError
 
 _log = logging.getLogger(__name__)

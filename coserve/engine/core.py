@@ -12,8 +12,8 @@ from itertools import count
 from typing import Any, assert_never
 
 from coserve.devices.base import Device
-from coserve.devices.matching import Vocabulary
-from coserve.devices.step_messages import StepResult
+from coserve.devices.grammars.matching import Vocabulary
+from coserve.devices.messages.steps import StepResult
 from coserve.engine import commands
 from coserve.engine.calibration import Calibration
 from coserve.engine.checks import check_adapter_name
@@ -38,9 +38,9 @@ from coserve.engine.served_adapters import (
 )
 from coserve.engine.serving import Serving, TextStreamMaker
 from coserve.engine.step_loop import StepLoop
-from coserve.memory.kv_cache import KvCache
-from coserve.memory.pack_pages import OWNER as PACK_OWNER
-from coserve.memory.pages import PagePool
+from coserve.memory.pages.allocator import PageAllocator
+from coserve.memory.pages.kv_cache import KvCache
+from coserve.memory.pages.pack_pages import OWNER as PACK_OWNER
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan
@@ -186,7 +186,7 @@ class EngineCore:
         return self.loop.last_result
 
     @property
-    def pool(self) -> PagePool:
+    def pool(self) -> PageAllocator:
         return self.pages.pool
 
     @property

@@ -5,7 +5,7 @@ own.
 import logging
 
 from coserve.devices.base import Device
-from coserve.devices.rank_process import StartProcess, start_program
+from coserve.devices.process.child import StartProcess, start_program
 from coserve.devices.settings import DeviceSettings, LoadProgress
 from coserve.engine.config import EngineConfig
 from coserve.models.source import ModelSource
@@ -32,13 +32,13 @@ def open_device_of(
             devices for the ranks. ValueError: the number of threads. BudgetError,
             DeviceMemoryError: as `coserve.devices.loading.open_device`.
     """
-    from coserve.devices.rank_places import check_places, crowding
+    from coserve.devices.ranks.places import check_places, crowding
 
     if settings.threads is not None:
         check_whole("threads", settings.threads, 1)
     check_places(settings.num_ranks, settings.device)
     if settings.num_ranks > 1:
-        from coserve.devices.group_device import GroupDevice
+        from coserve.devices.ranks.group_device import GroupDevice
 
         group = GroupDevice(settings, progress, start=start_rank)
         if group.info.device == "cpu" and (

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.base import Device
-from coserve.devices.profile_store import correct_profile
-from coserve.devices.rank_process import StartProcess, start_program
+from coserve.devices.messages.steps import TokenLogprob
+from coserve.devices.process.child import StartProcess, start_program
+from coserve.devices.profiles.store import correct_profile
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import LoadProgress
-from coserve.devices.step_messages import TokenLogprob
 from coserve.engine.closing import HoldsDevice, closed_on_error
 from coserve.engine.config import EngineConfig
 from coserve.engine.device_opening import device_settings, open_device_of

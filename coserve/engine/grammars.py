@@ -17,9 +17,14 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from coserve.devices.base import Device
-from coserve.devices.grammar import MAX_STATES, STATE_BYTES, TOO_MANY_STATES, Grammar
-from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import CloseGrammar, GrammarOpened, OpenGrammar, SetVocabulary
+from coserve.devices.grammars.grammar import MAX_STATES, STATE_BYTES, TOO_MANY_STATES, Grammar
+from coserve.devices.grammars.matching import Vocabulary
+from coserve.devices.messages.commands import (
+    CloseGrammar,
+    GrammarOpened,
+    OpenGrammar,
+    SetVocabulary,
+)
 from coserve.errors import CoserveError, GrammarMemoryError, RequestError
 
 # Makes the pieces and the special tokens of a `Vocabulary`.

@@ -18,10 +18,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from coserve.devices.messages import Command, DeviceInfo
-from coserve.devices.swap_messages import SwapIn, SwapOut
-from coserve.memory.host_blocks import HostBlocks
-from coserve.memory.kv_cache import KvCache, PagedSequence
+from coserve.devices.messages.commands import Command, DeviceInfo
+from coserve.devices.messages.pages import SwapIn, SwapOut
+from coserve.memory.pages.host_blocks import HostBlocks
+from coserve.memory.pages.kv_cache import KvCache, PagedSequence
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobProgress
 from coserve.scheduling.swapping import pack_swap_pays, swap_pays

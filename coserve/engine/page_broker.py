@@ -6,17 +6,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from coserve.devices.job_messages import OtherModel, PlaceOptimizer, ResizeWindow
-from coserve.devices.messages import Command
+from coserve.devices.messages.commands import Command
+from coserve.devices.messages.jobs import OtherModel, PlaceOptimizer, ResizeWindow
 from coserve.errors import BudgetError
-from coserve.memory.kv_cache import OWNER as KV_OWNER
-from coserve.memory.kv_cache import KvCache
-from coserve.memory.optimizer_pages import OWNER as OPTIMIZER_OWNER
-from coserve.memory.pack_pages import OWNER as PACK_OWNER
-from coserve.memory.pack_pages import PackPages, no_such_run
-from coserve.memory.pages import PagePool
-from coserve.memory.run_search import RunSearch
-from coserve.memory.window_pages import OWNER as WINDOW_OWNER
+from coserve.memory.pages.allocator import PageAllocator
+from coserve.memory.pages.kv_cache import OWNER as KV_OWNER
+from coserve.memory.pages.kv_cache import KvCache
+from coserve.memory.pages.optimizer_pages import OWNER as OPTIMIZER_OWNER
+from coserve.memory.pages.pack_pages import OWNER as PACK_OWNER
+from coserve.memory.pages.pack_pages import PackPages, no_such_run
+from coserve.memory.pages.run_search import RunSearch
+from coserve.memory.pages.window_pages import OWNER as WINDOW_OWNER
 
 
 class WindowNeed(NamedTuple):
@@ -54,7 +54,7 @@ class PageBroker:
         self.max_window_bytes = (
             num_pages * page_bytes if max_window_bytes is None else max_window_bytes
         )
-        self.pool = PagePool(num_pages, page_bytes)
+        self.pool = PageAllocator(num_pages, page_bytes)
         self.cache = KvCache(self.pool, block_tokens=block_tokens, num_state_pages=num_state_pages)
         self.window = (
             self.cache.window

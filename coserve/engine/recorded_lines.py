@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from coserve.devices.messages import DeviceInfo
-from coserve.devices.recording import DeviceFrame, Files, read_frames
+from coserve.devices.messages.commands import DeviceInfo
+from coserve.devices.recording.device import DeviceFrame, Files, read_frames
 from coserve.engine.commands import AddRequest, EngineCommand
 from coserve.engine.config import EngineConfig
 from coserve.errors import DataError

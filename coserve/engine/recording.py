@@ -3,7 +3,7 @@ the device's work.
 
 A recording holds the files of the adapters and checkpoints that the engine loaded; of the model it
 holds only the name. The frames of the file are those of `coserve.engine.commands`,
-`coserve.devices.recording` and `recorded_lines.py`.
+`coserve.devices.recording.device` and `recorded_lines.py`.
 """
 
 from itertools import count
@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coserve.devices.messages import OpenVersion
-from coserve.devices.recording import FrameWriter, RecordingDevice, files_in
+from coserve.devices.messages.commands import OpenVersion
+from coserve.devices.recording.device import FrameWriter, RecordingDevice, files_in
 from coserve.engine.commands import (
     AddRequest,
     CombineJob,

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from coserve.devices.messages import RankState
-from coserve.devices.step_messages import StepResult
+from coserve.devices.messages.commands import RankState
+from coserve.devices.messages.steps import StepResult
 from coserve.engine.request import Request
 from coserve.scheduling.slo import Slo
 

@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from msgspec import structs
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import ReadContributions
-from coserve.devices.messages import DeviceInfo
-from coserve.devices.recording import Files
-from coserve.devices.replay import (
+from coserve.devices.messages.commands import DeviceInfo
+from coserve.devices.messages.jobs import ReadContributions
+from coserve.devices.recording.device import Files
+from coserve.devices.recording.replay import (
     DamagedRecordingError,
     DivergedError,
     EndOfRecordingError,

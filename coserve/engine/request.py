@@ -7,13 +7,13 @@ from typing import Literal
 
 import msgspec
 
-from coserve.devices.messages import CloseRequest, OpenRequest
+from coserve.devices.messages.commands import CloseRequest, OpenRequest
+from coserve.devices.messages.steps import RequestRows, TokenLogprob
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import RequestRows, TokenLogprob
 from coserve.engine.served_adapters import AdapterVersion
 from coserve.engine.text import TextStream
-from coserve.memory.kv_cache import PagedSequence
-from coserve.memory.prefix_index import PrefixOwner
+from coserve.memory.pages.kv_cache import PagedSequence
+from coserve.memory.pages.prefix_index import PrefixOwner
 from coserve.scheduling.plan import RequestInfo, RequestProgress
 from coserve.scheduling.slo import Slo
 from coserve.scheduling.slo.taken_time import Taken, TakenTime

@@ -15,10 +15,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, structs
 
-from coserve.devices.messages import CloseRequest, Command, ImportPages, OpenRequest
+from coserve.devices.messages.commands import CloseRequest, Command, ImportPages, OpenRequest
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.request import Request
-from coserve.memory.kv_cache import KvCache, PagedSequence
+from coserve.memory.pages.kv_cache import KvCache, PagedSequence
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.plan import PlannedRows, RequestProgress
 

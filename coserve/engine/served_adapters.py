@@ -14,9 +14,9 @@ from itertools import count
 from typing import Self
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import PublishVersion, TrainerOpened
-from coserve.devices.messages import DropVersion, OpenVersion, SaveAdapter, VersionOpened
-from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
+from coserve.devices.messages.commands import DropVersion, OpenVersion, SaveAdapter, VersionOpened
+from coserve.devices.messages.jobs import PublishVersion, TrainerOpened
+from coserve.devices.messages.pages import SwapInTensors, SwapOutTensors
 from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.errors import AdapterError, CoserveError

@@ -8,9 +8,9 @@ from random import Random
 from msgspec import structs
 
 from coserve.devices.base import Device
-from coserve.devices.messages import Command
+from coserve.devices.messages.commands import Command
+from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import StepBatch, StepResult
 from coserve.engine.checks import check_request
 from coserve.engine.grammars import Grammars
 from coserve.engine.records import RequestRecord, record_of

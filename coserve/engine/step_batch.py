@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from coserve.devices.messages import Command
-from coserve.devices.step_messages import (
+from coserve.devices.messages.commands import Command
+from coserve.devices.messages.steps import (
     LossRows,
     RequestRows,
     StepBatch,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import PlaceOptimizer
-from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.swap_messages import MovePages
+from coserve.devices.messages.jobs import PlaceOptimizer
+from coserve.devices.messages.pages import MovePages
+from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.engine.command_log import CommandLog
 from coserve.engine.config import EngineConfig
 from coserve.engine.host_swap import HostSwap

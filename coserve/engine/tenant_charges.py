@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.job_set import JobSet
 from coserve.engine.jobs.lifecycle import largest_pieces, shares_of_time

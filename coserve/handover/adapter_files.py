@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 from pathlib import Path
 
-from coserve.devices.messages import SaveAdapter
+from coserve.devices.messages.commands import SaveAdapter
 from coserve.engine.served_adapters import AdapterVersion
 from coserve.engine.token_engine import TokenEngine
 from coserve.handover.messages import AdapterFiles

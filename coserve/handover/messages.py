@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from coserve.devices.messages import DeviceInfo
+from coserve.devices.messages.commands import DeviceInfo
 from coserve.version import VERSION
 
 

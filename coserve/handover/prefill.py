@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from coserve.devices.messages import ExportPages
+from coserve.devices.messages.commands import ExportPages
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.outbox import Event
 from coserve.engine.records import HandoverStats
@@ -33,7 +33,7 @@ from coserve.handover.messages import (
     identity_of,
 )
 from coserve.handover.transport import Transport
-from coserve.memory.prefix_index import PrefixOwner
+from coserve.memory.pages.prefix_index import PrefixOwner
 from coserve.scheduling.slo import Slo
 
 _log = logging.getLogger(__name__)

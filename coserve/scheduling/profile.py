@@ -1,4 +1,4 @@
-"""What a device takes for the pieces of a step: measured once (`coserve.devices.profiling`), or
+"""What a device takes for the pieces of a step: measured once (`coserve.devices.profiles.profiling`), or
 made from the paces of one that is not here (`coserve.simulate.roofline`).
 """
 

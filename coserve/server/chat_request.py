@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from coserve.devices.grammar import Grammar
+from coserve.devices.grammars.grammar import Grammar
 from coserve.devices.sampling_params import MAX_LOGPROBS
 from coserve.protocol.messages import Ready
 from coserve.server import reasoning

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from coserve.devices.step_messages import TokenLogprob
+from coserve.devices.messages.steps import TokenLogprob
 from coserve.engine.request import Chunk
 from coserve.server.chat_choice import ChatChoice
 from coserve.server.chat_request import ChatRequest

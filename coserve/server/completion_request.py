@@ -6,8 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from coserve.devices.grammar import Grammar
-from coserve.devices.step_messages import TokenLogprob
+from coserve.devices.grammars.grammar import Grammar
+from coserve.devices.messages.steps import TokenLogprob
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.generation import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 from uuid import uuid4
 
-from coserve.devices.grammar import CANNOT_FOLLOW
+from coserve.devices.grammars.grammar import CANNOT_FOLLOW
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.commands import AddRequest
 from coserve.engine.prompts import Prompt

@@ -1,7 +1,7 @@
 """Tries grammars before the engine hears of them: one that asks for too much is answered with an
 error at once.
 
-A sandbox compiles each grammar in a process of its own (`coserve.devices.grammar_check`), a few at
+A sandbox compiles each grammar in a process of its own (`coserve.devices.grammars.checker`), a few at
 once; tenants share its places. What came of a grammar is remembered.
 """
 
@@ -10,9 +10,9 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from coserve.devices.grammar import Grammar
-from coserve.devices.grammar_check import GrammarChecker
-from coserve.devices.matching import Vocabulary
+from coserve.devices.grammars.checker import GrammarChecker
+from coserve.devices.grammars.grammar import Grammar
+from coserve.devices.grammars.matching import Vocabulary
 from coserve.engine_client.access import EngineAccess
 from coserve.errors import RequestError, SandboxError
 from coserve.server.errors import ApiError

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from coserve.devices.grammar import Grammar, Tag
+from coserve.devices.grammars.grammar import Grammar, Tag
 from coserve.server.errors import ApiError
 from coserve.server.schemas import ResponseFormat, SamplingBody, StructuredOutputs
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from coserve.devices.step_messages import TokenLogprob
+from coserve.devices.messages.steps import TokenLogprob
 from coserve.server.generation import finite
 from coserve.server.prompts import Prompts
 from coserve.server.schemas import SamplingBody

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coserve.devices.grammar import Grammar, Tag
+from coserve.devices.grammars.grammar import Grammar, Tag
 from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.schemas import ChatBody

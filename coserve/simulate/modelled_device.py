@@ -12,27 +12,10 @@ from typing import Any
 
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import adapter_config, read_config
-from coserve.devices.command_count import CommandCount
 from coserve.devices.counting import device_info, trainer_opened
-from coserve.devices.device_grammars import DeviceGrammars
-from coserve.devices.job_messages import (
-    BeginPack,
-    CloseTrainer,
-    CombineContributions,
-    DropCheckpoint,
-    DropPack,
-    DropTrainer,
-    OpenTrainer,
-    PlaceOptimizer,
-    PublishVersion,
-    ReadContributions,
-    TakeCheckpoint,
-    TakeContribution,
-    TrainerOpened,
-    WriteCheckpoint,
-)
-from coserve.devices.matching import Matcher
-from coserve.devices.messages import (
+from coserve.devices.grammars.device_grammars import DeviceGrammars
+from coserve.devices.grammars.matching import Matcher
+from coserve.devices.messages.commands import (
     CloseGrammar,
     CloseRequest,
     Command,
@@ -51,15 +34,23 @@ from coserve.devices.messages import (
     SetVocabulary,
     VersionOpened,
 )
-from coserve.devices.step_messages import (
-    PackSums,
-    RequestRows,
-    StepBatch,
-    StepFailure,
-    StepResult,
-    TokenLogprob,
+from coserve.devices.messages.jobs import (
+    BeginPack,
+    CloseTrainer,
+    CombineContributions,
+    DropCheckpoint,
+    DropPack,
+    DropTrainer,
+    OpenTrainer,
+    PlaceOptimizer,
+    PublishVersion,
+    ReadContributions,
+    TakeCheckpoint,
+    TakeContribution,
+    TrainerOpened,
+    WriteCheckpoint,
 )
-from coserve.devices.swap_messages import (
+from coserve.devices.messages.pages import (
     MovePack,
     MovePages,
     SwapIn,
@@ -67,6 +58,15 @@ from coserve.devices.swap_messages import (
     SwapOut,
     SwapOutTensors,
 )
+from coserve.devices.messages.steps import (
+    PackSums,
+    RequestRows,
+    StepBatch,
+    StepFailure,
+    StepResult,
+    TokenLogprob,
+)
+from coserve.devices.recording.command_count import CommandCount
 from coserve.errors import AdapterError, JobError
 from coserve.models.backbone import Backbone
 from coserve.scheduling.latency import LatencyModel

@@ -1,7 +1,7 @@
 """A job on a modelled device."""
 
 from coserve.adapters.base import AdapterConfig
-from coserve.devices.job_messages import BeginPack, TrainerOpened
+from coserve.devices.messages.jobs import BeginPack, TrainerOpened
 from coserve.scheduling.plan import JobInfo, JobProgress
 from coserve.tuning.cursor import Cursor
 

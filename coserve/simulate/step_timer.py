@@ -12,8 +12,8 @@ from random import Random
 
 import msgspec
 
-from coserve.devices.step_messages import RequestRows, StepBatch, Tasklets, Update
-from coserve.devices.tasklet_turns import tasklet_turns
+from coserve.devices.messages.steps import RequestRows, StepBatch, Tasklets, Update
+from coserve.devices.torch.tasklet_turns import tasklet_turns
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import Partition, RequestProgress
 from coserve.simulate.modelled_trainer import ModelledTrainer

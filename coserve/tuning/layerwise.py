@@ -3,7 +3,7 @@ tasklets.
 
 Rows of other work go through other weights, so nothing is gained by company. Part by part, each
 part is needed twice in a pack, however many rows the plan's pieces have; so weights that pass
-through a window (`coserve.memory.weight_window`) are brought twice at most. As in HARLI section 6,
+through a window (`coserve.memory.tensors.weight_window`) are brought twice at most. As in HARLI section 6,
 the unit that a scheduler sees is a part of the model, forward or backward; it is cut by rows, as
 tasklets are (FlexLLM section 6.1).
 """
@@ -12,8 +12,8 @@ from math import ceil
 
 from coserve.adapters.base import Adapter
 from coserve.graph.operators.base import Load
-from coserve.memory.activations import ActivationMemory
-from coserve.memory.weight_window import WeightWindow
+from coserve.memory.tensors.activations import ActivationMemory
+from coserve.memory.tensors.weight_window import WeightWindow
 from coserve.models.base import Part
 from coserve.models.batch import forward_part
 from coserve.tuning.cursor import LayerwiseCursor

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.transfer import on_device
-from coserve.memory.activations import ActivationMemory, Shapes
+from coserve.memory.tensors.activations import ActivationMemory, Shapes
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
 from coserve.tuning.pack_states import STATES, clear_gradient, states_shape

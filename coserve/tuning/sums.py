@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from coserve.memory.activations import part_of
+from coserve.memory.tensors.activations import part_of
 
 _ALIGNMENT_BYTES = 64
 

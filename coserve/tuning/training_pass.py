@@ -23,7 +23,7 @@ from coserve.graph.states import StateRows
 from coserve.kernels.attention import AttentionBatch, Segment
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_row_ids
 from coserve.kernels.transfer import on_device
-from coserve.memory.activations import ActivationMemory, DeviceMemory
+from coserve.memory.tensors.activations import ActivationMemory, DeviceMemory
 from coserve.models.base import Part
 from coserve.models.batch import BatchRows, Keep, Span, forward, forward_part
 from coserve.models.traced import InWindow, KeptTensors

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from coserve.devices.base import Clock, Device
-from coserve.devices.messages import Command, Reply
-from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.devices.messages.commands import Command, Reply
+from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.errors import CoserveError
 from coserve.protocol.activity_file import FILE_BYTES, HEAD, SLOT_BYTES
 

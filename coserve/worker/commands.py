@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import SetVocabulary
+from coserve.devices.grammars.matching import Vocabulary
+from coserve.devices.messages.commands import SetVocabulary
 from coserve.engine.commands import (
     NO_CALL,
     AdapterRef,

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from coserve.adapters.base import AdapterConfig
 from coserve.adapters.peft_directory import adapter_config
-from coserve.devices.job_messages import ReadContributions
+from coserve.devices.messages.jobs import ReadContributions
 from coserve.engine.commands import (
     AdapterRef,
     CancelJob,

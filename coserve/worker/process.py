@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 import zmq
 
-from coserve.devices.cpu_threads import worthwhile_threads
-from coserve.devices.process_memory import (
+from coserve.devices.messages.steps import StepResult
+from coserve.devices.process.child import StartProcess, start_program
+from coserve.devices.process.cpu_threads import worthwhile_threads
+from coserve.devices.torch.process_memory import (
     bound_compiled_products,
     give_back_freed_memory,
     keep_freed_memory,
 )
-from coserve.devices.rank_process import StartProcess, start_program
-from coserve.devices.step_messages import StepResult
 from coserve.engine.commands import CancelJob, PauseJob, UnloadAdapter
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent

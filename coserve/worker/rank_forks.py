@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import NoReturn
 
-from coserve.devices.rank_places import num_usable_cores
-from coserve.devices.rank_process import StartedProcess, StartProcess, start_program
+from coserve.devices.process.child import StartedProcess, StartProcess, start_program
+from coserve.devices.ranks.places import num_usable_cores
 from coserve.errors import DeviceGoneError
 
 _MAX_BYTES, _MAX_DESCRIPTORS = 1 << 16, 8
@@ -49,7 +49,7 @@ class _RankForks:
             self._blank.append(_fork([each.control for each in self._blank]))
 
     def start(self, arguments: Sequence[str], descriptors: Sequence[int]) -> StartedProcess:
-        """Start a process of `process_main` on one of them."""
+        """Start a process of `process.main` on one of them."""
         rank = self._blank.pop(0)
         message = json.dumps(
             {"arguments": list(arguments), "descriptors": list(descriptors)}
@@ -65,7 +65,7 @@ class _RankForks:
 
 
 class _ForkedRank:
-    """A process that was forked off; see `coserve.devices.rank_process.StartedProcess`."""
+    """A process that was forked off; see `coserve.devices.process.child.StartedProcess`."""
 
     def __init__(self, pid: int, control: socket.socket) -> None:
         self.pid, self.control = pid, control
@@ -118,7 +118,7 @@ def _become_a_rank(control: socket.socket) -> NoReturn:
             os._exit(0)
         told = json.loads(message)
         _place(received, told["descriptors"])
-        from coserve.devices.process_main import run
+        from coserve.devices.process.main import run
 
         run(told["arguments"])
         status = 0

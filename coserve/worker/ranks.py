@@ -17,8 +17,14 @@ from threading import Thread
 from typing import NoReturn
 
 from coserve.devices.base import Clock, Device
-from coserve.devices.messages import Command, DescribeRanks, RanksDescribed, RankState, Reply
-from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.devices.messages.commands import (
+    Command,
+    DescribeRanks,
+    RanksDescribed,
+    RankState,
+    Reply,
+)
+from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.errors import DeviceGoneError
 
 _log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 import torch
 
-from coserve.devices.kept_profiles import device_name
+from coserve.devices.profiles.kept import device_name
 from coserve.engine.engine import Engine
 from coserve.protocol.messages import Ready
 

@@ -14,14 +14,14 @@ from support import (
 
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.loading import torch_device
+from coserve.devices.messages.steps import RequestRows, Tasklets, Update
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import RequestRows, Tasklets, Update
 from coserve.kernels import find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
 from coserve.kernels.base import Backend
 from coserve.kernels.bits import pack_signs, unpack_signs
 from coserve.kernels.dropout import dropout_mask, dropout_row_ids
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile

@@ -12,17 +12,17 @@ from engines import examples_of, greedy, prompts_of
 from steps_at_once import Steps, wide_directory
 from support import random_sequences, random_tokens
 
-import coserve.devices.torch_step as torch_step
+import coserve.devices.torch.step as torch_step
 from coserve import models
 from coserve.adapters import LoraConfig
-from coserve.devices.dividing import sides_of
 from coserve.devices.loading import torch_device
-from coserve.devices.sides import Sides
-from coserve.devices.step_messages import LossRows, RequestRows, Tasklets, Update, WindowRows
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.messages.steps import LossRows, RequestRows, Tasklets, Update, WindowRows
+from coserve.devices.sides.base import Sides
+from coserve.devices.sides.dividing import sides_of
+from coserve.devices.torch.device import TorchDevice
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import load_backbone
 from coserve.models.backbone import Backbone
 from coserve.scheduling import Partition

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support import make_adapter, make_backbone, model_directory, random_sequences, worst_error
 
-from coserve.devices.optimizer_memory import OptimizerMemory
-from coserve.memory.host_pages import HostPages
-from coserve.memory.paged_kv import PagedKv
-from coserve.memory.weight_window import WeightWindow
+from coserve.devices.torch.optimizer_memory import OptimizerMemory
+from coserve.memory.tensors.host_pages import HostPages
+from coserve.memory.tensors.paged_kv import PagedKv
+from coserve.memory.tensors.weight_window import WeightWindow
 from coserve.models import load_backbone
 from coserve.models.mapped_weights import MappedWeights
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs

@@ -15,7 +15,7 @@ from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.methods.full import FullConfig
 from coserve.kernels.groups.base import SingleRank
 from coserve.kernels.triton import TritonBackend
-from coserve.memory.paged_kv import PagedKv
+from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models import forward, load_backbone
 from coserve.tuning import (
     TrainingPass,

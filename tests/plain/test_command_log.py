@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 import coserve
-from coserve.devices import messages
-from coserve.devices.command_count import CommandCount
-from coserve.devices.job_messages import PlaceOptimizer, PublishVersion, ResizeWindow
-from coserve.devices.messages import (
+from coserve.devices.messages import commands as messages
+from coserve.devices.messages.commands import (
     BESIDE_STEPS,
     CloseGrammar,
     CloseRequest,
@@ -27,9 +25,11 @@ from coserve.devices.messages import (
     Reply,
     VersionOpened,
 )
+from coserve.devices.messages.jobs import PlaceOptimizer, PublishVersion, ResizeWindow
+from coserve.devices.messages.pages import SwapIn, SwapOut
+from coserve.devices.messages.steps import StepBatch, StepResult
+from coserve.devices.recording.command_count import CommandCount
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import StepBatch, StepResult
-from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.engine.command_log import CommandLog, LostCommandError
 from coserve.errors import DeviceGoneError, DeviceMemoryError
 

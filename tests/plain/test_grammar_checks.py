@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 from crashing_tasks import Obedient
 
-from coserve.devices.grammar import Grammar
-from coserve.devices.grammar_check import GrammarChecker
-from coserve.devices.matching import Vocabulary
+from coserve.devices.grammars.checker import GrammarChecker
+from coserve.devices.grammars.grammar import Grammar
+from coserve.devices.grammars.matching import Vocabulary
 from coserve.errors import SandboxError
 from coserve.sandbox.sandbox import Sandbox
 from coserve.server import grammar_checks

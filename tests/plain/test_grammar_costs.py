@@ -92,7 +92,7 @@ def limit() -> None:
     "group", [PATTERNS, TOO_LONG, SCHEMAS, COMPARED], ids=["patterns", "long", "schemas", "oneOf"]
 )
 def test_checks_of_a_grammar_are_bounded(group: dict[str, str]):
-    lines = ["from coserve.devices.grammar import Grammar, Tag"]
+    lines = ["from coserve.devices.grammars.grammar import Grammar, Tag"]
     for name, code in group.items():
         lines += [f"try: {code}", "except ValueError: pass", f"print({name!r}, flush=True)"]
     path = os.pathsep.join(filter(None, sys.path))

@@ -16,8 +16,8 @@ from hostile_grammars import (
     terminals,
 )
 
-from coserve.devices.grammar import Grammar
-from coserve.devices.grammar_limits import height, total
+from coserve.devices.grammars.grammar import Grammar
+from coserve.devices.grammars.limits import height, total
 
 TREE: dict[str, Any] = {
     "type": "object",

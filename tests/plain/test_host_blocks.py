@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from coserve.memory.host_blocks import HostBlocks
+from coserve.memory.pages.host_blocks import HostBlocks
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 

@@ -1,6 +1,6 @@
 """What is true of a job after each event, as one value: histories of jobs, without an engine."""
 
-from coserve.devices.step_messages import PackSums
+from coserve.devices.messages.steps import PackSums
 from coserve.engine.jobs.checkpoint import JobPosition
 from coserve.engine.jobs.progress import Exchange, MemoryFailures, TrainingProgress
 from coserve.tuning.early_stopping import BestEvaluation

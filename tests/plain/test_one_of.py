@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coserve.devices.grammar import Grammar
+from coserve.devices.grammars.grammar import Grammar
 
 # A request's schema from a public report: a number, or a list of two, by reference.
 REPORTED: dict[str, Any] = {

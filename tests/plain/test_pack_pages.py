@@ -4,16 +4,16 @@ from random import Random
 
 import pytest
 
-from coserve.memory.pack_pages import OWNER, PackPages
-from coserve.memory.pages import PagePool
+from coserve.memory.pages.allocator import PageAllocator
+from coserve.memory.pages.pack_pages import OWNER, PackPages
 from coserve.tuning.cursor import Cursor
 
 SIZES = (5, 2, 3, 0, 4, 1)
 
 
-def pool_with_holes(seed: int) -> PagePool:
+def pool_with_holes(seed: int) -> PageAllocator:
     """Of 60 pages; the first seed has no holes."""
-    pool, random = PagePool(60, 64), Random(seed)
+    pool, random = PageAllocator(60, 64), Random(seed)
     if seed:
         pool.take("kv", 60)
         pool.give_back("kv", [page for page in range(60) if random.random() < 0.8])
@@ -83,7 +83,7 @@ def test_a_pack_that_came_with_fewer_groups_gives_back_those(seed):
 
 def test_a_group_without_pages_may_lie_anywhere():
     """Every empty range equals every other one."""
-    pool = PagePool(8, 64)
+    pool = PageAllocator(8, 64)
     pool.take("kv", 4)
     first, second, third = pool.take_runs(OWNER, (1, 1, 1))
     pages = PackPages(pool, [first, range(0), second, third], 0)

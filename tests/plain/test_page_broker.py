@@ -4,13 +4,13 @@ from random import Random
 
 import pytest
 
-from coserve.devices.job_messages import PlaceOptimizer, ResizeWindow
-from coserve.devices.messages import Command
+from coserve.devices.messages.commands import Command
+from coserve.devices.messages.jobs import PlaceOptimizer, ResizeWindow
 from coserve.engine.page_broker import MomentsNeed, PageBroker, WindowNeed
 from coserve.errors import BudgetError
-from coserve.memory.pages import PagePool
-from coserve.memory.prefix_index import PrefixOwner
-from coserve.memory.run_search import RunSearch
+from coserve.memory.pages.allocator import PageAllocator
+from coserve.memory.pages.prefix_index import PrefixOwner
+from coserve.memory.pages.run_search import RunSearch
 from coserve.tuning.cursor import Cursor
 
 BLOCK, PAGE_BYTES = 4, 64
@@ -191,13 +191,13 @@ def test_a_pack_that_fits_is_placed_however_prefixes_lie():
 @pytest.fixture
 def num_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often all pages of a pool were looked at, as the only item."""
-    look, found = PagePool.free_flags, [0]
+    look, found = PageAllocator.free_flags, [0]
 
-    def counted(pool: PagePool) -> bytes:
+    def counted(pool: PageAllocator) -> bytes:
         found[0] += 1
         return look(pool)
 
-    monkeypatch.setattr(PagePool, "free_flags", counted)
+    monkeypatch.setattr(PageAllocator, "free_flags", counted)
     return found
 
 

@@ -1,6 +1,6 @@
 """What `/v1/status` and `/metrics` say of the ranks that hold a model together."""
 
-from coserve.devices.messages import RankState
+from coserve.devices.messages.commands import RankState
 from coserve.engine.records import EngineStats
 from coserve.protocol.messages import Ready, StepReport, decode_report, encode
 from coserve.scheduling.slo import Slo

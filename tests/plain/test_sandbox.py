@@ -15,8 +15,8 @@ import pytest
 from crashing_tasks import Obedient
 from processes import children_of, is_alive
 
-from coserve.devices.grammar_check import GrammarChecker
-from coserve.devices.matching import Vocabulary
+from coserve.devices.grammars.checker import GrammarChecker
+from coserve.devices.grammars.matching import Vocabulary
 from coserve.errors import RequestError, SandboxError
 from coserve.sandbox.sandbox import Sandbox
 from coserve.sandbox.task import Limits

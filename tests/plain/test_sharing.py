@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from coserve.devices.replay import as_it_ran
-from coserve.devices.step_messages import RequestRows, StepBatch, StepResult, Tasklets
+from coserve.devices.messages.steps import RequestRows, StepBatch, StepResult, Tasklets
+from coserve.devices.recording.replay import as_it_ran
 from coserve.engine.step_batch import observe
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.latency import LatencyModel

@@ -15,8 +15,8 @@ from job_engine import World, world
 from lengths import long_but
 
 from coserve.cluster.messages import CommandBatch
-from coserve.devices.job_messages import PublishVersion, TakeContribution
-from coserve.devices.messages import SaveAdapter
+from coserve.devices.messages.commands import SaveAdapter
+from coserve.devices.messages.jobs import PublishVersion, TakeContribution
 from coserve.engine.commands import CancelJob, StartJob
 from coserve.engine.engine import Engine
 from coserve.errors import JobError

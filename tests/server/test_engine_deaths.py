@@ -15,7 +15,7 @@ LINES = [
 # Run by the server's process as it starts: adapters of rank 5 end the process in their fifth step.
 DEADLY = """
 import os
-from coserve.devices.torch_trainer import TorchTrainer
+from coserve.devices.torch.trainer import TorchTrainer
 
 update = TorchTrainer.update
 

@@ -11,8 +11,8 @@ from process_server import looks_until, run
 from random_plans import PlannedBy
 
 from coserve.adapters import LoraConfig
-from coserve.devices.job_messages import DropCheckpoint, DropTrainer, TakeCheckpoint
-from coserve.devices.step_messages import StepFailure
+from coserve.devices.messages.jobs import DropCheckpoint, DropTrainer, TakeCheckpoint
+from coserve.devices.messages.steps import StepFailure
 from coserve.engine.commands import AddRequest, JobStart, StartJob
 from coserve.jobs.datasets.examples import write_examples_file
 from coserve.protocol.messages import StepReport

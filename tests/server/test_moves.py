@@ -21,8 +21,8 @@ from job_data import DATA, steps_of
 from job_engine import TENANT
 from lengths import long_but
 
-from coserve.devices.job_messages import PublishVersion
-from coserve.devices.messages import SaveAdapter
+from coserve.devices.messages.commands import SaveAdapter
+from coserve.devices.messages.jobs import PublishVersion
 from coserve.engine.commands import AdapterRef
 from coserve.engine.engine import Engine
 from coserve.errors import EngineGoneError, StoreError

@@ -18,7 +18,7 @@ NUM_TOKENS = 12
 # one.
 SLOW = """
 import time
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.torch.device import TorchDevice
 
 submit = TorchDevice.submit
 

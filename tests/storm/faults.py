@@ -10,16 +10,16 @@ from random import Random
 from msgspec.structs import replace
 from storm.ledger import LedgerDevice
 
-from coserve.devices.job_messages import (
+from coserve.devices.messages.commands import Command, OpenVersion, Reply
+from coserve.devices.messages.jobs import (
     BeginPack,
     OpenTrainer,
     PublishVersion,
     TakeCheckpoint,
     WriteCheckpoint,
 )
-from coserve.devices.messages import Command, OpenVersion, Reply
-from coserve.devices.step_messages import StepBatch, StepFailure, StepResult
-from coserve.devices.swap_messages import SwapIn, SwapInTensors
+from coserve.devices.messages.pages import SwapIn, SwapInTensors
+from coserve.devices.messages.steps import StepBatch, StepFailure, StepResult
 from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError
 
 # Of the times when it is a device's turn to be gone: each costs all that was under way.

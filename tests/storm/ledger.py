@@ -17,8 +17,17 @@ from zlib import crc32
 
 from msgspec.structs import replace
 
-from coserve.devices.command_count import CommandCount
-from coserve.devices.job_messages import (
+from coserve.devices.messages.commands import (
+    CloseRequest,
+    Command,
+    CountCommands,
+    DropVersion,
+    OpenRequest,
+    OpenVersion,
+    Reply,
+    SaveAdapter,
+)
+from coserve.devices.messages.jobs import (
     OPTIMIZER_FILE,
     BeginPack,
     CloseTrainer,
@@ -32,18 +41,7 @@ from coserve.devices.job_messages import (
     TrainerOpened,
     WriteCheckpoint,
 )
-from coserve.devices.messages import (
-    CloseRequest,
-    Command,
-    CountCommands,
-    DropVersion,
-    OpenRequest,
-    OpenVersion,
-    Reply,
-    SaveAdapter,
-)
-from coserve.devices.step_messages import RequestRows, StepBatch, StepResult, Update
-from coserve.devices.swap_messages import (
+from coserve.devices.messages.pages import (
     MovePack,
     MovePages,
     SwapIn,
@@ -51,8 +49,10 @@ from coserve.devices.swap_messages import (
     SwapOut,
     SwapOutTensors,
 )
-from coserve.memory.pack_pages import PackPages
-from coserve.memory.pages import PagePool
+from coserve.devices.messages.steps import RequestRows, StepBatch, StepResult, Update
+from coserve.devices.recording.command_count import CommandCount
+from coserve.memory.pages.allocator import PageAllocator
+from coserve.memory.pages.pack_pages import PackPages
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.cursor import Cursor
 
@@ -114,7 +114,7 @@ class _Table:
         return keys[position]
 
 
-class _PackMemory(PagePool):
+class _PackMemory(PageAllocator):
     """The pages that one pack still holds."""
 
     def __init__(self, runs: Sequence[range]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 from forked_ranks import forking
 
-from coserve.devices.rank_process import StartProcess
+from coserve.devices.process.child import StartProcess
 
 
 class RankFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,9 +122,9 @@ def starter(directory: Path) -> StartProcess:
 
 def _install(instructions: Instructions, rank: int) -> None:
     """Have this process's device fail as it is told to."""
-    from coserve.devices.messages import DescribeRanks
-    from coserve.devices.torch_device import TorchDevice
-    from coserve.devices.torch_step import TorchStep
+    from coserve.devices.messages.commands import DescribeRanks
+    from coserve.devices.torch.device import TorchDevice
+    from coserve.devices.torch.step import TorchStep
 
     execute, launch = TorchDevice.execute, TorchStep.launch
 
@@ -155,7 +155,7 @@ def _install(instructions: Instructions, rank: int) -> None:
 
 
 def _memory_errors() -> Any:
-    from coserve.devices.out_of_memory import memory_errors
+    from coserve.devices.torch.out_of_memory import memory_errors
 
     return memory_errors()
 

@@ -36,9 +36,9 @@ from storm.rank_faults import Instructions, RankFault, starter
 from support import make_backbone
 
 from coserve.adapters import LoraConfig
-from coserve.devices.group_device import GroupDevice
 from coserve.devices.loading import open_device
-from coserve.devices.messages import DescribeRanks
+from coserve.devices.messages.commands import DescribeRanks
+from coserve.devices.ranks.group_device import GroupDevice
 from coserve.engine.command_log import LostCommandError
 from coserve.engine.config import EngineConfig
 from coserve.engine.jobs.checkpoint import Checkpoint
@@ -46,7 +46,7 @@ from coserve.engine.outbox import Event
 from coserve.engine.request import Chunk
 from coserve.engine.token_engine import TokenEngine
 from coserve.errors import CoserveError, DeviceGoneError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import TuningConfig
 

@@ -16,9 +16,9 @@ from support import make_adapter, make_backbone
 
 from coserve.adapters import LoraConfig, load_adapter, save_adapter
 from coserve.adapters.layout import AdapterLayout
-from coserve.devices import adapter_memory
-from coserve.devices.adapter_memory import AdapterMemory, room_for_a_job
-from coserve.devices.process_memory import pool_bytes
+from coserve.devices.torch import adapter_memory
+from coserve.devices.torch.adapter_memory import AdapterMemory, room_for_a_job
+from coserve.devices.torch.process_memory import pool_bytes
 from coserve.errors import AdapterError, AdapterTooLargeError
 from coserve.tuning.config import TuningConfig
 

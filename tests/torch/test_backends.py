@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coserve import kernels
 from coserve.errors import ModelError
 from coserve.kernels import weights as kernel_weights
-from coserve.memory.paged_kv import PagedKv
+from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.models.weights import weight_tensors
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs

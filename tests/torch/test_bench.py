@@ -18,7 +18,7 @@ from coserve.bench.ledger import PARTS, part_of
 from coserve.bench.machine import PeakMemory, peak_bytes
 from coserve.bench.profile_page import profile_html
 from coserve.cli.main import app
-from coserve.devices.kept_profiles import profile_path
+from coserve.devices.profiles.kept import profile_path
 from coserve.errors import CoserveError
 from coserve.kernels.base import Backend
 from coserve.models import load_backbone

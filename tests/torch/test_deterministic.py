@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support import random_tokens
 
 from coserve import Engine, LoraConfig, OptimizerConfig, TuningConfig
-from coserve.devices.messages import DeviceInfo
+from coserve.devices.messages.commands import DeviceInfo
 from coserve.engine.request import Chunk
 from coserve.graph.blocks import in_blocks, split_rows
 

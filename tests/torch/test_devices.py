@@ -32,17 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coserve.adapters import LoraConfig
 from coserve.devices.base import Device
-from coserve.devices.job_messages import (
-    CloseTrainer,
-    DropCheckpoint,
-    DropPack,
-    DropTrainer,
-    PublishVersion,
-    TakeCheckpoint,
-    WriteCheckpoint,
-)
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import (
+from coserve.devices.messages.commands import (
     CloseRequest,
     CountCommands,
     DescribeRanks,
@@ -51,10 +42,17 @@ from coserve.devices.messages import (
     OpenVersion,
     SaveAdapter,
 )
-from coserve.devices.process_device import ProcessDevice
-from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.settings import DeviceSettings
-from coserve.devices.step_messages import (
+from coserve.devices.messages.jobs import (
+    CloseTrainer,
+    DropCheckpoint,
+    DropPack,
+    DropTrainer,
+    PublishVersion,
+    TakeCheckpoint,
+    WriteCheckpoint,
+)
+from coserve.devices.messages.pages import MovePages
+from coserve.devices.messages.steps import (
     LossRows,
     RequestRows,
     StepBatch,
@@ -63,12 +61,14 @@ from coserve.devices.step_messages import (
     Update,
     WindowRows,
 )
-from coserve.devices.swap_messages import MovePages
-from coserve.devices.torch_device import TorchDevice
-from coserve.devices.torch_trainer import TorchTrainer
-from coserve.devices.wire import Connection, FromDevice, Started
+from coserve.devices.process.device import ProcessDevice
+from coserve.devices.process.wire import Connection, FromDevice, Started
+from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.settings import DeviceSettings
+from coserve.devices.torch.device import TorchDevice
+from coserve.devices.torch.trainer import TorchTrainer
 from coserve.errors import AdapterError, DeviceGoneError, UnknownModelError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import Backbone, load_backbone
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
@@ -724,7 +724,7 @@ NONSENSE = b"\x05" + 7 * b"\0" + b"\xc1oops"  # a frame of five bytes, which are
 def test_a_device_that_is_told_nonsense_ends():
     own, its = socket.socketpair()
     with own, its:
-        command = [sys.executable, "-m", "coserve.devices.process_main", str(its.fileno())]
+        command = [sys.executable, "-m", "coserve.devices.process.main", str(its.fileno())]
         process = subprocess.Popen(
             command, pass_fds=(its.fileno(),), stderr=subprocess.PIPE, text=True
         )

@@ -13,12 +13,12 @@ from engines import examples_of, expected_tokens, greedy, prompts_of
 from recordings import steps_in
 from support import make_backbone, random_sequences, random_tokens
 
-import coserve.devices.torch_step as torch_step
+import coserve.devices.torch.step as torch_step
 from coserve import models
 from coserve.adapters import LoraConfig
 from coserve.devices.base import Device
 from coserve.devices.loading import torch_device as make_device
-from coserve.devices.step_messages import (
+from coserve.devices.messages.steps import (
     LossRows,
     RequestRows,
     StepResult,
@@ -31,7 +31,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import record
 from coserve.engine.replay import replay
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.scheduling import Partition
 from coserve.scheduling.sharing import Share, Sharing
 from coserve.simulate.hardware import Hardware

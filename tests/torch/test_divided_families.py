@@ -17,14 +17,14 @@ from ranks import (
 from support import CONFIGS, make_backbone, model_directory, random_tokens, targets_of
 
 from coserve.adapters import LoraConfig
-from coserve.devices.kept_profiles import profile_path
+from coserve.devices.profiles.kept import profile_path
 from coserve.errors import UnsupportedModelError
 from coserve.graph.ir import Graph
 from coserve.kernels import names_for
 from coserve.kernels.groups.threads import run_ranks
 from coserve.kernels.weights import Int8Weight, as_weight
-from coserve.memory.paged_kv import PagedKv, kv_page_bytes
-from coserve.memory.paged_states import num_state_pages
+from coserve.memory.tensors.paged_kv import PagedKv, kv_page_bytes
+from coserve.memory.tensors.paged_states import num_state_pages
 from coserve.models import forward, load_backbone, logits
 from coserve.models.dividing import divided_backbone
 from coserve.models.weights import weight_tensors

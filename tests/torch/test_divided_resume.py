@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from coserve.adapters import LoraConfig
 from coserve.adapters.methods.full import FullConfig
-from coserve.devices.job_messages import (
+from coserve.devices.messages.jobs import (
     OPTIMIZER_FILE,
     CombineContributions,
     OpenTrainer,
@@ -36,9 +36,9 @@ from coserve.devices.job_messages import (
     TakeContribution,
     WriteCheckpoint,
 )
-from coserve.devices.rank_device import RankDevice
-from coserve.devices.step_messages import Update
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.messages.steps import Update
+from coserve.devices.ranks.rank_device import RankDevice
+from coserve.devices.torch.device import TorchDevice
 from coserve.errors import AdapterError, RankError
 from coserve.kernels.groups.threads import run_ranks, thread_groups
 from coserve.models.dividing import divided_backbone

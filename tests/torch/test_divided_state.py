@@ -11,9 +11,9 @@ from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.held_tensors import HeldTensors
 from coserve.adapters.methods.full import FullConfig
-from coserve.devices.job_messages import OPTIMIZER_FILE
-from coserve.devices.torch_copies import TorchCheckpoint, TorchCopy, read_state
-from coserve.devices.torch_exchange import CONTRIBUTION_FILE, TorchExchange
+from coserve.devices.messages.jobs import OPTIMIZER_FILE
+from coserve.devices.torch.copies import TorchCheckpoint, TorchCopy, read_state
+from coserve.devices.torch.exchange import CONTRIBUTION_FILE, TorchExchange
 from coserve.errors import AdapterError
 from coserve.graph.layouts import WHOLE
 from coserve.kernels.groups.base import Ranks

@@ -28,8 +28,8 @@ from support import make_backbone, worst_error
 from coserve.adapters import LoraConfig
 from coserve.adapters.methods.diff_pruning import kth_largest
 from coserve.adapters.methods.full import FullConfig
-from coserve.devices.job_messages import PublishVersion, TakeCheckpoint
-from coserve.devices.step_messages import LossRows, Tasklets, Update, WindowRows
+from coserve.devices.messages.jobs import PublishVersion, TakeCheckpoint
+from coserve.devices.messages.steps import LossRows, Tasklets, Update, WindowRows
 from coserve.graph.layouts import FIRST, WHOLE
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.threads import run_ranks

@@ -5,8 +5,8 @@ from engines import greedy, make_engine, prompts_of, watched
 from rank_devices import are_gone
 
 from coserve import Engine, EngineConfig
-from coserve.devices.group_device import GroupDevice
-from coserve.devices.rank_places import num_usable_cores
+from coserve.devices.ranks.group_device import GroupDevice
+from coserve.devices.ranks.places import num_usable_cores
 
 
 def test_an_engine_lets_go_of_its_device_at_the_end_of_its_block(monkeypatch):

@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from support import RaisingMode
 
 from coserve.adapters import LoraConfig
-from coserve.devices.job_messages import (
+from coserve.devices.messages.commands import DropVersion, OpenVersion
+from coserve.devices.messages.jobs import (
     BeginPack,
     CloseTrainer,
     CombineContributions,
@@ -37,8 +38,7 @@ from coserve.devices.job_messages import (
     TakeCheckpoint,
     TakeContribution,
 )
-from coserve.devices.messages import DropVersion, OpenVersion
-from coserve.devices.step_messages import StepFailure
+from coserve.devices.messages.steps import StepFailure
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.request import Chunk

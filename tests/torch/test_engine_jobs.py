@@ -30,9 +30,9 @@ from safetensors.torch import load_file
 from support import FAMILIES, make_backbone, make_model, summed_loss
 
 from coserve.adapters import Adapter, LoraConfig, save_adapter
-from coserve.devices.job_messages import BeginPack, DropCheckpoint, DropTrainer
+from coserve.devices.messages.jobs import BeginPack, DropCheckpoint, DropTrainer
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.torch_trainer import TorchTrainer
+from coserve.devices.torch.trainer import TorchTrainer
 from coserve.engine.checks import check_examples
 from coserve.engine.jobs import opening
 from coserve.engine.jobs.events import JobEvent

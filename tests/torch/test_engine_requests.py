@@ -27,8 +27,8 @@ from support import CONFIGS, FAMILIES, VOCAB, make_backbone, random_tokens
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.peft_directory import save_adapter
+from coserve.devices.messages.steps import StepFailure
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import StepFailure
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, BudgetError, RequestError

@@ -32,11 +32,11 @@ from support import RaisingMode, make_backbone
 
 from coserve.adapters import LoraConfig
 from coserve.devices.base import Clock, Device
-from coserve.devices.job_messages import BeginPack
-from coserve.devices.messages import CloseRequest, Command, OpenRequest, Reply
+from coserve.devices.messages.commands import CloseRequest, Command, OpenRequest, Reply
+from coserve.devices.messages.jobs import BeginPack
+from coserve.devices.messages.steps import RequestRows, StepBatch, StepFailure, StepResult
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import RequestRows, StepBatch, StepFailure, StepResult
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.torch.device import TorchDevice
 from coserve.engine.config import EngineConfig
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.request import Chunk

@@ -23,13 +23,13 @@ from typer.testing import CliRunner
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.cli.main import app
 from coserve.devices.loading import torch_device
-from coserve.devices.wire import Call
+from coserve.devices.process.wire import Call
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import record
 from coserve.errors import CoserveError, DataError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
@@ -196,10 +196,12 @@ def test_sizes_are_checked_before_memory_is_taken(
 ):
     frames = plain_frames(recording)
     frames[0]["info"][name] = value
-    monkeypatch.setattr("coserve.devices.process_memory.available_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(
+        "coserve.devices.torch.process_memory.available_bytes", lambda device: 1 << 30
+    )
     if device != "modelled":
         monkeypatch.setattr("coserve.devices.loading.build_backbone", _unexpected)
-        monkeypatch.setattr("coserve.devices.process_device.ProcessDevice.__init__", _unexpected)
+        monkeypatch.setattr("coserve.devices.process.device.ProcessDevice.__init__", _unexpected)
     status, said = run(write_frames(closed / "file", frames), device)
     assert status == 1
     if device != "modelled" or "memory" not in message:  # a modelled device takes none

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from coserve.adapters import save_adapter
 from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.methods.full import FullConfig
-from coserve.devices.job_messages import ReadContributions
+from coserve.devices.messages.jobs import ReadContributions
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, AdapterTooLargeError
 from coserve.home import is_disk_full
@@ -206,7 +206,7 @@ def test_adapters_and_full_weights_keep_out_of_each_others_way(engine, tmp_path)
 
 
 def test_too_little_memory_is_refused_with_what_is_missing(engine, monkeypatch):
-    monkeypatch.setattr("coserve.devices.adapter_memory.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("coserve.devices.torch.adapter_memory.available_bytes", lambda device: 1000)
     with pytest.raises(AdapterTooLargeError, match=r"[\d,]+ bytes are missing"):
         engine.submit_examples(DATA, CONFIG, adapter=FullConfig(), job_id="job", name="mine")
 

@@ -28,7 +28,7 @@ from transformers import AutoConfig
 
 from coserve.adapters import Adapter
 from coserve.adapters.methods.prefix_tuning import PrefixTuningConfig
-from coserve.devices.step_messages import StepFailure, StepResult
+from coserve.devices.messages.steps import StepFailure, StepResult
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, BudgetError, RequestError, UnsupportedModelError
 from coserve.models.families import build_architecture

@@ -6,9 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from coserve.devices.grammar import MAX_STATES, STATE_BYTES, TOO_MANY_STATES, Grammar
-from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import CloseGrammar, Command, GrammarOpened, OpenGrammar, Reply
+from coserve.devices.grammars.grammar import MAX_STATES, STATE_BYTES, TOO_MANY_STATES, Grammar
+from coserve.devices.grammars.matching import Vocabulary
+from coserve.devices.messages.commands import (
+    CloseGrammar,
+    Command,
+    GrammarOpened,
+    OpenGrammar,
+    Reply,
+)
 from coserve.engine.grammars import MAX_BYTES, MAX_TENANT_BYTES, MIN_STATES, Grammars
 from coserve.errors import GrammarMemoryError, RequestError
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from coserve.devices.allocated import allocated_bytes
-from coserve.devices.device_grammars import DeviceGrammars
-from coserve.devices.grammar import STATE_BYTES, TOO_MANY_STATES, Grammar, Tag
-from coserve.devices.grammar_limits import MAX_CHARACTERS
-from coserve.devices.matching import GrammarCompiler, Vocabulary
-from coserve.devices.sampling import SamplingRow, sample
+from coserve.devices.grammars.allocated import allocated_bytes
+from coserve.devices.grammars.device_grammars import DeviceGrammars
+from coserve.devices.grammars.grammar import STATE_BYTES, TOO_MANY_STATES, Grammar, Tag
+from coserve.devices.grammars.limits import MAX_CHARACTERS
+from coserve.devices.grammars.matching import GrammarCompiler, Vocabulary
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.torch.sampling import SamplingRow, sample
 from coserve.errors import RequestError
 
 PERSON = {

@@ -14,14 +14,10 @@ from rank_devices import PROMPT, begin, failing_group, generates_as_one_process
 from support import model_directory, random_sequences
 
 from coserve.adapters import LoraConfig
-from coserve.devices import cpu_threads
-from coserve.devices.cpu_threads import share_of_cores, worthwhile_threads
-from coserve.devices.grammar import Grammar
-from coserve.devices.group_device import GroupDevice
-from coserve.devices.job_messages import CloseTrainer, DropTrainer
+from coserve.devices.grammars.grammar import Grammar
+from coserve.devices.grammars.matching import Vocabulary
 from coserve.devices.loading import open_device
-from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import (
+from coserve.devices.messages.commands import (
     CloseGrammar,
     CloseRequest,
     CountCommands,
@@ -30,7 +26,11 @@ from coserve.devices.messages import (
     OpenVersion,
     SetVocabulary,
 )
-from coserve.devices.step_messages import RequestRows, Tasklets, Update
+from coserve.devices.messages.jobs import CloseTrainer, DropTrainer
+from coserve.devices.messages.steps import RequestRows, Tasklets, Update
+from coserve.devices.process import cpu_threads
+from coserve.devices.process.cpu_threads import share_of_cores, worthwhile_threads
+from coserve.devices.ranks.group_device import GroupDevice
 from coserve.errors import (
     AdapterError,
     DeviceMemoryError,

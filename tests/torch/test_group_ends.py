@@ -25,9 +25,8 @@ from rank_devices import (
     group_says_why_it_cannot_start,
 )
 
-from coserve.devices.grammar import Grammar
-from coserve.devices.group_device import GroupDevice
-from coserve.devices.messages import (
+from coserve.devices.grammars.grammar import Grammar
+from coserve.devices.messages.commands import (
     CloseGrammar,
     CloseRequest,
     CountCommands,
@@ -35,8 +34,9 @@ from coserve.devices.messages import (
     DropVersion,
     OpenVersion,
 )
-from coserve.devices.rank_process import DeviceProcess
-from coserve.devices.step_messages import StepBatch
+from coserve.devices.messages.steps import StepBatch
+from coserve.devices.process.child import DeviceProcess
+from coserve.devices.ranks.group_device import GroupDevice
 from coserve.errors import BudgetError, DeviceGoneError
 
 
@@ -140,7 +140,7 @@ def test_a_call_that_is_interrupted_between_two_ranks_ends_the_group(tmp_path, m
 def test_ranks_end_with_the_process_that_started_them():
     """Even if that is killed, in the middle of a step."""
     code = (
-        "import time; from coserve.devices.group_device import GroupDevice; from rank_devices "
+        "import time; from coserve.devices.ranks.group_device import GroupDevice; from rank_devices "
         "import settings\n"
         "device = GroupDevice(settings(2)); print(*device.pids, flush=True); time.sleep(600)"
     )

@@ -16,20 +16,20 @@ from support import make_backbone, model_directory
 from coserve.adapters import LoraConfig
 from coserve.adapters.file_names import CONFIG_FILE, FULL_FILE, WEIGHTS_FILE
 from coserve.adapters.methods.full import FullConfig
-from coserve.devices.group_device import GroupDevice
-from coserve.devices.job_messages import (
+from coserve.devices.loading import open_device
+from coserve.devices.messages.commands import OpenVersion, SaveAdapter
+from coserve.devices.messages.jobs import (
     OPTIMIZER_FILE,
     PublishVersion,
     TakeCheckpoint,
     WriteCheckpoint,
 )
-from coserve.devices.loading import open_device
-from coserve.devices.messages import OpenVersion, SaveAdapter
+from coserve.devices.messages.steps import Update
+from coserve.devices.ranks.group_device import GroupDevice
 from coserve.devices.settings import DeviceSettings
-from coserve.devices.step_messages import Update
 from coserve.engine.jobs.checkpoint import Checkpoint, JobPosition
 from coserve.errors import DiskFullError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.simulate.roofline import roofline_profile
 
 pytestmark = pytest.mark.long

@@ -26,12 +26,10 @@ from torch import distributed as dist
 
 from coserve.adapters import LoraConfig
 from coserve.adapters.file_names import WEIGHTS_FILE
-from coserve.devices.grammar import Grammar
-from coserve.devices.group_device import GroupDevice
-from coserve.devices.job_messages import PublishVersion
+from coserve.devices.grammars.grammar import Grammar
+from coserve.devices.grammars.matching import Vocabulary
 from coserve.devices.loading import open_device
-from coserve.devices.matching import Vocabulary
-from coserve.devices.messages import (
+from coserve.devices.messages.commands import (
     CloseRequest,
     CountCommands,
     OpenGrammar,
@@ -39,7 +37,9 @@ from coserve.devices.messages import (
     SaveAdapter,
     SetVocabulary,
 )
-from coserve.devices.step_messages import Update
+from coserve.devices.messages.jobs import PublishVersion
+from coserve.devices.messages.steps import Update
+from coserve.devices.ranks.group_device import GroupDevice
 from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError, RequestError
 
 pytestmark = [

@@ -16,18 +16,18 @@ from safetensors.torch import load_file
 from support import random_tokens
 
 from coserve.adapters import LoraConfig
-from coserve.devices.grammar import Grammar
-from coserve.devices.job_messages import (
+from coserve.devices.grammars.grammar import Grammar
+from coserve.devices.messages.commands import CloseGrammar, CountCommands
+from coserve.devices.messages.jobs import (
     CombineContributions,
     ReadContributions,
     TakeContribution,
     WriteCheckpoint,
 )
-from coserve.devices.messages import CloseGrammar, CountCommands
-from coserve.devices.rank_process import DeviceProcess
-from coserve.devices.step_messages import RequestRows, Update
-from coserve.devices.swap_messages import MovePages
-from coserve.devices.torch_exchange import CONTRIBUTION_FILE
+from coserve.devices.messages.pages import MovePages
+from coserve.devices.messages.steps import RequestRows, Update
+from coserve.devices.process.child import DeviceProcess
+from coserve.devices.torch.exchange import CONTRIBUTION_FILE
 from coserve.errors import AdapterError, DeviceGoneError, DeviceMemoryError
 from coserve.tuning.shard import Shard
 
@@ -42,7 +42,7 @@ OTHER = tuple(random_tokens(11, 5).tolist())
 
 def test_pages_that_one_rank_cannot_move_stay_where_they_are_on_all(tmp_path):
     before = """
-from coserve.memory.paged_kv import PagedKv
+from coserve.memory.tensors.paged_kv import PagedKv
 move = PagedKv.move
 
 def failing(self, pages, targets):
@@ -77,7 +77,7 @@ def test_gradients_that_one_rank_cannot_give_are_given_once_when_asked_again(tmp
     """The other rank has them again, so that a contribution is what it is of a group without a
     failure."""
     before = """
-from coserve.devices.torch_exchange import TorchExchange
+from coserve.devices.torch.exchange import TorchExchange
 take, failures = TorchExchange.take, [MemoryError("none here")]
 
 def failing(self, gradients, moments):
@@ -113,7 +113,7 @@ TorchExchange.take = failing
 
 def test_contributions_that_one_rank_cannot_read_are_read_once_when_asked_again(tmp_path):
     before = """
-from coserve.devices.torch_exchange import TorchExchange
+from coserve.devices.torch.exchange import TorchExchange
 from coserve.errors import AdapterError
 read, failures = TorchExchange.read, [AdapterError("not here yet")]
 

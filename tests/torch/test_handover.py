@@ -29,9 +29,9 @@ from random_plans import random_policy
 from support import make_backbone, random_tokens
 
 from coserve.adapters.methods.lora import LoraConfig
-from coserve.devices.clock import WallClock
+from coserve.devices.base import WallClock
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import ImportPages
+from coserve.devices.messages.commands import ImportPages
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.command_log import LostCommandError
 from coserve.engine.config import EngineConfig
@@ -47,8 +47,8 @@ from coserve.handover.decode import DecodeEnd
 from coserve.handover.messages import ComputePrompt, Forget
 from coserve.handover.prefill import PrefillEnd
 from coserve.handover.transport import Listener, LocalTransport, connect, local_pair
-from coserve.memory.page_files import PageFiles
-from coserve.memory.paged_kv import PagedKv, kv_page_bytes
+from coserve.memory.tensors.page_files import PageFiles
+from coserve.memory.tensors.paged_kv import PagedKv, kv_page_bytes
 from coserve.protocol.run_directory import (
     clear_socket_directories,
     make_pages_directory,

@@ -20,11 +20,11 @@ from support import (
 
 from coserve.engine.page_broker import PageBroker, WindowNeed
 from coserve.errors import BudgetError
-from coserve.memory.activations import LentRuns, group_bytes
-from coserve.memory.kv_cache import KvCache, PagedSequence
-from coserve.memory.paged_kv import PagedKv
-from coserve.memory.pages import PagePool
-from coserve.memory.prefix_index import PrefixIndex, PrefixOwner
+from coserve.memory.pages.allocator import PageAllocator
+from coserve.memory.pages.kv_cache import KvCache, PagedSequence
+from coserve.memory.pages.prefix_index import PrefixIndex, PrefixOwner
+from coserve.memory.tensors.activations import LentRuns, group_bytes
+from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models import CachedSequence, forward, logits
 from coserve.models.batch import Span
 from coserve.models.bypasses import Bypasses
@@ -34,8 +34,8 @@ from coserve.tuning.pass_memory import saved_shapes, workspace_shapes
 BLOCK = 4
 
 
-def make_pool(num_pages: int = 20, page_bytes: int = 64) -> PagePool:
-    return PagePool(num_pages, page_bytes)
+def make_pool(num_pages: int = 20, page_bytes: int = 64) -> PageAllocator:
+    return PageAllocator(num_pages, page_bytes)
 
 
 class Cache(KvCache):

@@ -17,8 +17,8 @@ from engines import (
 )
 
 from coserve.adapters import LoraConfig
-from coserve.devices.job_messages import BeginPack
-from coserve.devices.step_messages import StepBatch, StepFailure
+from coserve.devices.messages.jobs import BeginPack
+from coserve.devices.messages.steps import StepBatch, StepFailure
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.jobs.lifecycle import largest_pieces

@@ -14,7 +14,7 @@ import pytest
 IN_THREADS = """
 import threading, torch
 from many_jobs import resident_bytes
-from coserve.devices.process_memory import keep_freed_memory
+from coserve.devices.torch.process_memory import keep_freed_memory
 
 def work():
     tensors = [torch.ones(250_000) for _ in range(50)]
@@ -57,7 +57,7 @@ def test_a_dozen_jobs_leave_no_pages_tensors_or_handles():
 
 LARGE_TENSOR = """
 import resource, torch
-from coserve.devices.process_memory import keep_freed_memory
+from coserve.devices.torch.process_memory import keep_freed_memory
 
 keep_freed_memory()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

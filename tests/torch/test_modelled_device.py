@@ -12,10 +12,9 @@ from support import make_backbone
 
 from coserve.adapters import LoraConfig
 from coserve.devices.base import Device
-from coserve.devices.job_messages import DropPack, TrainerOpened, group_bytes
 from coserve.devices.loading import torch_device
-from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import (
+from coserve.devices.messages.jobs import DropPack, TrainerOpened, group_bytes
+from coserve.devices.messages.steps import (
     LossRows,
     RequestRows,
     StepFailure,
@@ -24,9 +23,10 @@ from coserve.devices.step_messages import (
     Update,
     WindowRows,
 )
-from coserve.memory.pack_pages import OWNER, PackPages
-from coserve.memory.paged_kv import kv_page_bytes
-from coserve.memory.pages import PagePool
+from coserve.devices.sampling_params import SamplingParams
+from coserve.memory.pages.allocator import PageAllocator
+from coserve.memory.pages.pack_pages import OWNER, PackPages
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import load_backbone
 from coserve.scheduling import LatencyModel, Partition
 from coserve.scheduling.profile import Profile
@@ -95,7 +95,7 @@ def test_a_real_pass_lets_a_group_go_when_the_engine_takes_its_pages_back(both_d
     opened = driver.open_trainer(
         "job", TuningConfig(), adapter=LoraConfig(r=4, target_modules=("q_proj",)).to_peft()
     )
-    pool = PagePool(4000, device.info.page_bytes)
+    pool = PageAllocator(4000, device.info.page_bytes)
     sizes = [-(-group_bytes(group, NUM_ROWS) // pool.page_bytes) for group in opened.training]
     pages = PackPages(pool, pool.take_runs(OWNER, sizes), opened.trained_parts)
     cursor = Cursor(num_rows=NUM_ROWS, num_trained=NUM_TRAINED, num_parts=opened.trained_parts)

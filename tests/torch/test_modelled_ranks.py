@@ -12,10 +12,10 @@ from coserve.adapters import Adapter, LoraConfig
 from coserve.bench.cells import Bench, CompareConfig
 from coserve.bench.places import ModelledPlace, num_parameters
 from coserve.cli.main import app
-from coserve.devices.job_messages import OpenTrainer, TrainerOpened
+from coserve.devices.messages.jobs import OpenTrainer, TrainerOpened
 from coserve.engine.config import EngineConfig
 from coserve.errors import BudgetError, UnsupportedModelError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling.profile import Curve, Profile
 from coserve.scheduling.slo import Slo

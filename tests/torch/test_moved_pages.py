@@ -22,15 +22,15 @@ from lengths import long_but
 from safetensors.torch import load_file
 
 from coserve.adapters import LoraConfig
-from coserve.devices.messages import Command, Reply
-from coserve.devices.swap_messages import MovePages
+from coserve.devices.messages.commands import Command, Reply
+from coserve.devices.messages.pages import MovePages
 from coserve.engine.engine import Engine
 from coserve.engine.outbox import Event
 from coserve.engine.page_broker import PageBroker
 from coserve.engine.request import Chunk
 from coserve.errors import BudgetError, DeviceMemoryError
-from coserve.memory.kv_cache import PagedSequence
-from coserve.memory.prefix_index import PrefixOwner
+from coserve.memory.pages.kv_cache import PagedSequence
+from coserve.memory.pages.prefix_index import PrefixOwner
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 LORA = LoraConfig(r=3, target_modules="all-linear")

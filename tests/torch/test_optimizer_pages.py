@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from support import make_backbone
 
 from coserve.adapters import LoraConfig
-from coserve.devices.adapter_memory import AdapterMemory
-from coserve.devices.job_messages import PlaceOptimizer
+from coserve.devices.messages.jobs import PlaceOptimizer
+from coserve.devices.torch.adapter_memory import AdapterMemory
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.errors import BudgetError, JobError

@@ -38,8 +38,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from coserve.adapters import Adapter, LoraConfig, save_adapter
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, JobError
-from coserve.memory import weight_window
-from coserve.memory.weight_window import WeightWindow
+from coserve.memory.tensors import weight_window
+from coserve.memory.tensors.weight_window import WeightWindow
 from coserve.models import load_backbone
 from coserve.scheduling import Plan, PlannedTasklets, View
 from coserve.scheduling.memory import MemoryPlan

@@ -13,7 +13,7 @@ from support import VOCAB, make_adapter, make_backbone, make_model, model_direct
 
 from coserve import OptimizerConfig, SamplingParams, TuningConfig
 from coserve.adapters import load_adapter, save_adapter
-from coserve.devices import adapter_memory
+from coserve.devices.torch import adapter_memory
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, AdapterTooLargeError, JobError, RequestError
 from coserve.kernels.groups.threads import run_ranks

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support import make_adapter, make_backbone, random_tokens
 
-from coserve.memory.paged_kv import PagedKv
+from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models import CachedSequence, forward
 
 

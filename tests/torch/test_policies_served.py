@@ -20,7 +20,7 @@ from engines import (
 from safetensors.torch import load_file
 
 from coserve.adapters import LoraConfig
-from coserve.devices.job_messages import BeginPack
+from coserve.devices.messages.jobs import BeginPack
 from coserve.scheduling.policies import policy_names
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 

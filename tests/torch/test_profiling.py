@@ -14,9 +14,11 @@ from engines import examples_of
 from support import make_backbone
 
 from coserve import EngineConfig, LoraConfig, SamplingParams, TuningConfig
-from coserve.devices import kept_profiles, profiled_pieces, profiling
-from coserve.devices.measuring import Stopwatch, Timing, finish, rising
-from coserve.devices.profile_store import correct_profile, read_profile, write_profile
+from coserve.devices.profiles import kept as kept_profiles
+from coserve.devices.profiles import pieces as profiled_pieces
+from coserve.devices.profiles import profiling
+from coserve.devices.profiles.stopwatch import Stopwatch, Timing, finish, rising
+from coserve.devices.profiles.store import correct_profile, read_profile, write_profile
 from coserve.engine.engine import Engine
 from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.trace import MOST_PROMPT_PAIRS
@@ -410,7 +412,7 @@ def test_an_engine_serves_on_where_its_device_cannot_be_measured(provisional, mo
         yield
         raise RuntimeError("no memory for it")
 
-    monkeypatch.setattr("coserve.devices.own_measurement.measurement", fail)
+    monkeypatch.setattr("coserve.devices.profiles.own_measurement.measurement", fail)
     refinement = ProfileRefinement(provisional)
     assert [refinement.run_piece() for _ in range(4)] == [False] * 4
     assert refinement.progress is None and refinement.wait_s is None

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.peft_directory import save_adapter
-from coserve.devices.messages import OpenRequest, OpenVersion
+from coserve.devices.messages.commands import OpenRequest, OpenVersion
+from coserve.devices.messages.steps import RequestRows, StepBatch
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import RequestRows, StepBatch
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.torch.device import TorchDevice
 from coserve.models import load_backbone
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile

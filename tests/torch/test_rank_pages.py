@@ -11,12 +11,12 @@ from support import model_directory, random_tokens
 
 from coserve.devices.counting import device_info
 from coserve.devices.fingerprint import fingerprint
-from coserve.devices.messages import DeviceInfo
+from coserve.devices.messages.commands import DeviceInfo
 from coserve.handover.messages import difference, identity_of
 from coserve.kernels.cuts import Cut, Run, even_cut, head_cut
 from coserve.kernels.groups.threads import run_ranks
-from coserve.memory.page_files import PageFiles
-from coserve.memory.paged_kv import PagedKv, whole_page_bytes
+from coserve.memory.tensors.page_files import PageFiles
+from coserve.memory.tensors.paged_kv import PagedKv, whole_page_bytes
 from coserve.models import Backbone, forward, load_backbone, logits
 from coserve.models.dividing import divided_backbone
 from coserve.simulate.hardware import Hardware

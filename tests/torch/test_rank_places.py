@@ -12,8 +12,8 @@ from homes import HandMade
 from typer.testing import CliRunner
 
 from coserve.cli.main import app
-from coserve.devices import rank_places
-from coserve.devices.rank_places import check_places, crowding, num_usable_cores, why_not
+from coserve.devices.ranks import places as rank_places
+from coserve.devices.ranks.places import check_places, crowding, num_usable_cores, why_not
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.errors import ModelError

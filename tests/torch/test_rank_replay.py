@@ -8,17 +8,17 @@ from lockstep import LockstepDevice
 from support import make_backbone
 
 from coserve.adapters import LoraConfig
-from coserve.devices.clock import WallClock
+from coserve.devices.base import WallClock
 from coserve.devices.loading import torch_device
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.torch.device import TorchDevice
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import RecordingEngine, record
 from coserve.engine.replay import ReplayReport, replay
 from coserve.errors import DataError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import Backbone
 from coserve.models.dividing import divided_backbone
 from coserve.simulate.roofline import roofline_profile

@@ -17,25 +17,22 @@ from coserve.adapters import Adapter, LoraConfig
 from coserve.adapters.held_parameters import num_held_parameters
 from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.methods.full import FullConfig
-from coserve.devices import (
-    adapter_memory,
-    kept_profiles,
-    loading,
-    process_memory,
-    profiled_pieces,
-    profiling,
-)
-from coserve.devices.adapter_memory import AdapterMemory
+from coserve.devices import loading
 from coserve.devices.counting import trainer_opened
-from coserve.devices.job_messages import TrainerOpened
-from coserve.devices.messages import DeviceInfo
-from coserve.devices.own_measurement import OwnMeasurement
+from coserve.devices.messages.commands import DeviceInfo
+from coserve.devices.messages.jobs import TrainerOpened
+from coserve.devices.profiles import kept as kept_profiles
+from coserve.devices.profiles import pieces as profiled_pieces
+from coserve.devices.profiles import profiling
+from coserve.devices.profiles.own_measurement import OwnMeasurement
 from coserve.devices.settings import DeviceSettings
+from coserve.devices.torch import adapter_memory, process_memory
+from coserve.devices.torch.adapter_memory import AdapterMemory
 from coserve.errors import AdapterTooLargeError, BudgetError
 from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.groups.threads import run_ranks
 from coserve.kernels.trace import TracedCalls, TracedStep, UntraceableError
-from coserve.memory.paged_kv import PagedKv, kv_page_bytes
+from coserve.memory.tensors.paged_kv import PagedKv, kv_page_bytes
 from coserve.models import forward
 from coserve.models.dividing import divided_backbone
 from coserve.scheduling.profile import Profile

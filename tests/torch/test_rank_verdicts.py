@@ -22,13 +22,13 @@ from rank_processes import IMPLEMENTATIONS, run_processes
 from rank_tasks import end_steps
 from support import random_sequences
 
-import coserve.devices.adapter_memory as adapter_memory
-import coserve.devices.torch_requests as torch_requests
-import coserve.devices.torch_step as torch_step
+import coserve.devices.torch.adapter_memory as adapter_memory
+import coserve.devices.torch.requests as torch_requests
+import coserve.devices.torch.step as torch_step
 from coserve.adapters import LoraConfig
+from coserve.devices.messages.steps import StepFailure, Tasklets, Update
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import StepFailure, Tasklets, Update
-from coserve.devices.timing import HostTimer
+from coserve.devices.torch.timing import HostTimer
 from coserve.errors import AdapterTooLargeError, RankError
 from coserve.kernels.groups.base import RankGroup
 from coserve.tuning.config import TuningConfig

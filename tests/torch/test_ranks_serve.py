@@ -32,11 +32,11 @@ from torch import Tensor
 from coserve.adapters import LoraConfig
 from coserve.adapters.methods.bottleneck import BottleneckConfig
 from coserve.adapters.methods.ia3 import Ia3Config
-from coserve.devices.grammar import Grammar
-from coserve.devices.job_messages import OpenTrainer
-from coserve.devices.messages import OpenVersion
+from coserve.devices.grammars.grammar import Grammar
+from coserve.devices.messages.commands import OpenVersion
+from coserve.devices.messages.jobs import OpenTrainer
+from coserve.devices.messages.steps import TokenLogprob
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import TokenLogprob
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.cli.main import app
-from coserve.devices.clock import WallClock
+from coserve.devices.base import WallClock
 from coserve.devices.loading import torch_device
-from coserve.devices.profile_store import write_profile
-from coserve.devices.recording import FrameWriter, RecordingDevice
+from coserve.devices.messages.steps import StepBatch, StepFailure, StepResult
+from coserve.devices.process.wire import Call, Done
+from coserve.devices.profiles.store import write_profile
+from coserve.devices.recording.device import FrameWriter, RecordingDevice
 from coserve.devices.sampling_params import SamplingParams
-from coserve.devices.step_messages import StepBatch, StepFailure, StepResult
-from coserve.devices.wire import Call, Done
 from coserve.engine.commands import AddRequest
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
@@ -31,7 +31,7 @@ from coserve.engine.recorded_lines import read_recording
 from coserve.engine.recording import RecordingEngine, record
 from coserve.engine.replay import replay
 from coserve.errors import AdapterError, DataError, RequestError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.scheduling.profile import Profile
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice

@@ -21,8 +21,8 @@ from support import make_backbone
 
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.devices.loading import torch_device
-from coserve.devices.step_messages import StepFailure
-from coserve.devices.torch_device import TorchDevice
+from coserve.devices.messages.steps import StepFailure
+from coserve.devices.torch.device import TorchDevice
 from coserve.engine.commands import (
     AdapterRef,
     AddRequest,
@@ -43,7 +43,7 @@ from coserve.engine.recording import RecordingEngine, record
 from coserve.engine.replay import replay
 from coserve.jobs.datasets.examples import write_examples_file
 from coserve.jobs.messages import Contributed
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.protocol.messages import Reply, StepReport
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile

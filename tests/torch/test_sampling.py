@@ -11,8 +11,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from coserve.devices.sampling import SamplingRow, TokenCounts, sample
 from coserve.devices.sampling_params import SamplingParams
+from coserve.devices.torch.sampling import SamplingRow, TokenCounts, sample
 from coserve.kernels import find_backend
 from coserve.kernels.plain import PlainBackend
 
@@ -26,7 +26,7 @@ BACKENDS = [PlainBackend(DEVICE)] + [find_backend(DEVICE)] * (
 @pytest.fixture(autouse=True, params=BACKENDS, ids=lambda backend: backend.identity)
 def backend(request, monkeypatch):
     """What `sample` works with."""
-    monkeypatch.setattr("coserve.devices.sampling.PlainBackend", lambda device: request.param)
+    monkeypatch.setattr("coserve.devices.torch.sampling.PlainBackend", lambda device: request.param)
     return request.param
 
 

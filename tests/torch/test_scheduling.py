@@ -19,8 +19,8 @@ from support import make_backbone
 
 from coserve.adapters import Adapter, LoraConfig
 from coserve.devices.counting import job_counts, model_counts
-from coserve.devices.step_messages import Tasklets
-from coserve.devices.tasklet_turns import tasklet_turns
+from coserve.devices.messages.steps import Tasklets
+from coserve.devices.torch.tasklet_turns import tasklet_turns
 from coserve.models import Backbone, load_backbone
 from coserve.models.weights import weight_tensors
 from coserve.scheduling import (

@@ -17,7 +17,7 @@ from coserve import SamplingParams
 from coserve.adapters import LoraConfig, save_adapter
 from coserve.adapters.base import Adapter
 from coserve.adapters.frozen_weights import FrozenWeights
-from coserve.devices.grammar import Grammar
+from coserve.devices.grammars.grammar import Grammar
 from coserve.engine.engine import Engine
 from coserve.engine.request import Chunk
 

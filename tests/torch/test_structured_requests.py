@@ -20,14 +20,14 @@ from recordings import plain_frames, write_frames
 from served import tokenizer
 
 from coserve.devices.base import Device
-from coserve.devices.grammar import CANNOT_FOLLOW, STATE_BYTES, TOO_MANY_STATES, Grammar
+from coserve.devices.grammars.grammar import CANNOT_FOLLOW, STATE_BYTES, TOO_MANY_STATES, Grammar
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import OpenRequest
-from coserve.devices.process_device import ProcessDevice
+from coserve.devices.messages.commands import OpenRequest
+from coserve.devices.messages.pages import SwapIn
+from coserve.devices.messages.steps import StepFailure
+from coserve.devices.process.device import ProcessDevice
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import DeviceSettings
-from coserve.devices.step_messages import StepFailure
-from coserve.devices.swap_messages import SwapIn
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.grammars import MIN_STATES
@@ -37,7 +37,7 @@ from coserve.engine.replay import replay as run_again
 from coserve.engine.request import Chunk
 from coserve.engine.vocabulary import TokenBytes
 from coserve.errors import RequestError
-from coserve.memory.paged_kv import kv_page_bytes
+from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import Backbone, load_backbone
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.profile import Profile

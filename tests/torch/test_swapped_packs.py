@@ -26,9 +26,9 @@ from random_plans import random_policy
 from safetensors.torch import load_file
 
 from coserve.adapters import LoraConfig
-from coserve.devices.job_messages import DropPack
-from coserve.devices.step_messages import StepBatch
-from coserve.devices.swap_messages import MovePack, SwapIn, SwapOut
+from coserve.devices.messages.jobs import DropPack
+from coserve.devices.messages.pages import MovePack, SwapIn, SwapOut
+from coserve.devices.messages.steps import StepBatch
 from coserve.engine.engine import Engine
 from coserve.models import load_backbone
 from coserve.scheduling.counts import JobCounts

@@ -30,10 +30,10 @@ from safetensors.torch import load_file
 from support import make_backbone
 
 from coserve.adapters import LoraConfig
-from coserve.devices.clock import WallClock
+from coserve.devices.base import WallClock
 from coserve.devices.loading import torch_device
-from coserve.devices.messages import Command, DropVersion, OpenVersion
-from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
+from coserve.devices.messages.commands import Command, DropVersion, OpenVersion
+from coserve.devices.messages.pages import SwapInTensors, SwapOutTensors
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
@@ -42,8 +42,8 @@ from coserve.engine.recording import record
 from coserve.engine.replay import replay
 from coserve.engine.request import Chunk
 from coserve.errors import DeviceMemoryError
-from coserve.memory.host_pages import HostPages
-from coserve.memory.paged_kv import PagedKv, kv_page_bytes
+from coserve.memory.tensors.host_pages import HostPages
+from coserve.memory.tensors.paged_kv import PagedKv, kv_page_bytes
 from coserve.models import load_backbone
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import LatencyModel

@@ -29,12 +29,12 @@ from random_plans import random_policy
 from support import FAMILIES, make_backbone, model_directory, random_tokens
 
 from coserve.adapters import LoraConfig
-from coserve.devices.clock import WallClock
+from coserve.devices.base import WallClock
 from coserve.devices.loading import torch_device
-from coserve.devices.process_device import ProcessDevice
+from coserve.devices.messages.pages import SwapIn, SwapOut
+from coserve.devices.messages.steps import StepFailure
+from coserve.devices.process.device import ProcessDevice
 from coserve.devices.settings import DeviceSettings
-from coserve.devices.step_messages import StepFailure
-from coserve.devices.swap_messages import SwapIn, SwapOut
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.engine.recorded_lines import read_recording
@@ -43,8 +43,8 @@ from coserve.engine.replay import replay
 from coserve.engine.request import Chunk
 from coserve.engine.token_engine import TokenEngine
 from coserve.errors import BudgetError
-from coserve.memory.host_pages import HostPages
-from coserve.memory.paged_kv import PagedKv, kv_page_bytes
+from coserve.memory.tensors.host_pages import HostPages
+from coserve.memory.tensors.paged_kv import PagedKv, kv_page_bytes
 from coserve.models import load_backbone
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.profile import Profile

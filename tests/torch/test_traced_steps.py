@@ -11,7 +11,7 @@ from support import make_adapter, make_backbone, random_tokens
 from coserve.kernels.cpu import CpuBackend
 from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.cpu.traced_calls import CpuCalls
-from coserve.memory import paged_kv
+from coserve.memory.tensors import paged_kv
 from coserve.models import forward
 
 pytestmark = pytest.mark.skipif(

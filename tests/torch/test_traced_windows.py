@@ -12,7 +12,7 @@ from support import make_adapter, random_sequences
 from coserve.devices.counting import job_counts
 from coserve.kernels.cpu import CpuBackend, traced_calls
 from coserve.kernels.low_rank import AdapterBatch, KeptRows, LowRank, LowRankAdapter
-from coserve.memory.activations import DeviceMemory
+from coserve.memory.tensors.activations import DeviceMemory
 from coserve.models import Backbone, forward
 from coserve.tuning import TrainingPass, make_pack, training_programs
 from coserve.tuning.joined import joined_tasklet, run_losses

@@ -29,7 +29,7 @@ from support import (
 )
 
 from coserve.adapters import save_adapter
-from coserve.memory.activations import DeviceMemory, group_bytes
+from coserve.memory.tensors.activations import DeviceMemory, group_bytes
 from coserve.models import CachedSequence, forward
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.objective import chunk_rows, loss_and_gradient

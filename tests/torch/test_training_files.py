@@ -14,7 +14,7 @@ from pyarrow import parquet
 from served import tokenizer
 
 from coserve.cli.main import main
-from coserve.devices.kept_profiles import keep_profile
+from coserve.devices.profiles.kept import keep_profile
 from coserve.engine.prompts import load_tokenizer
 from coserve.errors import DataError
 from coserve.jobs.datasets.examples import read_training_file

@@ -12,7 +12,7 @@ from support import make_adapter, make_backbone, model_directory, random_sequenc
 
 from coserve.errors import WeightsError
 from coserve.kernels.weights import as_weight
-from coserve.memory.weight_window import WeightWindow
+from coserve.memory.tensors.weight_window import WeightWindow
 from coserve.models.backbone import Backbone
 from coserve.models.mapped_weights import MappedWeights
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs

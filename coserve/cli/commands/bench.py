@@ -451,7 +451,7 @@ def _measure(
     import torch
 
     from coserve.bench.machine import best_dtype, describe
-    from coserve.devices.process_memory import keep_freed_memory
+    from coserve.devices.torch.process_memory import keep_freed_memory
     from coserve.models import load_backbone
 
     device = torch.device(

@@ -146,7 +146,7 @@ def _numbers(preview: "Preview", max_length: int) -> dict[str, Any]:
 
 
 def _time(preview: "Preview", config: Any, source: "ModelSource") -> dict[str, Any]:
-    from coserve.devices.kept_profiles import stored_profile
+    from coserve.devices.profiles.kept import stored_profile
     from coserve.jobs.lifecycle.estimate import seconds_alone
     from coserve.tuning.order import TrainingOrder
 

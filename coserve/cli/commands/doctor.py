@@ -75,7 +75,7 @@ def doctor(
         console().print(f"warning: {warning}", soft_wrap=True)
         result["kernels_warning"] = warning
     if tensor_parallel > 1:
-        from coserve.devices.rank_places import why_not
+        from coserve.devices.ranks.places import why_not
 
         said = f"this machine has a place for each of {tensor_parallel} ranks"
         if reason := why_not(tensor_parallel, device, threads):

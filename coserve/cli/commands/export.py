@@ -88,7 +88,7 @@ def _check_memory(model: str) -> None:
     """
     import torch
 
-    from coserve.devices.process_memory import available_bytes
+    from coserve.devices.torch.process_memory import available_bytes
     from coserve.errors import AdapterTooLargeError
     from coserve.models.files import weight_files
     from coserve.models.source import find_model
@@ -164,7 +164,7 @@ def _base_of(config: Path) -> str | None:
 
 def _copy_model(source: Path, directory: Path) -> None:
     """What full fine-tuning has made, without what a job needs to resume."""
-    from coserve.devices.job_messages import OPTIMIZER_FILE
+    from coserve.devices.messages.jobs import OPTIMIZER_FILE
     from coserve.engine.jobs.checkpoint import POSITION_FILE
 
     for path in source.iterdir():

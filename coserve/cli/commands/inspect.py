@@ -216,7 +216,7 @@ def _point(choice: "Retention") -> dict[str, Any]:
 
 
 def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[str, int]:
-    from coserve.memory.activations import group_bytes
+    from coserve.memory.tensors.activations import group_bytes
     from coserve.models.weights import weight_tensors
     from coserve.tuning.pass_memory import state_shapes, workspace_shapes
 

@@ -103,7 +103,7 @@ def _open(header: "Header", device: On) -> "Device":
         deterministic=info.deterministic,
     )
     if device is On.process:
-        from coserve.devices.process_device import ProcessDevice
+        from coserve.devices.process.device import ProcessDevice
 
         return ProcessDevice(settings)
     from coserve.devices.loading import open_device
@@ -116,7 +116,7 @@ def _check_before_loading(header: "Header") -> None:
     model's, or needs more memory than there is.
     """
     from coserve.devices.counting import device_info
-    from coserve.devices.process_memory import available_bytes
+    from coserve.devices.torch.process_memory import available_bytes
     from coserve.engine.replay import check_same_device
     from coserve.models.backbone import find_device, load_backbone
 

@@ -22,13 +22,13 @@ import msgspec
 
 from coserve.adapters.whole_files import read_small_file
 from coserve.devices.base import Device
-from coserve.devices.job_messages import (
+from coserve.devices.messages.commands import Command
+from coserve.devices.messages.jobs import (
     OPTIMIZER_FILE,
     DropCheckpoint,
     TakeCheckpoint,
     WriteCheckpoint,
 )
-from coserve.devices.messages import Command
 from coserve.engine.command_log import CommandLog
 from coserve.errors import AdapterError, DiskFullError, JobError
 from coserve.home import is_disk_full

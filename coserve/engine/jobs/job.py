@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from coserve.devices.job_messages import TrainerOpened
-from coserve.devices.step_messages import PackSums
+from coserve.devices.messages.jobs import TrainerOpened
+from coserve.devices.messages.steps import PackSums
 from coserve.engine.jobs.checkpoint import JobPosition
 from coserve.engine.jobs.events import EventKind, JobEvent
 from coserve.engine.jobs.pack import BegunPack, PackNeeds
@@ -24,7 +24,7 @@ from coserve.engine.jobs.progress import (
     MemoryFailures,
     TrainingProgress,
 )
-from coserve.memory.pack_pages import PackPages
+from coserve.memory.pages.pack_pages import PackPages
 from coserve.scheduling.plan import JobInfo, JobPhase, JobProgress
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.early_stopping import evaluated_value

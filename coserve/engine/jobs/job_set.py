@@ -5,8 +5,8 @@ reports of them.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import DropTrainer
-from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.devices.messages.jobs import DropTrainer
+from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.jobs.answers import Answers
@@ -19,7 +19,7 @@ from coserve.engine.page_broker import PageBroker
 from coserve.engine.records import WindowUse
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.errors import DeviceMemoryError, JobError
-from coserve.memory.pack_pages import PackPages
+from coserve.memory.pages.pack_pages import PackPages
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobProgress

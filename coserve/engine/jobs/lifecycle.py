@@ -12,8 +12,8 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import CloseTrainer, CombineContributions, TakeContribution
-from coserve.devices.step_messages import StepBatch, StepResult
+from coserve.devices.messages.jobs import CloseTrainer, CombineContributions, TakeContribution
+from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.engine.command_log import CommandLog
 from coserve.engine.jobs.answers import Answers
 from coserve.engine.jobs.checkpoint import Checkpoint, CopyTaker, TakenCopy

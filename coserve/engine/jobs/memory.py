@@ -10,8 +10,8 @@ makes an optimizer step, only while they lie in pages.
 from collections.abc import Callable, Iterable, Sequence
 
 from coserve.devices.base import Clock
-from coserve.devices.job_messages import DropPack, group_bytes
-from coserve.devices.swap_messages import SwapInTensors, SwapOutTensors
+from coserve.devices.messages.jobs import DropPack, group_bytes
+from coserve.devices.messages.pages import SwapInTensors, SwapOutTensors
 from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.jobs.events import JobEvent
@@ -19,7 +19,7 @@ from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.pack import BegunPack
 from coserve.engine.page_broker import MomentsNeed, PageBroker
 from coserve.errors import BudgetError
-from coserve.memory.pack_pages import PackPages
+from coserve.memory.pages.pack_pages import PackPages
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.swapping import optimizer_swap_pays
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from coserve.devices.base import Device
-from coserve.devices.job_messages import (
+from coserve.devices.messages.jobs import (
     DropTrainer,
     OpenTrainer,
     OtherModel,

@@ -9,11 +9,11 @@ from functools import lru_cache, partial
 
 import msgspec
 
-from coserve.devices.job_messages import BeginPack, TrainerOpened, group_bytes
-from coserve.devices.step_messages import LossRows, Tasklets, WindowRows
-from coserve.devices.swap_messages import MovePack
+from coserve.devices.messages.jobs import BeginPack, TrainerOpened, group_bytes
+from coserve.devices.messages.pages import MovePack
+from coserve.devices.messages.steps import LossRows, Tasklets, WindowRows
 from coserve.engine.host_swap import SwappedPack
-from coserve.memory.pack_pages import PackPages
+from coserve.memory.pages.pack_pages import PackPages
 from coserve.tuning.cursor import Cursor, LayerwiseCursor
 from coserve.tuning.order import PackMembers
 

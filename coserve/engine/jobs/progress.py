@@ -14,7 +14,7 @@ from typing import Literal, Self
 import msgspec
 from msgspec.structs import replace
 
-from coserve.devices.step_messages import PackSums
+from coserve.devices.messages.steps import PackSums
 from coserve.engine.host_swap import SwappedPack
 from coserve.engine.jobs.checkpoint import Checkpoint, JobPosition, TakenCopy
 from coserve.engine.jobs.events import StepSeconds

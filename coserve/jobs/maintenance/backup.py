@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from coserve.devices.job_messages import OPTIMIZER_FILE
+from coserve.devices.messages.jobs import OPTIMIZER_FILE
 from coserve.engine.jobs.checkpoint import POSITION_FILE
 from coserve.errors import CoserveError
 from coserve.home import make_private

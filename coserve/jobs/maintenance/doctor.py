@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from coserve.adapters.file_names import CONFIG_FILE, FULL_FILE, WEIGHTS_FILE
-from coserve.devices.job_messages import OPTIMIZER_FILE
+from coserve.devices.messages.jobs import OPTIMIZER_FILE
 from coserve.engine.jobs.checkpoint import POSITION_FILE
 from coserve.errors import ModelError, StoreError
 from coserve.home import closed_mode

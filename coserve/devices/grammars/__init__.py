@@ -1,0 +1,1 @@
+"""Grammars of structured output: what they are, their limits, and masks of a vocabulary."""

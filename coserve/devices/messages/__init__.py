@@ -1,0 +1,1 @@
+"""Messages between the engine and a device: frozen, serialisable values of ids and numbers."""

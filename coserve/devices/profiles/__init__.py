@@ -1,0 +1,1 @@
+"""Profiles: measured speed of a model on a device, kept on disk."""

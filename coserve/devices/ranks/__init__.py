@@ -1,0 +1,1 @@
+"""Ranks: several processes that hold one model and act as one device."""

@@ -1,0 +1,1 @@
+"""Recordings of all that passes between an engine and its device, and their replay."""

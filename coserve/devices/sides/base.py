@@ -1,0 +1,35 @@
+"""The two sides of a step on a divided device: the forward pass on some of its units, a job's work
+beside it on others.
+
+Each side is launched by a thread of its own: the forward pass by the caller's, the other by one
+that stays. The units of a CPU are its threads (`coserve.devices.sides.threads`), those of a GPU groups of
+its multiprocessors (`coserve.devices.sides.multiprocessors`).
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from coserve.scheduling.plan import Partition
+from coserve.scheduling.sharing import Side
+
+# Is given a question that it can ask at any time: whether the forward pass has ended.
+Work = Callable[[Callable[[], bool]], None]
+
+
+class Sides(Protocol):
+    """Of one device. num_units: that it is divided in."""
+
+    num_units: int
+
+    def running(self, work: Work, partition: Partition) -> AbstractContextManager[None]:
+        """Run `work` on the partition's backward units while the body, which is the forward pass,
+        runs on its forward units; ends when both are done, or on a GPU launched, before whatever
+        comes after. An error of either is raised; of two, the body's.
+        """
+
+    def alone(self, side: Side, units: int) -> AbstractContextManager[None]:
+        """The body runs on a side's units while the others rest."""
+
+    def close(self) -> None:
+        """The thread ends."""

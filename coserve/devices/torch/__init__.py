@@ -1,0 +1,1 @@
+"""The device on PyTorch, for CPUs and GPUs by one code path."""

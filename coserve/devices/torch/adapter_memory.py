@@ -1,0 +1,152 @@
+"""What adapters may take of a device's memory: asked before they take it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+import torch
+
+from coserve.adapters import LoraConfig
+from coserve.adapters.layout import AdapterLayout
+from coserve.devices.torch.process_memory import available_bytes
+from coserve.errors import AdapterTooLargeError
+from coserve.kernels.groups.base import RankGroup, SingleRank
+from coserve.models.backbone import Backbone
+
+# Of what is free; the rest is for everything else that is on its way.
+_SHARE = 0.8
+# Tensors of each parameter's size in float32 while it is trained: itself, the gradients of a pack
+# and of the step and their mean, two moments; and in a checkpoint that is being written itself and
+# the moments.
+_TRAINING_COPIES = 9
+# Of these the moments, and in a checkpoint: where the host's memory is another one, they can lie in
+# pages, or there.
+_MOMENT_COPIES = 4
+
+
+def room_for_a_job(backbone: Backbone) -> int:
+    """Bytes beside a pool of pages with which a usual job trains: a LoRA of rank 16 at all linear
+    layers.
+    """
+    layout = LoraConfig(r=16, target_modules="all-linear").sizes(backbone.architecture)
+    memory = AdapterMemory(backbone.device, backbone.dtype)
+    return int(memory.training_bytes(layout) / _SHARE)
+
+
+class AdapterMemory:
+    """One device's; from any thread."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        host_is_apart: bool | None = None,
+        group: RankGroup | None = None,
+        num_held: Callable[[AdapterLayout], int] = lambda layout: layout.num_parameters,
+    ) -> None:
+        """Begin with nothing taken.
+
+        Args:
+            device: whose memory is taken.
+            dtype: of the copies that are computed with.
+            host_is_apart: whether the host's memory is not the device's; None: as PyTorch says.
+            group: of a model that ranks hold together: each verdict is that of the rank with the
+                least memory, so that all ranks ask together. On a CPU each rank has its share of
+                the memory.
+            num_held: returns how many of an adapter's parameters a rank holds at most.
+        """
+        self._device, self._group, self._num_held = device, group or SingleRank(), num_held
+        self._host_is_apart = device.type != "cpu" if host_is_apart is None else host_is_apart
+        # Where the model is float32, what is trained is what is computed with.
+        self._copy_bytes = 0 if dtype == torch.float32 else dtype.itemsize
+        self._dtype_bytes = dtype.itemsize
+        self._lock = Lock()
+        self._being_taken = 0
+        self._kept: dict[str, int] = {}
+
+    @contextmanager
+    def for_serving(self, what: str, layout: AdapterLayout) -> Iterator[None]:
+        """While an adapter is being loaded; AdapterTooLargeError, before it is, if there is not
+        enough memory.
+        """
+        num_bytes = self._num_held(layout) * (4 + self._copy_bytes) + self._others_bytes(layout)
+        with self._taking(what, layout, num_bytes):
+            yield
+
+    @contextmanager
+    def for_training(self, what: str, layout: AdapterLayout, num_more: int = 0) -> Iterator[None]:
+        """Likewise, for one that is to be trained; without its moments, where these may lie
+        elsewhere (`moments_need_pages`). num_more: tensors of each parameter's size beside the
+        usual ones.
+        """
+        with self._taking(what, layout, self.training_bytes(layout, num_more)):
+            yield
+
+    def training_bytes(self, layout: AdapterLayout, num_more: int = 0) -> int:
+        """The least that must be there to train an adapter; see `for_training`."""
+        num_copies = _TRAINING_COPIES + num_more - (_MOMENT_COPIES if self._host_is_apart else 0)
+        return self._num_held(layout) * (4 * num_copies + self._copy_bytes) + self._others_bytes(
+            layout
+        )
+
+    def _others_bytes(self, layout: AdapterLayout) -> int:
+        """Return the bytes of what is not trained: what follows from parameters, and weights that
+        an adapter brings.
+        """
+        return 4 * layout.num_derived + self._dtype_bytes * layout.num_frozen
+
+    def keep(self, job: str, num_bytes: int) -> None:
+        """Keep memory for a job that does not use it now: its moments lie in pages, and may have to
+        leave them.
+        """
+        with self._lock:
+            self._kept[job] = num_bytes
+
+    def let_go(self, job: str) -> None:
+        """The inverse; no error if nothing is kept."""
+        with self._lock:
+            self._kept.pop(job, None)
+
+    def moments_need_pages(self, num_parameters: int, num_more: int = 0) -> bool:
+        """Whether there is no room beside the pool for the moments of an adapter that has been made
+        to be trained.
+        """
+        if not self._host_is_apart:
+            return False
+        with self._lock:
+            free = self._free
+        return 4 * num_parameters * (_TRAINING_COPIES - 1 + num_more) > _SHARE * free
+
+    @property
+    def _free(self) -> int:
+        available = available_bytes(self._device)
+        if self._device.type == "cpu":
+            available //= self._group.size
+        return self._group.agree_min(
+            max(0, available - self._being_taken - sum(self._kept.values()))
+        )
+
+    @contextmanager
+    def _taking(self, what: str, layout: AdapterLayout, num_bytes: int) -> Iterator[None]:
+        with self._lock:
+            free = self._free
+            if num_bytes > _SHARE * free:
+                (name, shape), there = layout.largest, int(_SHARE * free)
+                raise AdapterTooLargeError(
+                    f"{what} needs {_size(num_bytes)} of memory (its largest tensor is {name}, "
+                    f"{list(shape)}); {_size(there)} are there for it, {num_bytes - there:,} bytes "
+                    f"are "
+                    "missing: lower its rank, train fewer layers, or start with less --memory for "
+                    "the page pool"
+                )
+            self._being_taken += num_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._being_taken -= num_bytes
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

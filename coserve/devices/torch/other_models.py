@@ -1,0 +1,107 @@
+"""Models that jobs train beside the one on the device: their weights stay in their files, and pass
+through a window of the page pool.
+"""
+
+from torch import Tensor
+
+from coserve.errors import ModelError, UnsupportedModelError
+from coserve.memory.tensors.paged_kv import PagedKv
+from coserve.memory.tensors.weight_window import WeightWindow
+from coserve.models.backbone import Backbone
+from coserve.models.families import build_architecture
+from coserve.models.mapped_weights import MappedWeights
+from coserve.models.source import find_model
+
+
+class OtherModels:
+    """By name; each is found once. One of them at a time has the window: the one whose pack was
+    begun last.
+
+    waited_s: for which others waited for weights; num_bytes_copied: of weights, so far.
+    """
+
+    def __init__(self, served: Backbone, pages: PagedKv) -> None:
+        """served: the one on the device; others have its dtype and its kernels."""
+        self._served, self._pages = served, pages
+        self._storage: Tensor = pages.storage.view(-1)
+        self._backbones: dict[str, Backbone] = {}
+        self._windows: dict[str, WeightWindow] = {}
+        self._room, self._owner = range(0), ""
+        self._resized_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        return sum([window.waited_s for window in self._windows.values()])
+
+    @property
+    def num_bytes_copied(self) -> int:
+        return sum([window.num_bytes_copied for window in self._windows.values()])
+
+    def backbone(self, name: str) -> Backbone:
+        """Of a directory or hub id; ModelError if there is no such model, or it cannot be trained
+        so, as on a device that is one of several ranks.
+        """
+        if name not in self._backbones:
+            self._open(name)
+        return self._backbones[name]
+
+    def window(self, name: str) -> WeightWindow:
+        """Of one that was opened."""
+        return self._windows[name]
+
+    def resize(self, first_page: int, num_pages: int) -> None:
+        """The window is this run of pages from now on."""
+        size = self._pages.page_bytes
+        self._room = range(first_page * size, (first_page + num_pages) * size)
+        if self._owner:
+            self._resized_s += self._windows[self._owner].resize(self._room)
+
+    def take_resized_s(self) -> float:
+        """How long weights took to make room (`resize`) since this was asked last."""
+        seconds, self._resized_s = self._resized_s, 0.0
+        return seconds
+
+    def give_window(self, name: str) -> None:
+        """To one of them, whose pack begins."""
+        if self._owner not in ("", name):
+            self._windows[self._owner].resize(range(0))
+        self._owner = name
+        self._windows[name].resize(self._room)
+
+    def close(self) -> None:
+        """Their threads end."""
+        for window in self._windows.values():
+            window.close()
+
+    def _open(self, name: str) -> None:
+        if (num_ranks := self._served.group.size) > 1:
+            raise UnsupportedModelError(
+                f"a job that trains {name} needs it whole on the device, where {num_ranks} ranks "
+                f"divide "
+                f"{self._served.name}: train that model, or start a server without "
+                f"--tensor-parallel"
+            )
+        source = find_model(name)
+        if source.directory is None:
+            raise ModelError(
+                f"{name} has no weights in files; a model that is trained through a window needs "
+                f"them"
+            )
+        served, architecture = self._served, build_architecture(source.config)
+        rotary, max_positions = architecture.rotary_tables(), architecture.max_positions
+        mapped = MappedWeights(architecture, source.directory)
+        window = WeightWindow(architecture, mapped, self._storage, dtype=served.dtype)
+        self._windows[name] = window
+        self._backbones[name] = Backbone(
+            name=name,
+            architecture=architecture,
+            weights=window,
+            rotary={
+                prefix: table.up_to(max_positions).to(served.device)
+                for prefix, table in rotary.items()
+            },
+            max_positions=max_positions,
+            dtype=served.dtype,
+            device=served.device,
+            backend=served.backend,
+        )

@@ -1,0 +1,113 @@
+"""What comes of requests' rows in a step: tokens, scores of prompts and embeddings, once its
+numbers have been read.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import nan
+
+from msgspec import structs
+from torch import Tensor
+
+from coserve.devices.grammars.grammar import CANNOT_FOLLOW
+from coserve.devices.grammars.matching import Matcher
+from coserve.devices.messages.steps import TokenLogprob
+from coserve.devices.torch.readout import Pending, Readout
+from coserve.kernels.transfer import on_device
+
+
+class RequestsResult:
+    """What came of requests' rows; to be asked when the step's numbers have been read."""
+
+    def __init__(
+        self,
+        tokens: Sequence[Callable[[], dict[str, TokenLogprob]]],
+        prompts: Mapping[str, Sequence[Callable[[], list[TokenLogprob]]]],
+        matchers: Mapping[str, Matcher],
+        embeddings: Mapping[str, Pending],
+    ) -> None:
+        self._tokens, self._prompts, self._matchers = tokens, prompts, matchers
+        self._embeddings = embeddings
+
+    def tokens(self) -> dict[str, TokenLogprob]:
+        """Of those that sampled; the tokens count as used from now on. To be asked once."""
+        return {request: line for some in self._tokens for request, line in some().items()}
+
+    def ended(self) -> tuple[str, ...]:
+        """Of those that sampled, whose grammar lets nothing follow; after `tokens`."""
+        return tuple([request for request, matcher in self._matchers.items() if matcher.has_ended])
+
+    def refused(self) -> dict[str, str]:
+        """Those for which no token could be chosen, with the reason."""
+        return {
+            request: f"{CANNOT_FOLLOW}{matcher.error}"
+            for request, matcher in self._matchers.items()
+            if matcher.error is not None
+        }
+
+    def embeddings(self) -> dict[str, tuple[float, ...]]:
+        """Of those that ask for them."""
+        return {request: tuple(pending.floats()) for request, pending in self._embeddings.items()}
+
+    def prompts(self) -> dict[str, tuple[TokenLogprob, ...]]:
+        """Of those whose prompts were scored."""
+        return {
+            request: tuple(one for chunk in chunks for one in chunk())
+            for request, chunks in self._prompts.items()
+        }
+
+
+def score_rows(
+    scores: Tensor, targets: Sequence[int], k: int, readout: Readout
+) -> Callable[[], list[TokenLogprob]]:
+    """Log-probabilities and ranks of a token in each row of scores [n, vocab_size], and the k
+    likeliest.
+    """
+    logprobs = scores.float().log_softmax(-1)
+    tokens = on_device(targets, scores.device)
+    own = logprobs.gather(1, tokens[:, None])
+    values, places = logprobs.topk(k)
+    read = Lines(readout, tokens, own[:, 0], places, values)
+    ranks = readout.add((logprobs >= own).sum(-1))
+    return lambda: [
+        structs.replace(line, rank=rank)
+        for line, rank in zip(read.lines([k] * len(targets)), ranks.ints(), strict=True)
+    ]
+
+
+class Lines:
+    """Tokens [n] with their logprobs [n] (or [0]: none), and the likeliest [n, k] with theirs, of
+    some rows.
+    """
+
+    def __init__(
+        self,
+        readout: Readout,
+        tokens: Tensor,
+        logprobs: Tensor,
+        top_tokens: Tensor,
+        top_logprobs: Tensor,
+    ) -> None:
+        self._tokens, self._logprobs = readout.add(tokens), readout.add(logprobs)
+        self._top_tokens, self._top_logprobs = readout.add(top_tokens), readout.add(top_logprobs)
+
+    def lines(self, numbers: Sequence[int]) -> list[TokenLogprob]:
+        """What was read; numbers: how many of the likeliest each row asked for."""
+        tokens = self._tokens.ints()
+        logprobs = self._logprobs.floats() or [nan] * len(tokens)
+        if not any(numbers):
+            return [
+                TokenLogprob(token=token, logprob=logprob)
+                for token, logprob in zip(tokens, logprobs, strict=True)
+            ]
+        likeliest = list(zip(self._top_tokens.ints(), self._top_logprobs.floats(), strict=True))
+        k = len(likeliest) // max(1, len(tokens))
+        return [
+            TokenLogprob(
+                token=token,
+                logprob=logprob,
+                top=tuple(likeliest[row * k : row * k + min(number, k)]),
+            )
+            for row, (token, logprob, number) in enumerate(
+                zip(tokens, logprobs, numbers, strict=True)
+            )
+        ]

@@ -1,0 +1,1 @@
+"""Tensors in pages, and copies of pages to and from other memory."""
