@@ -23,8 +23,8 @@ from typing import Any
 
 from coserve.bench.places import ModelledPlace
 from coserve.bench.worker_processes import worker_processes
+from coserve.cluster.nodes.profiler import node_profile
 from coserve.cluster.placement import make_placement
-from coserve.cluster.profiler import node_profile
 from coserve.cluster.simulation.engine import EngineNode
 from coserve.cluster.simulation.simulation import ClusterSimulation, TaskOutcome
 from coserve.cluster.view import Task

@@ -25,8 +25,8 @@ from typing import Any
 
 from httpx import ASGITransport, AsyncClient
 
-from coserve.cluster.front import Front, node_settings
-from coserve.cluster.node import Node
+from coserve.cluster.front.front import Front, node_settings
+from coserve.cluster.nodes.node import Node
 from coserve.server.config import ServerConfig
 from coserve.workloads.facts import ANIMALS, COLOURS
 

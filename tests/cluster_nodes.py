@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from coserve.cluster.link import ClusterLink
-from coserve.cluster.messages import CommandBatch, EngineLost, NodeReports, NodeStatus
-from coserve.cluster.node_checks import NodeChecks
+from coserve.cluster.front.link import ClusterLink
+from coserve.cluster.nodes.checks import NodeChecks
+from coserve.cluster.nodes.messages import CommandBatch, EngineLost, NodeReports, NodeStatus
+from coserve.cluster.nodes.shared_paths import SharedPaths
 from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
-from coserve.cluster.shared_paths import SharedPaths
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.commands import AddRequest, JobStart
 from coserve.engine.records import EngineStats

@@ -17,9 +17,9 @@ from engines import make_engine, watched, word_tokenizer
 from job_engine import World, world
 from msgspec.structs import replace
 
-from coserve.cluster.link import ClusterLink
-from coserve.cluster.messages import CommandBatch
-from coserve.cluster.node_paths import NodePaths
+from coserve.cluster.front.link import ClusterLink
+from coserve.cluster.nodes.messages import CommandBatch
+from coserve.cluster.nodes.paths import NodePaths
 from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.devices.messages.commands import Command

@@ -9,8 +9,8 @@ import uvicorn
 from cluster_nodes import num_ready
 
 import coserve.server.serve
-from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
-from coserve.cluster.node import Node
+from coserve.cluster.front.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
+from coserve.cluster.nodes.node import Node
 from coserve.engine_client.fork_server import ForkServer
 from coserve.server.config import ServerConfig
 from coserve.server.serve import Watcher

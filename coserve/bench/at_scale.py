@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from coserve.bench.places import ModelledPlace
 from coserve.bench.worker_processes import worker_processes
+from coserve.cluster.nodes.profiler import node_profile, node_profile_path, with_stored_limits
 from coserve.cluster.placement import make_placement
-from coserve.cluster.profiler import node_profile, node_profile_path, with_stored_limits
 from coserve.cluster.simulation.engine import EngineNode
 from coserve.cluster.simulation.fluid import FluidNode
 from coserve.cluster.simulation.node import ModelledNode

@@ -29,11 +29,11 @@ from statistics import mean, median, pstdev
 from typing import Any, NamedTuple
 
 from coserve.bench.places import ModelledPlace
-from coserve.cluster.link import ClusterLink
-from coserve.cluster.messages import NodeSettings
-from coserve.cluster.node import Node
+from coserve.cluster.front.link import ClusterLink
+from coserve.cluster.nodes.messages import NodeSettings
+from coserve.cluster.nodes.node import Node
+from coserve.cluster.nodes.profiler import profile_of
 from coserve.cluster.placement import make_placement
-from coserve.cluster.profiler import profile_of
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.simulation.engine import EngineNode
 from coserve.cluster.simulation.simulation import ClusterSimulation

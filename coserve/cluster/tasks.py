@@ -9,7 +9,7 @@ from coserve.engine.commands import AddRequest, JobStart
 def task_of_request(
     request: AddRequest, *, prefix: tuple[bytes, ...], excluded: frozenset[str]
 ) -> Task:
-    """prefix: see `coserve.cluster.prefixes`. excluded: nodes where it cannot go."""
+    """prefix: see `coserve.cluster.nodes.prefixes`. excluded: nodes where it cannot go."""
     adapter, slo = request.adapter, request.slo
     assert request.arrival_s is not None, "a server says when requests came"
     return Task(

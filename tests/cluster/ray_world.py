@@ -40,9 +40,14 @@ class RayWorld:
 
     def __init__(self, cluster: Any, config: ServerConfig, homes: Path | None = None) -> None:
         """homes: below it, each machine has one of its own (None: the usual one)."""
-        from coserve.cluster import on_ray
+        from coserve.cluster.ray import commands as ray_commands
 
-        self.on_ray, self.cluster, self.config, self.homes = on_ray, cluster, config, homes
+        self.ray_commands, self.cluster, self.config, self.homes = (
+            ray_commands,
+            cluster,
+            config,
+            homes,
+        )
         self._num_machines = 0
         self.url = f"https://127.0.0.1:{config.port}/v1"
         assert config.ssl_certfile is not None
@@ -64,7 +69,7 @@ class RayWorld:
             client.close()
 
     def add_machine(self) -> None:
-        from coserve.cluster.ray_machine import DEVICE
+        from coserve.cluster.ray.machine import DEVICE
 
         own = {}
         if self.homes is not None:
@@ -83,7 +88,7 @@ class RayWorld:
     # -- questions ----------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.on_ray.status()
+        found: dict[str, Any] = self.ray_commands.status()
         return found
 
     def members_of_ray(self) -> list[dict[str, Any]]:
@@ -142,7 +147,7 @@ class RayWorld:
         """For good: Ray does not start it again."""
         import ray
 
-        from coserve.cluster.ray_nodes import NAMESPACE
+        from coserve.cluster.ray.nodes import NAMESPACE
 
         names = [each["name"] for each in self._nodes()]
         ray.kill(ray.get_actor(names[number % len(names)], NAMESPACE))
@@ -180,7 +185,7 @@ class RayWorld:
         node = max(
             self.until(self._nodes), key=lambda each: len(each["jobs"]) * (each["state"] == "ready")
         )
-        self.on_ray.drain(node["name"], START_S)
+        self.ray_commands.drain(node["name"], START_S)
         (drained,) = [each for each in self.status()["nodes"] if each["name"] == node["name"]]
         assert (drained["state"], drained["jobs"]) == ("draining", [])
         self.kill_front(number)
@@ -196,7 +201,11 @@ class RayWorld:
         """Those that have started, whichever of them answers."""
         from ray import serve
 
-        front = serve.status().applications[self.on_ray.APPLICATION].deployments[self.on_ray.FRONT]
+        front = (
+            serve.status()
+            .applications[self.ray_commands.APPLICATION]
+            .deployments[self.ray_commands.FRONT]
+        )
         return int(front.replica_states.get("RUNNING", 0))
 
     def front_that_answers(self) -> int | None:
@@ -262,11 +271,11 @@ def write_keys(path: Path, key: str) -> None:
 def ray_head() -> Iterator[Any]:
     """A cluster of Ray's without devices, which this process asks, and commands."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    preload("coserve.cluster.ray_front")
+    preload("coserve.cluster.ray.front")
     from ray.cluster_utils import Cluster
 
-    from coserve.cluster import on_ray
-    from coserve.cluster.ray_machine import RAY_SETTINGS
+    from coserve.cluster.ray import commands as ray_commands
+    from coserve.cluster.ray.machine import RAY_SETTINGS
 
     os.environ.update(RAY_SETTINGS)
     cluster = Cluster(
@@ -274,10 +283,10 @@ def ray_head() -> Iterator[Any]:
         head_node_args={"num_cpus": 2, "resources": HEAD, "include_dashboard": False},
     )
     try:
-        on_ray.connect(cluster.address)
+        ray_commands.connect(cluster.address)
         yield cluster
     finally:
-        on_ray.disconnect()
+        ray_commands.disconnect()
         cluster.shutdown()
 
 
@@ -295,7 +304,8 @@ def ray_world(
     """All nodes ready, on machines that the cluster of a `ray_head` has for as long. placement:
     takes turns for tests that ask all nodes by asking as often. homes: of machines.
     """
-    from coserve.cluster import on_ray, ray_front
+    from coserve.cluster.ray import commands as ray_commands
+    from coserve.cluster.ray import front as ray_front
 
     usual: dict[str, Any] = {
         "model": "tiny",
@@ -319,9 +329,9 @@ def ray_world(
         for _ in range(num_machines):
             world.add_machine()
         ray_front.deploy(config, placement, resources={"coserve_head": 0.01}, num_fronts=num_fronts)
-        on_ray.wait_for_nodes(lambda: False)
+        ray_commands.wait_for_nodes(lambda: False)
         yield world
         world.close()
-        on_ray.undeploy()
+        ray_commands.undeploy()
     finally:
         world.remove_machines()

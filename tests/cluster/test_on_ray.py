@@ -140,25 +140,25 @@ def test_the_front_has_tls_and_keys(world: RayWorld):
         httpx.get(world.url + "/models")
     path = Path(str(world.config.api_keys_file))
     write_keys(path, OTHER_KEY)
-    world.on_ray.reload_keys()
+    world.ray_commands.reload_keys()
     assert [each.id for each in stranger.models.list()] == ["tiny"]
     with pytest.raises(openai.AuthenticationError):
         world.client.models.list()
     write_keys(path, KEY)
-    world.on_ray.reload_keys()
+    world.ray_commands.reload_keys()
     assert [each.id for each in world.client.models.list()] == ["tiny"]
 
 
 # A machine that has no other one of Ray's in it asks the cluster by its own, which has joined by
 # then.
 BY_ITSELF = (
-    "import time; from coserve.cluster import on_ray; connect = on_ray.connect; "
-    "on_ray.connect = lambda address: (time.sleep(15), connect(address))"
+    "import time; from coserve.cluster.ray import commands as ray_commands; connect = ray_commands.connect; "
+    "ray_commands.connect = lambda address: (time.sleep(15), connect(address))"
 )
 
 
 def test_a_machine_that_is_refused_has_joined_nothing(world: RayWorld, tmp_path: Path):
-    from coserve.cluster.ray_machine import Served, tell_served
+    from coserve.cluster.ray.machine import Served, tell_served
 
     before, address = world.members(), world.cluster.address
     for own in (["dummy:qwen2.5-0.5b"], ["tiny", "--dtype", "bfloat16"], ["--placement", "lemix"]):

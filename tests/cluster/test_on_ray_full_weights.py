@@ -94,15 +94,15 @@ def test_three_nodes_serve_what_full_fine_tuning_over_all_of_them_has_made_also_
 
 
 def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path):
-    from coserve.cluster.ray_front import check_http, deploy
-    from coserve.cluster.ray_machine import check_address
+    from coserve.cluster.ray.front import check_http, deploy
+    from coserve.cluster.ray.machine import check_address
     from coserve.errors import ClusterError
 
     with pytest.raises(ClusterError, match="there is no Ray cluster at"):
         check_address("127.0.0.1:1")
     with pytest.raises(ClusterError, match="--address must be HOST:PORT"):
         check_address("nowhere")
-    assert set(world.on_ray.served_models()) == {"tiny"}
+    assert set(world.ray_commands.served_models()) == {"tiny"}
     with pytest.raises(
         ClusterError, match=f"its port is {world.config.port}, not 1: ask for the same"
     ):
@@ -205,7 +205,7 @@ def test_the_command_serves_by_its_name_what_full_fine_tuning_has_made(
         name="other",
         route_prefix="/o",
     )
-    world.on_ray.undeploy()
+    world.ray_commands.undeploy()
     assert list(serve.status().applications) == ["other"], "it is not coserve's to end"
     name, config, address = full_model[0], world.config, world.cluster.address
     where = {

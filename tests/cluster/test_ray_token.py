@@ -15,7 +15,7 @@ import httpx
 import pytest
 from cluster.ray_world import free_port
 
-from coserve.cluster.ray_token import TOKEN_FILE
+from coserve.cluster.ray.token import TOKEN_FILE
 
 pytestmark = [
     pytest.mark.cluster,

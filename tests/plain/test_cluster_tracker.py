@@ -7,11 +7,11 @@ import pytest
 from cluster_nodes import PROFILE, READY, make_request, make_stats, make_step
 from msgspec.structs import replace
 
-from coserve.cluster.nodes import node_names
-from coserve.cluster.prefixes import SentPrefixes, prefix_keys
-from coserve.cluster.profiler import profile_of, write_node_profile
+from coserve.cluster.nodes.prefixes import SentPrefixes, prefix_keys
+from coserve.cluster.nodes.profiler import profile_of, write_node_profile
+from coserve.cluster.nodes.registry import node_names
+from coserve.cluster.nodes.tracker import NodeTracker, Totals, joined_ready
 from coserve.cluster.tasks import task_of_request
-from coserve.cluster.tracker import NodeTracker, Totals, joined_ready
 from coserve.cluster.view import NodeView, Task
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.commands import AdapterRef

@@ -99,7 +99,7 @@ def test_its_application_is_a_server():
     ],
 )
 def test_workers_offer_devices(read_groups: Any):
-    source = (ROOT / "coserve" / "cluster" / "ray_machine.py").read_text()
+    source = (ROOT / "coserve" / "cluster" / "ray" / "machine.py").read_text()
     device = re.search(r'^DEVICE = "(\w+)"$', source, re.MULTILINE)[1]
     for group in read_groups():
         text = group["rayStartParams"]["resources"]
@@ -174,7 +174,7 @@ def test_workers_drain_before_they_end():
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'coserve[cluster]'")
 @pytest.mark.filterwarnings("ignore")
 def test_machines_have_the_settings_that_coserve_starts_them_with():
-    from coserve.cluster.ray_machine import RAY_SETTINGS
+    from coserve.cluster.ray.machine import RAY_SETTINGS
 
     for environment in environments():
         assert environment.items() >= RAY_SETTINGS.items()

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from coserve.cluster.deploy_claim import SILENT_S, DeployClaim
+from coserve.cluster.ray.claim import SILENT_S, DeployClaim
 from coserve.errors import ClusterError
 
 

@@ -9,7 +9,7 @@ import pytest
 from cluster_nodes import ScriptedNode, cluster, make_job, make_request, num_ready, until
 from msgspec.structs import replace
 
-from coserve.cluster.messages import NodeStatus
+from coserve.cluster.nodes.messages import NodeStatus
 from coserve.engine.commands import AddRequest, CancelJob, PauseJob, StartJob
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import ClusterError, JobOverError

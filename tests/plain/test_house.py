@@ -129,7 +129,7 @@ def test_commands_that_ask_a_server_start_without_torch():
 def test_a_nodes_actor_starts_without_torch():
     """It passes on what a front and an engine say, and is there again soon when it has died."""
     banned = {"torch", "numpy", "transformers", "fastapi", "sqlalchemy"}
-    code = f"import sys, coserve.cluster.node; print(sorted({banned} & set(sys.modules)))"
+    code = f"import sys, coserve.cluster.nodes.node; print(sorted({banned} & set(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

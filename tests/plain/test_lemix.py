@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coserve.cluster.placement import make_placement, placement_names
-from coserve.cluster.placement.lemix import length_consistency
-from coserve.cluster.placement.separate import split
-from coserve.cluster.planning import plan_path
-from coserve.cluster.profiler import (
+from coserve.cluster.nodes.profiler import (
     fit_latency,
     node_profile_path,
     read_node_profile,
     with_stored_limits,
     write_node_profile,
 )
+from coserve.cluster.paths import plan_path
+from coserve.cluster.placement import make_placement, placement_names
+from coserve.cluster.placement.lemix import length_consistency
+from coserve.cluster.placement.separate import split
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.simulation.pipeline import PipelineNode
 from coserve.cluster.simulation.simulation import ClusterSimulation, Ran

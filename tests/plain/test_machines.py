@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coserve.cluster.machines import drain_machines, wait_for_nodes, wait_until_served
+from coserve.cluster.ray.joining import drain_machines, wait_for_nodes, wait_until_served
 from coserve.errors import ClusterError, FrontSilentError
 
 SILENT = FrontSilentError("the front does not answer within 10 s")

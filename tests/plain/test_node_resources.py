@@ -2,7 +2,7 @@
 
 import pytest
 
-from coserve.cluster.node_resources import NodeResources, node_resources, num_nodes_of
+from coserve.cluster.ray.resources import NodeResources, node_resources, num_nodes_of
 from coserve.engine.config import EngineConfig
 from coserve.protocol.messages import EngineSettings
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from cluster_nodes import make_job
 
-from coserve.cluster.placed_job import (
+from coserve.cluster.jobs.placed_job import (
     CheckpointTold,
     Event,
     Moved,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coserve.cluster.ray_errors import first_line, last_words
+from coserve.cluster.ray.errors import first_line, last_words
 
 # Of Ray 2.60, where a machine has another version of it than the cluster.
 MISMATCH = """Version mismatch: The cluster was started with:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.cluster.ray_token import TOKEN_FILE, check_reach, refused, token_in_use, use_token
+from coserve.cluster.ray.token import TOKEN_FILE, check_reach, refused, token_in_use, use_token
 from coserve.errors import ClusterError
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cluster_nodes import make_job
 
-from coserve.cluster.sharded_job import (
+from coserve.cluster.jobs.sharded_job import (
     EndChanged,
     ShardContributed,
     ShardedJob,

@@ -3,7 +3,13 @@
 import os
 from pathlib import Path
 
-from coserve.cluster.shared_paths import SeenFiles, SharedPaths, sampled_digest, unseen, write_probe
+from coserve.cluster.nodes.shared_paths import (
+    SeenFiles,
+    SharedPaths,
+    sampled_digest,
+    unseen,
+    write_probe,
+)
 
 
 def seen(path: Path, what: str = "--home here") -> SeenFiles:

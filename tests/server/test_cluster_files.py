@@ -16,7 +16,7 @@ from job_data import DATA, adapter_in, distance, steps_of
 from job_engine import LIMIT_S
 from served import serving
 
-from coserve.cluster.node_paths import NodePaths
+from coserve.cluster.nodes.paths import NodePaths
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.commands import AdapterRef, AddRequest, CombineJob, LoadAdapter
 from coserve.jobs.messages import Checkpointed, Contributed

@@ -10,7 +10,7 @@ import pytest
 from cluster_nodes import ScriptedNode, cluster, make_job, until
 from cluster_views import make_node
 
-from coserve.cluster.cluster_jobs import ClusterJobs
+from coserve.cluster.jobs.placed_jobs import ClusterJobs
 from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.engine.commands import JobStart, PauseJob, ResumeJob, StartJob

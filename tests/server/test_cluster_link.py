@@ -8,7 +8,7 @@ import pytest
 from cluster_nodes import READY, ScriptedNode, cluster, make_job, make_request, num_ready, until
 from msgspec.structs import replace
 
-from coserve.cluster.messages import CommandBatch, NodeStatus
+from coserve.cluster.nodes.messages import CommandBatch, NodeStatus
 from coserve.engine.commands import (
     AdapterRef,
     AddRequest,

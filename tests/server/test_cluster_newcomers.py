@@ -11,8 +11,8 @@ import pytest
 from cluster_nodes import READY, ScriptedNode, cluster, make_request, num_ready, until
 from msgspec.structs import replace
 
-from coserve.cluster.messages import NodeSettings, settings_digest
-from coserve.cluster.node_checks import NodeChecks
+from coserve.cluster.nodes.checks import NodeChecks
+from coserve.cluster.nodes.messages import NodeSettings, settings_digest
 from coserve.engine.commands import AdapterRef, AddRequest, LoadAdapter, UnloadAdapter
 from coserve.engine.config import EngineConfig
 from coserve.errors import AdapterError, ClusterError

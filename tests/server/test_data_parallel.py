@@ -14,7 +14,7 @@ from job_data import DATA, adapter_in, distance, steps_of
 from job_engine import World, world
 from lengths import long_but
 
-from coserve.cluster.messages import CommandBatch
+from coserve.cluster.nodes.messages import CommandBatch
 from coserve.devices.messages.commands import SaveAdapter
 from coserve.devices.messages.jobs import PublishVersion, TakeContribution
 from coserve.engine.commands import CancelJob, StartJob

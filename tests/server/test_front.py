@@ -12,10 +12,10 @@ from httpx import ASGITransport, AsyncClient
 from msgspec.structs import replace
 from served import adapter_root, model_directory, peft_model
 
-from coserve.cluster.front import Front, node_settings
-from coserve.cluster.messages import settings_digest
-from coserve.cluster.nodes import FindNodes
-from coserve.cluster.shared_paths import SharedPaths, unseen
+from coserve.cluster.front.front import Front, node_settings
+from coserve.cluster.nodes.messages import settings_digest
+from coserve.cluster.nodes.registry import FindNodes
+from coserve.cluster.nodes.shared_paths import SharedPaths, unseen
 from coserve.errors import CoserveError
 from coserve.server.config import ServerConfig
 

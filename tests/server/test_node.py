@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 
 from coserve import Engine
-from coserve.cluster.messages import NodeSettings, NodeStatus, decode_node_report, settings_digest
-from coserve.cluster.node import Node
-from coserve.cluster.shared_paths import SeenFiles, SharedPaths, sampled_digest
+from coserve.cluster.nodes.messages import (
+    NodeSettings,
+    NodeStatus,
+    decode_node_report,
+    settings_digest,
+)
+from coserve.cluster.nodes.node import Node
+from coserve.cluster.nodes.shared_paths import SeenFiles, SharedPaths, sampled_digest
 from coserve.engine.config import EngineConfig
 from coserve.engine_client.launch import program
 from coserve.models.source import find_model

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.cli.main import app
-from coserve.cluster.front_choice import ANSWERS
+from coserve.cluster.front.choice import ANSWERS
 from coserve.errors import ClusterError
 from coserve.server.config import ServerConfig
 
@@ -28,7 +28,8 @@ pytestmark = [
 def test_a_front_that_cannot_start_says_why_though_ray_is_gone(monkeypatch: pytest.MonkeyPatch):
     from ray.exceptions import RpcError
 
-    from coserve.cluster import on_ray, ray_front
+    from coserve.cluster.ray import commands as ray_commands
+    from coserve.cluster.ray import front as ray_front
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("there is no memory left")
@@ -38,7 +39,7 @@ def test_a_front_that_cannot_start_says_why_though_ray_is_gone(monkeypatch: pyte
 
     monkeypatch.setattr(ray_front, "serve", SimpleNamespace(start=lambda **_: None, run=fail))
     monkeypatch.setattr(ray_front, "application", lambda *_, **__: None)
-    monkeypatch.setattr(on_ray, "tell_served", gone)
+    monkeypatch.setattr(ray_commands, "tell_served", gone)
     with pytest.raises(ClusterError, match="the front cannot start: there is no memory left"):
         ray_front.deploy(ServerConfig(), "round-robin", resources={})
 
@@ -47,7 +48,8 @@ def test_a_front_that_cannot_start_says_why_though_ray_is_gone(monkeypatch: pyte
 def test_the_front_that_answers_takes_its_word_back_when_it_ends(
     monkeypatch: pytest.MonkeyPatch, answers: bool
 ):
-    from coserve.cluster import on_ray, ray_front
+    from coserve.cluster.ray import commands as ray_commands
+    from coserve.cluster.ray import front as ray_front
 
     told = list[str | None]()
 
@@ -61,7 +63,7 @@ def test_the_front_that_answers_takes_its_word_back_when_it_ends(
 
     monkeypatch.setattr(ray_front, "StandbyFront", Standby)
     monkeypatch.setattr(ray_front, "Front", lambda *_, **__: None)
-    for module in (on_ray, ray_front):
+    for module in (ray_commands, ray_front):
         monkeypatch.setattr(
             module, "tell_served", lambda served: told.append(served and served.model)
         )
@@ -80,7 +82,9 @@ def test_the_front_that_answers_takes_its_word_back_when_it_ends(
 def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_back(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    from coserve.cluster import on_ray, ray_front, ray_machine
+    from coserve.cluster.ray import commands as ray_commands
+    from coserve.cluster.ray import front as ray_front
+    from coserve.cluster.ray import machine as ray_machine
 
     def deploy(*_: Any, **__: Any) -> None:
         raise ClusterError("it begins")
@@ -99,10 +103,10 @@ def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_b
     monkeypatch.setattr(ray_machine, "served_at", lambda address: ray_machine.Served(model="gone"))
     monkeypatch.setattr(ray_machine, "check_address", nothing)
     for name in ("connect", "disconnect", "undeploy"):
-        monkeypatch.setattr(on_ray, name, nothing)
+        monkeypatch.setattr(ray_commands, name, nothing)
     monkeypatch.setattr(ray_front, "check_http", nothing)
-    monkeypatch.setattr(on_ray, "served_models", list[str])
-    monkeypatch.setattr(on_ray, "this_machine", dict[str, float])
+    monkeypatch.setattr(ray_commands, "served_models", list[str])
+    monkeypatch.setattr(ray_commands, "this_machine", dict[str, float])
     monkeypatch.setattr(ray_front, "deploy", deploy)
     arguments = [
         "cluster",
@@ -118,10 +122,10 @@ def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_b
     assert "serves gone already" in str(CliRunner().invoke(app, [*arguments, "1"]).exception)
 
 
-@pytest.mark.parametrize("module", ["on_ray", "ray_router"])
+@pytest.mark.parametrize("module", ["commands", "router"])
 def test_commands_that_ask_a_cluster_and_its_http_servers_start_without_torch(module: str):
     code = (
-        f"import sys, coserve.cluster.{module}; "
+        f"import sys, coserve.cluster.ray.{module}; "
         "print(sorted({'torch', 'transformers', 'sqlalchemy'} & set(sys.modules)))"
     )
     result = subprocess.run(

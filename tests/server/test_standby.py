@@ -10,11 +10,11 @@ from httpx import ASGITransport, AsyncClient
 from msgspec.structs import replace
 from served import model_directory
 
-from coserve.cluster.dead_fronts import http_middlewares
-from coserve.cluster.front import Front, node_settings
-from coserve.cluster.front_choice import choose_front
-from coserve.cluster.messages import settings_digest
-from coserve.cluster.standby import StandbyFront
+from coserve.cluster.front.choice import choose_front
+from coserve.cluster.front.front import Front, node_settings
+from coserve.cluster.front.lost_front import http_middlewares
+from coserve.cluster.front.standby import StandbyFront
+from coserve.cluster.nodes.messages import settings_digest
 from coserve.engine.commands import AddRequest, PauseJob
 from coserve.errors import EngineGoneError, StoreError
 from coserve.server.config import ServerConfig

@@ -13,13 +13,13 @@ from coserve.bench import at_scale, cluster
 from coserve.bench.places import ModelledPlace
 from coserve.bench.staleness import POINTS, loss_after
 from coserve.cli.main import app
+from coserve.cluster.nodes.profiler import profile_of
+from coserve.cluster.nodes.tracker import NodeTracker
 from coserve.cluster.placement import make_placement, placement_names
-from coserve.cluster.profiler import profile_of
 from coserve.cluster.simulation.engine import EngineNode
 from coserve.cluster.simulation.fluid import FluidNode
 from coserve.cluster.simulation.node import ModelledNode
 from coserve.cluster.simulation.simulation import ClusterSimulation, TaskOutcome
-from coserve.cluster.tracker import NodeTracker
 from coserve.cluster.view import ClusterView, Placed, Task
 from coserve.engine.config import EngineConfig
 from coserve.errors import DataError

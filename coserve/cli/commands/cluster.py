@@ -116,10 +116,10 @@ def _up(  # noqa: C901
         )
     _require_ray(creates_token=address is None)
     config = with_finished_model(server_config(**given))
-    from coserve.cluster.deploy_claim import DeployClaim
-    from coserve.cluster.machines import wait_until_served
-    from coserve.cluster.ray_machine import DEFAULT_PORT, ClusterKeys, ray_machine, served_at
-    from coserve.cluster.ray_token import check_reach
+    from coserve.cluster.ray.claim import DeployClaim
+    from coserve.cluster.ray.joining import wait_until_served
+    from coserve.cluster.ray.machine import DEFAULT_PORT, ClusterKeys, ray_machine, served_at
+    from coserve.cluster.ray.token import check_reach
 
     own = _own_options(given | {"placement": placement, "fronts": fronts})
     # One without devices, or with options of its own, serves from here where nobody does yet.
@@ -135,9 +135,10 @@ def _up(  # noqa: C901
         # Without devices it can ask Ray itself, which knows of a front that is gone.
         if told is not None and nodes != 0:
             _check_joins(address, [told.model], own, config.model, told.version)
-    from coserve.cluster import on_ray, ray_front
-    from coserve.cluster.front import DEFAULT_PLACEMENT, check_config
+    from coserve.cluster.front.front import DEFAULT_PLACEMENT, check_config
     from coserve.cluster.placement import placement_class
+    from coserve.cluster.ray import commands as ray_commands
+    from coserve.cluster.ray import front as ray_front
     from coserve.logs import configure_logs
     from coserve.models.source import check_model
     from coserve.server.serve import listen
@@ -169,9 +170,9 @@ def _up(  # noqa: C901
         )
         if address is None:
             claim = leaving.enter_context(DeployClaim(ClusterKeys(machine.address), at_once=True))
-        on_ray.connect(machine.address)
-        leaving.callback(on_ray.disconnect)
-        served = on_ray.served_models()
+        ray_commands.connect(machine.address)
+        leaving.callback(ray_commands.disconnect)
+        served = ray_commands.served_models()
         if served:
             _check_joins(machine.address, served, own, config.model)
             _say(f"{number} {'device joins' if number == 1 else 'devices join'} {machine.address}")
@@ -183,22 +184,22 @@ def _up(  # noqa: C901
         else:
             ray_front.check_http(config)
             claim.check()
-            leaving.callback(on_ray.undeploy, config.drain_s)
-            where = {} if config.database else on_ray.this_machine()
+            leaving.callback(ray_commands.undeploy, config.drain_s)
+            where = {} if config.database else ray_commands.this_machine()
             ray_front.deploy(config, placement, resources=where, num_fronts=fronts or 1)
-            leaving.enter_context(_reloading(on_ray.reload_keys, config.api_keys_file))
+            leaving.enter_context(_reloading(ray_commands.reload_keys, config.api_keys_file))
             _say(_start_line(config, machine.address))
         if claim is not None:
             claim.release()
         own_nodes = None if machine.id is None else number
-        if (ready := on_ray.wait_for_nodes(ended.is_set, machine.id, own_nodes)) is not None:
+        if (ready := ray_commands.wait_for_nodes(ended.is_set, machine.id, own_nodes)) is not None:
             _say(f"{ready} {'node is' if ready == 1 else 'nodes are'} ready")
         ended.wait()
         if not served:
             _say("the cluster ends: jobs are checkpointed, and resume at the next start")
         elif machine.id is not None:
             _say("this machine leaves: its jobs continue on others")
-            on_ray.drain_machines(machine.id, _say)
+            ray_commands.drain_machines(machine.id, _say)
 
 
 def _own_options(given: dict[str, Any]) -> set[str]:
@@ -246,7 +247,7 @@ def _token_line() -> str:
     """Return what other machines need of this one to join, if it is the token that was made
     here.
     """
-    from coserve.cluster.ray_token import token_in_use
+    from coserve.cluster.ray.token import token_in_use
 
     path = token_in_use()
     return "" if path is None else f", and the token in {path}"
@@ -272,17 +273,17 @@ def status(
 ) -> None:
     """Show the nodes, what each does, and who waits for one."""
     _require_ray()
-    from coserve.cluster.ray_machine import check_address
+    from coserve.cluster.ray.machine import check_address
 
     check_address(address)
     from coserve.cli.tables import console, table
-    from coserve.cluster import on_ray
+    from coserve.cluster.ray import commands as ray_commands
 
-    on_ray.connect(address)
+    ray_commands.connect(address)
     try:
-        found = on_ray.status()
+        found = ray_commands.status()
     finally:
-        on_ray.disconnect()
+        ray_commands.disconnect()
     if as_json:
         print(json.dumps(found))
         return
@@ -331,20 +332,20 @@ def drain(
             "coserve cluster drain is for one NODE, or with --here for all nodes of this machine"
         )
     _require_ray()
-    from coserve.cluster.ray_machine import check_address
+    from coserve.cluster.ray.machine import check_address
 
     check_address(address)
-    from coserve.cluster import on_ray
-    from coserve.cluster.machines import MOVE_S
+    from coserve.cluster.ray import commands as ray_commands
+    from coserve.cluster.ray.joining import MOVE_S
 
-    on_ray.connect(address)
+    ray_commands.connect(address)
     try:
         if node is not None:
-            on_ray.drain(node, MOVE_S)
+            ray_commands.drain(node, MOVE_S)
         else:
-            on_ray.drain_machines(None, _say)
+            ray_commands.drain_machines(None, _say)
     finally:
-        on_ray.disconnect()
+        ray_commands.disconnect()
     _say(
         "the nodes of this machine have drained"
         if node is None
@@ -363,7 +364,7 @@ def _require_ray(*, creates_token: bool = False) -> None:
         raise ClusterError(
             "clusters need Ray, which is not installed: pip install 'coserve[cluster]'"
         )
-    from coserve.cluster.ray_token import use_token
+    from coserve.cluster.ray.token import use_token
 
     use_token(creates=creates_token)
 
@@ -376,7 +377,7 @@ def _num_devices(device: str, num_ranks: int) -> int:
         return 1
     import torch
 
-    from coserve.cluster.node_resources import num_nodes_of
+    from coserve.cluster.ray.resources import num_nodes_of
 
     return num_nodes_of(torch.cuda.device_count(), num_ranks)
 

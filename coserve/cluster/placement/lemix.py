@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from math import exp, pi, sqrt
 from typing import ClassVar
 
+from coserve.cluster.paths import Path, plan_path
 from coserve.cluster.placement.base import Placement
-from coserve.cluster.planning import Path, plan_path
 from coserve.cluster.queues import RequestsFirst, TaskQueue
 from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
 from coserve.settings import setting

@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from coserve.cluster.paths import Path, plan_path
 from coserve.cluster.placement.base import Placement
 from coserve.cluster.placement.lemix import typical_length, typical_request
-from coserve.cluster.planning import Path, plan_path
 from coserve.cluster.queues import DeadlineQueue, TaskQueue, deadline, kinds_of
 from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
 from coserve.settings import setting

@@ -15,14 +15,14 @@ from typing import Any
 from fastapi import FastAPI
 from msgspec.structs import replace
 
-from coserve.cluster.link import ClusterLink
-from coserve.cluster.messages import NodeSettings
-from coserve.cluster.node_checks import NodeChecks
-from coserve.cluster.nodes import FindNodes
+from coserve.cluster.front.link import ClusterLink
+from coserve.cluster.front.routes import router
+from coserve.cluster.nodes.checks import NodeChecks
+from coserve.cluster.nodes.messages import NodeSettings
+from coserve.cluster.nodes.registry import FindNodes
+from coserve.cluster.nodes.shared_paths import sampled_digest
 from coserve.cluster.placement import make_placement
-from coserve.cluster.routes import router
 from coserve.cluster.scheduler import ClusterScheduler
-from coserve.cluster.shared_paths import sampled_digest
 from coserve.errors import CoserveError
 from coserve.home import private_files
 from coserve.jobs.files.remote_files import files_url, shared_files

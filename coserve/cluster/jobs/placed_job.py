@@ -4,7 +4,7 @@ pure.
 
 from dataclasses import dataclass, replace
 
-from coserve.cluster.nodes import ClusterNode
+from coserve.cluster.nodes.registry import ClusterNode
 from coserve.engine.commands import JobStart
 
 

@@ -5,9 +5,9 @@ and torch.
 import msgspec
 import ray
 
-from coserve.cluster.messages import CommandBatch, NodeReports, NodeSettings, NodeStatus
-from coserve.cluster.node import Node
-from coserve.cluster.shared_paths import SharedPaths
+from coserve.cluster.nodes.messages import CommandBatch, NodeReports, NodeSettings, NodeStatus
+from coserve.cluster.nodes.node import Node
+from coserve.cluster.nodes.shared_paths import SharedPaths
 
 
 class NodeActor:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from coserve.cluster.cluster_jobs import ClusterJobs
-from coserve.cluster.nodes import ClusterNode, Nodes
-from coserve.cluster.prefixes import prefix_keys
+from coserve.cluster.jobs.placed_jobs import ClusterJobs
+from coserve.cluster.nodes.prefixes import prefix_keys
+from coserve.cluster.nodes.registry import ClusterNode, Nodes
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.tasks import task_of_request
 from coserve.cluster.view import Task

@@ -5,7 +5,7 @@ from typing import cast
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from coserve.cluster.link import ClusterLink
+from coserve.cluster.front.link import ClusterLink
 from coserve.server.context import Context, IsOperator
 from coserve.server.errors import ApiError
 from coserve.server.responses import json_response

@@ -4,7 +4,7 @@ it, and would import PyTorch with all that a front runs.
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from coserve.cluster.front_choice import choose_front
+from coserve.cluster.front.choice import choose_front
 
 
 class FrontRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types

@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from coserve.cluster.messages import (
+from coserve.cluster.nodes.messages import (
     CommandBatch,
     EngineLost,
     NodeReports,
@@ -26,8 +26,8 @@ from coserve.cluster.messages import (
     NodeStatus,
     settings_digest,
 )
-from coserve.cluster.node_paths import NodePaths
-from coserve.cluster.shared_paths import SharedPaths, unseen
+from coserve.cluster.nodes.paths import NodePaths
+from coserve.cluster.nodes.shared_paths import SharedPaths, unseen
 from coserve.engine.commands import AddRequest
 from coserve.engine_client.fork_server import ForkServer
 from coserve.engine_client.launch import Launch, program

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from coserve.cluster.messages import CommandBatch, EngineLost, NodeCalls, decode_node_report
+from coserve.cluster.nodes.messages import CommandBatch, EngineLost, NodeCalls, decode_node_report
 from coserve.engine_client.supervisor import EngineOwner
 from coserve.errors import CoserveError, EngineGoneError
 from coserve.protocol.messages import StepReport, encode

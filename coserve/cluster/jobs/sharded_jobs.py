@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from coserve.cluster.changed_weights import ChangedWeights
-from coserve.cluster.cluster_jobs import ClusterJobs
-from coserve.cluster.nodes import ClusterNode
-from coserve.cluster.sharded_job import (
+from coserve.cluster.jobs.changed_weights import ChangedWeights
+from coserve.cluster.jobs.placed_jobs import ClusterJobs
+from coserve.cluster.jobs.sharded_job import (
     EndChanged,
     Event,
     Outcome,
@@ -32,6 +31,7 @@ from coserve.cluster.sharded_job import (
     Told,
     apply,
 )
+from coserve.cluster.nodes.registry import ClusterNode
 from coserve.engine.commands import AdapterRef, JobStart
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError

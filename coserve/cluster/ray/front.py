@@ -15,15 +15,15 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_global_client
 
-from coserve.cluster.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
-from coserve.cluster.front_choice import ANSWERS
-from coserve.cluster.node_checks import NodeChecks
-from coserve.cluster.on_ray import APPLICATION, FRONT, SILENT, STOP_S, tell_nothing_served
-from coserve.cluster.ray_errors import first_line, last_words
-from coserve.cluster.ray_machine import Served, tell_served
-from coserve.cluster.ray_nodes import RayNodes
-from coserve.cluster.ray_router import FrontRouter
-from coserve.cluster.standby import StandbyFront
+from coserve.cluster.front.choice import ANSWERS
+from coserve.cluster.front.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
+from coserve.cluster.front.standby import StandbyFront
+from coserve.cluster.nodes.checks import NodeChecks
+from coserve.cluster.ray.commands import APPLICATION, FRONT, SILENT, STOP_S, tell_nothing_served
+from coserve.cluster.ray.errors import first_line, last_words
+from coserve.cluster.ray.machine import Served, tell_served
+from coserve.cluster.ray.nodes import RayNodes
+from coserve.cluster.ray.router import FrontRouter
 from coserve.errors import ClusterError, FrontSilentError
 from coserve.logs import configure_logs
 from coserve.server.config import ServerConfig

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from coserve.cluster.cluster_jobs import ClusterJobs
-from coserve.cluster.cluster_requests import ClusterRequests
-from coserve.cluster.divided_jobs import DividedJobs
-from coserve.cluster.loaded_adapters import LoadedOnNodes
-from coserve.cluster.newcomers import Newcomers
-from coserve.cluster.node_checks import NodeChecks
-from coserve.cluster.nodes import ClusterNode, FindNodes, Nodes
-from coserve.cluster.profiler import profile_of
+from coserve.cluster.front.requests import ClusterRequests
+from coserve.cluster.jobs.placed_jobs import ClusterJobs
+from coserve.cluster.jobs.sharded_job import Told
+from coserve.cluster.jobs.sharded_jobs import DividedJobs
+from coserve.cluster.nodes.checks import NodeChecks
+from coserve.cluster.nodes.joins import Newcomers
+from coserve.cluster.nodes.loaded_adapters import LoadedOnNodes
+from coserve.cluster.nodes.profiler import profile_of
+from coserve.cluster.nodes.registry import ClusterNode, FindNodes, Nodes
+from coserve.cluster.nodes.tracker import NodeTracker, Totals, how_unlike, joined_ready
 from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
-from coserve.cluster.sharded_job import Told
-from coserve.cluster.tracker import NodeTracker, Totals, how_unlike, joined_ready
 from coserve.cluster.view import ClusterView
 from coserve.engine.commands import AdapterRef, AddRequest, JobStart
 from coserve.engine.jobs.events import JobEvent

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from coserve.cluster.nodes import ClusterNode
-from coserve.cluster.placed_job import (
+from coserve.cluster.jobs.placed_job import (
     CheckpointTold,
     Event,
     Moved,
@@ -21,6 +20,7 @@ from coserve.cluster.placed_job import (
     TakenBack,
     apply,
 )
+from coserve.cluster.nodes.registry import ClusterNode
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.tasks import task_of_job
 from coserve.engine.commands import AdapterRef, JobStart

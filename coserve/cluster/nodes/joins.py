@@ -10,9 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from coserve.cluster.loaded_adapters import LoadedOnNodes
-from coserve.cluster.node_checks import NodeChecks
-from coserve.cluster.nodes import ClusterNode
+from coserve.cluster.nodes.checks import NodeChecks
+from coserve.cluster.nodes.loaded_adapters import LoadedOnNodes
+from coserve.cluster.nodes.registry import ClusterNode
 from coserve.engine.commands import AdapterRef, JobStart
 from coserve.errors import ClusterError, CoserveError, EngineGoneError
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from coserve.cluster.nodes import ClusterNode
+from coserve.cluster.nodes.registry import ClusterNode
 from coserve.engine.commands import AdapterRef
 from coserve.errors import AdapterError, CoserveError, EngineGoneError
 

@@ -13,13 +13,19 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util import list_named_actors
 
-from coserve.cluster.messages import CommandBatch, NodeCalls, NodeReports, NodeSettings, NodeStatus
-from coserve.cluster.node_actor import NodeActor
-from coserve.cluster.node_resources import NodeResources, node_resources
-from coserve.cluster.nodes import NODE, node_names
-from coserve.cluster.ray_errors import first_line
-from coserve.cluster.ray_machine import DEVICE
-from coserve.cluster.shared_paths import SharedPaths
+from coserve.cluster.nodes.messages import (
+    CommandBatch,
+    NodeCalls,
+    NodeReports,
+    NodeSettings,
+    NodeStatus,
+)
+from coserve.cluster.nodes.registry import NODE, node_names
+from coserve.cluster.nodes.shared_paths import SharedPaths
+from coserve.cluster.ray.actor import NodeActor
+from coserve.cluster.ray.errors import first_line
+from coserve.cluster.ray.machine import DEVICE
+from coserve.cluster.ray.resources import NodeResources, node_resources
 from coserve.errors import ClusterError, CoserveError, EngineGoneError
 
 _log = logging.getLogger(__name__)

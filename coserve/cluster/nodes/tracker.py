@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from coserve.cluster.prefixes import SentPrefixes
+from coserve.cluster.nodes.prefixes import SentPrefixes
 from coserve.cluster.view import NodeProfile, NodeView
 from coserve.engine.records import EngineStats
 from coserve.protocol.messages import Ready, StepReport
@@ -37,7 +37,7 @@ class NodeTracker:
     """One engine's life on one node."""
 
     def __init__(self, name: str, ready: Ready, profile: NodeProfile) -> None:
-        """profile: see `coserve.cluster.profiler.profile_of`."""
+        """profile: see `coserve.cluster.nodes.profiler.profile_of`."""
         self.name, self.ready, self.profile = name, ready, profile
         self.prefixes = SentPrefixes(ready.num_pages)
         self.stats: EngineStats | None = None

@@ -12,9 +12,9 @@ from math import inf
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coserve.cluster.dead_fronts import refuse
-from coserve.cluster.front import Front
-from coserve.cluster.front_choice import ANSWERS
+from coserve.cluster.front.choice import ANSWERS
+from coserve.cluster.front.front import Front
+from coserve.cluster.front.lost_front import refuse
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
-from coserve.cluster.messages import NodeCalls, NodeSettings, NodeStatus, settings_digest
-from coserve.cluster.shared_paths import SeenFiles, SharedPaths, sampled_digest, write_probe
+from coserve.cluster.nodes.messages import NodeCalls, NodeSettings, NodeStatus, settings_digest
+from coserve.cluster.nodes.shared_paths import SeenFiles, SharedPaths, sampled_digest, write_probe
 from coserve.engine.config import EngineConfig
 from coserve.errors import ClusterError
 from coserve.jobs.records import AdapterRecord

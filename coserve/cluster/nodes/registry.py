@@ -9,10 +9,10 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
-from coserve.cluster.connection import NodeConnection
-from coserve.cluster.messages import NodeCalls, NodeStatus
-from coserve.cluster.node_checks import NodeChecks
-from coserve.cluster.tracker import NodeTracker
+from coserve.cluster.nodes.checks import NodeChecks
+from coserve.cluster.nodes.connection import NodeConnection
+from coserve.cluster.nodes.messages import NodeCalls, NodeStatus
+from coserve.cluster.nodes.tracker import NodeTracker
 from coserve.engine_client.link import EngineLink
 from coserve.engine_client.streams import RequestStream
 from coserve.engine_client.supervisor import EngineOwner

@@ -15,8 +15,8 @@ import ray
 from ray.exceptions import AuthenticationError, RayError, RpcError
 from ray.experimental.internal_kv import GcsClient, _internal_kv_del, _internal_kv_put
 
-from coserve.cluster.ray_errors import last_words
-from coserve.cluster.ray_token import refused
+from coserve.cluster.ray.errors import last_words
+from coserve.cluster.ray.token import refused
 from coserve.errors import ClusterError
 from coserve.version import VERSION
 
@@ -27,7 +27,7 @@ RAY_SETTINGS = {
     # Ray lets its workers have what others leave of the CPU; the front and engines are to have
     # their share.
     "RAY_worker_niceness": "0",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "coserve.cluster.dead_fronts:http_middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "coserve.cluster.front.lost_front:http_middlewares",
 }
 # Nodes have drained when a machine leaves: Ray's own waiting would wait for what does not end.
 _OWN_SETTINGS = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}

@@ -18,11 +18,11 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from coserve.cluster import machines
-from coserve.cluster.deploy_claim import DeployClaim
-from coserve.cluster.ray_errors import first_line
-from coserve.cluster.ray_machine import DEVICE, ClusterKeys, served_at, tell_served
-from coserve.cluster.ray_nodes import NAMESPACE, ask_nodes, node_actors
+from coserve.cluster.ray import joining
+from coserve.cluster.ray.claim import DeployClaim
+from coserve.cluster.ray.errors import first_line
+from coserve.cluster.ray.machine import DEVICE, ClusterKeys, served_at, tell_served
+from coserve.cluster.ray.nodes import NAMESPACE, ask_nodes, node_actors
 from coserve.errors import ClusterError, FrontSilentError
 
 _log = logging.getLogger(__name__)
@@ -185,9 +185,9 @@ def drain(name: str, limit_s: float) -> None:
 
 def drain_machines(machine: str | None, say: Callable[[str], None]) -> None:
     """Have all nodes of a machine, by Ray's id, that is about to leave drain; None: of the machine
-    of this process. See `machines.drain_machines`.
+    of this process. See `joining.drain_machines`.
     """
-    machines.drain_machines(_Front(), _machines_here() if machine is None else [machine], say=say)
+    joining.drain_machines(_Front(), _machines_here() if machine is None else [machine], say=say)
 
 
 def _machines_here() -> Collection[str]:
@@ -203,12 +203,12 @@ def _machines_here() -> Collection[str]:
 def wait_for_nodes(
     is_ended: Callable[[], bool], machine: str | None = None, num_devices: int | None = None
 ) -> int | None:
-    """See `machines.wait_for_nodes`. num_devices: of the machine (None: all of the cluster)."""
+    """See `joining.wait_for_nodes`. num_devices: of the machine (None: all of the cluster)."""
 
     def number() -> int:
         return int(ray.cluster_resources().get(DEVICE, 0)) if num_devices is None else num_devices
 
-    return machines.wait_for_nodes(_Front(), machine, number, is_ended)
+    return joining.wait_for_nodes(_Front(), machine, number, is_ended)
 
 
 def reload_keys() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from coserve.cluster.shared_paths import SharedPaths
+from coserve.cluster.nodes.shared_paths import SharedPaths
 from coserve.protocol.messages import EngineSettings, Report
 
 

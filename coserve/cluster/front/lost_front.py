@@ -1,6 +1,6 @@
 """What Ray Serve's HTTP servers say of a front that has died, in place of 500 and no more.
 
-They import this by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH (see `ray_machine`), in processes of
+They import this by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH (see `coserve.cluster.ray.machine`), in processes of
 their own.
 """
 

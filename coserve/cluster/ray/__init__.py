@@ -1,0 +1,1 @@
+"""Ray: actors of nodes, deployments of fronts, and what the commands ask of them."""
