@@ -1,5 +1,5 @@
 """Writes the table of other servers' fields in docs/clients.md from
-coserve/server/client_fields.py.
+coserve/server/bodies/client_fields.py.
 
 .venv/bin/python scripts/fields_table.py
 """
@@ -7,7 +7,7 @@ coserve/server/client_fields.py.
 import json
 from pathlib import Path
 
-from coserve.server.client_fields import FIELDS, ClientField
+from coserve.server.bodies.client_fields import FIELDS, ClientField
 
 PAGE = Path(__file__).parents[1] / "docs" / "clients.md"
 _BEGIN, _END = "<!-- made by scripts/fields_table.py -->\n", "<!-- end of fields -->"

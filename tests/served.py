@@ -24,7 +24,7 @@ from support import random_weights_
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from coserve.server.keys import digest_of
+from coserve.server.tenancy.keys import digest_of
 
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"

@@ -72,7 +72,7 @@ def store_at_rest(home: str | None, database: str | None) -> Iterator[tuple[Path
     from coserve.home import private_files
     from coserve.jobs.sql.databases import database_url
     from coserve.jobs.sql.store import Store
-    from coserve.server.home_lock import lock_home
+    from coserve.server.lifecycle.home_lock import lock_home
 
     url = database_url(database)
     directory = existing_home(home, url)

@@ -19,7 +19,7 @@ from coserve.client.ports import free_port
 from coserve.errors import ServerError
 from coserve.jobs.names import is_checkpoint
 from coserve.secret_variables import CLIENT_KEY
-from coserve.server.running import running_servers
+from coserve.server.lifecycle.running import running_servers
 
 
 def _found_url(context: typer.Context, parameter: typer.CallbackParam, url: str) -> str:

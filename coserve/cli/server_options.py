@@ -14,8 +14,8 @@ import typer
 from coserve.errors import CoserveError
 from coserve.secret_variables import CLIENT_KEY, SERVER_KEYS, take_database, take_variable
 from coserve.server.config import ServerConfig
-from coserve.server.keys import tenant_and_digest
 from coserve.server.options import GROUPS, option_of
+from coserve.server.tenancy.keys import tenant_and_digest
 
 
 def server_config(**given: Any) -> ServerConfig:

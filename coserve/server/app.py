@@ -17,19 +17,19 @@ from coserve.errors import CoserveError, DiskFullError
 from coserve.home import is_disk_full
 from coserve.logs import request_id
 from coserve.server import routes
-from coserve.server.addresses import AddressMiddleware, HeadMiddleware, PrefixMiddleware
-from coserve.server.body_limit import BodyLimitMiddleware
+from coserve.server.bodies.faults import validation_error
+from coserve.server.bodies.other_fields import HEADER as IGNORED_HEADER
 from coserve.server.context import ServerContext
-from coserve.server.cross_site import CrossSiteMiddleware
-from coserve.server.deadline import DeadlineMiddleware
 from coserve.server.errors import ApiError, as_api_error
-from coserve.server.faults import validation_error
-from coserve.server.hosts import hosts_of
-from coserve.server.other_fields import HEADER as IGNORED_HEADER
-from coserve.server.request_log import HEADER, RequestLogMiddleware
-from coserve.server.responses import error_body, json_response
-from coserve.server.tenants import TenantMiddleware
-from coserve.server.tracing import TracingMiddleware
+from coserve.server.http.addresses import AddressMiddleware, HeadMiddleware, PrefixMiddleware
+from coserve.server.http.authentication import TenantMiddleware
+from coserve.server.http.body_limit import BodyLimitMiddleware
+from coserve.server.http.cross_site import CrossSiteMiddleware
+from coserve.server.http.deadline import DeadlineMiddleware
+from coserve.server.http.hosts import hosts_of
+from coserve.server.http.request_log import HEADER, RequestLogMiddleware
+from coserve.server.http.responses import error_body, json_response
+from coserve.server.observability.tracing import TracingMiddleware
 from coserve.version import VERSION
 
 # Those that routes here have, beside HEAD, which is answered as GET is.
@@ -113,7 +113,7 @@ async def _answer_validation_error(request: Request, error: Exception) -> Respon
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, ApiError):  # FastAPI's, of what `bodies` raised
+    if isinstance(error.__cause__, ApiError):  # FastAPI's, of what `bodies.reader` raised
         return _answered(request, error.__cause__)
     messages = {
         404: f"Invalid URL ({request.method} {request.url.path})",

@@ -19,29 +19,29 @@ from coserve.jobs.metrics.trackers import Trackers
 from coserve.jobs.records import AdapterRecord
 from coserve.protocol.messages import Ready
 from coserve.scheduling.slo import Slo
-from coserve.server.adapter_readers import AdapterReaders
-from coserve.server.adapters import AdapterCatalogue, LoadedAdapters, find_adapter
-from coserve.server.admission import Admission
-from coserve.server.archives import Merging
-from coserve.server.background import BackgroundRuns
-from coserve.server.batch_runner import BatchRunner
-from coserve.server.bodies import BodyReader
+from coserve.server.adapters.catalogue import AdapterCatalogue, LoadedAdapters, find_adapter
+from coserve.server.batches.runner import BatchRunner
+from coserve.server.bodies.other_fields import FieldPolicy
+from coserve.server.bodies.reader import BodyReader
 from coserve.server.config import ServerConfig
-from coserve.server.grammar_checks import GrammarChecks
-from coserve.server.keys_file import Keys
-from coserve.server.ledger import Entry, Ledger
-from coserve.server.limits import Limits
-from coserve.server.metrics import Metrics
-from coserve.server.other_fields import FieldPolicy
+from coserve.server.fine_tuning.archives import Merging
+from coserve.server.generation.grammar_checks import GrammarChecks
+from coserve.server.observability.metrics import Metrics
+from coserve.server.observability.readiness import Readiness
+from coserve.server.observability.status import StatusBoard
+from coserve.server.observability.storage import Storage
+from coserve.server.observability.tracing import Tracing
 from coserve.server.page.examples import Previews
-from coserve.server.prompts import Prompts
-from coserve.server.public_prefixes import PublicPrefixes
-from coserve.server.readiness import Readiness
-from coserve.server.status import StatusBoard
-from coserve.server.storage import Storage
+from coserve.server.responses.background import BackgroundRuns
+from coserve.server.tenancy.admission import Admission
+from coserve.server.tenancy.keys_file import Keys
+from coserve.server.tenancy.ledger import Entry, Ledger
+from coserve.server.tenancy.limits import Limits
+from coserve.server.tenancy.waiting import WaitingRequests
+from coserve.server.text.adapter_readers import AdapterReaders
+from coserve.server.text.prompts import Prompts
+from coserve.server.text.public_prefixes import PublicPrefixes
 from coserve.server.tool_parsers import ToolParser, parser_class, parser_of_template
-from coserve.server.tracing import Tracing
-from coserve.server.waiting import WaitingRequests
 from coserve.version import VERSION
 
 

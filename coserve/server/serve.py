@@ -33,17 +33,22 @@ from coserve.models.fast_imports import import_configurations, without_collectio
 from coserve.models.source import find_model
 from coserve.protocol.messages import EngineSettings, Ready, StartProgress, StepReport
 from coserve.protocol.run_directory import clear_socket_directories
-from coserve.server.adapters import GivenAdapters
+from coserve.server.adapters.catalogue import GivenAdapters
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
-from coserve.server.connections import ACCEPT_AT_ONCE, Connections, most_connections, protocol_of
 from coserve.server.context import ServerContext
-from coserve.server.home_lock import lock_home
-from coserve.server.job_service import start_jobs, stop_batches, stop_jobs
-from coserve.server.keys_file import tenant_weights
-from coserve.server.prompts import Prompts, template_of
-from coserve.server.running import RunningServer, announced, reachable_url
-from coserve.server.tracing import open_tracing
+from coserve.server.http.connections import (
+    ACCEPT_AT_ONCE,
+    Connections,
+    most_connections,
+    protocol_of,
+)
+from coserve.server.lifecycle.home_lock import lock_home
+from coserve.server.lifecycle.job_service import start_jobs, stop_batches, stop_jobs
+from coserve.server.lifecycle.running import RunningServer, announced, reachable_url
+from coserve.server.observability.tracing import open_tracing
+from coserve.server.tenancy.keys_file import tenant_weights
+from coserve.server.text.prompts import Prompts, template_of
 from coserve.worker.process import main as run_engine
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from forked import preload
 from openai import DefaultHttpxClient, OpenAI
 
 from coserve.server.config import ServerConfig
-from coserve.server.keys import digest_of
+from coserve.server.tenancy.keys import digest_of
 
 HEAD = {"coserve_head": 1.0}
 START_S = 280.0

@@ -27,7 +27,7 @@ from coserve.jobs.maintenance.doctor import examine
 from coserve.jobs.maintenance.restore import restore_backup
 from coserve.jobs.records import AdapterRecord, FileRecord
 from coserve.jobs.sql.store import DATABASE_FILE, Store
-from coserve.server.home_lock import lock_home
+from coserve.server.lifecycle.home_lock import lock_home
 
 
 @pytest.fixture

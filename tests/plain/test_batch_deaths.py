@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from coserve.server.batch_deaths import LineDeaths, after_death, next_group
-from coserve.server.batch_turns import BatchTurns
+from coserve.server.batches.deaths import LineDeaths, after_death, next_group
+from coserve.server.batches.turns import BatchTurns
 
 Line = tuple[str, str]
 

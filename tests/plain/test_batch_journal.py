@@ -8,8 +8,8 @@ from threading import Thread
 import pytest
 from small_disk import small_disk
 
-from coserve.server.batch_deaths import LineDeaths
-from coserve.server.batch_journal import BatchJournal
+from coserve.server.batches.deaths import LineDeaths
+from coserve.server.batches.journal import BatchJournal
 
 IDS = [f"{number:03}" + "x" * 509 for number in range(32)]
 DEATHS = {"deadly": LineDeaths(num=2, num_lines=1)}

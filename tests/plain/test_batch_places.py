@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from coserve.server.batch_places import BatchPlaces
+from coserve.server.batches.places import BatchPlaces
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -16,7 +16,7 @@ from coserve.cli.main import app
 from coserve.errors import CoserveError
 from coserve.jobs.maintenance.doctor import examine
 from coserve.jobs.records import AdapterRecord, FileRecord
-from coserve.server.home_lock import lock_home
+from coserve.server.lifecycle.home_lock import lock_home
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from coserve.cli.main import app
 from coserve.errors import CoserveError, DiskFullError
-from coserve.server.archives import Merging
+from coserve.server.fine_tuning.archives import Merging
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
 

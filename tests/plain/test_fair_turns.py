@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coserve.server.fair_turns import FairTurns, TooManyWaitError
+from coserve.server.tenancy.fair_turns import FairTurns, TooManyWaitError
 
 
 class Holder:

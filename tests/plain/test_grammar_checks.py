@@ -13,9 +13,9 @@ from coserve.devices.grammars.grammar import Grammar
 from coserve.devices.grammars.matching import Vocabulary
 from coserve.errors import SandboxError
 from coserve.sandbox.sandbox import Sandbox
-from coserve.server import grammar_checks
 from coserve.server.errors import ApiError
-from coserve.server.grammar_checks import GrammarChecks
+from coserve.server.generation import grammar_checks
+from coserve.server.generation.grammar_checks import GrammarChecks
 
 GRAMMAR = Grammar.regex("a+")
 

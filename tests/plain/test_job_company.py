@@ -7,8 +7,8 @@ from coserve.cli.main import app
 from coserve.engine.records import EngineStats
 from coserve.protocol.messages import StepReport
 from coserve.scheduling.slo import Slo
-from coserve.server.ledger import Ledger
-from coserve.server.metrics import Metrics
+from coserve.server.observability.metrics import Metrics
+from coserve.server.tenancy.ledger import Ledger
 
 GROUPS = (("ftjob-a", "ftjob-c", "ftjob-d"), ("ftjob-b", "ftjob-e"))
 

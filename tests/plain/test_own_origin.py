@@ -2,7 +2,7 @@
 
 import pytest
 
-from coserve.server.cross_site import is_own_origin
+from coserve.server.http.cross_site import is_own_origin
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from coserve.devices.messages.commands import RankState
 from coserve.engine.records import EngineStats
 from coserve.protocol.messages import Ready, StepReport, decode_report, encode
 from coserve.scheduling.slo import Slo
-from coserve.server.ledger import Ledger
-from coserve.server.metrics import Metrics
-from coserve.server.status import StatusBoard
+from coserve.server.observability.metrics import Metrics
+from coserve.server.observability.status import StatusBoard
+from coserve.server.tenancy.ledger import Ledger
 
 RANKS = (
     RankState(pid=11, device="cpu", memory_bytes=1 << 20, waited_s=0.5),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from homes import HandMade
 
-from coserve.server.storage import Storage
+from coserve.server.observability.storage import Storage
 
 
 def test_all_who_ask_at_once_are_told_the_same(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 from threading import Event
 
-from coserve.server.tenant_turns import TenantTurns
+from coserve.server.tenancy.task_turns import TenantTurns
 
 
 def test_tenants_take_turns_however_much_work_one_of_them_has():

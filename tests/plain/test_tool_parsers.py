@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import coserve.server.tool_parsers as registry
-from coserve.server.reasoning import ThinkReader, begins_inside, may_begin
+from coserve.server.chat.reasoning import ThinkReader, begins_inside, may_begin
 from coserve.server.tool_parsers import JsonCalls, parser_class, parser_names, parser_of_template
 from coserve.server.tool_parsers.base import (
     Arguments,

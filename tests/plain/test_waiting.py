@@ -3,7 +3,7 @@
 import pytest
 
 from coserve.server.errors import ApiError
-from coserve.server.waiting import WaitingRequests
+from coserve.server.tenancy.waiting import WaitingRequests
 
 
 def arrive(waiting: WaitingRequests, tenant: str, number: int) -> int:

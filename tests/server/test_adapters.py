@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 from served import Served, adapter_root, chat_tokens, expected, peft_model, serving, tokenizer
 
-from coserve.server.adapters import adapter_at
+from coserve.server.adapters.catalogue import adapter_at
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from peft import PeftModel
 from served import Served, model_directory, tokenizer
 from transformers import AutoModelForCausalLM
 
-from coserve.server.archives import zipped
+from coserve.server.fine_tuning.archives import zipped
 
 DATA = "".join(
     json.dumps({"prompt": f"What is {n}? ", "completion": f"It is {n}."}) + "\n" for n in range(6)

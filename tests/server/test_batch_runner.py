@@ -18,11 +18,11 @@ from homes import TENANT, HandMade
 
 from coserve.errors import EngineGoneError
 from coserve.jobs.records import BATCH_OVER, BatchRecord, new_id
-from coserve.server.batch_deaths import LineDeaths
-from coserve.server.batch_files import BatchResults
-from coserve.server.batch_journal import BatchJournal
-from coserve.server.batch_lines import Answer, LineRequest
-from coserve.server.batch_runner import BatchRunner
+from coserve.server.batches.deaths import LineDeaths
+from coserve.server.batches.files import BatchResults
+from coserve.server.batches.journal import BatchJournal
+from coserve.server.batches.lines import Answer, LineRequest
+from coserve.server.batches.runner import BatchRunner
 from coserve.server.errors import ApiError
 
 CHAT = "/v1/chat/completions"

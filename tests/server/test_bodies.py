@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from served import Served, serving
 
-from coserve.server import bodies, faults
-from coserve.server.bodies import BodyReader, read_body
-from coserve.server.body_limit import BodyLimitMiddleware
+from coserve.server.bodies import faults
+from coserve.server.bodies import reader as bodies
+from coserve.server.bodies.other_fields import FieldPolicy
+from coserve.server.bodies.reader import BodyReader, read_body
+from coserve.server.bodies.schemas import ChatBody, CompletionBody
 from coserve.server.errors import ApiError
-from coserve.server.fine_tuning_schemas import CreateJobBody
-from coserve.server.other_fields import FieldPolicy
-from coserve.server.schemas import ChatBody, CompletionBody
+from coserve.server.fine_tuning.schemas import CreateJobBody
+from coserve.server.http.body_limit import BodyLimitMiddleware
 
 NUM = 3000
 COMPLETION = {"model": "m", "prompt": "x"}

@@ -12,11 +12,9 @@ import pytest
 from openai import OpenAI
 from served import Served, serving
 
-from coserve.server.client_fields import FIELDS, ClientField
-from coserve.server.embedding_request import EmbeddingBody
-from coserve.server.message_schemas import CountBody, MessagesBody
-from coserve.server.response_schemas import ResponseBody
-from coserve.server.schemas import (
+from coserve.server.anthropic.schemas import CountBody, MessagesBody
+from coserve.server.bodies.client_fields import FIELDS, ClientField
+from coserve.server.bodies.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -24,6 +22,8 @@ from coserve.server.schemas import (
     SamplingBody,
     TokenizeBody,
 )
+from coserve.server.generation.embeddings import EmbeddingBody
+from coserve.server.responses.schemas import ResponseBody
 
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 SCHEMA = {

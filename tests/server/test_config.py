@@ -15,13 +15,13 @@ from coserve.cli.commands.up import up
 from coserve.cli.main import main
 from coserve.scheduling.policies import make_policy, policy_names
 from coserve.server import routes
-from coserve.server.admission import Admission
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
-from coserve.server.keys import digest_of
-from coserve.server.keys_file import Keys
-from coserve.server.ledger import Ledger
 from coserve.server.options import option_of
+from coserve.server.tenancy.admission import Admission
+from coserve.server.tenancy.keys import digest_of
+from coserve.server.tenancy.keys_file import Keys
+from coserve.server.tenancy.ledger import Ledger
 from coserve.server.units import bytes_of, seconds_of, slo_seconds
 
 

@@ -21,7 +21,7 @@ from coserve.engine_client.supervisor import Supervisor
 from coserve.errors import EngineGoneError, ModelError
 from coserve.protocol.messages import EngineSettings, Ready, StepReport
 from coserve.scheduling.slo import Slo
-from coserve.server.readiness import Readiness
+from coserve.server.observability.readiness import Readiness
 
 
 def make_stream(n: int = 1) -> RequestStream:

@@ -16,8 +16,8 @@ from coserve.devices.messages.steps import StepFailure
 from coserve.engine.commands import AddRequest, JobStart, StartJob
 from coserve.jobs.datasets.examples import write_examples_file
 from coserve.protocol.messages import StepReport
-from coserve.server.ledger import Ledger
-from coserve.server.status import StatusBoard
+from coserve.server.observability.status import StatusBoard
+from coserve.server.tenancy.ledger import Ledger
 from coserve.tuning.config import TuningConfig
 
 LORA = LoraConfig(r=2, target_modules="all-linear")

@@ -9,7 +9,7 @@ import pytest
 from served import Served, model_directory, serving, tokenizer
 
 from coserve.errors import ModelError
-from coserve.server.generation_defaults import FILE, read_defaults
+from coserve.server.text.generation_defaults import FILE, read_defaults
 
 
 def write(directory: Path, **values: Any) -> Path:

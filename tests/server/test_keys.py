@@ -17,9 +17,9 @@ from served import Served, keys_file, serving
 
 from coserve.errors import CoserveError
 from coserve.server.config import ServerConfig
-from coserve.server.keys import KeyRing, digest_of, new_key
-from coserve.server.keys_file import Keys
-from coserve.server.limits import Limits
+from coserve.server.tenancy.keys import KeyRing, digest_of, new_key
+from coserve.server.tenancy.keys_file import Keys
+from coserve.server.tenancy.limits import Limits
 
 ROOT = str(Path(__file__).parents[2])
 

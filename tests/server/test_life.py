@@ -20,7 +20,7 @@ from openai import OpenAI
 from served import Served, expected, is_alive, model_directory, serving, tokenizer
 
 from coserve.cli.commands.up import stop_line
-from coserve.server.home_lock import lock_home
+from coserve.server.lifecycle.home_lock import lock_home
 
 pytestmark = pytest.mark.long
 

@@ -12,11 +12,11 @@ from coserve.engine.request import Chunk
 from coserve.errors import LimitError
 from coserve.protocol.messages import StepReport
 from coserve.scheduling.slo import Slo
-from coserve.server.admission import Admission
 from coserve.server.config import ServerConfig
-from coserve.server.keys_file import Keys
-from coserve.server.ledger import Entry, Ledger
-from coserve.server.limits import Limits
+from coserve.server.tenancy.admission import Admission
+from coserve.server.tenancy.keys_file import Keys
+from coserve.server.tenancy.ledger import Entry, Ledger
+from coserve.server.tenancy.limits import Limits
 
 LINES = b'{"text": "serve and learn"}\n' * 8
 

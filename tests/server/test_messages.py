@@ -9,7 +9,7 @@ import httpx2
 import pytest
 from served import Served, chat_tokens
 
-from coserve.server.deadline import DeadlineMiddleware
+from coserve.server.http.deadline import DeadlineMiddleware
 
 CHAT: Any = {"model": "small", "temperature": 0, "max_tokens": 12}
 # The client has no word for a temperature any more.

@@ -27,8 +27,8 @@ import coserve.tuning.objectives as objectives
 
 objectives.__path__.append(sys.argv[1])
 
-from coserve.server.bodies import read_body
-from coserve.server.fine_tuning_schemas import CreateJobBody
+from coserve.server.bodies.reader import read_body
+from coserve.server.fine_tuning.schemas import CreateJobBody
 
 for method in json.loads(sys.argv[2]):
     try:

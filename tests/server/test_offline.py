@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from coserve.cli.main import app
 from coserve.errors import CoserveError
 from coserve.jobs.maintenance.doctor import examine
-from coserve.server.home_lock import lock_home
+from coserve.server.lifecycle.home_lock import lock_home
 
 
 def cancel(home: Path, job: str) -> str:

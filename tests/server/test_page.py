@@ -11,7 +11,7 @@ from served import Served, keys_file, serving, tokenizer
 
 from coserve.engine.vocabulary import TokenBytes
 from coserve.jobs.datasets.preview import read_preview, tokens_of
-from coserve.server.history import SPANS, TokenHistory
+from coserve.server.observability.history import SPANS, TokenHistory
 from coserve.server.page import assets, words
 from coserve.server.page.curves import (
     Range,

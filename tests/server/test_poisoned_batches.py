@@ -33,7 +33,7 @@ Serving.add = deadly
 """
 DEADLY_FOR_SERVERS = """
 import os, signal
-from coserve.server import batch_answers
+from coserve.server.batches import answers as batch_answers
 
 completion_request = batch_answers.completion_request
 

@@ -7,7 +7,7 @@ import pytest
 from served import model_directory
 
 from coserve.engine.prompts import tokens_of
-from coserve.server.prompts import Prompts
+from coserve.server.text.prompts import Prompts
 
 
 @pytest.mark.parametrize("long", ["x" * 200_000, [{"role": "user", "content": "x" * 200_000}]])
@@ -19,7 +19,7 @@ def test_a_long_prompt_holds_up_no_other(long, monkeypatch: pytest.MonkeyPatch):
             assert resume.wait(60)
         return tokens_of(prompt, *arguments)
 
-    monkeypatch.setattr("coserve.server.prompts.tokens_of", slow)
+    monkeypatch.setattr("coserve.server.text.prompts.tokens_of", slow)
 
     async def ask() -> tuple[list[int], list[int], list[int]]:
         prompts = Prompts(str(model_directory()))

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 from served import Served, serving
 
-from coserve.server.running import RunningServer, announced, reachable_url, running_servers
+from coserve.server.lifecycle.running import (
+    RunningServer,
+    announced,
+    reachable_url,
+    running_servers,
+)
 
 ROOT = str(Path(__file__).parents[2])
 

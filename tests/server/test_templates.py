@@ -9,10 +9,10 @@ import pytest
 from served import Served, adapter_root, keys_file, model_directory, peft_model, serving
 
 from coserve.errors import AdapterError, CoserveError
-from coserve.server.adapters import GivenAdapters
+from coserve.server.adapters.catalogue import GivenAdapters
+from coserve.server.adapters.lora_option import lora_module
 from coserve.server.config import ServerConfig
-from coserve.server.lora_option import lora_module
-from coserve.server.prompts import template_of
+from coserve.server.text.prompts import template_of
 
 # It opens a reasoning, and takes tools without showing any known format.
 TEMPLATE = (

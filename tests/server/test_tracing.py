@@ -17,7 +17,7 @@ from served import serving
 
 from coserve.errors import CoserveError
 from coserve.server.config import ServerConfig
-from coserve.server.tracing import open_tracing
+from coserve.server.observability.tracing import open_tracing
 
 TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACED = {"traceparent": f"00-{TRACE}-{CLIENT}-01"}
@@ -174,7 +174,7 @@ def test_without_an_endpoint_nothing_of_it_is_imported(monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     assert open_tracing(None) is None
     code = (
-        "import coserve.server.serve, coserve.server.tracing as tracing, sys\n"
+        "import coserve.server.serve, coserve.server.observability.tracing as tracing, sys\n"
         "assert tracing.open_tracing(None) is None\n"
         "assert not [name for name in sys.modules if name.startswith(('opentelemetry.sdk', "
         "'opentelemetry.exporter'))]"

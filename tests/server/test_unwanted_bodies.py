@@ -10,7 +10,7 @@ import pytest
 from lengths import long_but
 from served import Served, keys_file, serving
 
-from coserve.server.connections import _MAX_UNWANTED_BYTES
+from coserve.server.http.connections import _MAX_UNWANTED_BYTES
 
 MEBI = 1 << 20
 WHOLE = 400 * MEBI

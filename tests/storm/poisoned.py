@@ -4,9 +4,9 @@ now and then.
 Other lines bring a grammar that crashes the sandbox it is tried in: no process of the server dies
 of these, and they are refused.
 
-Seeded, without a clock: the rule and the turns are the real ones (`batch_deaths`, `batch_turns`), a
-process is a few lines that say who was with it when it died. A server that dies takes all turns
-with it; the next one knows what was on record.
+Seeded, without a clock: the rule and the turns are the real ones (`batches.deaths`,
+`batches.turns`), a process is a few lines that say who was with it when it died. A server that dies
+takes all turns with it; the next one knows what was on record.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from coserve.server.batch_deaths import LineDeaths, LineKey, after_death
-from coserve.server.batch_turns import BatchTurns
+from coserve.server.batches.deaths import LineDeaths, LineKey, after_death
+from coserve.server.batches.turns import BatchTurns
 
 _MAX_STARTS = 10_000
 

@@ -16,7 +16,7 @@ from support import make_backbone
 from coserve.adapters import LoraConfig
 from coserve.adapters.peft_directory import load_adapter
 from coserve.errors import AdapterError
-from coserve.server.adapters import GivenAdapters
+from coserve.server.adapters.catalogue import GivenAdapters
 from coserve.tuning.config import OptimizerConfig, TuningConfig
 
 UNUSABLE = ((nan, "numbers that are NaN"), (inf, "infinite numbers"), (-inf, "infinite numbers"))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from coserve.cli.connection import Json
-from coserve.server.keys import TENANT_NAME, digest_of, new_key
+from coserve.server.tenancy.keys import TENANT_NAME, digest_of, new_key
 
 app = typer.Typer(
     name="keys",

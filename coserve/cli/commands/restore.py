@@ -29,7 +29,7 @@ def restore(
     from coserve.home import home_directory, private_files
     from coserve.jobs.maintenance.restore import restore_backup
     from coserve.jobs.sql.databases import database_url
-    from coserve.server.home_lock import LOCK_FILE, lock_home
+    from coserve.server.lifecycle.home_lock import LOCK_FILE, lock_home
 
     directory = home_directory(home)
     if not file.is_file():

@@ -14,7 +14,7 @@ from coserve.kernels.cpu_library import start_compiling
 from coserve.logs import configure_logs
 from coserve.models.fast_imports import without_collections
 from coserve.models.source import check_model
-from coserve.server.keys import is_digest
+from coserve.server.tenancy.keys import is_digest
 
 if TYPE_CHECKING:
     from coserve.protocol.messages import Ready, StartProgress

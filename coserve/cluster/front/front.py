@@ -30,12 +30,12 @@ from coserve.jobs.files.shared_files import SharedFiles
 from coserve.models.source import model_files
 from coserve.scheduling.fairness import TokenWeights
 from coserve.scheduling.policies import make_policy
-from coserve.server.adapters import adapters_from_directories
+from coserve.server.adapters.catalogue import adapters_from_directories
 from coserve.server.app import create_app
 from coserve.server.config import ServerConfig
 from coserve.server.context import ServerContext
-from coserve.server.home_lock import lock_home
-from coserve.server.job_service import start_jobs, stop_batches, stop_jobs
+from coserve.server.lifecycle.home_lock import lock_home
+from coserve.server.lifecycle.job_service import start_jobs, stop_batches, stop_jobs
 from coserve.server.serve import check_certificate, close_context, engine_settings, server_context
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.server.errors import ApiError
-from coserve.server.responses import json_response
+from coserve.server.http.responses import json_response
 
 
 class AnswersForDeadFronts:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from coserve.cluster.front.link import ClusterLink
 from coserve.server.context import Context, IsOperator
 from coserve.server.errors import ApiError
-from coserve.server.responses import json_response
+from coserve.server.http.responses import json_response
 
 router = APIRouter()
 

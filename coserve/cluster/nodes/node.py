@@ -37,7 +37,7 @@ from coserve.errors import CoserveError, EngineGoneError, ModelError
 from coserve.home import home_directory, make_private
 from coserve.protocol.messages import Ping, Pong, Ready, decode_command, encode
 from coserve.protocol.run_directory import clear_socket_directories
-from coserve.server.home_lock import lock_home
+from coserve.server.lifecycle.home_lock import lock_home
 from coserve.version import VERSION
 
 _log = logging.getLogger(__name__)

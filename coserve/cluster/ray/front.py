@@ -27,7 +27,7 @@ from coserve.cluster.ray.router import FrontRouter
 from coserve.errors import ClusterError, FrontSilentError
 from coserve.logs import configure_logs
 from coserve.server.config import ServerConfig
-from coserve.server.home_lock import lock_home
+from coserve.server.lifecycle.home_lock import lock_home
 
 # How often Ray Serve looks whether the front lives.
 _HEALTH_S = 1.0

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from coserve.server.keys import tenant_and_digest
-from coserve.server.limits import Limits
 from coserve.server.options.option import OptionGroup, option
+from coserve.server.tenancy.keys import tenant_and_digest
+from coserve.server.tenancy.limits import Limits
 from coserve.server.units import bytes_of
 
 

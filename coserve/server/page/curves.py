@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import Any
 
-from coserve.server.history import Span
+from coserve.server.observability.history import Span
 from coserve.server.page.words import number, seconds
 
 _BOX = 1000

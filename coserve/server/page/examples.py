@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from coserve.engine.prompts import end_tokens_of
 from coserve.errors import DataError
 from coserve.jobs.datasets.preview import Preview, read_preview
-from coserve.server.prompts import Prompts
+from coserve.server.text.prompts import Prompts
 from coserve.tuning.training_files import TrainingFile
 
 if TYPE_CHECKING:

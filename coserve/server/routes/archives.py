@@ -17,9 +17,9 @@ from coserve.adapters.file_names import FULL_FILE
 from coserve.errors import AdapterError
 from coserve.home import make_private
 from coserve.jobs.records import JobRecord
-from coserve.server.archives import zipped
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
+from coserve.server.fine_tuning.archives import zipped
 from coserve.server.routes.fine_tuning import JOBS, adapter_directory, adapter_files, find_job
 
 router = APIRouter()

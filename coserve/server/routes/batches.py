@@ -11,15 +11,15 @@ from starlette.responses import Response
 from coserve.errors import LimitError
 from coserve.jobs.files.blobs import QUOTA_RETRY_S
 from coserve.jobs.records import BatchRecord, Page, new_id
-from coserve.server.batch_answers import ANSWERS
-from coserve.server.bodies import JsonRoute
+from coserve.server.batches.answers import ANSWERS
+from coserve.server.bodies.reader import JsonRoute
+from coserve.server.bodies.schemas import Body
+from coserve.server.bodies.texts import check_texts
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
-from coserve.server.response_request import check_metadata
-from coserve.server.responses import json_response
-from coserve.server.schemas import Body
-from coserve.server.stored import find_stored
-from coserve.server.texts import check_texts
+from coserve.server.http.responses import json_response
+from coserve.server.responses.request import check_metadata
+from coserve.server.responses.stored import find_stored
 from coserve.server.units import seconds_of
 
 router = APIRouter(route_class=JsonRoute)

@@ -7,16 +7,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from coserve.server.bodies import JsonRoute
-from coserve.server.chat_prompt import ignored_fields
-from coserve.server.chat_request import chat_request
-from coserve.server.chat_writer import ChatWriter
+from coserve.server.bodies.reader import JsonRoute
+from coserve.server.bodies.schemas import ChatBatchBody, ChatBody
+from coserve.server.chat.prompt import ignored_fields
+from coserve.server.chat.request import chat_request
+from coserve.server.chat.writer import ChatWriter
 from coserve.server.context import Context, Tenant
 from coserve.server.errors import ApiError
-from coserve.server.generation import UsageOptions, new_id
-from coserve.server.request_log import note_completion
-from coserve.server.responses import answer
-from coserve.server.schemas import ChatBatchBody, ChatBody
+from coserve.server.generation.generation import UsageOptions, new_id
+from coserve.server.http.request_log import note_completion
+from coserve.server.http.responses import answer
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -5,13 +5,13 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from coserve.server.bodies import JsonRoute
-from coserve.server.completion_request import CompletionWriter, completion_request
+from coserve.server.bodies.reader import JsonRoute
+from coserve.server.bodies.schemas import CompletionBody
 from coserve.server.context import Context, Tenant
-from coserve.server.generation import UsageOptions
-from coserve.server.request_log import note_completion
-from coserve.server.responses import answer
-from coserve.server.schemas import CompletionBody
+from coserve.server.generation.completions import CompletionWriter, completion_request
+from coserve.server.generation.generation import UsageOptions
+from coserve.server.http.request_log import note_completion
+from coserve.server.http.responses import answer
 
 router = APIRouter(route_class=JsonRoute)
 

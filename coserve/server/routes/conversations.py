@@ -8,9 +8,12 @@ from pydantic import Field
 from starlette.responses import Response
 
 from coserve.jobs.records import ConversationRecord, new_id
-from coserve.server.bodies import JsonRoute
+from coserve.server.bodies.reader import JsonRoute
+from coserve.server.bodies.schemas import Body, List
 from coserve.server.context import Context, Tenant
-from coserve.server.conversation_store import (
+from coserve.server.errors import not_found
+from coserve.server.http.responses import json_response
+from coserve.server.responses.conversations import (
     check_new,
     create_conversation,
     extend_conversation,
@@ -20,12 +23,9 @@ from coserve.server.conversation_store import (
     remove_conversation,
     remove_item,
 )
-from coserve.server.errors import not_found
-from coserve.server.response_items import input_items, page_of
-from coserve.server.response_request import check_metadata
-from coserve.server.response_schemas import Includable, InputItem
-from coserve.server.responses import json_response
-from coserve.server.schemas import Body, List
+from coserve.server.responses.items import input_items, page_of
+from coserve.server.responses.request import check_metadata
+from coserve.server.responses.schemas import Includable, InputItem
 
 router = APIRouter(route_class=JsonRoute)
 # As OpenAI has it.

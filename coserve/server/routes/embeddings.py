@@ -5,11 +5,11 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from coserve.server.bodies import JsonRoute
+from coserve.server.bodies.reader import JsonRoute
 from coserve.server.context import Context, Tenant
-from coserve.server.embedding_request import EmbeddingBody, embedding_request, embeddings
-from coserve.server.request_log import note_completion
-from coserve.server.responses import answer
+from coserve.server.generation.embeddings import EmbeddingBody, embedding_request, embeddings
+from coserve.server.http.request_log import note_completion
+from coserve.server.http.responses import answer
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from coserve.jobs.files.blobs import PURPOSES, RESULTS
 from coserve.jobs.records import FileRecord
+from coserve.server.bodies.texts import check_texts
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
-from coserve.server.open_file import OpenFileResponse
-from coserve.server.responses import json_response
-from coserve.server.texts import check_texts
+from coserve.server.http.open_file import OpenFileResponse
+from coserve.server.http.responses import json_response
 
 router = APIRouter()
 

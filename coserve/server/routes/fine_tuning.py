@@ -15,13 +15,13 @@ from coserve.engine.jobs.checkpoint import JOB_FILES
 from coserve.errors import EngineGoneError
 from coserve.jobs.files.shared_files import entries
 from coserve.jobs.records import JobRecord, Page
-from coserve.server.bodies import JsonRoute
+from coserve.server.bodies.reader import JsonRoute
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
-from coserve.server.fine_tuning_request import read_job_request
-from coserve.server.fine_tuning_schemas import CreateJobBody
-from coserve.server.job_json import checkpoint_json, event_json, job_json, jobs_json
-from coserve.server.responses import json_response
+from coserve.server.fine_tuning.job_json import checkpoint_json, event_json, job_json, jobs_json
+from coserve.server.fine_tuning.request import read_job_request
+from coserve.server.fine_tuning.schemas import CreateJobBody
+from coserve.server.http.responses import json_response
 
 router = APIRouter(route_class=JsonRoute)
 

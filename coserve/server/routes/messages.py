@@ -5,13 +5,13 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from coserve.server.bodies import JsonRoute
+from coserve.server.anthropic.request import message_request
+from coserve.server.anthropic.schemas import CountBody, MessagesBody
+from coserve.server.anthropic.writer import MessageWriter
+from coserve.server.bodies.reader import JsonRoute
 from coserve.server.context import Context, Tenant
-from coserve.server.message_request import message_request
-from coserve.server.message_schemas import CountBody, MessagesBody
-from coserve.server.message_writer import MessageWriter
-from coserve.server.request_log import note_completion
-from coserve.server.responses import answer, ignored_header, json_response
+from coserve.server.http.request_log import note_completion
+from coserve.server.http.responses import answer, ignored_header, json_response
 
 router = APIRouter(route_class=JsonRoute)
 

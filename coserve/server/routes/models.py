@@ -15,14 +15,14 @@ from starlette.responses import PlainTextResponse, Response
 from coserve.errors import AdapterError, EngineGoneError, StoreError
 from coserve.jobs.names import is_checkpoint
 from coserve.jobs.records import AdapterRecord
-from coserve.server.adapters import adapter_at, lies_in
-from coserve.server.bodies import JsonRoute
+from coserve.server.adapters.catalogue import adapter_at, lies_in
+from coserve.server.bodies.reader import JsonRoute
+from coserve.server.bodies.schemas import LoadAdapterBody, UnloadAdapterBody
+from coserve.server.bodies.texts import check_texts
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
-from coserve.server.generation import most_tokens
-from coserve.server.responses import json_response
-from coserve.server.schemas import LoadAdapterBody, UnloadAdapterBody
-from coserve.server.texts import check_texts
+from coserve.server.generation.generation import most_tokens
+from coserve.server.http.responses import json_response
 
 router = APIRouter(route_class=JsonRoute)
 # Characters: of what the store keeps, and of what any system takes as a path.

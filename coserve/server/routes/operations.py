@@ -7,8 +7,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from coserve.server.context import Context, IsOperator, Tenant
-from coserve.server.responses import json_response
-from coserve.server.status import start_json
+from coserve.server.http.responses import json_response
+from coserve.server.observability.status import start_json
 from coserve.version import VERSION
 
 router = APIRouter()

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from coserve.errors import DataError
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
-from coserve.server.history import SPANS
+from coserve.server.observability.history import SPANS
 from coserve.server.page import assets
 from coserve.server.page.curves import rate_chart
 from coserve.server.page.jobs import newest_jobs

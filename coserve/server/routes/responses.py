@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from coserve.server.bodies import JsonRoute
+from coserve.server.bodies.reader import JsonRoute
 from coserve.server.context import Context, Tenant
 from coserve.server.errors import ApiError
-from coserve.server.request_log import note_completion
-from coserve.server.response_history import items_before, keeper
-from coserve.server.response_items import input_items, page_of
-from coserve.server.response_request import response_request
-from coserve.server.response_schemas import Includable, ResponseBody
-from coserve.server.response_store import find, forget
-from coserve.server.response_writer import ResponseWriter
-from coserve.server.responses import answer, ignored_header, json_response, server_sent_event
+from coserve.server.http.request_log import note_completion
+from coserve.server.http.responses import answer, ignored_header, json_response, server_sent_event
+from coserve.server.responses.history import items_before, keeper
+from coserve.server.responses.items import input_items, page_of
+from coserve.server.responses.request import response_request
+from coserve.server.responses.schemas import Includable, ResponseBody
+from coserve.server.responses.store import find, forget
+from coserve.server.responses.writer import ResponseWriter
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -6,15 +6,15 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from coserve.protocol.messages import Ready
-from coserve.server.bodies import JsonRoute
-from coserve.server.chat_prompt import plain_message, template_arguments
+from coserve.server.bodies.reader import JsonRoute
+from coserve.server.bodies.schemas import ChatBody, DetokenizeBody, TokenizeBody
+from coserve.server.chat.prompt import plain_message, template_arguments
+from coserve.server.chat.tools import Tools
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError
-from coserve.server.generation import find_model, most_tokens
-from coserve.server.prompts import Prompts, num_characters
-from coserve.server.responses import ignored_header, json_response
-from coserve.server.schemas import ChatBody, DetokenizeBody, TokenizeBody
-from coserve.server.tools import Tools
+from coserve.server.generation.generation import find_model, most_tokens
+from coserve.server.http.responses import ignored_header, json_response
+from coserve.server.text.prompts import Prompts, num_characters
 
 router = APIRouter(route_class=JsonRoute)
 # Counted before the tokenizer sees them: it takes a second or two for as many.

@@ -11,13 +11,13 @@ from starlette.responses import Response
 from coserve.jobs.files.blobs import PURPOSES
 from coserve.jobs.files.uploads import Uploads, status_of
 from coserve.jobs.records import UploadRecord
-from coserve.server.bodies import JsonRoute
+from coserve.server.bodies.reader import JsonRoute
+from coserve.server.bodies.schemas import Body, List
+from coserve.server.bodies.texts import check_texts
 from coserve.server.context import Context, ServerContext, Tenant
 from coserve.server.errors import ApiError, not_found
-from coserve.server.responses import json_response
+from coserve.server.http.responses import json_response
 from coserve.server.routes.files import file_json
-from coserve.server.schemas import Body, List
-from coserve.server.texts import check_texts
 
 router = APIRouter(route_class=JsonRoute)
 part_router = APIRouter()

@@ -1,0 +1,1 @@
+"""Catalogues of the adapters that requests can name."""

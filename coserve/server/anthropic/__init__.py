@@ -1,0 +1,1 @@
+"""Anthropic's /v1/messages in terms of chats."""

@@ -1,0 +1,346 @@
+"""Batches: requests of a file, answered in what others leave of the engine's time, and written into
+files.
+
+A batch is a task of the event loop; its requests go to the engine as batch work, each with the time
+at which it should be done for the batch to be done within its window. What has come of it is on
+disk, an answer a line: a server that is started again resumes with the requests that have none.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from coserve.home import make_private
+from coserve.jobs.files.blobs import Files
+from coserve.jobs.files.shared_files import discard, entries
+from coserve.jobs.records import BatchRecord, FileRecord
+from coserve.jobs.sql.store import Store
+from coserve.jobs.sql.transaction import Transaction
+from coserve.server.batches.files import ERRORS, OUTPUT, BatchLine, BatchResults, read_input
+from coserve.server.batches.lines import Answer, BatchLines, set_aside
+from coserve.server.batches.places import BatchPlaces
+from coserve.server.batches.retries import until_done
+
+_log = logging.getLogger(__name__)
+
+
+class BatchRunner:
+    """Belongs to the event loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        files: Files,
+        directory: Path,
+        *,
+        answer: Answer,
+        most: Callable[[], int],
+    ) -> None:
+        """directory: where batches keep their results so far. answer: raises ApiError or
+        CoserveError. most: requests that may be under way at once now.
+        """
+        self._store, self._files, self._directory = store, files, directory
+        self._lines = BatchLines(files, answer=answer)
+        self._resuming: asyncio.Task[None] | None = None
+        self._results: dict[str, BatchResults] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._live: dict[str, BatchRecord] = {}
+        self._places = BatchPlaces(most)
+        self._cancelling = asyncio.Lock()
+        make_private(directory)
+
+    def start(self) -> None:
+        """Resume those that are not over, as soon as they can be read."""
+        self._resuming = asyncio.create_task(self._resume())
+        self._resuming.add_done_callback(_log_failure)
+
+    async def close(self) -> None:
+        """Let them rest; they resume at the next start."""
+        tasks = list(self._tasks.values()) + ([] if self._resuming is None else [self._resuming])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for results in self._results.values():
+            with suppress(
+                OSError
+            ):  # without room, lines count as under way when this process ended
+                await asyncio.to_thread(results.journal.rest)
+
+    def engine_died(self) -> None:
+        """Count the lines that were under way together; called before their requests end."""
+        self._lines.turns.engine_died()
+
+    def begin(self, record: BatchRecord) -> None:
+        """Take up a batch that has been written down, as soon as those of the last process have
+        been read; no effect if that has been done.
+        """
+        if record.id in self._tasks:
+            return
+        self._live[record.id] = record
+        task = self._tasks[record.id] = asyncio.create_task(self._run(record.id))
+        task.add_done_callback(lambda task: self._ended(record.id, task))
+
+    def live(self, record: BatchRecord) -> BatchRecord:
+        """As it is now, which may be newer than what is written down."""
+        return self._live.get(record.id, record)
+
+    async def cancel(self, record: BatchRecord) -> BatchRecord:
+        """Ask no more of its requests; what has been answered is kept. Returns it as it is now."""
+        if self._resuming is not None:
+            await asyncio.wait([self._resuming])
+        async with self._cancelling:  # another one may ask for it at the same time
+            batch = self._live.get(record.id)
+            if batch is not None and batch.status in ("validating", "in_progress"):
+                if (task := self._tasks.pop(record.id, None)) is not None:  # None: it broke off
+                    task.cancel()
+                    await asyncio.wait([task])
+                await self._change(record.id, "cancelling")
+                self.begin(self._live[record.id])
+        if (batch := self._live.get(record.id)) is None:
+            batch = await until_done(self._written, record)
+        return batch
+
+    # -- after the death of a server ------------------------------------------------
+
+    async def _resume(self) -> None:
+        """Charge the death of the last server's process to the lines that it left under way, and
+        begin all batches.
+        """
+        records = await until_done(self._unfinished)
+        under_way: dict[str, set[str]] = {}
+        for record in records:
+            try:
+                self._results[record.id] = await until_done(
+                    BatchResults, self._directory / record.id
+                )
+                under_way[record.id] = await until_done(self._take_in, record.id)
+            except (OSError, ValueError, KeyError):
+                _log.exception("the results of batch %s cannot be read, and it rests", record.id)
+        num_lines = sum(map(len, under_way.values()))
+        await asyncio.to_thread(self._tidy, {record.id for record in records})
+        for id, lines in under_way.items():
+            await self._charge(id, lines, num_lines)
+        for record in records:
+            if record.id in under_way:
+                self.begin(record)
+
+    def _tidy(self, unfinished: set[str]) -> None:
+        """Remove the results of batches that are over: a server was killed before it could.
+        Blocks.
+        """
+        for path in entries(self._directory):
+            if path.name not in unfinished and path.name not in self._live:
+                discard(path)
+
+    def _take_in(self, id: str) -> set[str]:
+        """Read the journal of a batch; returns the lines that were under way when it was last
+        written. Blocks.
+        """
+        results = self._results[id]
+        under_way, deaths = results.journal.read()
+        answered, failed = results.done()
+        self._lines.turns.know({(id, line): each for line, each in deaths.items()})
+        return under_way - answered - failed
+
+    async def _charge(self, id: str, lines: set[str], num_lines: int) -> None:
+        """Charge one more death to lines of a batch; those that it proves guilty are set aside. Of
+        the batch's journal only deaths are left.
+        """
+        results = self._results[id]
+        deaths = {line: self._lines.turns.charge((id, line), num_lines=num_lines) for line in lines}
+        if deaths:
+            await until_done(results.journal.died, deaths)
+        await until_done(results.journal.rest)
+        for line, each in deaths.items():
+            if each.is_guilty:
+                await set_aside(results, line, each)
+
+    # -- one batch ------------------------------------------------------------------
+
+    def _ended(self, id: str, task: "asyncio.Task[None]") -> None:
+        if self._tasks.get(id) is not task:  # another one has taken its place
+            return
+        del self._tasks[id]
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            _log.error("batch %s broke off, and resumes at the next start", id, exc_info=error)
+        else:
+            del self._live[id], self._results[id]
+            self._lines.turns.forget(id)
+
+    async def _run(self, id: str) -> None:
+        if self._resuming is not None:  # what it leaves under way now is not of the last process
+            await asyncio.wait([self._resuming])
+        if id not in self._results:
+            self._results[id] = await until_done(BatchResults, self._directory / id)
+        results = self._results[id]
+        lines, errors = await self._read(self._live[id])
+        if errors and self._live[id].status == "validating":
+            await self._change(id, "failed", errors=errors)
+        else:
+            await self._carry_out(id, results, lines, errors)
+        await asyncio.to_thread(results.remove)
+
+    async def _carry_out(
+        self, id: str, results: BatchResults, lines: list[BatchLine], errors: list[dict[str, Any]]
+    ) -> None:
+        """From where it was to its end. errors: why not all that it asks can be read any more."""
+        num_total = self._live[id].num_total or len(lines)
+        self._live[id] = replace(self._live[id], num_total=num_total)
+        done = await self._recount(id, results)
+        if self._live[id].status == "validating":
+            await self._change(id, "in_progress", num_total=num_total)
+        end = "cancelled" if self._live[id].status == "cancelling" else "completed"
+        if self._live[id].status == "in_progress":
+            if errors and len(done) < num_total:
+                await self._finish(id, results, "failed", errors=errors)
+                return
+            left = [(place, line) for place, line in enumerate(lines) if line.custom_id not in done]
+            is_whole = await self._answer_all(id, results, left, len(lines))
+            end = "completed" if is_whole else "expired"
+            await self._change(id, "finalizing", end=end)
+        await self._finish(id, results, self._live[id].times.get("end", end))
+
+    async def _read(self, record: BatchRecord) -> tuple[list[BatchLine], list[dict[str, Any]]]:
+        """What it asks, and what is wrong with that."""
+        found = await until_done(self._files.find, record.tenant, record.input_file)
+        if found is not None:
+            with suppress(FileNotFoundError):
+                return await until_done(
+                    lambda: read_input(self._files.path(found), record.endpoint)
+                )
+        message = f"The file {record.input_file} is not there any more."
+        if record.num_total:
+            message += " Requests that are neither in the output file nor in the error file were not answered."
+        return [], [
+            {"code": "invalid_file", "line": None, "message": message, "param": "input_file_id"}
+        ]
+
+    async def _answer_all(
+        self, id: str, results: BatchResults, left: list[tuple[int, BatchLine]], num_lines: int
+    ) -> bool:
+        """All that are left, until the window ends; those that are not answered then are written
+        down as such. Returns whether all were.
+        """
+        record = self._live[id]
+        begun_s = record.times["in_progress_at"]
+        window_s = record.expires_at - begun_s
+
+        async def work(line: BatchLine, due_at: float) -> None:
+            self._count(id, is_good=await self._lines.run(record, line, due_at, results))
+
+        try:
+            async with (
+                asyncio.timeout(max(0.0, record.expires_at - time.time())),
+                asyncio.TaskGroup() as group,
+            ):
+                for place, line in left:
+                    self._places.grow()
+                    await self._places.acquire(record.tenant)
+                    task = group.create_task(
+                        work(line, begun_s + window_s * (place + 1) / num_lines)
+                    )
+                    # Also of one that is cancelled before it begins.
+                    task.add_done_callback(lambda task: self._places.release(record.tenant))
+        except TimeoutError:
+            message = "This request could not be executed before the completion window expired."
+            done = await self._recount(
+                id, results
+            )  # with answers that were being written when the window ended
+            missing = [line.custom_id for _, line in left if line.custom_id not in done]
+            for custom_id in missing:
+                await until_done(results.add_missing, custom_id, "batch_expired", message)
+                self._count(id, is_good=False)
+            return not missing
+        return True
+
+    async def _finish(self, id: str, results: BatchResults, end: str, **values: Any) -> None:
+        """Make files of what has come of it. values: that are written down with its end."""
+        for name, field in ((OUTPUT, "output_file"), (ERRORS, "error_file")):
+            if getattr(self._live[id], field) is not None:  # a process that is gone has made it
+                continue
+            if (
+                file := await until_done(self._keep, self._live[id], results, name, field)
+            ) is not None:
+                self._live[id] = replace(self._live[id], **{field: file.id})  # type: ignore[arg-type]
+        await self._change(id, end, **values)
+
+    def _keep(
+        self, record: BatchRecord, results: BatchResults, name: str, field: str
+    ) -> FileRecord | None:
+        """Make one of the files, if there is anything in it; once, also if the task that waited for
+        it before was cancelled meanwhile. Blocks.
+        """
+        if (id := getattr(self._written(record), field)) is not None:
+            return self._files.find(record.tenant, id)
+        if not any(results.chunks(name)):
+            return None
+
+        def also(transaction: Transaction, file: FileRecord) -> None:
+            transaction.change_batch(record.id, **{field: file.id})
+
+        return self._files.create_of(
+            results.chunks(name),
+            record.tenant,
+            purpose="batch_output",
+            filename=f"{record.id}_{name}",
+            expires_after_s=record.output_expires_after_s,
+            also=also,
+        )
+
+    # -- writing down ---------------------------------------------------------------
+
+    async def _recount(self, id: str, results: BatchResults) -> set[str]:
+        """Count what has been written of it, while nobody writes; those are the requests that are
+        done.
+        """
+        answered, failed = await until_done(results.done)
+        self._live[id] = replace(
+            self._live[id], num_completed=len(answered), num_failed=len(failed)
+        )
+        return answered | failed
+
+    def _count(self, id: str, *, is_good: bool) -> None:
+        record = self._live[id]
+        self._live[id] = replace(
+            record,
+            num_completed=record.num_completed + is_good,
+            num_failed=record.num_failed + (not is_good),
+        )
+
+    async def _change(self, id: str, status: str, *, end: str | None = None, **values: Any) -> None:
+        """Write a new status down. end: that it will have after it."""
+        record = self._live[id]
+        times = {
+            **record.times,
+            f"{status}_at": int(time.time()),
+            **({} if end is None else {"end": end}),
+        }
+        record = self._live[id] = replace(record, status=status, times=times, **values)
+        counts = {"num_completed": record.num_completed, "num_failed": record.num_failed}
+
+        def write() -> None:
+            with self._store.write() as transaction:
+                transaction.change_batch(id, status=status, times=times, **counts, **values)
+
+        await until_done(write)
+
+    def _unfinished(self) -> tuple[BatchRecord, ...]:
+        with self._store.read() as transaction:
+            return transaction.unfinished_batches()
+
+    def _written(self, record: BatchRecord) -> BatchRecord:
+        """As it is written down now."""
+        with self._store.read() as transaction:
+            return transaction.batch(record.tenant, record.id) or record
+
+
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("batches could not be resumed, and are at the next start", exc_info=error)

@@ -1,0 +1,96 @@
+"""Turns of the lines of all batches: suspects of a death (`deaths`) run apart from all other
+lines.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from coserve.server.batches.deaths import LineDeaths, LineKey, after_death, next_group
+
+
+class BatchTurns:
+    """Admits lines and counts their deaths. Belongs to one event loop.
+
+    Without suspects every line is admitted at once. While a suspect waits, no further line is
+    admitted; when those under way have ended, one group of suspects is, and so on until no suspect
+    is left.
+    """
+
+    def __init__(self) -> None:
+        self._deaths: dict[LineKey, LineDeaths] = {}
+        self._waiting: dict[LineKey, asyncio.Future[bool]] = {}
+        # Lines that have been admitted, and how many ran together at an engine's death that they
+        # have not noticed yet.
+        self._under_way: dict[LineKey, int | None] = {}
+        self._is_trial = False
+        self._group_size = 0  # of the trial under way
+
+    @property
+    def num_under_way(self) -> int:
+        """Number of lines that are admitted now."""
+        return len(self._under_way)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of lines that wait to be admitted."""
+        return len(self._waiting)
+
+    def know(self, deaths: Mapping[LineKey, LineDeaths]) -> None:
+        """Take over what is on record."""
+        self._deaths |= deaths
+
+    def forget(self, batch: str) -> None:
+        """Drop all that is known of a batch's lines: the batch is over."""
+        for line in [line for line in self._deaths if line[0] == batch]:
+            del self._deaths[line]
+
+    @asynccontextmanager
+    async def turn(self, line: LineKey) -> AsyncIterator[bool]:
+        """Wait until the line may run, and keep its place within the block; yields whether it is
+        tried as a suspect.
+        """
+        admitted = self._waiting[line] = asyncio.get_running_loop().create_future()
+        self._admit()
+        try:
+            is_tried = await admitted
+            yield is_tried
+        finally:
+            self._waiting.pop(line, None)
+            self._under_way.pop(line, None)
+            self._admit()
+
+    def engine_died(self) -> None:
+        """Remember which lines were under way together; called before they notice that their engine
+        is gone.
+        """
+        for line in self._under_way:
+            self._under_way[line] = len(self._under_way)
+
+    def died(self, line: LineKey) -> LineDeaths:
+        """Charge a death to a line that is under way; returns its deaths."""
+        num_lines = (
+            self._group_size if self._is_trial else self._under_way[line] or len(self._under_way)
+        )
+        return self.charge(line, num_lines=num_lines)
+
+    def charge(self, line: LineKey, *, num_lines: int) -> LineDeaths:
+        """Charge a death at which `num_lines` lines were under way to one of them; returns its
+        deaths.
+        """
+        found = self._deaths[line] = after_death(self._deaths.get(line), num_lines=num_lines)
+        return found
+
+    def _admit(self) -> None:
+        if self._under_way and self._is_trial:
+            return
+        self._is_trial = False
+        group = next_group(self._waiting, self._deaths)
+        if group and self._under_way:
+            return
+        self._is_trial, self._group_size = bool(group), len(group)
+        for line in group or list(self._waiting):
+            admitted = self._waiting.pop(line)
+            if not admitted.done():  # or its task has been cancelled, and leaves
+                self._under_way[line] = None
+                admitted.set_result(self._is_trial)

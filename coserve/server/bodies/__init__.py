@@ -1,0 +1,1 @@
+"""Bodies that clients send: their schemas, and fields and faults in them."""

@@ -1,0 +1,1 @@
+"""Chats: prompts, tools, reasoning, and answers of /v1/chat/completions."""

@@ -1,0 +1,152 @@
+"""The tools of a chat: what is asked for, and by which parser its calls are found in the answer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coserve.devices.grammars.grammar import Grammar, Tag
+from coserve.server.bodies.schemas import ChatBody
+from coserve.server.bodies.texts import check_texts
+from coserve.server.context import ServerContext
+from coserve.server.errors import ApiError
+from coserve.server.tool_parsers import JsonCalls, ToolParser, parser_class, parser_names
+
+_ANY_ARGUMENTS = {"type": "object"}
+# Of calls that must be made, where the model's own format is not known, or begins with a special
+# token, which a grammar of text has no word for: JSON alone.
+_PLAIN = parser_class("llama3_json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """For one request. shown: what the chat template is given. parser: of the answers, None where
+    they are text. must_call: functions of which an answer has to call one, and says nothing else;
+    if it is one by its name, once.
+    """
+
+    shown: tuple[Mapping[str, Any], ...] = ()
+    parser: type[ToolParser] | None = None
+    parallel: bool = True
+    must_call: tuple[str, ...] = ()
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """Of the arguments of the functions that may be called."""
+        functions = [tool["function"] for tool in self.shown]
+        return {
+            function["name"]: function.get("parameters") or _ANY_ARGUMENTS for function in functions
+        }
+
+    def grammar(self, *, is_one: bool) -> Grammar:
+        """What calls that must be made follow: the text in which the parser finds them, with
+        arguments of the schemas. is_one: whether there is to be one call. ValueError says what is
+        wrong with a schema.
+        """
+        assert self.parser is not None and issubclass(self.parser, JsonCalls)
+        tags = []
+        for tool in self.shown:
+            function = tool["function"]
+            if function["name"] in self.must_call:
+                begin, end = self.parser.around(function["name"])
+                tags.append(
+                    Tag(begin=begin, schema=function.get("parameters") or _ANY_ARGUMENTS, end=end)
+                )
+        separator = self.parser.separator
+        is_one = is_one or not self.parallel or separator is None
+        return Grammar.tagged(tags, separator=separator or "", at_most=1 if is_one else None)
+
+
+def tools_of(body: ChatBody, context: ServerContext) -> Tools:
+    """As the body says; ApiError for what is wrong, or not supported."""
+    choice = _choice(body)
+    for place, tool in enumerate(body.tools or ()):
+        _check_tool(tool, f"tools[{place}]")
+    parser = context.tool_parser
+    must_call = _must_call(body, choice)
+    if not body.tools or choice == "none":
+        return Tools(parser=parser if parser is not None and parser.reads_all else None)
+    if "tools" not in context.prompts.chat_template:
+        raise ApiError(
+            "tools are not supported by this model: its chat template does not take any",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if must_call and (
+        parser is None
+        or not issubclass(parser, JsonCalls)
+        or context.prompts.has_special(parser.markers)
+    ):
+        parser = _PLAIN
+    if parser is None:
+        raise ApiError(
+            "tools are not supported: the chat template shows no known format of calls; start the "
+            "server with "
+            f"--tool-call-parser ({', '.join(parser_names())})",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    parallel = body.parallel_tool_calls is not False
+    return Tools(shown=tuple(body.tools), parser=parser, parallel=parallel, must_call=must_call)
+
+
+def grammar_of_calls(body: ChatBody, tools: Tools) -> Grammar:
+    """Return what the calls that `tools` asks for follow; ApiError for a schema that is wrong."""
+    try:
+        return tools.grammar(is_one=isinstance(body.tool_choice, dict))
+    except ValueError as error:
+        raise ApiError(str(error), param="tools") from None
+
+
+def _choice(body: ChatBody) -> str:
+    """none, auto, required, or the name of a function."""
+    choice = body.tool_choice
+    if choice is None or choice in ("none", "auto", "required"):
+        return choice or "auto"
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            return name
+        raise ApiError("tool_choice needs function.name", param="tool_choice")
+    raise ApiError(
+        f"tool_choice must be none, auto, required or a function by its name, not "
+        f"{str(choice)[:100]}",
+        param="tool_choice",
+    )
+
+
+def _must_call(body: ChatBody, choice: str) -> tuple[str, ...]:
+    is_named = isinstance(body.tool_choice, dict)
+    if not is_named and choice != "required":
+        return ()
+    names = tuple(tool["function"]["name"] for tool in body.tools or ())
+    if not names:
+        raise ApiError("tool_choice asks for a call: give tools", param="tool_choice")
+    if not is_named:
+        return names
+    if choice not in names:
+        raise ApiError(
+            f"tool_choice names {choice[:100]!r}; tools has {', '.join(names)[:200]}",
+            param="tool_choice",
+        )
+    return (choice,)
+
+
+def _check_tool(tool: Mapping[str, Any], where: str) -> None:
+    if tool.get("type") != "function":
+        raise ApiError(
+            f"{where}.type must be function, not {str(tool.get('type'))[:100]}",
+            param=f"{where}.type",
+        )
+    function = tool.get("function")
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
+        raise ApiError(f"{where}.function must be an object with a name", param=f"{where}.function")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise ApiError(
+            f"{where}.function.parameters must be a JSON schema, as an object",
+            param=f"{where}.function.parameters",
+        )
+    check_texts(tool, param=where)

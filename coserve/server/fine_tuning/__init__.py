@@ -1,0 +1,1 @@
+"""Fine-tuning jobs as clients create and see them."""

@@ -1,0 +1,133 @@
+"""/v1/embeddings: the last state of each input, after the final norm, as a vector of length 1."""
+
+import base64
+import math
+import struct
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from coserve.devices.sampling_params import SamplingParams
+from coserve.server.bodies.schemas import List, Name, RequestBody
+from coserve.server.context import ServerContext
+from coserve.server.errors import ApiError
+from coserve.server.generation.generation import (
+    Generation,
+    check_length,
+    check_prompt,
+    chunks_of,
+    find_model,
+    most_tokens,
+    new_id,
+    now_s,
+    priority_of,
+)
+
+_MOST_INPUTS = 2048
+
+
+class EmbeddingBody(RequestBody):
+    """POST /v1/embeddings."""
+
+    unused: ClassVar[frozenset[str]] = frozenset({"user"})
+
+    model: Name
+    input: (
+        str
+        | Annotated[List[int], Field(min_length=1)]
+        | Annotated[List[str], Field(min_length=1, max_length=_MOST_INPUTS)]
+        | Annotated[List[List[int]], Field(min_length=1, max_length=_MOST_INPUTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    # As vLLM has them.
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
+
+
+async def embedding_request(
+    body: EmbeddingBody, context: ServerContext, tenant: str, arrival_s: float
+) -> Generation:
+    """What a body asks for; ApiError names the field that is wrong."""
+    if body.dimensions is not None:
+        raise ApiError(
+            "dimensions is not supported: a model's states have one width; leave it out",
+            param="dimensions",
+            code="unsupported_parameter",
+        )
+    ready = context.admit(tenant)
+    adapter = await find_model(context, tenant, body.model)
+    reader, ready = await context.reader_of(adapter, ready)
+    is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
+    inputs: list[Any] = [body.input] if is_one else list(body.input)
+    prompts = []
+    for given in inputs:
+        if body.truncate_prompt_tokens is None:
+            check_length(reader, given, ready, param="input")
+        tokens = await reader.tokens(given, special=body.add_special_tokens, param="input")
+        if (most := body.truncate_prompt_tokens) is not None:
+            tokens = tokens[: most_tokens(ready) - 1 if most == -1 else most]
+        check_prompt(tokens, 1, ready, param="input")
+        prompts.append(tuple(tokens))
+    return Generation(
+        id=new_id("embd"),
+        created=now_s(),
+        model=body.model,
+        prompts=tuple(prompts),
+        params=SamplingParams(max_tokens=1, temperature=0, embeds=True),
+        slo=ready.slo,
+        arrival_s=arrival_s,
+        tenant=tenant,
+        adapter=adapter,
+        reader=reader,
+        priority=priority_of(body, context, tenant),
+    )
+
+
+async def embeddings(
+    body: EmbeddingBody, generation: Generation, context: ServerContext
+) -> dict[str, Any]:
+    """The answer; ApiError if this engine's device has no states."""
+    found: list[tuple[float, ...]] = [()] * len(generation.prompts)
+    async with aclosing(chunks_of(context, generation)) as batches:
+        async for place, chunks in batches:
+            for chunk in chunks:
+                found[place] = chunk.embedding or found[place]
+    if not all(found):
+        raise ApiError(
+            f"The model `{generation.model}` gives no embeddings here.",
+            code="unsupported_parameter",
+        )
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": _encoded(_normed(vector), body.encoding_format),
+        }
+        for index, vector in enumerate(found)
+    ]
+    num_tokens = sum(map(len, generation.prompts))
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    head = {
+        "id": generation.id,
+        "object": "list",
+        "created": generation.created,
+        "model": generation.model,
+    }
+    return {**head, "data": data, "usage": usage}
+
+
+def _normed(vector: Sequence[float]) -> list[float]:
+    length = math.sqrt(math.fsum(value * value for value in vector)) or 1.0
+    return [value / length for value in vector]
+
+
+def _encoded(vector: list[float], encoding: str | None) -> list[float] | str:
+    """OpenAI's clients ask for base64 by themselves: little-endian float32."""
+    if encoding != "base64":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

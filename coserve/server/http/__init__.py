@@ -1,0 +1,1 @@
+"""Middleware and helpers of HTTP: addresses, body limits, connections, authentication, answers."""

@@ -1,0 +1,99 @@
+"""What a request is addressed to: the host that it names, the characters of its path and query, and
+what a proxy puts before the path.
+"""
+
+import re
+from collections.abc import Sequence
+from ipaddress import ip_address
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coserve.server.errors import ApiError
+from coserve.server.http.hosts import ANY_HOST
+from coserve.server.http.responses import error_response
+
+_LONGEST_ADDRESS = 8192
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::[0-9]*)?")
+
+
+class HeadMiddleware:
+    """HEAD is answered as GET is: HTTP's server leaves the body out (RFC 9110, 9.3.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Only the application sees it as GET."""
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+
+class PrefixMiddleware:
+    """Routes are where they are also below a prefix, for proxies that pass it on; for those that do
+    not, without it.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        """prefix: begins with a slash, and ends without."""
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take the prefix off."""
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            raw = scope["raw_path"].removeprefix(self._prefix.encode())
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix), "raw_path": raw}
+        await self._app(scope, receive, send)
+
+
+class AddressMiddleware:
+    """400 for a host that is not allowed, and for addresses that nothing can be at."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        """hosts: names; *.example.com for all below one; * for all. Addresses in numbers are always
+        allowed.
+        """
+        self._app, self._hosts = app, [host.lower() for host in hosts]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it pass, or refuse it."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        raw = scope["raw_path"] + b"?" + scope["query_string"]
+        if len(raw) > _LONGEST_ADDRESS:
+            raise ApiError(
+                f"The URL is too long: at most {_LONGEST_ADDRESS} bytes are read.", status=414
+            )
+        if b"%00" in raw:
+            raise ApiError("The URL holds a NUL, which is no character.")
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        if not self._is_allowed(host):
+            raise ApiError(
+                f"The host {host!r} is not one of this server's; --allowed-hosts names those that "
+                f"are.",
+                code="host_not_allowed",
+            )
+
+    def _is_allowed(self, header: str) -> bool:
+        if ANY_HOST in self._hosts or not header:  # browsers always name a host
+            return True
+        found = _HOST.fullmatch(header)
+        host = found[1].lower().removesuffix(".") if found else ""
+        return _is_number(host) or any(
+            host == each or (each.startswith("*.") and host.endswith(each[1:]))
+            for each in self._hosts
+        )
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,193 @@
+"""How much of a body is read, for how long, and how much of all bodies together is in memory."""
+
+import asyncio
+import re
+import time
+from typing import NoReturn
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coserve.server.bodies.reader import SMALL_BODY_BYTES
+from coserve.server.errors import ApiError
+from coserve.server.http.responses import error_response
+
+_UPLOADS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
+# Of a multipart upload, around the file.
+_AROUND_A_FILE = 1 << 20
+# These hold prompts.
+_LONG_BODIES = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"),
+    *("/v1/chat/completions/batch", "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/tokenize", "/detokenize"),
+)
+# All others hold settings.
+_SETTINGS_BYTES = 1_000_000
+# What a body may be slower than for as long as a pause may last, and no longer.
+_LEAST_BYTES_PER_S = 10_000
+# Bodies of the longest kind that may be in memory at once, by their bytes.
+_MOST_LONG_BODIES = 8
+
+
+class BodyLimitMiddleware:
+    """415 for a body that is compressed; 413 for one that is too long, also where its
+    Content-Length says otherwise; 408 for one that comes too slowly; 503 where too many bytes of
+    others are in memory. Uploads go to the disk as they come, and do not count there. A client that
+    goes away before its body is whole gets no answer, and is no fault.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: int, max_upload_bytes: int, timeout_s: float
+    ) -> None:
+        """timeout_s: of a body, which has more as long as it comes fast enough."""
+        self._app, self._timeout_s = app, timeout_s
+        self._max_body_bytes, self._max_upload_bytes = (
+            max_body_bytes,
+            max_upload_bytes + _AROUND_A_FILE,
+        )
+        self._memory = _Memory(_MOST_LONG_BODIES * max_body_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it pass as far as its body may."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].rstrip("/")
+        limit = self._limit(path)
+        headers = dict(scope["headers"])
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+        if encoding not in ("", "identity"):
+            await error_response(_encoded(encoding))(scope, receive, send)
+            return
+        declared = headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared[:19]) > limit:
+            await error_response(_too_long(limit))(scope, receive, send)
+            return
+        memory = None if _UPLOADS.fullmatch(path) else self._memory
+        body = _Body(receive, send, limit, self._timeout_s, memory)
+        try:
+            await self._app(scope, body.receive, body.send)
+        except ClientDisconnect:
+            if not body.is_cut:
+                raise
+        except Exception:
+            if body.refusal is None:
+                raise
+        finally:
+            body.forget()
+        if body.refusal is not None and not body.is_answered:
+            await error_response(body.refusal)(scope, receive, send)
+
+    def _limit(self, path: str) -> int:
+        if _UPLOADS.fullmatch(path):
+            return self._max_upload_bytes
+        return (
+            self._max_body_bytes
+            if path in _LONG_BODIES
+            else min(_SETTINGS_BYTES, self._max_body_bytes)
+        )
+
+
+class _Memory:
+    """Bytes of long bodies that have come and are not read yet."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.num_bytes = most_bytes, 0
+
+
+class _Body:
+    """The body of one request, on its way to the application. refusal: why no more of it is read.
+    is_cut: the client went away before the last of it.
+    """
+
+    def __init__(
+        self, receive: Receive, send: Send, limit: int, timeout_s: float, memory: _Memory | None
+    ) -> None:
+        self._receive, self._send, self._limit, self._memory = receive, send, limit, memory
+        self._until_s = time.monotonic() + timeout_s
+        self._num_bytes, self._num_held, self._is_whole = 0, 0, False
+        self.refusal: ApiError | None = None
+        self.is_answered = self.is_cut = False
+
+    async def receive(self) -> Message:
+        """The next piece. After the last, the application has read it, and waits for the client to
+        go.
+        """
+        if self._is_whole:
+            self.forget()
+            return await self._receive()
+        message = await self._next()
+        self.is_cut = message["type"] == "http.disconnect"
+        self._num_bytes += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        if self._num_bytes > self._limit:
+            self._refuse(_too_long(self._limit))
+        if self._memory is not None and self._num_bytes > SMALL_BODY_BYTES:
+            self._hold(self._memory)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """What the application makes of a body that breaks off is no answer."""
+        if self.is_answered or not (self.refusal or self.is_cut):
+            self.is_answered = True
+            self.forget()
+            await self._send(message)
+
+    def forget(self) -> None:
+        """It is not in memory any more."""
+        if self._memory is not None:
+            self._memory.num_bytes -= self._num_held
+        self._num_held = 0
+
+    async def _next(self) -> Message:
+        left_s = self._until_s + self._num_bytes / _LEAST_BYTES_PER_S - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._receive()
+        except TimeoutError:
+            self._refuse(_too_slow(self._num_bytes))
+
+    def _hold(self, memory: _Memory) -> None:
+        memory.num_bytes += self._num_bytes - self._num_held
+        self._num_held = self._num_bytes
+        if memory.num_bytes > memory.most_bytes:
+            self._refuse(_too_many(memory.most_bytes))
+
+    def _refuse(self, refusal: ApiError) -> NoReturn:
+        self.refusal = refusal
+        self.forget()
+        raise refusal
+
+
+def _encoded(encoding: str) -> ApiError:
+    return ApiError(
+        f"The request's Content-Encoding is {encoding!r}: bodies are read as they are, so send it "
+        f"without.",
+        status=415,
+        code="unsupported_content_encoding",
+        headers={"Accept-Encoding": "identity"},
+    )
+
+
+def _too_long(limit: int) -> ApiError:
+    message = f"The request's body is too long: at most {limit} bytes are read."
+    return ApiError(message, status=413, code="too_large")
+
+
+def _too_slow(num_bytes: int) -> ApiError:
+    return ApiError(
+        f"The request's body came too slowly: {num_bytes} bytes of it have come.",
+        status=408,
+        code="request_timeout",
+        headers={"Connection": "close"},
+    )
+
+
+def _too_many(limit: int) -> ApiError:
+    return ApiError(
+        f"The server holds {limit} bytes of other requests' bodies; try again in a second.",
+        status=503,
+        kind="server_error",
+        code="overloaded",
+        headers={"Retry-After": "1"},
+    )

@@ -1,0 +1,361 @@
+"""How many connections there may be, and how long a client may keep one waiting.
+
+Uvicorn's own limits count idle connections and busy ones alike, and refuse probes with the rest;
+its times begin with the first answer. Here the connection that has been idle longest makes room for
+a new one, as in nginx, so that clients who hold connections without using them keep nobody out.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import resource
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from coserve.server.errors import ApiError
+from coserve.server.http.request_log import RequestLogMiddleware
+from coserve.server.http.responses import error_response
+
+if TYPE_CHECKING:
+    from uvicorn import Config
+
+_log = logging.getLogger(__name__)
+
+# Beyond the limit, where all are busy: for probes, and to tell others so.
+NUM_RESERVED = 32
+# Connections that are accepted before the event loop looks at any of them.
+ACCEPT_AT_ONCE = 64
+# For the store, the engine, and what is being accepted.
+_OTHER_FILES = 64 + ACCEPT_AT_ONCE + NUM_RESERVED
+_LEAST_CONNECTIONS = 16
+# After this, a client that reads nothing of what is sent to it is dropped.
+_WRITE_STALL_S = 60.0
+_TOO_MANY = "The server has as many connections as it may, all of them busy; try again in a second."
+_PROBES = ("/health", "/ready")
+# What was sent last may still be on its way when a connection is closed.
+_LINGER_S = 5.0
+# Of a body that is still coming when its request has been answered: small ones are read, so that
+# the connection can be used again. Of others no more than this is read, and the client has some
+# time to read its answer.
+_MAX_UNWANTED_BYTES = 1 << 20
+_UNWANTED_LINGER_S = 1.0
+
+
+@dataclass(kw_only=True)
+class Connections:
+    """All that are open. timeout_headers_s: from a connection's, or a request's, first byte to the
+    end of its headers. idle: those that wait for their clients, who may be gone, the longest first.
+    """
+
+    most: int
+    timeout_headers_s: float
+    all: "set[HttpProtocol]" = field(default_factory=set)
+    idle: "dict[HttpProtocol, None]" = field(default_factory=dict)
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether one of them must end."""
+        return len(self.all) > self.most
+
+    def end_idlest(self, newest: "HttpProtocol") -> None:
+        """End the one that has waited for its client longest, if any does."""
+        found = next(
+            (each for each in self.idle if each is not newest and each.awaits_client), None
+        )
+        if found is not None:
+            found.drop()
+
+
+def most_connections(wanted: int) -> int:
+    """As many as are wanted and as the process may have files open, of which it takes all that the
+    system grants.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS grants fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return wanted
+    possible = max(_LEAST_CONNECTIONS, files - len(os.listdir("/dev/fd")) - _OTHER_FILES)
+    if possible < wanted:
+        _log.warning(
+            "at most %d connections are kept, not %d: only %d files may be open",
+            possible,
+            wanted,
+            files,
+        )
+    return min(wanted, possible)
+
+
+def protocol_of(connections: Connections) -> "type[asyncio.Protocol]":
+    """What uvicorn makes for each connection: `HttpProtocol`, which knows the others."""
+
+    class Counted(HttpProtocol):
+        known = connections
+
+    return Counted
+
+
+def _probes_of(app: ASGIApp) -> ASGIApp:
+    """The application as a connection beyond the limit sees it."""
+    refusal = ApiError(
+        _TOO_MANY,
+        status=503,
+        kind="server_error",
+        code="overloaded",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+
+    refuse = RequestLogMiddleware(error_response(refusal))
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await (app if scope["path"] in _PROBES else refuse)(scope, receive, send)
+
+    return answer
+
+
+class _GentleTransport:
+    """A connection's transport, whose `close` lets the last answer arrive although the client still
+    sends a body.
+    """
+
+    def __init__(self, inner: asyncio.Transport, protocol: "HttpProtocol") -> None:
+        self.inner, self._protocol = inner, protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def is_closing(self) -> bool:
+        """Return whether nothing more is read as a request, or written."""
+        return self._protocol.is_ending or self.inner.is_closing()
+
+    def close(self) -> None:
+        """End the connection once what was written has arrived."""
+        if self._protocol.is_unwanted:
+            self._protocol.end_gently()
+        else:
+            self.inner.close()
+
+
+def _is_long(scope: Scope) -> bool:
+    """Return whether a request's body may have more bytes than are read of one that nobody
+    wants.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) > _MAX_UNWANTED_BYTES
+        if name == b"transfer-encoding":
+            return True
+    return False
+
+
+class HttpProtocol(H11Protocol):
+    """Uvicorn's, with limits. known: all connections of the server."""
+
+    known: Connections
+
+    def __init__(self, config: "Config", *arguments: Any, **more: Any) -> None:
+        super().__init__(config, *arguments, **more)
+        self.app = self._telling_ends(self.app)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._is_ending = False
+        self._num_unwanted_bytes = 0
+
+    def _telling_ends(self, app: ASGIApp) -> ASGIApp:
+        """Return the application, with answers that say so if the connection ends because much of a
+        body is still to come: the client would send its next request there otherwise.
+        """
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            async def tell(message: Message) -> None:
+                if (
+                    message["type"] == "http.response.start"
+                    and self.conn.their_state is h11.SEND_BODY
+                ):
+                    message = {
+                        **message,
+                        "headers": [*message.get("headers", ()), (b"connection", b"close")],
+                    }
+                await send(message)
+
+            await app(scope, receive, tell if scope["type"] == "http" and _is_long(scope) else send)
+
+        return answer
+
+    # -- what others ask ----------------------------------------------------------------
+
+    @property
+    def awaits_client(self) -> bool:
+        """Whether all that came has been answered: the client could be gone, and nobody would
+        know.
+        """
+        return self.transport.get_write_buffer_size() == 0 and (
+            self._awaits_headers or self.cycle.more_body
+        )
+
+    def drop(self) -> None:
+        """End it at once."""
+        self._forget()
+        self.transport.abort()
+
+    def _forget(self) -> None:
+        self.known.all.discard(self)
+        self.known.idle.pop(self, None)
+
+    @property
+    def is_ending(self) -> bool:
+        """Return whether all that still comes is thrown away."""
+        return self._is_ending
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Return whether what comes belongs to a request that has been answered, or to none that
+        will be.
+        """
+        return self._is_ending or (
+            self.cycle is not None
+            and self.cycle.response_complete
+            and self.conn.their_state is h11.SEND_BODY
+        )
+
+    @property
+    def _awaits_headers(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    # -- what the transport says ----------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_GentleTransport(transport, self))  # type: ignore[arg-type]
+        self.known.all.add(self)
+        self._note()
+        self._after("headers", self.known.timeout_headers_s, self._headers_are_late)
+        if self.known.are_too_many:
+            self.known.end_idlest(self)
+        if len(self.known.all) > self.known.most + NUM_RESERVED:
+            self._say(503, _TOO_MANY)
+        elif self.known.are_too_many:
+            self.app = _probes_of(self.app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        for name in list(self._timers):
+            self._cancel(name)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_unwanted:
+            self._num_unwanted_bytes += len(data)
+            if self._num_unwanted_bytes > _MAX_UNWANTED_BYTES:
+                self._stop_reading()
+        if self._is_ending:
+            return
+        super().data_received(data)
+        self._note()
+        if not self._awaits_headers:
+            self._cancel("headers")
+        elif "headers" not in self._timers:
+            self._after("headers", self.known.timeout_headers_s, self._headers_are_late)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._after("write", _WRITE_STALL_S, self.drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel("write")
+
+    # -- what uvicorn does ------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        self._num_unwanted_bytes = 0
+        super().on_response_complete()
+        self._note()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._after("linger", _LINGER_S, self.drop)
+
+    def send_400_response(self, msg: str) -> None:
+        """In OpenAI's form, where uvicorn has plain text."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self._say(400, "This is no valid HTTP request, or its headers are too long.")
+        else:
+            self._close()
+
+    def _note(self) -> None:
+        """The last of the idle ones, or none of them."""
+        self.known.idle.pop(self, None)
+        if self in self.known.all and (self._awaits_headers or self.cycle.more_body):
+            self.known.idle[self] = None
+
+    # -- timers -----------------------------------------------------------------------------
+
+    def _after(self, name: str, seconds: float, act: Any) -> None:
+        self._cancel(name)
+        self._timers[name] = self.loop.call_later(seconds, act)
+
+    def _cancel(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+    def _headers_are_late(self) -> None:
+        has_begun = bool(self.conn.trailing_data[0])
+        if has_begun and self.conn.their_state is h11.IDLE:
+            self._say(
+                408,
+                f"The request's headers did not come within {self.known.timeout_headers_s:g} s.",
+            )
+        else:
+            self._close()
+
+    def _say(self, status: int, message: str) -> None:
+        """A last answer, without any request that it belongs to."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        body = json.dumps(
+            {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        )
+        retry = "retry-after: 1\r\n" if status == 503 else ""
+        self.transport.write(
+            f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: "
+            f"{len(body)}\r\n"
+            f"{retry}connection: close\r\n\r\n{body}".encode()
+        )
+        self._close()
+
+    def _stop_reading(self) -> None:
+        """End the connection of a client that has been answered and sends on. Its answer arrives
+        before the end does; what it sends stays with the system, which soon takes no more of it.
+        """
+        if not self._inner.is_closing():
+            self._inner.pause_reading()
+        self.end_gently()
+
+    def end_gently(self) -> None:
+        """Throw away what still comes, for a moment in which the client can read its answer."""
+        if not self._inner.is_closing() and self._inner.can_write_eof() and not self._is_ending:
+            self._inner.write_eof()
+        self._unset_keepalive_if_required()
+        self._is_ending = True
+        self._after("linger", _UNWANTED_LINGER_S, self.drop)
+
+    @property
+    def _inner(self) -> asyncio.Transport:
+        assert isinstance(self.transport, _GentleTransport)
+        return self.transport.inner
+
+    def _close(self) -> None:
+        """What was said arrives only if what the client still sends is read, and not refused by the
+        system.
+        """
+        if self._awaits_headers and self.transport.can_write_eof():
+            self._is_ending = True
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+        self._after("linger", _LINGER_S, self.drop)

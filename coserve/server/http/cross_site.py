@@ -1,0 +1,91 @@
+"""Refuses requests that a page of another site has a browser send, where no key protects the
+server.
+"""
+
+from collections.abc import Collection
+from contextlib import suppress
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coserve.server.errors import ApiError
+from coserve.server.http.responses import error_response
+from coserve.server.tenancy.keys_file import Keys
+
+_READING = ("GET", "HEAD", "OPTIONS")
+_FOREIGN_SITES = ("cross-site", "same-site")
+_OWN_SITES = ("same-origin", "none")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class CrossSiteMiddleware:
+    """Answers 403 to requests that change something and come from a page of another origin, where
+    no key is needed: nothing in them says that their sender may ask. With keys, a browser sends
+    none by itself.
+
+    Browsers say where a request comes from in `Sec-Fetch-Site`
+    (https://www.w3.org/TR/fetch-metadata/), but send that only to localhost and over TLS. Otherwise
+    `Origin`, which comes with every request that changes something, must name the host and port of
+    `Host`. No page can set either of them; other clients send neither, and may ask.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, cors_origins: Collection[str]) -> None:
+        """cors_origins: origins whose pages may ask; * for all."""
+        self._app, self._keys = app, keys
+        self._cors_origins = {origin.lower() for origin in cors_origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "http" and scope["method"] not in _READING and self._is_foreign(scope):
+            message = "A page of another site may not ask for this; --cors-origin names those whose pages may."
+            await error_response(ApiError(message, status=403, code="cross_site"))(
+                scope, receive, send
+            )
+            return
+        await self._app(scope, receive, send)
+
+    def _is_foreign(self, scope: Scope) -> bool:
+        """Return whether a page sent a request that it may not send."""
+        if not self._keys.ring.is_open or "*" in self._cors_origins:
+            return False
+        origins = _values(scope, b"origin")
+        if origins and all(origin.lower() in self._cors_origins for origin in origins):
+            return False
+        sites = _values(scope, b"sec-fetch-site")
+        if any(site in _FOREIGN_SITES for site in sites):
+            return True
+        if sites and all(site in _OWN_SITES for site in sites):
+            return False
+        hosts = _values(scope, b"host")
+        return any(not is_own_origin(origin, host) for origin in origins for host in hosts or [""])
+
+
+def is_own_origin(origin: str, host: str) -> bool:
+    """Return whether an `Origin` names the host and port of a `Host`.
+
+    The scheme may be another one: a proxy that ends TLS passes https on as http. A port that is not
+    given is the default port of the origin's scheme.
+    """
+    try:
+        page = urlsplit(origin)
+        if page.scheme.lower() not in _DEFAULT_PORTS or page.path or page.query or page.fragment:
+            return False
+        target = urlsplit(f"{page.scheme}://{host}")
+        return page.hostname is not None and _address(
+            page.hostname, page.port, page.scheme
+        ) == _address(target.hostname or "", target.port, page.scheme)
+    except ValueError:  # a port or an address that is none
+        return False
+
+
+def _address(name: str, port: int | None, scheme: str) -> tuple[str, int]:
+    """Return a host's name, which ignores case and forms of an IP address, and the port."""
+    with suppress(ValueError):
+        name = str(ip_address(name))
+    return name.lower(), _DEFAULT_PORTS[scheme.lower()] if port is None else port
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    """Return all values of a header, of which there should be one at most."""
+    return [value.decode("latin-1").strip() for header, value in scope["headers"] if header == name]

@@ -1,0 +1,1 @@
+"""Metrics, status, traces, and the state of the engine and the disk."""

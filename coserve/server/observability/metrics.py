@@ -1,0 +1,326 @@
+"""Prometheus's view of the server, at `/metrics`. docs/grafana-dashboard.json shows it."""
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
+
+from coserve.engine.records import EngineStats, RequestRecord
+from coserve.engine.request import Chunk
+from coserve.protocol.messages import Ready, StepReport
+from coserve.server.observability.vllm_metrics import VllmMetrics
+from coserve.server.tenancy.ledger import Ledger
+
+_STEPS = (1, 2, 3, 5, 7.5)
+# From half a millisecond, which a small model's step takes, to a minute.
+_BUCKETS = (5e-4, *(step * 10**power for power in range(-3, 2) for step in _STEPS))
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
+_LENGTHS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+_WHO = ("adapter", "tenant")
+
+
+class Metrics:
+    """Listens to the engine."""
+
+    def __init__(self, ledger: Ledger, model: Callable[[], str] = lambda: "") -> None:
+        """model: the name of the one that is served."""
+        self._ledger = ledger
+        self._last_s: dict[tuple[str, int], float] = {}  # when each sequence had its last token
+        self._num_tuned = 0  # by the engine that lives now
+        self.registry = registry = CollectorRegistry()
+
+        def histogram(
+            name: str,
+            help: str,
+            labels: tuple[str, ...] = (),
+            buckets: tuple[float, ...] = _BUCKETS,
+        ) -> Histogram:
+            return Histogram(f"coserve_{name}", help, labels, registry=registry, buckets=buckets)
+
+        def counter(name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"coserve_{name}", help, labels, registry=registry)
+
+        def gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"coserve_{name}", help, labels, registry=registry)
+
+        self._ttft = histogram("ttft_seconds", "From a request's arrival to its first token.", _WHO)
+        self._tpot = histogram("tpot_seconds", "Mean seconds per later token of a request.", _WHO)
+        self._gap = histogram("token_gap_seconds", "Between two tokens of a request.", _WHO)
+        self._finished = counter("requests_finished", "Sequences that came to their end.", _WHO)
+        self._attained = counter("requests_attained", "Those that held both their SLOs.", _WHO)
+        self._ended = counter(
+            "sequences_ended", "By reason: stop, length, cancelled, error.", ("reason",)
+        )
+        self._whole = histogram("request_seconds", "From a request's arrival to its last token.")
+        self._queue = histogram(
+            "request_queue_seconds", "From a request's arrival to the step with its first rows."
+        )
+        self._prefill = histogram(
+            "request_prefill_seconds", "From that step to a request's first token."
+        )
+        self._decode = histogram(
+            "request_decode_seconds", "From a request's first token to its last."
+        )
+        self._prompt_tokens = histogram(
+            "request_prompt_tokens", "Of a request's prompt.", (), _LENGTHS
+        )
+        self._generated_tokens = histogram(
+            "request_generated_tokens", "Of a sequence's answer.", (), _LENGTHS
+        )
+        self._tokens = counter(
+            "tokens", "By kind: prompt, cached (of the prompt's), generated.", ("kind", *_WHO)
+        )
+        self._tuned = counter("tuned_tokens", "Tokens that fine-tuning got through: the harvest.")
+        self._job_tokens = counter(
+            "job_trained_tokens", "Tokens with a loss that a job has trained on.", ("job",)
+        )
+        self._job_loss = gauge("job_loss", "Mean loss of a job's last optimizer step.", ("job",))
+        self._job_step = gauge("job_step", "Optimizer steps that a job has made.", ("job",))
+        self._running = gauge("requests_running", "Sequences that run.")
+        self._waiting = gauge("requests_waiting", "Sequences that wait for memory.")
+        self._batch = gauge(
+            "batch_requests", "Sequences of batch work, by state: running, waiting.", ("state",)
+        )
+        self._jobs = gauge(
+            "jobs", "Jobs that the engine has and that are not over: they train, or rest there."
+        )
+        self._company = gauge(
+            "job_company",
+            "Jobs whose last tasklets were one batch of rows with a job's: those of the same "
+            "group, which has the name "
+            "of the first.",
+            ("job", "group"),
+        )
+        self._pages = gauge("pages", "Pages of the pool, by owner.", ("owner",))
+        self._preemptions = gauge(
+            "preemptions", "Requests whose pages were taken, since the engine started."
+        )
+        self._swapped = gauge(
+            "swapped_pages",
+            "Pages that went to the host to make room (out), and that came back (in).",
+            ("direction",),
+        )
+        self._moved = gauge(
+            "moved_pages",
+            "Pages of requests that were copied to others, so that jobs got neighbours.",
+        )
+        self._host_pages = gauge(
+            "host_pages_used", "Pages on the host that are taken, by what made room."
+        )
+        self._grammars = gauge(
+            "grammar_bytes",
+            "Bytes of compiled grammars and their growth, by the tenant whose request used each "
+            "last.",
+            ("tenant",),
+        )
+        self._give_back = gauge(
+            "give_back_seconds",
+            "Give back within: the most that a step has waited lately for pages of others, which "
+            "went to the host or "
+            "held weights of --trainable-model.",
+        )
+        self._handed = gauge(
+            "handover_prompts",
+            "Prompts whose pages a prefill instance handed over (whole), or not, so that they were "
+            "computed by the "
+            "decode instance (not), since the engine started.",
+            ("outcome",),
+        )
+        self._handed_pages = gauge(
+            "handover_pages", "Pages that were handed over, since the engine started."
+        )
+        self._partners = gauge(
+            "handover_partners", "Prefill or decode instances that are connected."
+        )
+        self._weight_bytes = gauge(
+            "weight_window_copied_bytes",
+            "Bytes of weights of --trainable-model that came into their window, since the engine "
+            "started.",
+        )
+        self._weights_wait = gauge(
+            "weight_window_wait_seconds",
+            "For which steps waited for such weights, since the engine started.",
+        )
+        self._slos_clamped = gauge(
+            "slos_clamped",
+            "Requests whose SLO was beyond the device, and was relaxed, since the engine started.",
+        )
+        self._packs_dropped = gauge(
+            "packs_dropped", "Jobs' packs that made room, since the engine started."
+        )
+        self._margin = gauge(
+            "prediction_margin", "Share by which most steps of late took no longer than predicted."
+        )
+        self._step = histogram("step_seconds", "Steps of the engine.")
+        self._error = histogram(
+            "step_prediction_error",
+            "How far steps were from their predictions, relative.",
+            (),
+            _SHARES,
+        )
+        self._rows = counter("step_rows", "Rows that steps ran, by kind.", ("kind",))
+        self._by_vllms_names = CollectorRegistry()
+        self._by_vllms_names.register(VllmMetrics(registry, model))
+        self._ranks = gauge("ranks", "Processes that hold the model together.")
+        self._rank_memory = gauge(
+            "rank_memory_bytes",
+            "Bytes that a rank holds on its device; on a CPU, its resident memory.",
+            ("rank",),
+        )
+        self._rank_wait = gauge(
+            "rank_wait_seconds",
+            "For which a rank has waited for others in sums, since the engine started.",
+            ("rank",),
+        )
+        self._ready = gauge("engine_ready", "1 if the engine takes requests.")
+        self._deaths = counter("engine_deaths", "Times that the engine died and was started again.")
+
+    def text(self, tenant: str | None = None) -> bytes:
+        """For a scraper. tenant: whose samples alone; None: all."""
+        if tenant is not None:
+            return generate_latest(_of_tenant(self.registry, tenant))
+        return generate_latest(self.registry) + generate_latest(self._by_vllms_names)
+
+    # -- what the engine says ---------------------------------------------------------
+
+    def engine_ready(self, ready: Ready) -> None:
+        self._ready.set(1)
+        self._ranks.set(ready.num_ranks)
+
+    def engine_gone(self) -> None:
+        self._ready.set(0)
+        self._deaths.inc()
+        self._last_s.clear()
+        self._num_tuned = 0
+        for each in (self._running, self._waiting, self._jobs, self._partners):
+            each.set(0)
+        self._batch.clear()
+        self._company.clear()
+        self._ranks.set(0)
+        self._rank_memory.clear()
+        self._rank_wait.clear()
+
+    def engine_reported(self, report: StepReport) -> None:
+        now_s = time.monotonic()
+        for chunk in report.chunks:
+            self._take_chunk(chunk, now_s)
+        for record in report.records:
+            self._take_record(record)
+        for step in report.steps:
+            self._step.observe(step.step_s)
+            if step.step_s:
+                self._error.observe(abs(step.predicted_s - step.step_s) / step.step_s)
+            for kind in ("decode", "prefill", "window", "backward"):
+                self._rows.labels(kind).inc(getattr(step, f"{kind}_rows"))
+        for event in report.job_events:
+            if event.kind == "step":
+                self._job_tokens.labels(event.job).inc(event.num_trained)
+                self._job_loss.labels(event.job).set(
+                    event.loss if event.loss is not None else float("nan")
+                )
+                self._job_step.labels(event.job).set(event.step)
+        if report.stats is not None:
+            self._take_stats(report.stats)
+
+    def _take_chunk(self, chunk: Chunk, now_s: float) -> None:
+        who = self._who(chunk.request)
+        key = (chunk.request, chunk.index)
+        last_s = self._last_s.pop(key, None)
+        if chunk.tokens:
+            self._tokens.labels("generated", *who).inc(len(chunk.tokens))
+            if last_s is not None and not self._is_batch(chunk.request):
+                self._gap.labels(*who).observe(now_s - last_s)
+        if chunk.finish_reason is None:
+            self._last_s[key] = now_s
+            return
+        self._ended.labels(chunk.finish_reason).inc()
+        if chunk.index == 0:
+            self._tokens.labels("cached", *who).inc(chunk.num_cached_tokens)
+            if (entry := self._ledger.find(chunk.request)) is not None:
+                self._tokens.labels("prompt", *who).inc(entry.num_prompt_tokens)
+
+    def _take_record(self, record: RequestRecord) -> None:
+        who = self._who(record.request)
+        self._ttft.labels(*who).observe(record.ttft_s)
+        if record.tpot_s is not None:
+            self._tpot.labels(*who).observe(record.tpot_s)
+        decode_s = 0.0 if record.tpot_s is None else record.tpot_s * (record.num_output_tokens - 1)
+        self._whole.observe(record.ttft_s + decode_s)
+        self._queue.observe(record.queue_s)
+        self._prefill.observe(max(0.0, record.ttft_s - record.queue_s))
+        self._decode.observe(decode_s)
+        self._prompt_tokens.observe(record.num_prompt_tokens)
+        self._generated_tokens.observe(record.num_output_tokens)
+        self._finished.labels(*who).inc()
+        self._attained.labels(*who).inc(record.attained)
+
+    def _take_stats(self, stats: EngineStats) -> None:
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._batch.labels("running").set(stats.num_batch_running)
+        self._batch.labels("waiting").set(stats.num_batch_waiting)
+        self._jobs.set(stats.num_jobs)
+        self._preemptions.set(stats.num_preemptions)
+        self._swapped.labels("out").set(stats.num_swapped_out)
+        self._swapped.labels("in").set(stats.num_swapped_in)
+        self._moved.set(stats.num_pages_moved)
+        self._host_pages.set(stats.num_host_pages_used)
+        self._give_back.set(stats.give_back_s)
+        self._grammars.clear()  # of tenants that have none now
+        for tenant, num_bytes in stats.grammar_bytes_by_tenant.items():
+            self._grammars.labels(tenant).set(num_bytes)
+        if stats.handover is not None:
+            self._handed.labels("whole").set(stats.handover.num_handed_over)
+            self._handed.labels("not").set(stats.handover.num_not_handed_over)
+            self._handed_pages.set(stats.handover.num_pages)
+            self._partners.set(stats.handover.num_partners)
+        self._weight_bytes.set(stats.num_weight_bytes_copied)
+        self._weights_wait.set(stats.weights_wait_s)
+        self._slos_clamped.set(stats.num_slos_clamped)
+        self._packs_dropped.set(stats.num_packs_dropped)
+        self._margin.set(stats.margin)
+        for rank, state in enumerate(stats.ranks):
+            self._rank_memory.labels(str(rank)).set(state.memory_bytes)
+            self._rank_wait.labels(str(rank)).set(state.waited_s)
+        self._tuned.inc(max(0, stats.num_tokens_trained - self._num_tuned))
+        self._num_tuned = stats.num_tokens_trained
+        self._company.clear()  # of jobs that have none now
+        for group in stats.joined_jobs:
+            for job in group:
+                self._company.labels(job, group[0]).set(len(group) - 1)
+        self._pages.clear()  # of owners that have none now
+        for owner, number in {**stats.num_pages_by_owner, "free": stats.num_pages_free}.items():
+            self._pages.labels(owner).set(number)
+
+    def _is_batch(self, request: str) -> bool:
+        """Whether nobody waits for it."""
+        entry = self._ledger.find(request)
+        return entry is not None and entry.is_batch
+
+    def _who(self, request: str) -> tuple[str, str]:
+        """Adapter and tenant."""
+        entry = self._ledger.find(request)
+        return (entry.adapter or "", entry.tenant) if entry is not None else ("", "")
+
+
+class _Own(Collector):
+    """Of a registry, what bears a tenant's label."""
+
+    def __init__(self, registry: CollectorRegistry, tenant: str) -> None:
+        self._registry, self._tenant = registry, tenant
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            own = [
+                sample for sample in metric.samples if sample.labels.get("tenant") == self._tenant
+            ]
+            if own:
+                metric.samples = own
+                yield metric
+
+
+def _of_tenant(registry: CollectorRegistry, tenant: str) -> CollectorRegistry:
+    found = CollectorRegistry()
+    found.register(_Own(registry, tenant))
+    return found

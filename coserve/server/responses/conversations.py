@@ -1,0 +1,136 @@
+"""Conversations that are kept, and their items."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from coserve.jobs.records import ConversationRecord
+from coserve.jobs.sql.transaction import Transaction
+from coserve.server.bodies.texts import check_texts
+from coserve.server.context import ServerContext
+from coserve.server.errors import ApiError
+from coserve.server.http.responses import to_json
+from coserve.server.responses.stored import find_stored
+
+Item = dict[str, Any]
+
+
+async def find_conversation(
+    context: ServerContext, tenant: str, id: str, *, param: str = "conversation_id"
+) -> ConversationRecord:
+    """One of a tenant's; ApiError if there is none."""
+    missing = f"Conversation with id '{id}' not found."
+    return await find_stored(
+        context, id, lambda store: store.conversation(tenant, id), param=param, missing=missing
+    )
+
+
+async def items_of(
+    context: ServerContext, tenant: str, id: str, *, param: str = "conversation_id"
+) -> list[Item]:
+    """All that was said in a conversation; ApiError if it is not there."""
+
+    def read(store: Transaction) -> list[Item] | None:
+        return None if store.conversation(tenant, id) is None else store.conversation_items(id)
+
+    missing = f"Conversation with id '{id}' not found."
+    return await find_stored(context, id, read, param=param, missing=missing)
+
+
+def check_new(items: Sequence[Item], known: Sequence[Item], *, param: str) -> None:
+    """Each item is in a conversation once; ApiError names one that is not new."""
+    ids = {item["id"] for item in known}
+    for item in items:
+        if item["id"] in ids:
+            raise ApiError(
+                f"Duplicate item found with id {item['id']}.", param=param, code="duplicate_item"
+            )
+        ids.add(item["id"])
+
+
+async def create_conversation(
+    context: ServerContext, record: ConversationRecord, items: Sequence[Item]
+) -> None:
+    """A new one, with its first items."""
+
+    def write() -> None:
+        with context.jobs.store.write() as transaction:
+            transaction.add_conversation(record)
+            _add(context, transaction, record, items)
+
+    await asyncio.to_thread(write)
+
+
+async def extend_conversation(
+    context: ServerContext, tenant: str, id: str, items: Sequence[Item]
+) -> bool:
+    """Add items; ApiError if one is there already. Returns whether the conversation is there: it
+    may have gone.
+    """
+    check_texts(id, param="conversation_id")
+
+    def write() -> bool:
+        with context.jobs.store.write() as transaction:
+            record = transaction.conversation(tenant, id)
+            if record is not None:
+                check_new(items, transaction.conversation_items(id), param="items")
+                _add(context, transaction, record, items)
+        return record is not None
+
+    return await asyncio.to_thread(write)
+
+
+async def label_conversation(
+    context: ServerContext, tenant: str, id: str, metadata: dict[str, str]
+) -> ConversationRecord | None:
+    """Give one of a tenant's other metadata; returns it as it is then, None if it is not there."""
+    check_texts(id, param="conversation_id")
+
+    def write() -> ConversationRecord | None:
+        with context.jobs.store.write() as transaction:
+            if transaction.conversation(tenant, id) is not None:
+                transaction.label_conversation(id, metadata)
+            return transaction.conversation(tenant, id)
+
+    return await asyncio.to_thread(write)
+
+
+async def remove_conversation(context: ServerContext, tenant: str, id: str) -> bool:
+    """Forget one of a tenant's, with its items; returns whether it was there."""
+    check_texts(id, param="conversation_id")
+
+    def write() -> bool:
+        with context.jobs.store.write() as transaction:
+            found = transaction.conversation(tenant, id)
+            if found is not None:
+                transaction.remove_conversation(id)
+        return found is not None
+
+    return await asyncio.to_thread(write)
+
+
+async def remove_item(
+    context: ServerContext, tenant: str, id: str, item: str
+) -> tuple[ConversationRecord | None, bool]:
+    """Take an item out of a conversation; returns that, None if it is not there, and whether the
+    item was.
+    """
+    check_texts(id, param="conversation_id")
+    check_texts(item, param="item_id")
+
+    def write() -> tuple[ConversationRecord | None, bool]:
+        with context.jobs.store.write() as transaction:
+            found = transaction.conversation(tenant, id)
+            return found, found is not None and transaction.remove_conversation_item(id, item)
+
+    return await asyncio.to_thread(write)
+
+
+def _add(
+    context: ServerContext,
+    transaction: Transaction,
+    record: ConversationRecord,
+    items: Sequence[Item],
+) -> None:
+    sized = [(item, len(to_json(item))) for item in items]
+    transaction.add_conversation_items(record, sized, most_bytes=context.config.max_response_bytes)

@@ -1,0 +1,122 @@
+"""Responses that are kept: found, followed and forgotten again."""
+
+import asyncio
+import time
+from collections.abc import Collection
+from typing import Any
+
+from coserve.jobs.records import ResponseRecord
+from coserve.jobs.sql.store import Store
+from coserve.server.bodies.texts import check_texts
+from coserve.server.context import ServerContext
+from coserve.server.errors import ApiError, not_found
+from coserve.server.http.responses import to_json
+from coserve.server.responses.stored import find_stored
+
+# As OpenAI keeps them.
+_KEPT_S = 30 * 24 * 3600
+# Those that have come to a good end.
+USABLE = ("completed", "incomplete")
+# Responses that follow one another in one conversation.
+_LONGEST_CHAIN = 10_000
+
+
+def unfinished(store: Store) -> list[str]:
+    """Return the ids of responses that are not over: at a start, those that a process that is gone
+    was at. Blocks.
+    """
+    with store.read() as transaction:
+        return transaction.unfinished_responses()
+
+
+def end_unfinished(store: Store, ids: Collection[str]) -> None:
+    """Have responses fail that a process that is gone was at. Blocks."""
+    error = {
+        "code": "server_error",
+        "message": "The server was restarted before the response was complete.",
+    }
+    with store.write() as transaction:
+        transaction.end_unfinished_responses(ids, error)
+
+
+async def keep(
+    context: ServerContext, tenant: str, items: list[Any], response: dict[str, Any]
+) -> None:
+    """Write a response down as it is now. items: what was new in its input."""
+    record = ResponseRecord(
+        id=response["id"],
+        tenant=tenant,
+        created_at=response["created_at"],
+        expires_at=int(time.time()) + _KEPT_S,
+        status=response["status"],
+        previous=response["previous_response_id"],
+        num_bytes=len(to_json(items)) + len(to_json(response)),
+        input=items,
+        response=dict(response),
+    )
+
+    def put() -> None:
+        with context.jobs.store.write() as transaction:
+            transaction.put_response(record, most_bytes=context.config.max_response_bytes)
+
+    await asyncio.to_thread(put)
+
+
+async def find(context: ServerContext, tenant: str, id: str) -> ResponseRecord:
+    """One of a tenant's; ApiError if there is none."""
+    missing = f"Response with id '{id}' not found."
+    return await find_stored(
+        context, id, lambda store: store.response(tenant, id), param="response_id", missing=missing
+    )
+
+
+async def forget(context: ServerContext, tenant: str, id: str) -> None:
+    """Remove one of a tenant's; ApiError if there is none, or none any more."""
+    check_texts(id, param="response_id")
+
+    def remove() -> bool:
+        with context.jobs.store.write() as transaction:
+            return transaction.remove_response(tenant, id)
+
+    if not await asyncio.to_thread(remove):
+        raise not_found(f"Response with id '{id}' not found.", param="response_id")
+
+
+async def items_up_to(
+    context: ServerContext, tenant: str, previous: str | None
+) -> list[dict[str, Any]]:
+    """All items up to the end of a response, with those of the responses before it.
+
+    Raises:
+        ApiError: one of them is not there any more, or has not come to a good end.
+    """
+    if previous is None:
+        return []
+    check_texts(previous, param="previous_response_id")
+
+    def read() -> list[ResponseRecord]:
+        found: list[ResponseRecord] = []
+        id: str | None = previous
+        with context.jobs.store.read() as transaction:
+            while id is not None and len(found) < _LONGEST_CHAIN:
+                record = transaction.response(tenant, id)
+                if record is None:
+                    raise not_found(
+                        f"Previous response with id '{id}' not found.",
+                        param="previous_response_id",
+                        code="previous_response_not_found",
+                    )
+                found.append(record)
+                id = record.previous
+        return found
+
+    items: list[dict[str, Any]] = []
+    for record in reversed(await asyncio.to_thread(read)):
+        if record.status not in USABLE:
+            raise ApiError(
+                f"Response '{record.id}' is {record.status}: only one that is "
+                f"{' or '.join(USABLE)} can be followed",
+                param="previous_response_id",
+            )
+        items += [*record.input, *record.response["output"]]
+    return items

@@ -1,0 +1,93 @@
+"""Namespaces of /v1/responses, as OpenAI has them: functions in groups.
+
+A model is shown each function of a namespace by a flat name, `namespace__name`, as vLLM does it;
+clients see, and send back, the two names apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coserve.server.errors import ApiError
+from coserve.server.responses.schemas import FunctionTool
+
+_SEPARATOR = "__"
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """What the model knows a function by."""
+    return name if namespace is None else f"{namespace}{_SEPARATOR}{name}"
+
+
+def functions_of(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]:
+    """All functions in the order of the tools, as a chat has them; ApiError for what is no
+    function, or has another's flat name.
+    """
+    of_namespaces, found, names = apart(tools), [], set()
+    for where, namespace, tool in _each(tools):
+        if tool.type != "function":
+            raise ApiError(
+                f"{where}.type is {tool.type[:100]!r}, which is not supported: it must be function"
+                + (" or namespace" if namespace is None else ""),
+                param=f"{where}.type",
+                code="unsupported_parameter",
+            )
+        fields = tool.model_dump(
+            include={"name", "description", "parameters", "strict"}, exclude_none=True
+        )
+        if namespace is not None:
+            if not tool.name:
+                raise ApiError(f"{where}.name is missing", param=f"{where}.name")
+            fields["name"] = flat_name(namespace, tool.name)
+        name = fields.get("name")
+        if name in names and name in of_namespaces:
+            raise ApiError(f"{where}.name: there are two functions {name!r}", param=f"{where}.name")
+        names.add(name)
+        found.append({"type": "function", "function": fields})
+    return found
+
+
+def apart(tools: Sequence[FunctionTool] | None) -> dict[str, dict[str, str]]:
+    """By flat name: the fields `name` and `namespace` of a call, of functions that are in one."""
+    return {
+        flat_name(namespace, tool.name): {"name": tool.name, "namespace": namespace}
+        for _, namespace, tool in _each(tools)
+        if namespace is not None and tool.name
+    }
+
+
+def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[FunctionTool] | None) -> Any:
+    """tool_choice as a chat has it. A function of a namespace may be named flat, or by its own name
+    where no other has it; ApiError if several have.
+    """
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        return choice
+    name = choice.get("name")
+    known = apart(tools)
+    of_none = {tool.name for _, namespace, tool in _each(tools) if namespace is None}
+    meant = [flat for flat, fields in known.items() if fields["name"] == name]
+    if name not in known and name not in of_none and meant:
+        if len(meant) > 1:
+            raise ApiError(
+                f"tool_choice: {name!r} is any of {', '.join(meant)}", param="tool_choice"
+            )
+        name = meant[0]
+    return {"type": "function", "function": {"name": name}}
+
+
+def _each(tools: Sequence[FunctionTool] | None) -> list[tuple[str, str | None, FunctionTool]]:
+    """Where it is, its namespace, and the tool, of those that are none themselves. ApiError for one
+    without a name.
+    """
+    found: list[tuple[str, str | None, FunctionTool]] = []
+    for place, tool in enumerate(tools or ()):
+        where = f"tools[{place}]"
+        if tool.type != "namespace":
+            found.append((where, None, tool))
+        elif not tool.name:
+            raise ApiError(f"{where}.name is missing", param=f"{where}.name")
+        else:
+            found += [
+                (f"{where}.tools[{n}]", tool.name, inner)
+                for n, inner in enumerate(tool.tools or ())
+            ]
+    return found

@@ -1,0 +1,1 @@
+"""Tenants: their keys, their limits, and their turns at shared resources."""

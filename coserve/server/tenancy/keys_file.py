@@ -1,0 +1,188 @@
+"""Where keys come from: the command line, the environment, and a file that is read again on SIGHUP.
+
+The file is TOML. Every key is one line, its digest and its tenant (`coserve keys new TENANT` prints
+one); what a tenant may do stands in a table of its name, and is the server's common setting where
+it does not:
+
+    [keys]
+    "sha256:…" = "ann"
+    "sha256:…" = "ops"
+
+    [tenants.ops]
+    operator = true
+
+    [tenants.ann]
+    max_requests = 64
+    tokens_per_minute = 100_000
+    max_jobs = 20
+    max_file_bytes = "10GB"
+    weight = 2
+
+A weight is a tenant's part of the device beside that of others; the engine reads it when it starts.
+"""
+
+import logging
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from coserve.errors import CoserveError
+from coserve.home import is_trusted
+from coserve.secret_variables import SERVER_KEYS, take_variable
+from coserve.server.config import ServerConfig
+from coserve.server.tenancy.keys import TENANT_NAME, KeyRing, is_digest, tenant_and_digest
+from coserve.server.tenancy.limits import Limits
+from coserve.server.units import bytes_of
+from coserve.settings import is_number
+
+_log = logging.getLogger(__name__)
+
+_LIMITS = [each.name for each in fields(Limits)]
+
+
+class Keys:
+    """The keys in force: `ring`, another one after `reload`."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """CoserveError says what is wrong with a key or with the file."""
+        self._config = config
+        # Commands have taken it before they started other processes (`coserve.cli.server_options`).
+        self._environment = _hashed(take_variable(SERVER_KEYS).split())
+        self.ring = self._read()
+        if not self.ring.is_open and not self.ring.operators:
+            _log.warning(
+                "no key is an operator's, so nobody sees the metrics of all: name a tenant with "
+                "--operator"
+            )
+
+    def reload(self) -> None:
+        """Read the file again; what is wrong with it is logged, and changes nothing."""
+        try:
+            self.ring = self._read()
+        except CoserveError as error:
+            _log.error("%s; the keys that were in force stay so", error)
+        else:
+            _log.warning("keys have been read again: there are %d", len(self.ring.tenants))
+
+    def _read(self) -> KeyRing:
+        config = self._config
+        tenants = dict(config.tenants)
+        _add(tenants, self._environment, SERVER_KEYS)
+        operators, limits = set(config.operators), dict[str, Limits]()
+        if config.api_keys_file is not None:
+            held = _read_file(Path(config.api_keys_file))
+            _add(tenants, held.pop("keys"), config.api_keys_file)
+            for name, settings in held["tenants"].items():
+                if settings.pop("operator", False):
+                    operators.add(name)
+                settings.pop("weight", None)
+                limits[name] = replace(config.tenant_limits, **settings)
+        for where, named in (
+            ("--operator", config.operators),
+            (f"[tenants] of {config.api_keys_file}", limits),
+        ):
+            for name in named:
+                if name not in tenants.values():
+                    raise CoserveError(
+                        f"{where}: there is no key of tenant {name!r}; coserve keys new makes one"
+                    )
+        return KeyRing(
+            tenants=tenants,
+            operators=frozenset(operators),
+            limits=limits,
+            common=config.tenant_limits,
+        )
+
+
+def tenant_weights(config: ServerConfig) -> dict[str, float]:
+    """Return the weights of tenants that have their own: of the command line, and of the file,
+    which goes first.
+    """
+    weights = dict(config.engine.tenant_weights)
+    if config.api_keys_file is not None:
+        for name, settings in _read_file(Path(config.api_keys_file))["tenants"].items():
+            if "weight" in settings:
+                weights[name] = settings["weight"]
+    return weights
+
+
+def _hashed(texts: Iterable[str]) -> dict[str, str]:
+    return {digest: tenant for tenant, digest in map(tenant_and_digest, texts)}
+
+
+def _add(tenants: dict[str, str], more: Mapping[str, str], where: str) -> None:
+    for digest, tenant in more.items():
+        if tenants.setdefault(digest, tenant) != tenant:
+            raise CoserveError(
+                f"{where} gives a key to tenant {tenant!r} that is tenant {tenants[digest]!r}'s "
+                f"already"
+            )
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """`keys`: tenants by digest; `tenants`: settings by tenant. CoserveError for what is wrong."""
+    try:
+        if not is_trusted(path):
+            raise CoserveError(
+                f"other users can write {path}, or the directory that it is in: make it yours alone"
+            )
+        held = tomllib.loads(path.read_text())
+        return {
+            "keys": _keys(held.pop("keys", {})),
+            "tenants": _tenants(held.pop("tenants", {}), held),
+        }
+    except OSError as error:
+        raise CoserveError(
+            f"the keys' file {path} cannot be read: {error.strerror or error}"
+        ) from None
+    except ValueError as error:  # of TOML, UTF-8, or ours
+        raise CoserveError(f"the keys' file {path} is wrong: {error}") from None
+
+
+def _keys(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or not found:
+        raise ValueError("it has no keys; a line of [keys] is made by coserve keys new TENANT")
+    for number, (digest, tenant) in enumerate(found.items(), 1):
+        if not is_digest(digest):  # perhaps a key itself, which no log may hold
+            raise ValueError(
+                f'line {number} of [keys] does not begin with a digest such as "sha256:…"'
+            )
+        if not isinstance(tenant, str) or not re.fullmatch(TENANT_NAME, tenant):
+            raise ValueError(
+                f"{tenant!r} is no name of a tenant: 1 to 64 letters, digits, dots, hyphens, "
+                f"underscores"
+            )
+    return found
+
+
+def _tenants(found: Any, others: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    if others:
+        raise ValueError(f"{next(iter(others))!r} is not one of keys, tenants")
+    if not isinstance(found, dict):
+        raise ValueError("tenants must be tables, such as [tenants.ann]")
+    return {name: _settings(name, each) for name, each in found.items()}
+
+
+def _settings(name: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"tenants.{name} must be a table")
+    found: dict[str, Any] = dict(given)
+    known = ("operator", "weight", *_LIMITS)
+    if unknown := [key for key in found if key not in known]:
+        raise ValueError(
+            f"tenants.{name} has {unknown[0]!r}, which is not one of {', '.join(known)}"
+        )
+    if not isinstance(found.get("operator", False), bool):
+        raise ValueError(f"tenants.{name}.operator must be true or false")
+    if "weight" in found and not (is_number(found["weight"]) and found["weight"] > 0):
+        raise ValueError(f"tenants.{name}.weight must be a number above 0, not {found['weight']!r}")
+    try:
+        if isinstance(size := found.get("max_file_bytes"), str):
+            found["max_file_bytes"] = bytes_of(size)
+        Limits(**{key: value for key, value in found.items() if key in _LIMITS})
+    except ValueError as error:
+        raise ValueError(f"tenants.{name}: {error}") from None
+    return found

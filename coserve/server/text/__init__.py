@@ -1,0 +1,1 @@
+"""Conversion between text and tokens in the server's process."""
