@@ -66,6 +66,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
             else f"{text} (`{path}`)"
         )
 
+    if here == "index.md":  # README.md lies one folder above the pictures
+        markdown = re.sub(r"(!\[[^\]]*\]\()docs/", r"\1", markdown)
     pieces = re.split(
         r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE
     )  # code is left as it is

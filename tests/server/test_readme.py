@@ -1,17 +1,25 @@
-"""The README's example of the client that people know."""
+"""Examples of the OpenAI client in README.md and docs, run against a real server."""
 
 import json
 import re
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README, FIRST_MODEL, FROM_OPENAI = (
+    (ROOT / name).read_text()
+    for name in ("README.md", "docs/first-model.md", "docs/from-openai.md")
+)
 
 
 def test_the_start_makes_the_examples_that_it_uses(tmp_path):
     start = next(
         block
-        for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+        for block in re.findall(r"```sh\n(.*?)```", FIRST_MODEL, re.DOTALL)
         if "coserve up" in block
     )
     here_document, commands = start.split("\nEND\n", 1)
@@ -22,21 +30,35 @@ def test_the_start_makes_the_examples_that_it_uses(tmp_path):
     assert roles == [["user", "assistant"]] * 3
 
 
-def test_the_client_s_example_runs(served, tmp_path, monkeypatch, capsys):
-    example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
-    assert "http://127.0.0.1:8000/v1" in example
+@pytest.mark.parametrize(
+    ("page", "files"), [(README, ["chats"]), (FROM_OPENAI, ["train", "valid"])]
+)
+def test_examples_of_the_openai_client_run(page, files, served, tmp_path, monkeypatch, capsys):
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     messages = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "hello there"},
     ]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 4)
     monkeypatch.chdir(tmp_path)
-    example = example.replace("http://127.0.0.1:8000", served.url).replace(
-        'open("chats.jsonl", "rb")', "chats"
-    )
-    names: dict[str, object] = {}
-    with (tmp_path / "chats.jsonl").open("rb") as chats:
-        exec(compile(example, "README.md", "exec"), names | {"chats": chats}, names)
-    job = names["job"]
-    assert job.status == "succeeded", job.error  # type: ignore[attr-defined]
+    for name in files:
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 4)
+    base = served.client().models.list().data[0].id
+    for written, here in (
+        ("http://127.0.0.1:8000", served.url),
+        ('model="tiny"', f"model={base!r}"),
+    ):
+        assert written in example
+        example = example.replace(written, here)
+    # Opened here, so that they are closed.
+    with ExitStack() as stack:
+        for name in files:
+            path = tmp_path / f"{name}.jsonl"
+            example = example.replace(f'open("{path.name}", "rb")', f"opened_{name}")
+        opened = {
+            f"opened_{name}": stack.enter_context((tmp_path / f"{name}.jsonl").open("rb"))
+            for name in files
+        }
+        names: dict[str, Any] = {**opened}
+        exec(compile(example, "example.py", "exec"), names)
+    assert names["job"].status == "succeeded", names["job"].error
     assert capsys.readouterr().out

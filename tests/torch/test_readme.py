@@ -1,4 +1,4 @@
-"""What the README shows is run, and what it names is there."""
+"""What README.md and docs/library.md show is run, and what they name is there."""
 
 import importlib
 import re
@@ -10,12 +10,13 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+LIBRARY = (ROOT / "docs/library.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", LIBRARY, re.DOTALL)
 
 
 @pytest.mark.long
 def test_the_engine_s_example_runs(capsys):
-    exec(compile(EXAMPLES[1], "README.md", "exec"), {})
+    exec(compile(EXAMPLES[0], "library.md", "exec"), {})
     printed = re.fullmatch(r"(.*), then (.*): (\d+) tokens trained\n", capsys.readouterr().out)
     before, after, num_trained = printed.groups()
     assert eval(after) == "Cold, of course." != eval(before)
@@ -23,23 +24,11 @@ def test_the_engine_s_example_runs(capsys):
 
 
 def test_the_parts_example_runs(capsys):
-    exec(compile(EXAMPLES[2], "README.md", "exec"), {})
+    exec(compile(EXAMPLES[1], "library.md", "exec"), {})
     token, loss, num_gradients = capsys.readouterr().out.split()
     assert 0 <= int(token) < 49152
     assert float(loss) == pytest.approx(10.8, abs=0.5), "random weights guess among 49,152 tokens"
     assert int(num_gradients) == 2 * 7 * 30
-
-
-def test_the_folders_it_names_are_there():
-    (tree,) = re.findall(r"```\ncoserve/\n(.*?)```", README, re.DOTALL)
-    rooms = re.findall(r"^  (\w+)(?:/|\.py) ", tree, re.MULTILINE)
-    assert sorted(rooms) == sorted(
-        path.stem
-        for path in (ROOT / "coserve").iterdir()
-        if (path / "__init__.py").exists() or path.name in ("errors.py", "settings.py")
-    )
-    for folder in re.findall(r"^(\w+)/ ", tree, re.MULTILINE):
-        assert (ROOT / folder).is_dir(), folder
 
 
 def test_the_make_targets_it_names_are_there():
