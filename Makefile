@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 CPP := $(shell find coserve -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-amx test-triton test-long test-every test-browser test-cluster test-clients fuzz storm storm-simulated storm-clustered storm-poisoned storm-ranks check lint docs wheel format hooks clean
+.PHONY: setup demo test test-quick test-amx test-triton test-long test-every test-browser test-cluster test-clients fuzz storm storm-simulated storm-clustered storm-poisoned storm-ranks check lint docs wheel changelog format hooks clean
 
 setup: $(VENV)/.ready  ## One environment, in .venv
 
@@ -27,6 +27,10 @@ demo: setup  ## Serve and fine-tune at once, in three minutes; leaves demo-repor
 # COVERAGE=1 prints how much of the package these tests ran; they take about twice as long.
 test: setup  ## Every test that this machine can run but the long ones, warnings as errors
 	$(PYTEST) -m "not long and not browser and not cluster and not clients" $(if $(COVERAGE),--cov=coserve --cov-report=term)
+
+# Without servers: what a change to the engine, a policy or a model breaks first.
+test-quick: setup  ## Plain and torch tests alone, without the long ones
+	$(PYTEST) -m "not long" tests/plain tests/torch
 
 # What is compiled for AMX, on a processor with AVX-512's bfloat16 alone; its sum has a changed header compiled anew. It is
 # for bfloat16 and int8: tests that name neither run what `make test` runs.
@@ -114,6 +118,9 @@ check: setup  ## All of it; .ci/run runs this
 	$(MAKE) --no-print-directory test-browser
 	$(MAKE) --no-print-directory test-cluster
 	$(MAKE) --no-print-directory test-clients
+
+changelog: setup  ## The next release's notes, from changelog.d; DRAFT=1 only prints them
+	$(BIN)/towncrier build $(if $(DRAFT),--draft,--yes) --version $$($(BIN)/python -c "from coserve.version import VERSION; print(VERSION)")
 
 format: setup  ## Bring the code into format
 	$(BIN)/ruff format .

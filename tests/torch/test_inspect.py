@@ -17,6 +17,7 @@ from coserve.adapters.methods import method_names
 from coserve.bench.conventional import conventional_saved_bytes
 from coserve.cli.main import main
 from coserve.models.families import build_architecture
+from coserve.version import VERSION
 
 
 def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
@@ -285,7 +286,7 @@ def test_the_commands_and_their_flags_are_these(monkeypatch, capsys):
 def test_the_console_script_runs():
     command = [sys.executable, "-m", "coserve", "--version"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert result.stdout == "0.1.0\n"
+    assert result.stdout == f"{VERSION}\n"
 
 
 def test_a_look_at_how_ranks_would_divide_a_model(inspect):
