@@ -26,10 +26,11 @@ from coserve.server.http.authentication import TenantMiddleware
 from coserve.server.http.body_limit import BodyLimitMiddleware
 from coserve.server.http.cross_site import CrossSiteMiddleware
 from coserve.server.http.deadline import DeadlineMiddleware
-from coserve.server.http.hosts import hosts_of
 from coserve.server.http.request_log import HEADER, RequestLogMiddleware
 from coserve.server.http.responses import error_body, json_response
 from coserve.server.observability.tracing import TracingMiddleware
+from coserve.server.options.hosts import hosts_of
+from coserve.server.page import assets
 from coserve.version import VERSION
 
 # Those that routes here have, beside HEAD, which is answered as GET is.
@@ -52,7 +53,12 @@ def create_app(context: ServerContext) -> FastAPI:
         timeout_s=config.timeout_body_s,
     )
     app.add_middleware(DeadlineMiddleware, timeout_s=config.request_timeout_s)
-    app.add_middleware(TenantMiddleware, keys=context.keys, admission=context.admission)
+    app.add_middleware(
+        TenantMiddleware,
+        keys=context.keys,
+        admission=context.admission,
+        open_prefixes=(assets.PATH,),
+    )
     app.add_middleware(CrossSiteMiddleware, keys=context.keys, cors_origins=config.cors_origins)
     app.add_middleware(AddressMiddleware, hosts=hosts_of(config.allowed_hosts, config.host))
     if config.cors_origins:  # browsers ask without a key whether they may ask with one

@@ -146,7 +146,7 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
     server = _Server(_http_settings(config, create_app(context)))
     try:
         with _signals() as signalled, _reloading(context), ExitStack() as until_end:
-            here = RunningServer(url=reached_at, model=context.model_name, pid=os.getpid())
+            here = RunningServer(url=reached_at, model=context.models.name, pid=os.getpid())
             found_meanwhile = partial(until_end.enter_context, announced(here))
             announce = partial(_announce, context, first, watcher, url, found_meanwhile)
             await _serve(server, listening, context, signalled, watcher, announce)
@@ -167,8 +167,9 @@ def server_context(config: ServerConfig, link: EngineAccess) -> ServerContext:
     context = ServerContext(
         config=config, link=link, prompts=prompts, tracing=open_tracing(config.otlp_endpoint)
     )
-    context.catalogues.append(
-        GivenAdapters(config.lora_modules, base=context.model_name, taken=context.base_names)
+    models = context.models
+    models.catalogues.append(
+        GivenAdapters(config.lora_modules, base=models.name, taken=models.base_names)
     )
     return context
 
@@ -176,7 +177,7 @@ def server_context(config: ServerConfig, link: EngineAccess) -> ServerContext:
 async def close_context(context: ServerContext) -> None:
     """End its threads; what has been traced is sent."""
     context.prompts.close()
-    context.grammar_checks.close()
+    context.generation.grammar_checks.close()
     context.bodies.close()
     if context.tracing is not None:
         await asyncio.to_thread(context.tracing.close)
@@ -184,6 +185,7 @@ async def close_context(context: ServerContext) -> None:
 
 def engine_settings(config: ServerConfig) -> EngineSettings:
     """What the engine of a server is to be."""
+    weights = tenant_weights(config.engine.tenant_weights, config.api_keys_file)
     return EngineSettings(
         address="",
         model=config.model,
@@ -203,7 +205,7 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
         files_url=files_url(config.files_url),
         # A recording is to be run again with the predictions that it was made with.
         measures_first=config.measures_first or config.record is not None,
-        engine=replace(config.engine, tenant_weights=tenant_weights(config)),
+        engine=replace(config.engine, tenant_weights=weights),
     )
 
 
@@ -306,7 +308,7 @@ async def _announce(
     found_meanwhile: has commands of this user find the server until it ends.
     """
     await context.prompts.load()
-    await context.public_prefixes.load(context.prompts)
+    await context.generation.public_prefixes.load(context.prompts)
     await start_jobs(context)
     ready = await first.ready
     found_meanwhile()

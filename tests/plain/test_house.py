@@ -101,6 +101,16 @@ def test_a_cycle_of_imports_would_be_found():
     }
 
 
+def test_folders_of_the_server_do_not_import_each_other_in_a_circle():
+    graph: dict[str, set[str]] = {}
+    for module, others in _graph().items():
+        if module.startswith("coserve.server."):
+            folder = module.split(".")[2]
+            inside = {name.split(".")[2] for name in others if name.startswith("coserve.server.")}
+            graph[folder] = graph.get(folder, set()) | inside - {folder}
+    assert _cycles(graph) == []
+
+
 def test_every_folder_and_file_is_a_room_of_the_house():
     folders = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
     files = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}

@@ -13,7 +13,7 @@ from certificates import make_certificate
 from openai import DefaultHttpxClient, OpenAI
 from served import Served, serving
 
-from coserve.server.http.hosts import hosts_of
+from coserve.server.options.hosts import hosts_of
 
 LONG: dict[str, Any] = {
     "model": "small",

@@ -10,8 +10,8 @@ from served import Served, adapter_root, keys_file, model_directory, peft_model,
 
 from coserve.errors import AdapterError, CoserveError
 from coserve.server.adapters.catalogue import GivenAdapters
-from coserve.server.adapters.lora_option import lora_module
 from coserve.server.config import ServerConfig
+from coserve.server.options.lora_option import lora_module
 from coserve.server.text.prompts import template_of
 
 # It opens a reasoning, and takes tools without showing any known format.

@@ -71,7 +71,7 @@ class _Watcher:
         """Print the start-up line."""
         self._view.show(f"ready at {url}")
         self._view.close()
-        print(start_line(ready, context.model_name, url), flush=True)
+        print(start_line(ready, context.models.name, url), flush=True)
 
     def stopping(self, num_open: int, drain_s: float) -> None:
         """Print what takes the time between Ctrl-C and the end."""

@@ -83,7 +83,7 @@ class Front:
         try:
             self._context = context = server_context(self.config, self.link)
             await context.prompts.load()
-            await context.public_prefixes.load(context.prompts)
+            await context.generation.public_prefixes.load(context.prompts)
         except BaseException:
             await self._close()
             raise
@@ -105,7 +105,7 @@ class Front:
             context.keys.reload()  # it may have stood by for a long time
             await start_jobs(context)
             await asyncio.to_thread(
-                self._checks.begin, lambda: adapters_from_directories(context.catalogues)
+                self._checks.begin, lambda: adapters_from_directories(context.models.catalogues)
             )
         except BaseException:
             await self._close()

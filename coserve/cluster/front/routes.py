@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from coserve.cluster.front.link import ClusterLink
-from coserve.server.context import Context, IsOperator
+from coserve.server.context import EnginePart, IsOperator, ModelsPart
 from coserve.server.errors import ApiError
 from coserve.server.http.responses import json_response
 
@@ -14,11 +14,9 @@ router = APIRouter()
 
 
 @router.get("/v1/cluster")
-async def cluster(context: Context, is_operator: IsOperator) -> Response:
+async def cluster(engine: EnginePart, models: ModelsPart, is_operator: IsOperator) -> Response:
     """Of all tenants, and so for operators alone."""
     if not is_operator:
         raise ApiError("Only operators may see the cluster: ask with the key of one.", status=403)
-    link = cast(ClusterLink, context.link)
-    return json_response(
-        {"model": context.model_name, "nodes": link.describe(), "waiting": link.waiting}
-    )
+    link = cast(ClusterLink, engine)
+    return json_response({"model": models.name, "nodes": link.describe(), "waiting": link.waiting})

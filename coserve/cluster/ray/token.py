@@ -13,7 +13,7 @@ from pathlib import Path
 
 from coserve.errors import ClusterError
 from coserve.home import home_directory, make_private
-from coserve.server.http.hosts import is_loopback
+from coserve.server.options.hosts import is_loopback
 
 TOKEN_FILE = "ray_token"
 _MODE, _TOKEN, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"

@@ -13,7 +13,7 @@ from coserve.adapters.peft_directory import check_directory
 from coserve.errors import AdapterError, EngineGoneError
 from coserve.jobs.records import AdapterRecord
 from coserve.jobs.sql.store import Store
-from coserve.server.adapters.lora_option import lora_module
+from coserve.server.options.lora_option import lora_module
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from coserve.server.anthropic.schemas import (
 from coserve.server.bodies.reader import body_of
 from coserve.server.bodies.schemas import ChatBody, TextBody
 from coserve.server.chat.request import ChatRequest, chat_request
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
+from coserve.server.generation.context import GenerationContext
 from coserve.server.generation.generation import new_id
 
 # Fields that have the same name and meaning in a chat.
@@ -31,7 +31,7 @@ _NAMES = {"stop": "stop_sequences", "tools": "tools", "tool_choice": "tool_choic
 
 
 async def message_request(
-    body: CountBody, context: ServerContext, tenant: str, arrival_s: float
+    body: CountBody, context: GenerationContext, tenant: str, arrival_s: float
 ) -> ChatRequest:
     """What a body asks for; ApiError names the field that is wrong."""
     try:

@@ -8,8 +8,8 @@ from typing import Any
 from coserve.engine.request import Chunk
 from coserve.server.chat.answer_reader import AnswerReader
 from coserve.server.chat.request import ChatRequest
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
+from coserve.server.generation.context import GenerationContext
 from coserve.server.generation.generation import Usage, chunks_of
 from coserve.server.http.responses import server_sent_event
 from coserve.server.tool_parsers.base import (
@@ -32,7 +32,7 @@ class MessageWriter:
     stream, which has sent it already, leaves it as it is.
     """
 
-    def __init__(self, context: ServerContext, chat: ChatRequest) -> None:
+    def __init__(self, context: GenerationContext, chat: ChatRequest) -> None:
         self._context, self._chat = context, chat
         self._reader = AnswerReader(chat.tools, chat.frame)
         self._usage = Usage(num_prompt=len(chat.generation.prompts[0]))

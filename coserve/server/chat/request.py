@@ -11,8 +11,8 @@ from coserve.server.chat import reasoning
 from coserve.server.chat.answer_reader import ChatFrame
 from coserve.server.chat.prompt import frame_of, plain_message, template_arguments
 from coserve.server.chat.tools import Tools, grammar_of_calls, tools_of
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
+from coserve.server.generation.context import GenerationContext
 from coserve.server.generation.generation import (
     Generation,
     bad_words,
@@ -44,7 +44,12 @@ class ChatRequest:
 
 
 async def chat_request(
-    body: ChatBody, context: ServerContext, tenant: str, arrival_s: float, *, id: str | None = None
+    body: ChatBody,
+    context: GenerationContext,
+    tenant: str,
+    arrival_s: float,
+    *,
+    id: str | None = None,
 ) -> ChatRequest:
     """What a body asks for; ApiError names the field that is wrong. id: of the answer (default: a
     new one).
@@ -103,15 +108,15 @@ def _refuse_what_is_not_there(body: ChatBody) -> None:
 async def _generation(
     body: ChatBody,
     tools: Tools,
-    context: ServerContext,
+    context: GenerationContext,
     ready: Ready,
     tenant: str,
     arrival_s: float,
     id: str,
 ) -> Generation:
-    model = context.model_name if body.model is None else body.model
+    model = context.models.name if body.model is None else body.model
     adapter = await find_model(context, tenant, model)
-    reader, ready = await context.reader_of(adapter, ready)
+    reader, ready = await context.models.reader_of(adapter, ready)
     messages = [plain_message(message) for message in body.messages]
     if body.truncate_prompt_tokens is None:
         check_length(reader, [*messages, *tools.shown], ready, param="messages")
@@ -156,7 +161,7 @@ async def _generation(
 async def _grammar(
     body: ChatBody,
     tools: Tools,
-    context: ServerContext,
+    context: GenerationContext,
     tenant: str,
     reader: Prompts,
     prompt: Sequence[int],

@@ -7,9 +7,15 @@ from typing import Any
 from coserve.devices.grammars.grammar import Grammar, Tag
 from coserve.server.bodies.schemas import ChatBody
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
-from coserve.server.tool_parsers import JsonCalls, ToolParser, parser_class, parser_names
+from coserve.server.generation.context import GenerationContext
+from coserve.server.tool_parsers import (
+    JsonCalls,
+    ToolParser,
+    parser_class,
+    parser_names,
+    parser_of_template,
+)
 
 _ANY_ARGUMENTS = {"type": "object"}
 # Of calls that must be made, where the model's own format is not known, or begins with a special
@@ -56,12 +62,12 @@ class Tools:
         return Grammar.tagged(tags, separator=separator or "", at_most=1 if is_one else None)
 
 
-def tools_of(body: ChatBody, context: ServerContext) -> Tools:
+def tools_of(body: ChatBody, context: GenerationContext) -> Tools:
     """As the body says; ApiError for what is wrong, or not supported."""
     choice = _choice(body)
     for place, tool in enumerate(body.tools or ()):
         _check_tool(tool, f"tools[{place}]")
-    parser = context.tool_parser
+    parser = _parser(context)
     must_call = _must_call(body, choice)
     if not body.tools or choice == "none":
         return Tools(parser=parser if parser is not None and parser.reads_all else None)
@@ -95,6 +101,14 @@ def grammar_of_calls(body: ChatBody, tools: Tools) -> Grammar:
         return tools.grammar(is_one=isinstance(body.tool_choice, dict))
     except ValueError as error:
         raise ApiError(str(error), param="tools") from None
+
+
+def _parser(context: GenerationContext) -> type[ToolParser] | None:
+    """Return the parser that the server was started with, or that of the chat template."""
+    name = context.tool_call_parser
+    if name == "auto":
+        return parser_of_template(context.prompts.chat_template)
+    return parser_class(name)
 
 
 def _choice(body: ChatBody) -> str:

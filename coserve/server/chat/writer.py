@@ -11,7 +11,7 @@ from coserve.devices.messages.steps import TokenLogprob
 from coserve.engine.request import Chunk
 from coserve.server.chat.choice import ChatChoice
 from coserve.server.chat.request import ChatRequest
-from coserve.server.context import ServerContext
+from coserve.server.generation.context import GenerationContext
 from coserve.server.generation.generation import Usage, UsageOptions, chunks_of, finite
 from coserve.server.generation.token_details import TokenDetails
 from coserve.server.http.responses import server_sent_event
@@ -20,7 +20,7 @@ from coserve.server.http.responses import server_sent_event
 class ChatWriter:
     """Makes the answer of one request's chunks."""
 
-    def __init__(self, context: ServerContext, chat: ChatRequest) -> None:
+    def __init__(self, context: GenerationContext, chat: ChatRequest) -> None:
         generation = chat.generation
         self._context, self._generation, self._frame, self._details = (
             context,

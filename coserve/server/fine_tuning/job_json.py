@@ -4,31 +4,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from coserve.jobs.lifecycle.outcome import stops_early
+from coserve.jobs.manager import JobManager
 from coserve.jobs.metrics.results import ANSWERS, by_step
 from coserve.jobs.names import organization
 from coserve.jobs.records import CheckpointRecord, EventRecord, JobRecord
 from coserve.jobs.settings import JobSettings
-from coserve.server.context import ServerContext
 
 
-def job_json(context: ServerContext, job: JobRecord) -> dict[str, Any]:
+def job_json(manager: JobManager, job: JobRecord) -> dict[str, Any]:
     """Blocks."""
-    [found] = jobs_json(context, [job])
+    [found] = jobs_json(manager, [job])
     return found
 
 
-def jobs_json(context: ServerContext, jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
+def jobs_json(manager: JobManager, jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
     """Blocks."""
-    with context.jobs.store.read() as transaction:
+    with manager.store.read() as transaction:
         losses = transaction.last_losses([job.id for job in jobs])
         best = transaction.best_evaluations(
             [job.id for job in jobs if job.validation_file is not None]
         )
-    return [_json(context, job, losses.get(job.id), best.get(job.id)) for job in jobs]
+    return [_json(manager, job, losses.get(job.id), best.get(job.id)) for job in jobs]
 
 
 def _json(
-    context: ServerContext, job: JobRecord, loss: float | None, best: EventRecord | None
+    manager: JobManager, job: JobRecord, loss: float | None, best: EventRecord | None
 ) -> dict[str, Any]:
     settings = JobSettings.from_data(job.settings)
     hyperparameters, method = (
@@ -40,7 +40,7 @@ def _json(
         "id": job.id,
         "created_at": job.created_at,
         "finished_at": job.finished_at,
-        "estimated_finish": context.jobs.estimated_finish(job),
+        "estimated_finish": manager.estimated_finish(job),
         "status": job.status,
         "error": job.error,
         "model": job.model,
@@ -63,8 +63,8 @@ def _json(
             "best_step": None if best is None else best.step,
             "stopped_early": job.status == "succeeded" and stops_early(job),
             "adapter": job.name,
-            "queue_position": context.jobs.queue_position(job),
-            "share_validated": context.jobs.share_validated(job),
+            "queue_position": manager.queue_position(job),
+            "share_validated": manager.share_validated(job),
         },
     }
 

@@ -11,11 +11,12 @@ from coserve.adapters.methods import changes_model
 from coserve.adapters.peft_directory import read_config
 from coserve.engine.commands import AdapterRef
 from coserve.errors import AdapterError
+from coserve.jobs.manager import JobManager
 from coserve.jobs.metrics.trackers import has_wandb
 from coserve.jobs.names import SUFFIX
 from coserve.jobs.settings import JobSettings, job_settings
+from coserve.server.adapters.served import ServedModels
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, not_found
 from coserve.server.fine_tuning.schemas import MOST_SEED, CreateJobBody, MethodBody, OfObjective
 from coserve.tuning.objectives import SUPERVISED, method_names
@@ -24,7 +25,12 @@ _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 
 
 def read_job_request(
-    body: CreateJobBody, context: ServerContext, tenant: str
+    body: CreateJobBody,
+    tenant: str,
+    *,
+    jobs: JobManager,
+    models: ServedModels,
+    num_nodes: int,
 ) -> tuple[str, AdapterRef | None, JobSettings]:
     """The model underneath, the adapter on it that the job trains further (None: a fresh one), and
     its settings.
@@ -33,8 +39,8 @@ def read_job_request(
     takes a moment.
     """
     _check(body)
-    base, start = _start(context, tenant, body.model)
-    model = context.jobs.models[base]
+    base, start = _start(jobs, models, tenant, body.model)
+    model = jobs.models[base]
     settings = job_settings(
         hyperparameters=_hyperparameters(body),
         extension=body.coserve or {},
@@ -46,7 +52,7 @@ def read_job_request(
         objective=SUPERVISED if body.method is None else body.method.objective,
         has_validation=body.validation_file is not None,
     )
-    _check_data_parallel(settings, base, context)
+    _check_data_parallel(settings, num_nodes, serves=base == jobs.models.served.name, base=base)
     integrations = tuple(each.model_dump(exclude_none=True) for each in body.integrations or ())
     check_texts(list(integrations), param="integrations")
     return base, start, replace(settings, integrations=integrations)
@@ -62,16 +68,13 @@ def _num_virtual(start: AdapterRef) -> int:
         return 0
 
 
-def _check_data_parallel(settings: JobSettings, base: str, context: ServerContext) -> None:
-    asked, num_nodes = (
-        1 if settings.data_parallel is None else settings.data_parallel.num_nodes,
-        context.link.num_nodes,
-    )
+def _check_data_parallel(settings: JobSettings, num_nodes: int, *, base: str, serves: bool) -> None:
+    asked = 1 if settings.data_parallel is None else settings.data_parallel.num_nodes
     if changes_model(settings.adapter) and num_nodes > 1 and asked != num_nodes:
         wrong = f"full fine-tuning changes the weights that all nodes serve: ask for all {num_nodes} that are ready."
     elif settings.data_parallel is None:
         return
-    elif base != context.jobs.models.served.name:
+    elif not serves:
         wrong = f"{base} is trained beside the model that serves, on one node: leave it out."
     elif num_nodes < asked:
         nodes = "1 node that is ready" if num_nodes == 1 else f"{num_nodes} nodes that are ready"
@@ -146,16 +149,17 @@ def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
     return {} if given is None else given.model_dump()
 
 
-def _start(context: ServerContext, tenant: str, model: str) -> tuple[str, AdapterRef | None]:
+def _start(
+    jobs: JobManager, models: ServedModels, tenant: str, model: str
+) -> tuple[str, AdapterRef | None]:
     """The model underneath, and the adapter on it that a job trains further; None for a fresh
     one.
     """
-    jobs = context.jobs
-    if model in context.base_names:
+    if model in models.base_names:
         return jobs.models.served.name, None
     if model in jobs.models:
         return model, None
-    known = context.find_adapter(tenant, model) or jobs.adapters.find_on_any(tenant, model)
+    known = models.find_adapter(tenant, model) or jobs.adapters.find_on_any(tenant, model)
     if known is None or known.base not in jobs.models:
         raise not_found(
             f"The model '{model}' does not exist", param="model", code="model_not_found"

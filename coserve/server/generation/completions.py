@@ -9,8 +9,8 @@ from typing import Any
 from coserve.devices.grammars.grammar import Grammar
 from coserve.devices.messages.steps import TokenLogprob
 from coserve.server.bodies.schemas import CompletionBody
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
+from coserve.server.generation.context import GenerationContext
 from coserve.server.generation.generation import (
     Generation,
     Usage,
@@ -54,7 +54,7 @@ class CompletionRequest:
 
 
 async def completion_request(
-    body: CompletionBody, context: ServerContext, tenant: str, arrival_s: float
+    body: CompletionBody, context: GenerationContext, tenant: str, arrival_s: float
 ) -> CompletionRequest:
     """What a body asks for; ApiError names the field that is wrong."""
     _refuse_what_is_not_there(body)
@@ -103,14 +103,14 @@ def _prompts(body: CompletionBody) -> list[str | list[int]]:
 async def _generation(
     body: CompletionBody,
     prompts: list[str | list[int]],
-    context: ServerContext,
+    context: GenerationContext,
     tenant: str,
     arrival_s: float,
 ) -> Generation:
     ready = context.admit(tenant)
-    model = context.model_name if body.model is None else body.model
+    model = context.models.name if body.model is None else body.model
     adapter = await find_model(context, tenant, model)
-    reader, ready = await context.reader_of(adapter, ready)
+    reader, ready = await context.models.reader_of(adapter, ready)
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens < 0 or (max_tokens == 0 and not body.echo):
         raise ApiError("max_tokens must be at least 1; 0 needs echo", param="max_tokens")
@@ -152,7 +152,7 @@ async def _generation(
     )
 
 
-async def _grammar(body: CompletionBody, context: ServerContext, tenant: str) -> Grammar | None:
+async def _grammar(body: CompletionBody, context: GenerationContext, tenant: str) -> Grammar | None:
     """Return what the texts must follow, if anything, once it has been tried; ApiError if it cannot
     be followed.
     """
@@ -165,7 +165,7 @@ async def _grammar(body: CompletionBody, context: ServerContext, tenant: str) ->
 class CompletionWriter:
     """Makes the answer of one request's chunks."""
 
-    def __init__(self, context: ServerContext, request: CompletionRequest) -> None:
+    def __init__(self, context: GenerationContext, request: CompletionRequest) -> None:
         generation, details = request.generation, request.details
         self._context, self._generation, self._echoes, self._details = (
             context,

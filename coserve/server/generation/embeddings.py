@@ -11,8 +11,8 @@ from pydantic import Field
 
 from coserve.devices.sampling_params import SamplingParams
 from coserve.server.bodies.schemas import List, Name, RequestBody
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
+from coserve.server.generation.context import GenerationContext
 from coserve.server.generation.generation import (
     Generation,
     check_length,
@@ -50,7 +50,7 @@ class EmbeddingBody(RequestBody):
 
 
 async def embedding_request(
-    body: EmbeddingBody, context: ServerContext, tenant: str, arrival_s: float
+    body: EmbeddingBody, context: GenerationContext, tenant: str, arrival_s: float
 ) -> Generation:
     """What a body asks for; ApiError names the field that is wrong."""
     if body.dimensions is not None:
@@ -61,7 +61,7 @@ async def embedding_request(
         )
     ready = context.admit(tenant)
     adapter = await find_model(context, tenant, body.model)
-    reader, ready = await context.reader_of(adapter, ready)
+    reader, ready = await context.models.reader_of(adapter, ready)
     is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
     inputs: list[Any] = [body.input] if is_one else list(body.input)
     prompts = []
@@ -89,7 +89,7 @@ async def embedding_request(
 
 
 async def embeddings(
-    body: EmbeddingBody, generation: Generation, context: ServerContext
+    body: EmbeddingBody, generation: Generation, context: GenerationContext
 ) -> dict[str, Any]:
     """The answer; ApiError if this engine's device has no states."""
     found: list[tuple[float, ...]] = [()] * len(generation.prompts)

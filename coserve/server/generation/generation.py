@@ -21,8 +21,8 @@ from coserve.protocol.messages import Ready
 from coserve.scheduling.slo import Slo
 from coserve.server.bodies.schemas import SamplingBody, StreamOptions
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error, not_found
+from coserve.server.generation.context import GenerationContext
 from coserve.server.text.prompts import Prompts, num_characters
 
 # Fields of SamplingParams that a body has by the same name.
@@ -120,16 +120,16 @@ def new_id(prefix: str, separator: str = "-") -> str:
     return f"{prefix}{separator}{uuid4().hex}"
 
 
-async def find_model(context: ServerContext, tenant: str, name: str) -> AdapterRecord | None:
+async def find_model(context: GenerationContext, tenant: str, name: str) -> AdapterRecord | None:
     """The adapter of a model's name, None for the base; 404 for a name that the tenant does not
     know.
     """
-    if name in context.base_names:
+    if name in context.models.base_names:
         return None
     check_texts(name, param="model")
-    adapter = await context.look_up(tenant, name)
+    adapter = await context.models.look_up(tenant, name)
     if adapter is None:
-        model = await asyncio.to_thread(context.only_trained, tenant, name)
+        model = await asyncio.to_thread(context.models.only_trained, tenant, name)
         reason = "does not exist or you do not have access to it."
         if model is not None:
             reason = f"is trained here and not served: serve it with {model}."
@@ -192,7 +192,7 @@ def slo_of(body: SamplingBody, default: Slo) -> Slo:
     )
 
 
-def priority_of(body: HasPriority, context: ServerContext, tenant: str) -> int:
+def priority_of(body: HasPriority, context: GenerationContext, tenant: str) -> int:
     """As the body says; before others go those of operators alone."""
     asked = body.priority or 0
     return asked if context.keys.ring.is_operator(tenant) else max(0, asked)
@@ -268,7 +268,7 @@ def most_tokens(ready: Ready) -> int:
 
 
 async def chunks_of(
-    context: ServerContext, generation: Generation
+    context: GenerationContext, generation: Generation
 ) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
     """The chunks of each prompt as they come; closing this cancels what is not over.
 

@@ -9,8 +9,8 @@ from ipaddress import ip_address
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coserve.server.errors import ApiError
-from coserve.server.http.hosts import ANY_HOST
 from coserve.server.http.responses import error_response
+from coserve.server.options.hosts import ANY_HOST
 
 _LONGEST_ADDRESS = 8192
 _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::[0-9]*)?")

@@ -5,7 +5,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coserve.server.errors import ApiError
 from coserve.server.http.responses import error_response
-from coserve.server.page import assets
 from coserve.server.tenancy.admission import Admission
 from coserve.server.tenancy.keys import DEFAULT_TENANT
 from coserve.server.tenancy.keys_file import Keys
@@ -23,8 +22,19 @@ class TenantMiddleware:
     are needed. What is left of a tenant's limits goes back with every answer.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, admission: Admission) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, admission: Admission, open_prefixes: tuple[str, ...] = ()
+    ) -> None:
+        """Protect an application.
+
+        Args:
+            app: The application.
+            keys: Keys in force.
+            admission: Limits of tenants.
+            open_prefixes: Prefixes of paths that need no key.
+        """
         self._app, self._keys, self._admission = app, keys, admission
+        self._open_prefixes = open_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let it pass, or answer 401."""
@@ -49,7 +59,8 @@ class TenantMiddleware:
 
     def _tenant(self, scope: Scope) -> str:
         ring = self._keys.ring
-        if ring.is_open or scope["path"] in _OPEN_PATHS or scope["path"].startswith(assets.PATH):
+        path: str = scope["path"]
+        if ring.is_open or path in _OPEN_PATHS or path.startswith(self._open_prefixes):
             return DEFAULT_TENANT
         headers = dict(scope["headers"])
         given = headers.get(b"authorization", b"").decode("latin-1")

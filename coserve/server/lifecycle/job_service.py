@@ -22,7 +22,7 @@ from coserve.jobs.sql.store import Store
 from coserve.models.families import build_architecture
 from coserve.models.source import ModelSource, check_model, find_model
 from coserve.protocol.messages import Ready, StepReport
-from coserve.server.batches.answers import ANSWERS
+from coserve.server.batches.answers import ANSWERS, LineContext
 from coserve.server.batches.retries import until_done
 from coserve.server.batches.runner import BatchRunner
 from coserve.server.context import ServerContext
@@ -92,11 +92,14 @@ async def start_jobs(context: ServerContext) -> None:
         engine=context.link,
         models=models,
         max_running=config.max_running_jobs,
-        max_running_of=lambda tenant: context.limits_of(tenant).max_running_jobs,
+        max_running_of=lambda tenant: context.keys.ring.limits_of(tenant).max_running_jobs,
         timeout_s=inf if config.job_timeout_s is None else config.job_timeout_s,
     )
     await asyncio.to_thread(
-        context.loaded.restore, store, base=context.model_name, allowed=config.allow_adapter_paths
+        context.models.loaded.restore,
+        store,
+        base=context.models.name,
+        allowed=config.allow_adapter_paths,
     )
     context.storage = Storage(store, config.directory)
     await context.storage.check()
@@ -106,17 +109,21 @@ async def start_jobs(context: ServerContext) -> None:
     await manager.start()
     context.trackers = Trackers(store, config.directory / "jobs")
     context.link.listen(_JobReports(manager, context.link, context.trackers))
-    context.catalogues.append(manager.adapters)
-    context.job_manager = manager
-    context.batch_runner = BatchRunner(
+    context.models.catalogues.append(manager.adapters)
+    context.opened_jobs.value = manager
+    lines = LineContext(
+        generation=context.generation, responses=context.responses, fields=context.fields
+    )
+    batches = BatchRunner(
         store,
         manager.files,
         config.directory / BATCHES_FOLDER,
-        answer=lambda request: ANSWERS[request.endpoint](request, context),
+        answer=lambda request: ANSWERS[request.endpoint](request, lines),
         most=lambda: config.max_requests * min(max(1, context.link.num_nodes), _MOST_NODES),
     )
-    context.batch_runner.start()
-    context.link.listen(_BatchDeaths(context.batch_runner))
+    context.opened_batches.value = batches
+    batches.start()
+    context.link.listen(_BatchDeaths(batches))
     if context.link.ready is not None:
         manager.engine_ready()
 
@@ -127,14 +134,14 @@ async def _end_unfinished(store: Store, ids: list[str]) -> None:
 
 def _models(context: ServerContext) -> JobModels:
     paths = context.config.engine.trainable_models
-    if clashing := sorted(paths.keys() & {*context.base_names, context.model_name}):
+    if clashing := sorted(paths.keys() & {*context.models.base_names, context.models.name}):
         raise ModelError(
             f"--trainable-model {clashing[0]}=… has the name of the model that serves: choose "
             f"another"
         )
     served = context.prompts.source
     others = [_base_model(name, source, load_tokenizer(source)) for name, source in _found(paths)]
-    model = _base_model(context.model_name, served, context.prompts.tokenizer)
+    model = _base_model(context.models.name, served, context.prompts.tokenizer)
     return JobModels(replace(model, max_positions=context.config.max_model_len), others)
 
 
@@ -160,19 +167,19 @@ def _base_model(
 
 async def stop_batches(context: ServerContext) -> None:
     """Let them rest; they resume at the next start."""
-    if context.batch_runner is not None:
-        await context.batch_runner.close()
+    if (batches := context.opened_batches.value) is not None:
+        await batches.close()
 
 
 async def stop_jobs(context: ServerContext) -> None:
     """Write down what the engine said last, and close the store."""
     await stop_batches(context)
-    await context.runs.close()
+    await context.responses.runs.close()
     if context.ending is not None:
         context.ending.cancel()
         await asyncio.gather(context.ending, return_exceptions=True)
     if context.trackers is not None:
         await asyncio.to_thread(context.trackers.close)
-    if context.job_manager is not None:
-        await context.job_manager.close()
-        context.job_manager.store.close()
+    if (manager := context.opened_jobs.value) is not None:
+        await manager.close()
+        manager.store.close()

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from coserve.server.bodies.other_fields import UNKNOWN_FIELDS
-from coserve.server.http.hosts import check_hosts
+from coserve.server.options.hosts import check_hosts
 from coserve.server.options.option import OptionGroup, check_choice, check_seconds, option
 from coserve.server.units import bytes_of, seconds_of
 from coserve.settings import check_whole

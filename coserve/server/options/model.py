@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coserve.server.adapters.lora_option import lora_module
+from coserve.server.options.lora_option import lora_module
 from coserve.server.options.option import OptionGroup, option
 from coserve.server.tool_parsers import parser_class, parser_names
 from coserve.settings import check_whole

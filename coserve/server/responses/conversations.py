@@ -7,26 +7,26 @@ from typing import Any
 from coserve.jobs.records import ConversationRecord
 from coserve.jobs.sql.transaction import Transaction
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
 from coserve.server.http.responses import to_json
-from coserve.server.responses.stored import find_stored
+from coserve.server.responses.context import ResponsesContext
+from coserve.server.stored.lookup import find_stored
 
 Item = dict[str, Any]
 
 
 async def find_conversation(
-    context: ServerContext, tenant: str, id: str, *, param: str = "conversation_id"
+    context: ResponsesContext, tenant: str, id: str, *, param: str = "conversation_id"
 ) -> ConversationRecord:
     """One of a tenant's; ApiError if there is none."""
     missing = f"Conversation with id '{id}' not found."
     return await find_stored(
-        context, id, lambda store: store.conversation(tenant, id), param=param, missing=missing
+        context.jobs, id, lambda store: store.conversation(tenant, id), param=param, missing=missing
     )
 
 
 async def items_of(
-    context: ServerContext, tenant: str, id: str, *, param: str = "conversation_id"
+    context: ResponsesContext, tenant: str, id: str, *, param: str = "conversation_id"
 ) -> list[Item]:
     """All that was said in a conversation; ApiError if it is not there."""
 
@@ -34,7 +34,7 @@ async def items_of(
         return None if store.conversation(tenant, id) is None else store.conversation_items(id)
 
     missing = f"Conversation with id '{id}' not found."
-    return await find_stored(context, id, read, param=param, missing=missing)
+    return await find_stored(context.jobs, id, read, param=param, missing=missing)
 
 
 def check_new(items: Sequence[Item], known: Sequence[Item], *, param: str) -> None:
@@ -49,7 +49,7 @@ def check_new(items: Sequence[Item], known: Sequence[Item], *, param: str) -> No
 
 
 async def create_conversation(
-    context: ServerContext, record: ConversationRecord, items: Sequence[Item]
+    context: ResponsesContext, record: ConversationRecord, items: Sequence[Item]
 ) -> None:
     """A new one, with its first items."""
 
@@ -62,7 +62,7 @@ async def create_conversation(
 
 
 async def extend_conversation(
-    context: ServerContext, tenant: str, id: str, items: Sequence[Item]
+    context: ResponsesContext, tenant: str, id: str, items: Sequence[Item]
 ) -> bool:
     """Add items; ApiError if one is there already. Returns whether the conversation is there: it
     may have gone.
@@ -81,7 +81,7 @@ async def extend_conversation(
 
 
 async def label_conversation(
-    context: ServerContext, tenant: str, id: str, metadata: dict[str, str]
+    context: ResponsesContext, tenant: str, id: str, metadata: dict[str, str]
 ) -> ConversationRecord | None:
     """Give one of a tenant's other metadata; returns it as it is then, None if it is not there."""
     check_texts(id, param="conversation_id")
@@ -95,7 +95,7 @@ async def label_conversation(
     return await asyncio.to_thread(write)
 
 
-async def remove_conversation(context: ServerContext, tenant: str, id: str) -> bool:
+async def remove_conversation(context: ResponsesContext, tenant: str, id: str) -> bool:
     """Forget one of a tenant's, with its items; returns whether it was there."""
     check_texts(id, param="conversation_id")
 
@@ -110,7 +110,7 @@ async def remove_conversation(context: ServerContext, tenant: str, id: str) -> b
 
 
 async def remove_item(
-    context: ServerContext, tenant: str, id: str, item: str
+    context: ResponsesContext, tenant: str, id: str, item: str
 ) -> tuple[ConversationRecord | None, bool]:
     """Take an item out of a conversation; returns that, None if it is not there, and whether the
     item was.
@@ -127,10 +127,10 @@ async def remove_item(
 
 
 def _add(
-    context: ServerContext,
+    context: ResponsesContext,
     transaction: Transaction,
     record: ConversationRecord,
     items: Sequence[Item],
 ) -> None:
     sized = [(item, len(to_json(item))) for item in items]
-    transaction.add_conversation_items(record, sized, most_bytes=context.config.max_response_bytes)
+    transaction.add_conversation_items(record, sized, most_bytes=context.max_bytes)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
+from coserve.server.responses.context import ResponsesContext
 from coserve.server.responses.conversations import check_new, extend_conversation, items_of
 from coserve.server.responses.schemas import ResponseBody
 from coserve.server.responses.store import USABLE, items_up_to, keep
@@ -13,7 +13,7 @@ Items = list[dict[str, Any]]
 
 
 async def items_before(
-    context: ServerContext, tenant: str, body: ResponseBody, items: Items
+    context: ResponsesContext, tenant: str, body: ResponseBody, items: Items
 ) -> Items:
     """What was said before. items: what is new; ApiError if that is not so, or there is nothing to
     follow.
@@ -29,7 +29,7 @@ async def items_before(
     return before
 
 
-def keeper(context: ServerContext, tenant: str, body: ResponseBody, items: Items) -> Keep:
+def keeper(context: ResponsesContext, tenant: str, body: ResponseBody, items: Items) -> Keep:
     """Writes a response down as it is when it is called; one that has come to a good end goes into
     its conversation.
     """

@@ -7,8 +7,8 @@ from coserve.server.bodies.reader import body_of
 from coserve.server.bodies.schemas import ChatBody, SamplingBody
 from coserve.server.bodies.texts import check_texts
 from coserve.server.chat.request import ChatRequest, chat_request
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError
+from coserve.server.generation.context import GenerationContext
 from coserve.server.generation.generation import new_id
 from coserve.server.responses.items import messages_of
 from coserve.server.responses.schemas import ReasoningBody, ResponseBody, TextFormat
@@ -34,7 +34,7 @@ _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 async def response_request(
     body: ResponseBody,
     items: Sequence[dict[str, Any]],
-    context: ServerContext,
+    context: GenerationContext,
     tenant: str,
     arrival_s: float,
 ) -> ChatRequest:

@@ -8,10 +8,10 @@ from typing import Any
 from coserve.jobs.records import ResponseRecord
 from coserve.jobs.sql.store import Store
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, not_found
 from coserve.server.http.responses import to_json
-from coserve.server.responses.stored import find_stored
+from coserve.server.responses.context import ResponsesContext
+from coserve.server.stored.lookup import find_stored
 
 # As OpenAI keeps them.
 _KEPT_S = 30 * 24 * 3600
@@ -40,7 +40,7 @@ def end_unfinished(store: Store, ids: Collection[str]) -> None:
 
 
 async def keep(
-    context: ServerContext, tenant: str, items: list[Any], response: dict[str, Any]
+    context: ResponsesContext, tenant: str, items: list[Any], response: dict[str, Any]
 ) -> None:
     """Write a response down as it is now. items: what was new in its input."""
     record = ResponseRecord(
@@ -57,20 +57,24 @@ async def keep(
 
     def put() -> None:
         with context.jobs.store.write() as transaction:
-            transaction.put_response(record, most_bytes=context.config.max_response_bytes)
+            transaction.put_response(record, most_bytes=context.max_bytes)
 
     await asyncio.to_thread(put)
 
 
-async def find(context: ServerContext, tenant: str, id: str) -> ResponseRecord:
+async def find(context: ResponsesContext, tenant: str, id: str) -> ResponseRecord:
     """One of a tenant's; ApiError if there is none."""
     missing = f"Response with id '{id}' not found."
     return await find_stored(
-        context, id, lambda store: store.response(tenant, id), param="response_id", missing=missing
+        context.jobs,
+        id,
+        lambda store: store.response(tenant, id),
+        param="response_id",
+        missing=missing,
     )
 
 
-async def forget(context: ServerContext, tenant: str, id: str) -> None:
+async def forget(context: ResponsesContext, tenant: str, id: str) -> None:
     """Remove one of a tenant's; ApiError if there is none, or none any more."""
     check_texts(id, param="response_id")
 
@@ -83,7 +87,7 @@ async def forget(context: ServerContext, tenant: str, id: str) -> None:
 
 
 async def items_up_to(
-    context: ServerContext, tenant: str, previous: str | None
+    context: ResponsesContext, tenant: str, previous: str | None
 ) -> list[dict[str, Any]]:
     """All items up to the end of a response, with those of the responses before it.
 

@@ -10,8 +10,8 @@ from coserve.errors import CoserveError
 from coserve.server.chat.answer_reader import AnswerReader
 from coserve.server.chat.request import ChatRequest
 from coserve.server.chat.writer import logprobs_of
-from coserve.server.context import ServerContext
 from coserve.server.errors import ApiError, as_api_error
+from coserve.server.generation.context import GenerationContext
 from coserve.server.generation.generation import Usage, chunks_of
 from coserve.server.responses.output import Event, ResponseOutput
 from coserve.server.responses.schemas import FunctionTool, ResponseBody
@@ -26,7 +26,7 @@ class ResponseWriter:
     """Makes the events of one response; `response` is it as it is now."""
 
     def __init__(
-        self, context: ServerContext, body: ResponseBody, chat: ChatRequest, keep: Keep
+        self, context: GenerationContext, body: ResponseBody, chat: ChatRequest, keep: Keep
     ) -> None:
         """keep: told the response when it is over, before clients are."""
         self._context, self._chat, self._keep = context, chat, keep

@@ -16,10 +16,12 @@ from starlette.responses import Response, StreamingResponse
 from coserve.adapters.file_names import FULL_FILE
 from coserve.errors import AdapterError
 from coserve.home import make_private
+from coserve.jobs.manager import JobManager
 from coserve.jobs.records import JobRecord
-from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.config import ServerConfig
+from coserve.server.context import ConfigPart, JobsPart, MergingPart, Tenant
 from coserve.server.errors import ApiError
-from coserve.server.fine_tuning.archives import zipped
+from coserve.server.fine_tuning.archives import Merging, zipped
 from coserve.server.routes.fine_tuning import JOBS, adapter_directory, adapter_files, find_job
 
 router = APIRouter()
@@ -28,7 +30,9 @@ router = APIRouter()
 @router.get(JOBS + "/{job_id}/archive")
 async def retrieve_archive(
     job_id: str,
-    context: Context,
+    jobs: JobsPart,
+    merging: MergingPart,
+    config: ConfigPart,
     tenant: Tenant,
     step: Annotated[int, Query(ge=0)] | None = None,
     merge: bool = False,
@@ -39,32 +43,32 @@ async def retrieve_archive(
     weights, in the types of its files and in Hugging Face's layout, instead of the adapter in
     PEFT's.
     """
-    job = await run_in_threadpool(find_job, context, tenant, job_id)
-    directory = await run_in_threadpool(adapter_directory, context, job, step)
+    job = await run_in_threadpool(find_job, jobs, tenant, job_id)
+    directory = await run_in_threadpool(adapter_directory, jobs, job, step)
     name = job.name.replace(":", "-")
     if not merge or (directory / FULL_FILE).is_file():
         return _archive(await run_in_threadpool(adapter_files, directory), name)
-    merged = await _merged(context, job, directory)
+    merged = await _merged(
+        merging, _base_model(jobs, config, job), directory, config.directory / "run"
+    )
     remove = BackgroundTask(shutil.rmtree, merged, ignore_errors=True)
     return _archive(sorted(merged.iterdir()), f"{name}-merged", remove)
 
 
-async def _merged(context: ServerContext, job: JobRecord, adapter: Path) -> Path:
-    """Return a new directory with the merged model."""
-    if context.merging.is_busy:
+async def _merged(merging: Merging, model: str, adapter: Path, run: Path) -> Path:
+    """Return a new directory in `run` with the merged model."""
+    if merging.is_busy:
         raise ApiError(
             "another adapter is being merged; try again when it is done",
             status=503,
             kind="server_error",
             headers={"Retry-After": "30"},
         )
-    run = (
-        context.config.directory / "run"
-    )  # what a killed server leaves there is removed at the next start
+    # What a killed server leaves there is removed at the next start.
     make_private(run)
     merged = Path(mkdtemp(dir=run, prefix="merged-"))
     try:
-        await context.merging.merge(_base_model(context, job), adapter, merged)
+        await merging.merge(model, adapter, merged)
     except BaseException as error:
         shutil.rmtree(merged, ignore_errors=True)
         if isinstance(error, AdapterError):
@@ -73,11 +77,11 @@ async def _merged(context: ServerContext, job: JobRecord, adapter: Path) -> Path
     return merged
 
 
-def _base_model(context: ServerContext, job: JobRecord) -> str:
+def _base_model(jobs: JobManager, config: ServerConfig, job: JobRecord) -> str:
     """Return the directory, or hub id, of the model that a job's adapter belongs to."""
-    if job.base == context.jobs.models.served.name:
-        return context.config.model
-    return context.config.engine.trainable_models.get(job.base, job.base)
+    if job.base == jobs.models.served.name:
+        return config.model
+    return config.engine.trainable_models.get(job.base, job.base)
 
 
 def _archive(paths: list[Path], name: str, after: BackgroundTask | None = None) -> Response:

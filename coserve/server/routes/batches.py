@@ -10,16 +10,17 @@ from starlette.responses import Response
 
 from coserve.errors import LimitError
 from coserve.jobs.files.blobs import QUOTA_RETRY_S
+from coserve.jobs.manager import JobManager
 from coserve.jobs.records import BatchRecord, Page, new_id
 from coserve.server.batches.answers import ANSWERS
 from coserve.server.bodies.reader import JsonRoute
 from coserve.server.bodies.schemas import Body
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.context import BatchesPart, JobsPart, Tenant, TenantLimits
 from coserve.server.errors import ApiError, not_found
 from coserve.server.http.responses import json_response
 from coserve.server.responses.request import check_metadata
-from coserve.server.responses.stored import find_stored
+from coserve.server.stored.lookup import find_stored
 from coserve.server.units import seconds_of
 
 router = APIRouter(route_class=JsonRoute)
@@ -46,14 +47,16 @@ class BatchBody(Body):
 
 
 @router.post("/v1/batches")
-async def create_batch(body: BatchBody, context: Context, tenant: Tenant) -> Response:
+async def create_batch(
+    body: BatchBody, jobs: JobsPart, batches: BatchesPart, limits: TenantLimits, tenant: Tenant
+) -> Response:
     """Take up the requests of a file."""
     check_texts(body.input_file_id, param="input_file_id")
     check_metadata(body.metadata)
     if body.endpoint not in ANSWERS:
         raise ApiError(f"endpoint must be one of {', '.join(ANSWERS)}", param="endpoint")
     window_s = _window_s(body.completion_window)
-    file = await asyncio.to_thread(context.jobs.files.find, tenant, body.input_file_id)
+    file = await asyncio.to_thread(jobs.files.find, tenant, body.input_file_id)
     if file is None:
         raise not_found(f"No such File object: {body.input_file_id}", param="input_file_id")
     if file.purpose != "batch":
@@ -74,14 +77,15 @@ async def create_batch(body: BatchBody, context: Context, tenant: Tenant) -> Res
         metadata=body.metadata,
         output_expires_after_s=None if expires is None else expires.seconds,
     )
-    await asyncio.to_thread(_add, context, record)
-    context.batches.begin(record)
+    await asyncio.to_thread(_add, jobs, record, limits.max_batches)
+    batches.begin(record)
     return json_response(_batch(record))
 
 
 @router.get("/v1/batches")
 async def list_batches(
-    context: Context,
+    jobs: JobsPart,
+    batches: BatchesPart,
     tenant: Tenant,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -89,11 +93,11 @@ async def list_batches(
     """A page of them, the newest first."""
 
     def read() -> Page:
-        with context.jobs.store.read() as transaction:
+        with jobs.store.read() as transaction:
             return transaction.batches(tenant, after=after, limit=limit)
 
     page = await asyncio.to_thread(read)
-    data = [_batch(context.batches.live(record)) for record in page.items]
+    data = [_batch(batches.live(record)) for record in page.items]
     return json_response(
         {
             "object": "list",
@@ -106,15 +110,19 @@ async def list_batches(
 
 
 @router.get("/v1/batches/{batch_id}")
-async def retrieve_batch(batch_id: str, context: Context, tenant: Tenant) -> Response:
+async def retrieve_batch(
+    batch_id: str, jobs: JobsPart, batches: BatchesPart, tenant: Tenant
+) -> Response:
     """One of them, with what has come of it so far."""
-    return json_response(_batch(context.batches.live(await _find(context, tenant, batch_id))))
+    return json_response(_batch(batches.live(await _find(jobs, tenant, batch_id))))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
-async def cancel_batch(batch_id: str, context: Context, tenant: Tenant) -> Response:
+async def cancel_batch(
+    batch_id: str, jobs: JobsPart, batches: BatchesPart, tenant: Tenant
+) -> Response:
     """Ask no more of its requests; what has been answered is kept."""
-    record = await context.batches.cancel(await _find(context, tenant, batch_id))
+    record = await batches.cancel(await _find(jobs, tenant, batch_id))
     if record.status not in ("cancelling", "cancelled"):
         raise ApiError(
             f"Batch {batch_id} is {record.status}: it cannot be cancelled any more.", status=409
@@ -122,9 +130,8 @@ async def cancel_batch(batch_id: str, context: Context, tenant: Tenant) -> Respo
     return json_response(_batch(record))
 
 
-def _add(context: ServerContext, record: BatchRecord) -> None:
-    most = context.limits_of(record.tenant).max_batches
-    with context.jobs.store.write() as transaction:
+def _add(jobs: JobManager, record: BatchRecord, most: int | None) -> None:
+    with jobs.store.write() as transaction:
         there = transaction.num_unfinished_batches(record.tenant)
         if most is not None and there >= most:
             raise LimitError(
@@ -138,10 +145,10 @@ def _add(context: ServerContext, record: BatchRecord) -> None:
         transaction.add_batch(record)
 
 
-async def _find(context: ServerContext, tenant: str, id: str) -> BatchRecord:
+async def _find(jobs: JobManager, tenant: str, id: str) -> BatchRecord:
     missing = f"No batch found with id '{id}'."
     return await find_stored(
-        context, id, lambda store: store.batch(tenant, id), param="batch_id", missing=missing
+        jobs, id, lambda store: store.batch(tenant, id), param="batch_id", missing=missing
     )
 
 

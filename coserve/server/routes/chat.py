@@ -12,7 +12,7 @@ from coserve.server.bodies.schemas import ChatBatchBody, ChatBody
 from coserve.server.chat.prompt import ignored_fields
 from coserve.server.chat.request import chat_request
 from coserve.server.chat.writer import ChatWriter
-from coserve.server.context import Context, Tenant
+from coserve.server.context import GenerationPart, Tenant
 from coserve.server.errors import ApiError
 from coserve.server.generation.generation import UsageOptions, new_id
 from coserve.server.http.request_log import note_completion
@@ -23,7 +23,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/chat/completions")
 async def chat_completions(
-    body: ChatBody, request: Request, context: Context, tenant: Tenant
+    body: ChatBody, request: Request, context: GenerationPart, tenant: Tenant
 ) -> Response:
     """Answer a chat."""
     chat = await chat_request(body, context, tenant, time.monotonic())
@@ -39,7 +39,7 @@ async def chat_completions(
 
 @router.post("/v1/chat/completions/batch")
 async def chat_completions_batch(
-    body: ChatBatchBody, request: Request, context: Context, tenant: Tenant
+    body: ChatBatchBody, request: Request, context: GenerationPart, tenant: Tenant
 ) -> Response:
     """Answer several chats; the choices are theirs, in their order."""
     if body.stream:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from coserve.server.bodies.reader import JsonRoute
 from coserve.server.bodies.schemas import CompletionBody
-from coserve.server.context import Context, Tenant
+from coserve.server.context import GenerationPart, Tenant
 from coserve.server.generation.completions import CompletionWriter, completion_request
 from coserve.server.generation.generation import UsageOptions
 from coserve.server.http.request_log import note_completion
@@ -18,7 +18,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions")
 async def completions(
-    body: CompletionBody, request: Request, context: Context, tenant: Tenant
+    body: CompletionBody, request: Request, context: GenerationPart, tenant: Tenant
 ) -> Response:
     """Continue with prompts."""
     completion = await completion_request(body, context, tenant, time.monotonic())

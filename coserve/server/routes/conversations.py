@@ -10,7 +10,7 @@ from starlette.responses import Response
 from coserve.jobs.records import ConversationRecord, new_id
 from coserve.server.bodies.reader import JsonRoute
 from coserve.server.bodies.schemas import Body, List
-from coserve.server.context import Context, Tenant
+from coserve.server.context import ResponsesPart, Tenant
 from coserve.server.errors import not_found
 from coserve.server.http.responses import json_response
 from coserve.server.responses.conversations import (
@@ -52,7 +52,7 @@ class ItemsBody(Body):
 
 
 @router.post("/v1/conversations")
-async def create(body: ConversationBody, context: Context, tenant: Tenant) -> Response:
+async def create(body: ConversationBody, responses: ResponsesPart, tenant: Tenant) -> Response:
     """Begin one."""
     check_metadata(body.metadata)
     items = input_items(body.items or (), "items")
@@ -61,33 +61,33 @@ async def create(body: ConversationBody, context: Context, tenant: Tenant) -> Re
     record = ConversationRecord(
         id=new_id("conv_"), tenant=tenant, created_at=now, used_at=now, metadata=body.metadata or {}
     )
-    await create_conversation(context, record, items)
+    await create_conversation(responses, record, items)
     return json_response(_conversation(record))
 
 
 @router.get("/v1/conversations/{conversation_id}")
-async def retrieve(conversation_id: str, context: Context, tenant: Tenant) -> Response:
+async def retrieve(conversation_id: str, responses: ResponsesPart, tenant: Tenant) -> Response:
     """One of them."""
-    return json_response(_conversation(await find_conversation(context, tenant, conversation_id)))
+    return json_response(_conversation(await find_conversation(responses, tenant, conversation_id)))
 
 
 @router.post("/v1/conversations/{conversation_id}")
 async def change(
-    conversation_id: str, body: ChangeBody, context: Context, tenant: Tenant
+    conversation_id: str, body: ChangeBody, responses: ResponsesPart, tenant: Tenant
 ) -> Response:
     """Give it other metadata."""
     check_metadata(body.metadata)
     if (
-        found := await label_conversation(context, tenant, conversation_id, body.metadata or {})
+        found := await label_conversation(responses, tenant, conversation_id, body.metadata or {})
     ) is None:
         raise _no_conversation(conversation_id)
     return json_response(_conversation(found))
 
 
 @router.delete("/v1/conversations/{conversation_id}")
-async def delete(conversation_id: str, context: Context, tenant: Tenant) -> Response:
+async def delete(conversation_id: str, responses: ResponsesPart, tenant: Tenant) -> Response:
     """Forget it, with its items; responses that were made in it stay."""
-    if not await remove_conversation(context, tenant, conversation_id):
+    if not await remove_conversation(responses, tenant, conversation_id):
         raise _no_conversation(conversation_id)
     return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
@@ -96,13 +96,13 @@ async def delete(conversation_id: str, context: Context, tenant: Tenant) -> Resp
 async def add_items(
     conversation_id: str,
     body: ItemsBody,
-    context: Context,
+    responses: ResponsesPart,
     tenant: Tenant,
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
     """Add some at its end."""
     items = input_items(body.items, "items")
-    if not await extend_conversation(context, tenant, conversation_id, items):
+    if not await extend_conversation(responses, tenant, conversation_id, items):
         raise _no_conversation(conversation_id)
     return json_response(page_of(items, order="asc", limit=len(items)))
 
@@ -110,7 +110,7 @@ async def add_items(
 @router.get("/v1/conversations/{conversation_id}/items")
 async def list_items(
     conversation_id: str,
-    context: Context,
+    responses: ResponsesPart,
     tenant: Tenant,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -118,7 +118,7 @@ async def list_items(
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
     """What was said in it, in pages."""
-    items = await items_of(context, tenant, conversation_id)
+    items = await items_of(responses, tenant, conversation_id)
     return json_response(page_of(items, order=order, after=after, limit=limit))
 
 
@@ -126,12 +126,12 @@ async def list_items(
 async def retrieve_item(
     conversation_id: str,
     item_id: str,
-    context: Context,
+    responses: ResponsesPart,
     tenant: Tenant,
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
     """One of its items."""
-    items = await items_of(context, tenant, conversation_id)
+    items = await items_of(responses, tenant, conversation_id)
     found = next((item for item in items if item["id"] == item_id), None)
     if found is None:
         raise _no_item(item_id)
@@ -140,10 +140,10 @@ async def retrieve_item(
 
 @router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
 async def delete_item(
-    conversation_id: str, item_id: str, context: Context, tenant: Tenant
+    conversation_id: str, item_id: str, responses: ResponsesPart, tenant: Tenant
 ) -> Response:
     """Take one out of it."""
-    record, was_there = await remove_item(context, tenant, conversation_id, item_id)
+    record, was_there = await remove_item(responses, tenant, conversation_id, item_id)
     if record is None:
         raise _no_conversation(conversation_id)
     if not was_there:

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from coserve.server.bodies.reader import JsonRoute
-from coserve.server.context import Context, Tenant
+from coserve.server.context import GenerationPart, Tenant
 from coserve.server.generation.embeddings import EmbeddingBody, embedding_request, embeddings
 from coserve.server.http.request_log import note_completion
 from coserve.server.http.responses import answer
@@ -16,7 +16,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/embeddings")
 async def create_embeddings(
-    body: EmbeddingBody, request: Request, context: Context, tenant: Tenant
+    body: EmbeddingBody, request: Request, context: GenerationPart, tenant: Tenant
 ) -> Response:
     """A vector for each input."""
     generation = await embedding_request(body, context, tenant, time.monotonic())

@@ -9,9 +9,10 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response
 
 from coserve.jobs.files.blobs import PURPOSES, RESULTS
+from coserve.jobs.manager import JobManager
 from coserve.jobs.records import FileRecord
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.context import ConfigPart, JobsPart, Tenant, TenantLimits
 from coserve.server.errors import ApiError, not_found
 from coserve.server.http.open_file import OpenFileResponse
 from coserve.server.http.responses import json_response
@@ -25,7 +26,9 @@ _LONGEST_NAME = 255
 
 
 @router.post("/v1/files")
-async def create_file(request: Request, context: Context, tenant: Tenant) -> Response:
+async def create_file(
+    request: Request, jobs: JobsPart, limits: TenantLimits, tenant: Tenant
+) -> Response:
     """Upload: a form with `file` and `purpose`."""
     async with request.form(max_files=1, max_fields=len(_FIELDS)) as form:
         for name in form:
@@ -50,20 +53,20 @@ async def create_file(request: Request, context: Context, tenant: Tenant) -> Res
                 f"The file's name has more than {_LONGEST_NAME} characters.", param="file"
             )
         record = await run_in_threadpool(
-            context.jobs.files.create,
+            jobs.files.create,
             tenant,
             purpose=str(purpose),
             filename=filename,
             source=upload.file,
             expires_after_s=_expires_after_s(form),
-            max_total_bytes=context.limits_of(tenant).max_file_bytes,
+            max_total_bytes=limits.max_file_bytes,
         )
     return json_response(file_json(record))
 
 
 @router.get("/v1/files")
 def list_files(
-    context: Context,
+    jobs: JobsPart,
     tenant: Tenant,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
@@ -71,7 +74,7 @@ def list_files(
     purpose: str | None = None,
 ) -> Response:
     """A page of them."""
-    with context.jobs.store.read() as transaction:
+    with jobs.store.read() as transaction:
         page = transaction.files(
             tenant, purpose=purpose, after=after, limit=limit, newest_first=order == "desc"
         )
@@ -88,45 +91,46 @@ def list_files(
 
 
 @router.get("/v1/files/{file_id}")
-def retrieve_file(file_id: str, context: Context, tenant: Tenant) -> Response:
+def retrieve_file(file_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
     """One of them."""
-    return json_response(file_json(_find(context, tenant, file_id)))
+    return json_response(file_json(_find(jobs, tenant, file_id)))
 
 
 @router.get("/v1/files/{file_id}/content")
 def retrieve_content(
     file_id: str,
-    context: Context,
+    jobs: JobsPart,
+    config: ConfigPart,
     tenant: Tenant,
     encoding: Literal["plain", "base64"] | None = None,
 ) -> Response:
     """What it holds. encoding: of a job's result file, which OpenAI gives in base64 (default: as
     --result-encoding says); others are given as they are.
     """
-    record = _find(context, tenant, file_id)
+    record = _find(jobs, tenant, file_id)
     try:
-        file = context.jobs.files.path(record).open("rb")
+        file = jobs.files.path(record).open("rb")
     except FileNotFoundError:
         raise not_found(
             f"The content of {file_id} is not there any more.", param="file_id"
         ) from None
-    if record.purpose == RESULTS and (encoding or context.config.result_encoding) == "base64":
+    if record.purpose == RESULTS and (encoding or config.result_encoding) == "base64":
         with file:
             return Response(base64.b64encode(file.read()), media_type="application/octet-stream")
     return OpenFileResponse(file, media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}")
-def delete_file(file_id: str, context: Context, tenant: Tenant) -> Response:
+def delete_file(file_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
     """Forget it, and what it holds."""
     check_texts(file_id, param="file_id")
-    if not context.jobs.files.delete(tenant, file_id):
+    if not jobs.files.delete(tenant, file_id):
         raise _missing_file(file_id)
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
-def _find(context: ServerContext, tenant: str, id: str) -> FileRecord:
-    record = context.jobs.files.find(tenant, id)
+def _find(jobs: JobManager, tenant: str, id: str) -> FileRecord:
+    record = jobs.files.find(tenant, id)
     if record is None:
         raise _missing_file(id)
     return record

@@ -14,9 +14,10 @@ from starlette.responses import FileResponse, Response
 from coserve.engine.jobs.checkpoint import JOB_FILES
 from coserve.errors import EngineGoneError
 from coserve.jobs.files.shared_files import entries
+from coserve.jobs.manager import JobManager
 from coserve.jobs.records import JobRecord, Page
 from coserve.server.bodies.reader import JsonRoute
-from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.context import EnginePart, JobsPart, ModelsPart, Tenant, TenantLimits
 from coserve.server.errors import ApiError, not_found
 from coserve.server.fine_tuning.job_json import checkpoint_json, event_json, job_json, jobs_json
 from coserve.server.fine_tuning.request import read_job_request
@@ -31,10 +32,19 @@ _Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 @router.post(JOBS)
-async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> Response:
+async def create_job(
+    body: CreateJobBody,
+    jobs: JobsPart,
+    models: ModelsPart,
+    engine: EnginePart,
+    limits: TenantLimits,
+    tenant: Tenant,
+) -> Response:
     """A new job."""
-    base, start, settings = await run_in_threadpool(read_job_request, body, context, tenant)
-    job = await context.jobs.create(
+    base, start, settings = await run_in_threadpool(
+        read_job_request, body, tenant, jobs=jobs, models=models, num_nodes=engine.num_nodes
+    )
+    job = await jobs.create(
         tenant,
         model=body.model,
         base=base,
@@ -44,14 +54,14 @@ async def create_job(body: CreateJobBody, context: Context, tenant: Tenant) -> R
         metadata=body.metadata,
         settings=settings,
         start=start,
-        max_jobs=context.limits_of(tenant).max_jobs,
+        max_jobs=limits.max_jobs,
     )
-    return json_response(await run_in_threadpool(job_json, context, job))
+    return json_response(await run_in_threadpool(job_json, jobs, job))
 
 
 @router.get(JOBS)
 def list_jobs(
-    request: Request, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 20
+    request: Request, jobs: JobsPart, tenant: Tenant, after: str | None = None, limit: _Limit = 20
 ) -> Response:
     """A page of them, the newest first; `metadata[key]=value` asks for those with these,
     `metadata=null` for those without any.
@@ -65,55 +75,55 @@ def list_jobs(
         raise ApiError(
             "'metadata' must be null, or be given as metadata[key]=value.", param="metadata"
         )
-    with context.jobs.store.read() as transaction:
+    with jobs.store.read() as transaction:
         page = transaction.jobs(
             tenant, after=after, limit=limit, metadata=metadata, bare=bare == "null"
         )
-    return _page(page, jobs_json(context, page.items))
+    return _page(page, jobs_json(jobs, page.items))
 
 
 @router.get(JOBS + "/{job_id}")
-def retrieve_job(job_id: str, context: Context, tenant: Tenant) -> Response:
+def retrieve_job(job_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
     """One of them."""
-    return json_response(job_json(context, find_job(context, tenant, job_id)))
+    return json_response(job_json(jobs, find_job(jobs, tenant, job_id)))
 
 
 @router.post(JOBS + "/{job_id}/cancel")
-async def cancel_job(job_id: str, context: Context, tenant: Tenant) -> Response:
+async def cancel_job(job_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
     """End it at once."""
-    return await _changed(context.jobs.cancel, job_id, context, tenant)
+    return await _changed(jobs.cancel, job_id, jobs, tenant)
 
 
 @router.post(JOBS + "/{job_id}/pause")
-async def pause_job(job_id: str, context: Context, tenant: Tenant) -> Response:
+async def pause_job(job_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
     """Let it rest where it is."""
-    return await _changed(context.jobs.pause, job_id, context, tenant)
+    return await _changed(jobs.pause, job_id, jobs, tenant)
 
 
 @router.post(JOBS + "/{job_id}/resume")
-async def resume_job(job_id: str, context: Context, tenant: Tenant) -> Response:
+async def resume_job(job_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
     """The inverse."""
-    return await _changed(context.jobs.resume, job_id, context, tenant)
+    return await _changed(jobs.resume, job_id, jobs, tenant)
 
 
 @router.get(JOBS + "/{job_id}/events")
 def list_events(
-    job_id: str, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 20
+    job_id: str, jobs: JobsPart, tenant: Tenant, after: str | None = None, limit: _Limit = 20
 ) -> Response:
     """Its events, the newest first."""
-    find_job(context, tenant, job_id)
-    with context.jobs.store.read() as transaction:
+    find_job(jobs, tenant, job_id)
+    with jobs.store.read() as transaction:
         page = transaction.events(tenant, job_id, after=after, limit=limit)
     return _page(page, [event_json(event) for event in page.items])
 
 
 @router.get(JOBS + "/{job_id}/checkpoints")
 def list_checkpoints(
-    job_id: str, context: Context, tenant: Tenant, after: str | None = None, limit: _Limit = 10
+    job_id: str, jobs: JobsPart, tenant: Tenant, after: str | None = None, limit: _Limit = 10
 ) -> Response:
     """Its checkpoints, the newest first."""
-    find_job(context, tenant, job_id)
-    with context.jobs.store.read() as transaction:
+    find_job(jobs, tenant, job_id)
+    with jobs.store.read() as transaction:
         page = transaction.checkpoints(tenant, job_id, after=after, limit=limit)
         best = transaction.best_evaluations([job_id]).get(job_id)
         data = [
@@ -125,13 +135,13 @@ def list_checkpoints(
 
 @router.get(JOBS + "/{job_id}/adapter")
 def list_adapter_files(
-    job_id: str, context: Context, tenant: Tenant, step: Annotated[int, Query(ge=0)] | None = None
+    job_id: str, jobs: JobsPart, tenant: Tenant, step: Annotated[int, Query(ge=0)] | None = None
 ) -> Response:
     """List the files of the adapter that a job has made, in PEFT's format.
 
     step: of a checkpoint (default: that of its model, or the newest).
     """
-    directory = adapter_directory(context, find_job(context, tenant, job_id), step)
+    directory = adapter_directory(jobs, find_job(jobs, tenant, job_id), step)
     data = [
         {"name": path.name, "bytes": path.stat().st_size}
         for path in sorted(adapter_files(directory))
@@ -143,12 +153,12 @@ def list_adapter_files(
 def retrieve_adapter_file(
     job_id: str,
     name: str,
-    context: Context,
+    jobs: JobsPart,
     tenant: Tenant,
     step: Annotated[int, Query(ge=0)] | None = None,
 ) -> Response:
     """One of these."""
-    directory = adapter_directory(context, find_job(context, tenant, job_id), step)
+    directory = adapter_directory(jobs, find_job(jobs, tenant, job_id), step)
     found = [path for path in adapter_files(directory) if path.name == name]
     if not found:
         raise not_found(f"The adapter has no file {name!r}", param="name")
@@ -156,33 +166,35 @@ def retrieve_adapter_file(
 
 
 @router.delete("/v1/models/{model:path}")
-async def delete_model(model: str, context: Context, tenant: Tenant) -> Response:
+async def delete_model(
+    model: str, jobs: JobsPart, models: ModelsPart, engine: EnginePart, tenant: Tenant
+) -> Response:
     """Forget a model that a job has made, with its checkpoints; or one of those."""
     name = unquote(model)
-    if name in context.base_names or context.loaded.knows(tenant, name):
+    if name in models.base_names or models.loaded.knows(tenant, name):
         raise ApiError(
             f"The model '{name}' was not made by fine-tuning, and cannot be deleted.", param="model"
         )
-    gone = await context.jobs.delete_adapter(tenant, name)
+    gone = await jobs.delete_adapter(tenant, name)
     if not gone:
         raise not_found(f"The model '{name}' does not exist", param="model", code="model_not_found")
     with suppress(EngineGoneError):  # then it is not there either
         for each in gone:
-            await context.link.unload_adapter(each)
+            await engine.unload_adapter(each)
     return json_response({"id": name, "object": "model", "deleted": True})
 
 
 async def _changed(
-    change: Callable[[str, str], Awaitable[JobRecord]], id: str, context: ServerContext, tenant: str
+    change: Callable[[str, str], Awaitable[JobRecord]], id: str, jobs: JobManager, tenant: str
 ) -> Response:
-    await run_in_threadpool(find_job, context, tenant, id)
+    await run_in_threadpool(find_job, jobs, tenant, id)
     job = await change(tenant, id)
-    return json_response(await run_in_threadpool(job_json, context, job))
+    return json_response(await run_in_threadpool(job_json, jobs, job))
 
 
-def find_job(context: ServerContext, tenant: str, id: str) -> JobRecord:
+def find_job(jobs: JobManager, tenant: str, id: str) -> JobRecord:
     """Return a tenant's job; ApiError if it has none of this id. Blocks."""
-    with context.jobs.store.read() as transaction:
+    with jobs.store.read() as transaction:
         job = transaction.job(tenant, id)
     if job is None:
         raise not_found(
@@ -193,13 +205,13 @@ def find_job(context: ServerContext, tenant: str, id: str) -> JobRecord:
     return job
 
 
-def adapter_directory(context: ServerContext, job: JobRecord, step: int | None) -> Path:
+def adapter_directory(jobs: JobManager, job: JobRecord, step: int | None) -> Path:
     """Return the directory of a job's checkpoint after a step; without one, that of its model, or
     of the newest.
 
     Blocks. ApiError if there is no such checkpoint.
     """
-    with context.jobs.store.read() as transaction:
+    with jobs.store.read() as transaction:
         listed = [
             each
             for each in transaction.all_checkpoints(job.id)
@@ -210,7 +222,7 @@ def adapter_directory(context: ServerContext, job: JobRecord, step: int | None) 
         which = "" if step is None else f" after step {step}"
         raise not_found(f"Job {job.id} has no checkpoint{which}", param="step")
     directory = Path((model.directory if model is not None else None) or listed[-1].directory)
-    context.jobs.files.shared.fetch(directory)
+    jobs.files.shared.fetch(directory)
     return directory
 
 

@@ -9,7 +9,7 @@ from coserve.server.anthropic.request import message_request
 from coserve.server.anthropic.schemas import CountBody, MessagesBody
 from coserve.server.anthropic.writer import MessageWriter
 from coserve.server.bodies.reader import JsonRoute
-from coserve.server.context import Context, Tenant
+from coserve.server.context import GenerationPart, Tenant
 from coserve.server.http.request_log import note_completion
 from coserve.server.http.responses import answer, ignored_header, json_response
 
@@ -18,7 +18,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/messages")
 async def create_message(
-    body: MessagesBody, request: Request, context: Context, tenant: Tenant
+    body: MessagesBody, request: Request, context: GenerationPart, tenant: Tenant
 ) -> Response:
     """Answer a conversation."""
     chat = await message_request(body, context, tenant, time.monotonic())
@@ -30,7 +30,7 @@ async def create_message(
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(body: CountBody, context: Context, tenant: Tenant) -> Response:
+async def count_tokens(body: CountBody, context: GenerationPart, tenant: Tenant) -> Response:
     """How many tokens a conversation has."""
     chat = await message_request(body, context, tenant, time.monotonic())
     count = {"input_tokens": len(chat.generation.prompts[0])}

@@ -12,14 +12,16 @@ from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
+from coserve.engine_client.access import EngineAccess
 from coserve.errors import AdapterError, EngineGoneError, StoreError
 from coserve.jobs.names import is_checkpoint
 from coserve.jobs.records import AdapterRecord
 from coserve.server.adapters.catalogue import adapter_at, lies_in
+from coserve.server.adapters.served import ServedModels
 from coserve.server.bodies.reader import JsonRoute
 from coserve.server.bodies.schemas import LoadAdapterBody, UnloadAdapterBody
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.context import ConfigPart, EnginePart, GenerationPart, ModelsPart, Tenant
 from coserve.server.errors import ApiError, not_found
 from coserve.server.generation.generation import most_tokens
 from coserve.server.http.responses import json_response
@@ -30,59 +32,75 @@ _LONGEST_NAME, _LONGEST_PATH = 256, 4096
 
 
 @router.get("/v1/models")
-async def list_models(context: Context, tenant: Tenant, checkpoints: bool = False) -> Response:
+async def list_models(
+    models: ModelsPart,
+    engine: EnginePart,
+    config: ConfigPart,
+    tenant: Tenant,
+    checkpoints: bool = False,
+) -> Response:
     """The base first. checkpoints: whether those of jobs are listed, too; they can be asked for in
     any case.
     """
     known = [
         each
-        for each in await context.adapters(tenant)
+        for each in await models.adapters(tenant)
         if checkpoints or not is_checkpoint(each.name)
     ]
+    base = _base(models, engine, config.model)
     return json_response(
-        {"object": "list", "data": [_base(context), *(_adapter(context, each) for each in known)]}
+        {"object": "list", "data": [base, *(_adapter(models, each) for each in known)]}
     )
 
 
 @router.get("/v1/models/{model:path}")
-async def retrieve_model(model: str, context: Context, tenant: Tenant) -> Response:
+async def retrieve_model(
+    model: str, models: ModelsPart, engine: EnginePart, config: ConfigPart, tenant: Tenant
+) -> Response:
     """One of them."""
-    if model in context.base_names:
-        return json_response(_base(context))
-    known = await context.look_up(tenant, unquote(model))
+    if model in models.base_names:
+        return json_response(_base(models, engine, config.model))
+    known = await models.look_up(tenant, unquote(model))
     if known is None:
         raise not_found(
             f"The model '{model}' does not exist", param="model", code="model_not_found"
         )
-    return json_response(_adapter(context, known))
+    return json_response(_adapter(models, known))
 
 
-def _base(context: ServerContext) -> dict[str, Any]:
-    ready = context.link.ready
+def _base(models: ServedModels, engine: EngineAccess, root: str) -> dict[str, Any]:
+    ready = engine.ready
     return {
-        "id": context.model_name,
+        "id": models.name,
         "object": "model",
-        "created": context.created,
+        "created": models.created,
         "owned_by": "coserve",
-        "root": context.config.model,
+        "root": root,
         "parent": None,
         "max_model_len": most_tokens(ready) if ready is not None else None,
     }
 
 
-def _adapter(context: ServerContext, known: AdapterRecord) -> dict[str, Any]:
+def _adapter(models: ServedModels, known: AdapterRecord) -> dict[str, Any]:
     return {
         "id": known.name,
         "object": "model",
         "created": known.created_at,
         "owned_by": "coserve",
         "root": known.root,
-        "parent": context.model_name,
+        "parent": models.name,
     }
 
 
 @router.post("/v1/load_lora_adapter")
-async def load_lora_adapter(body: LoadAdapterBody, context: Context, tenant: Tenant) -> Response:
+async def load_lora_adapter(
+    body: LoadAdapterBody,
+    context: GenerationPart,
+    models: ModelsPart,
+    engine: EnginePart,
+    config: ConfigPart,
+    tenant: Tenant,
+) -> Response:
     """Serve an adapter in PEFT's format."""
     if not body.lora_name or not body.lora_path:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
@@ -95,58 +113,56 @@ async def load_lora_adapter(body: LoadAdapterBody, context: Context, tenant: Ten
         )
     if "@" in name:
         raise _invalid("'lora_name' must not have an @, which begins a version.", "lora_name")
-    if name in context.base_names:
+    if name in models.base_names:
         raise _invalid(f"'{name}' is the name of the base model.", "lora_name")
     context.require_ready()
-    directory = await run_in_threadpool(
-        _allowed, body.lora_path, context.config.allow_adapter_paths
-    )
-    async with context.loaded.lock:
-        there = await context.look_up(tenant, name)
+    directory = await run_in_threadpool(_allowed, body.lora_path, config.allow_adapter_paths)
+    async with models.loaded.lock:
+        there = await models.look_up(tenant, name)
         if there is not None and (
-            not body.load_inplace or context.loaded.find(tenant, name) is None
+            not body.load_inplace or models.loaded.find(tenant, name) is None
         ):
             raise _invalid(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the "
                 f"adapter in place, set "
                 "'load_inplace' to true."
             )
-        record = adapter_at(str(directory), tenant=tenant, name=name, base=context.model_name)
+        record = adapter_at(str(directory), tenant=tenant, name=name, base=models.name)
         try:
-            await context.link.load_adapter(record.ref)
+            await engine.load_adapter(record.ref)
         except AdapterError as error:
             raise ApiError(str(error), param="lora_path") from error
         try:
-            await run_in_threadpool(context.loaded.add, record)
+            await run_in_threadpool(models.loaded.add, record)
         except StoreError:
-            await _unload(context, record)
+            await _unload(engine, record)
             raise
         if there is not None:
-            await _unload(context, there)
+            await _unload(engine, there)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(
-    body: UnloadAdapterBody, context: Context, tenant: Tenant
+    body: UnloadAdapterBody, models: ModelsPart, engine: EnginePart, tenant: Tenant
 ) -> Response:
     """Serve it no longer, nor after a restart; requests that use it run to their end."""
     if not body.lora_name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
-    async with context.loaded.lock:
-        if not context.loaded.knows(tenant, body.lora_name):
+    async with models.loaded.lock:
+        if not models.loaded.knows(tenant, body.lora_name):
             message = f"The lora adapter '{body.lora_name[:_LONGEST_NAME]}' cannot be found."
             raise ApiError(message, status=404, kind="NotFoundError", param="lora_name")
-        known = context.loaded.find(tenant, body.lora_name)
-        await run_in_threadpool(context.loaded.remove, tenant, body.lora_name)
+        known = models.loaded.find(tenant, body.lora_name)
+        await run_in_threadpool(models.loaded.remove, tenant, body.lora_name)
         if known is not None:
-            await _unload(context, known)
+            await _unload(engine, known)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-async def _unload(context: ServerContext, adapter: AdapterRecord) -> None:
+async def _unload(engine: EngineAccess, adapter: AdapterRecord) -> None:
     with suppress(EngineGoneError):  # then it is not there either
-        await context.link.unload_adapter(adapter.ref.name)
+        await engine.unload_adapter(adapter.ref.name)
 
 
 def _allowed(given: str, allowed: tuple[Path, ...]) -> Path:

@@ -6,7 +6,19 @@ from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from coserve.server.context import Context, IsOperator, Tenant
+from coserve.server.context import (
+    BoardPart,
+    ConfigPart,
+    EnginePart,
+    GenerationPart,
+    IsOperator,
+    LedgerPart,
+    MetricsPart,
+    ModelsPart,
+    ReadinessPart,
+    StoragePart,
+    Tenant,
+)
 from coserve.server.http.responses import json_response
 from coserve.server.observability.status import start_json
 from coserve.version import VERSION
@@ -15,11 +27,11 @@ router = APIRouter()
 
 
 @router.get("/health")
-async def health(context: Context) -> Response:
+async def health(engine: EnginePart) -> Response:
     """Answer 200 as long as the server's process answers; what an engine that is starting does is
     in the body.
     """
-    starting = start_json(context.link.start_progress)
+    starting = start_json(engine.start_progress)
     return json_response({"status": "ok"} | ({} if starting is None else {"starting": starting}))
 
 
@@ -37,47 +49,52 @@ async def version() -> Response:
 
 
 @router.get("/load")
-async def load(context: Context, tenant: Tenant, is_operator: IsOperator) -> Response:
+async def load(ledger: LedgerPart, tenant: Tenant, is_operator: IsOperator) -> Response:
     """Requests under way: a tenant's own, for operators all. As vLLM has it."""
-    return json_response({"server_load": context.ledger.num_open(None if is_operator else tenant)})
+    return json_response({"server_load": ledger.num_open(None if is_operator else tenant)})
 
 
 @router.get("/ready")
-async def ready(context: Context) -> Response:
+async def ready(context: GenerationPart, readiness: ReadinessPart) -> Response:
     """200 if requests are answered now: the engine has made a step in the last seconds, or makes
     one for this; 503 otherwise.
     """
     context.require_ready()
-    await context.readiness.require()
+    await readiness.require()
     return json_response({"status": "ready"})
 
 
 @router.get("/v1/status")
-async def status(context: Context, tenant: Tenant, is_operator: IsOperator) -> Response:
+async def status(
+    board: BoardPart,
+    models: ModelsPart,
+    engine: EnginePart,
+    config: ConfigPart,
+    storage: StoragePart,
+    tenant: Tenant,
+    is_operator: IsOperator,
+) -> Response:
     """How it goes, over the last minute; of finished requests a tenant's own, for operators all."""
     whose = None if is_operator else tenant
-    others = context.config.engine.trainable_models
-    link = context.link
-    found = context.board.status(link.ready, context.model_name, whose, others, link.start_progress)
-    if context.storage is not None:
-        found["storage"] = await context.storage.check()
-    return json_response(found)
+    others = config.engine.trainable_models
+    shown = board.status(engine.ready, models.name, whose, others, engine.start_progress)
+    if storage is not None:
+        shown["storage"] = await storage.check()
+    return json_response(shown)
 
 
 @router.get("/v1/status/steps")
 async def steps(
-    context: Context,
+    board: BoardPart,
     tenant: Tenant,
     is_operator: IsOperator,
     after: Annotated[int, Query(ge=0)] = 0,
 ) -> Response:
     """All steps after a cursor, and requests: a tenant's own, for operators all."""
-    return json_response(context.board.steps(after, None if is_operator else tenant))
+    return json_response(board.steps(after, None if is_operator else tenant))
 
 
 @router.get("/metrics")
-async def metrics(context: Context, tenant: Tenant, is_operator: IsOperator) -> Response:
+async def metrics(registry: MetricsPart, tenant: Tenant, is_operator: IsOperator) -> Response:
     """In Prometheus's format: for operators all, for others what has their own tenant's label."""
-    return Response(
-        context.metrics.text(None if is_operator else tenant), media_type=CONTENT_TYPE_LATEST
-    )
+    return Response(registry.text(None if is_operator else tenant), media_type=CONTENT_TYPE_LATEST)

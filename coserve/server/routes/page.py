@@ -9,10 +9,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from coserve.errors import DataError
-from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.context import JobsPart, KeysPart, PagePart, Tenant
 from coserve.server.errors import ApiError, not_found
 from coserve.server.observability.history import SPANS
 from coserve.server.page import assets
+from coserve.server.page.context import PageContext
 from coserve.server.page.curves import rate_chart
 from coserve.server.page.jobs import newest_jobs
 from coserve.server.page.memory import memory_view
@@ -29,9 +30,9 @@ _MAX_SPAN = len(SPANS) - 1
 
 @router.get("/")
 @router.get("/ui")
-async def page(request: Request, context: Context, tenant: Tenant) -> Response:
+async def page(request: Request, context: PagePart, keys: KeysPart, tenant: Tenant) -> Response:
     """All of it; where keys are needed, without anything that the server knows."""
-    is_open = context.keys.ring.is_open
+    is_open = keys.ring.is_open
     live = await _live(context, tenant, is_operator=True, most_jobs=_FEW_JOBS) if is_open else None
     objectives = [name.replace("-", "_") for name in objective_names()]
     return await run_in_threadpool(
@@ -42,7 +43,7 @@ async def page(request: Request, context: Context, tenant: Tenant) -> Response:
 @router.get("/ui/live")
 async def live(
     request: Request,
-    context: Context,
+    context: PagePart,
     tenant: Tenant,
     jobs: Annotated[int, Query(ge=1, le=_MOST_JOBS)] = _FEW_JOBS,
     span: Annotated[int, Query(ge=0, le=_MAX_SPAN)] = 0,
@@ -59,7 +60,8 @@ async def live(
 @router.get("/ui/files/{file_id}/examples")
 def examples(
     file_id: str,
-    context: Context,
+    context: PagePart,
+    jobs: JobsPart,
     tenant: Tenant,
     max_sequence_length: Annotated[int, Query(ge=2, le=1 << 20)] = 1024,
     method: Annotated[str, Query(max_length=64)] = SUPERVISED,
@@ -68,11 +70,11 @@ def examples(
     objective = method.replace("_", "-")
     if objective not in objective_names():
         raise ApiError(f"'method' must be one of {', '.join(objective_names())}.", param="method")
-    record = context.jobs.files.find(tenant, file_id)
+    record = jobs.files.find(tenant, file_id)
     if record is None:
         raise not_found(f"No such File object: {file_id}", param="id")
     try:
-        path = context.jobs.files.path(record)
+        path = jobs.files.path(record)
         preview = context.previews.read(
             path, name=record.filename, max_sequence_length=max_sequence_length, objective=objective
         )
@@ -91,12 +93,12 @@ def static(name: str, request: Request) -> Response:
 
 
 async def _live(
-    context: ServerContext, tenant: str, *, is_operator: bool, most_jobs: int, span: int = 0
+    context: PageContext, tenant: str, *, is_operator: bool, most_jobs: int, span: int = 0
 ) -> dict[str, Any]:
     status = context.board.status(
-        context.link.ready, context.model_name, None if is_operator else tenant
+        context.engine.ready, context.models.name, None if is_operator else tenant
     )
-    manager = context.job_manager
+    manager = context.jobs.value
     return {
         "status": status,
         "rates": rate_chart(context.board.rates(SPANS[span]), SPANS[span]),

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from coserve.server.bodies.reader import JsonRoute
-from coserve.server.context import Context, Tenant
+from coserve.server.context import GenerationPart, ResponsesPart, Tenant
 from coserve.server.errors import ApiError
 from coserve.server.http.request_log import note_completion
 from coserve.server.http.responses import answer, ignored_header, json_response, server_sent_event
@@ -24,22 +24,26 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/responses")
 async def create_response(
-    body: ResponseBody, request: Request, context: Context, tenant: Tenant
+    body: ResponseBody,
+    request: Request,
+    context: GenerationPart,
+    responses: ResponsesPart,
+    tenant: Tenant,
 ) -> Response:
     """Answer; at once, piece by piece, or in the background."""
     arrival_s = time.monotonic()
     items = input_items(body.input)
     context.require_ready()
-    before = await items_before(context, tenant, body, items)
+    before = await items_before(responses, tenant, body, items)
     chat = await response_request(body, [*before, *items], context, tenant, arrival_s)
-    keep_it = keeper(context, tenant, body, items)
+    keep_it = keeper(responses, tenant, body, items)
     writer = ResponseWriter(context, body, chat, keep_it)
     id = chat.generation.id
     note_completion(request, id)
     if body.background:
         writer.response["status"] = "queued"
         await keep_it(writer.response)
-        run = context.runs.begin(
+        run = responses.runs.begin(
             _key(tenant, id), writer.background_events(), lambda: writer.response, writer.cancel
         )
         if body.stream:
@@ -51,11 +55,13 @@ async def create_response(
 
 
 @router.post("/v1/responses/input_tokens")
-async def count_input_tokens(body: ResponseBody, context: Context, tenant: Tenant) -> Response:
+async def count_input_tokens(
+    body: ResponseBody, context: GenerationPart, responses: ResponsesPart, tenant: Tenant
+) -> Response:
     """How many tokens the input of such a request has."""
     items = input_items(body.input)
     context.require_ready()
-    before = await items_before(context, tenant, body, items)
+    before = await items_before(responses, tenant, body, items)
     chat = await response_request(body, [*before, *items], context, tenant, time.monotonic())
     return json_response(
         {"object": "response.input_tokens", "input_tokens": len(chat.generation.prompts[0])}
@@ -66,7 +72,7 @@ async def count_input_tokens(body: ResponseBody, context: Context, tenant: Tenan
 async def retrieve_response(
     response_id: str,
     request: Request,
-    context: Context,
+    responses: ResponsesPart,
     tenant: Tenant,
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=0)] | None = None,
@@ -74,9 +80,9 @@ async def retrieve_response(
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
     """One that is kept, or under way; one that is under way in the background also as a stream."""
-    run = context.runs.find(_key(tenant, response_id))
+    run = responses.runs.find(_key(tenant, response_id))
     if run is None:
-        record = await find(context, tenant, response_id)
+        record = await find(responses, tenant, response_id)
         if stream:
             raise ApiError(
                 f"Response '{response_id}' is over: it can be retrieved, but not streamed.",
@@ -93,27 +99,27 @@ async def retrieve_response(
 
 
 @router.post("/v1/responses/{response_id}/cancel")
-async def cancel_response(response_id: str, context: Context, tenant: Tenant) -> Response:
+async def cancel_response(response_id: str, responses: ResponsesPart, tenant: Tenant) -> Response:
     """End one that runs in the background; one that is over stays as it is."""
-    await context.runs.cancel(_key(tenant, response_id))
-    record = await find(context, tenant, response_id)
+    await responses.runs.cancel(_key(tenant, response_id))
+    record = await find(responses, tenant, response_id)
     if not record.response["background"]:
         raise ApiError("Cannot cancel a synchronous response.", param="response_id")
     return json_response(record.response)
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, context: Context, tenant: Tenant) -> Response:
+async def delete_response(response_id: str, responses: ResponsesPart, tenant: Tenant) -> Response:
     """Forget it; what follows it cannot be continued any more."""
-    await context.runs.cancel(_key(tenant, response_id))
-    await forget(context, tenant, response_id)
+    await responses.runs.cancel(_key(tenant, response_id))
+    await forget(responses, tenant, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(
     response_id: str,
-    context: Context,
+    responses: ResponsesPart,
     tenant: Tenant,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -121,7 +127,7 @@ async def list_input_items(
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
     """What was new in its input; the items before it are those of `previous_response_id`."""
-    record = await find(context, tenant, response_id)
+    record = await find(responses, tenant, response_id)
     return json_response(page_of(record.input, order=order, after=after, limit=limit))
 
 

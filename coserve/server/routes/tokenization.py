@@ -10,8 +10,9 @@ from coserve.server.bodies.reader import JsonRoute
 from coserve.server.bodies.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from coserve.server.chat.prompt import plain_message, template_arguments
 from coserve.server.chat.tools import Tools
-from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.context import GenerationPart, Tenant
 from coserve.server.errors import ApiError
+from coserve.server.generation.context import GenerationContext
 from coserve.server.generation.generation import find_model, most_tokens
 from coserve.server.http.responses import ignored_header, json_response
 from coserve.server.text.prompts import Prompts, num_characters
@@ -24,7 +25,7 @@ _LARGEST = 2**53
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, context: Context, tenant: Tenant) -> Response:
+async def tokenize(body: TokenizeBody, context: GenerationPart, tenant: Tenant) -> Response:
     """The token ids of a text, or of a chat as its template writes it."""
     reader, ready = await _reader(context, tenant, body.model)
     _require_tokenizer(context)
@@ -58,7 +59,7 @@ async def tokenize(body: TokenizeBody, context: Context, tenant: Tenant) -> Resp
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, context: Context, tenant: Tenant) -> Response:
+async def detokenize(body: DetokenizeBody, context: GenerationPart, tenant: Tenant) -> Response:
     """The text of token ids."""
     reader, ready = await _reader(context, tenant, body.model)
     _require_tokenizer(context)
@@ -71,7 +72,7 @@ async def detokenize(body: DetokenizeBody, context: Context, tenant: Tenant) -> 
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(context: Context) -> Response:
+async def tokenizer_info(context: GenerationPart) -> Response:
     """What the tokenizer was made with, as in tokenizer_config.json."""
     context.require_ready()
     tokenizer = _require_tokenizer(context)
@@ -95,17 +96,19 @@ async def tokenizer_info(context: Context) -> Response:
     return json_response(info)
 
 
-async def _reader(context: ServerContext, tenant: str, model: str | None) -> tuple[Prompts, Ready]:
+async def _reader(
+    context: GenerationContext, tenant: str, model: str | None
+) -> tuple[Prompts, Ready]:
     """Return what reads the texts of a model, the base if none is named, and the engine with its
     vocabulary.
     """
     adapter = None if model is None else await find_model(context, tenant, model)
-    return await context.reader_of(adapter, context.require_ready())
+    return await context.models.reader_of(adapter, context.require_ready())
 
 
-def _require_tokenizer(context: ServerContext) -> Any:
+def _require_tokenizer(context: GenerationContext) -> Any:
     if (tokenizer := context.prompts.text_tokenizer) is None:
-        raise ApiError(f"{context.model_name} has no tokenizer", code="unsupported_parameter")
+        raise ApiError(f"{context.models.name} has no tokenizer", code="unsupported_parameter")
     return tokenizer
 
 

@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from coserve.jobs.files.blobs import PURPOSES
 from coserve.jobs.files.uploads import Uploads, status_of
+from coserve.jobs.manager import JobManager
 from coserve.jobs.records import UploadRecord
 from coserve.server.bodies.reader import JsonRoute
 from coserve.server.bodies.schemas import Body, List
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import Context, ServerContext, Tenant
+from coserve.server.context import JobsPart, Tenant, TenantLimits
 from coserve.server.errors import ApiError, not_found
 from coserve.server.http.responses import json_response
 from coserve.server.routes.files import file_json
@@ -50,11 +51,11 @@ class CompleteBody(Body):
 
 
 @router.post("/v1/uploads")
-def create_upload(body: UploadBody, context: Context, tenant: Tenant) -> Response:
+def create_upload(body: UploadBody, jobs: JobsPart, tenant: Tenant) -> Response:
     """Begin: parts are to follow."""
     for name in ("filename", "mime_type"):
         check_texts(getattr(body, name), param=name)
-    record = _uploads(context).create(
+    record = _uploads(jobs).create(
         tenant,
         purpose=body.purpose,
         filename=body.filename,
@@ -62,13 +63,15 @@ def create_upload(body: UploadBody, context: Context, tenant: Tenant) -> Respons
         num_bytes=body.bytes,
         expires_after_s=None if body.expires_after is None else body.expires_after.seconds,
     )
-    return json_response(_upload(record, context))
+    return json_response(_upload(record, jobs))
 
 
 @part_router.post("/v1/uploads/{upload_id}/parts")
-async def add_part(upload_id: str, request: Request, context: Context, tenant: Tenant) -> Response:
+async def add_part(
+    upload_id: str, request: Request, jobs: JobsPart, limits: TenantLimits, tenant: Tenant
+) -> Response:
     """A part: a form with `data`."""
-    upload = await run_in_threadpool(_find, context, tenant, upload_id)
+    upload = await run_in_threadpool(_find, jobs, tenant, upload_id)
     async with request.form(max_files=1, max_fields=1) as form:
         if unknown := [name for name in form if name != "data"]:
             raise ApiError(
@@ -81,9 +84,8 @@ async def add_part(upload_id: str, request: Request, context: Context, tenant: T
                 param="data",
                 code="missing_required_parameter",
             )
-        limits = context.limits_of(tenant)
         part = await run_in_threadpool(
-            _uploads(context).add_part, upload, data.file, max_total_bytes=limits.max_file_bytes
+            _uploads(jobs).add_part, upload, data.file, max_total_bytes=limits.max_file_bytes
         )
     return json_response(
         {
@@ -97,44 +99,44 @@ async def add_part(upload_id: str, request: Request, context: Context, tenant: T
 
 @router.post("/v1/uploads/{upload_id}/complete")
 def complete_upload(
-    upload_id: str, body: CompleteBody, context: Context, tenant: Tenant
+    upload_id: str, body: CompleteBody, jobs: JobsPart, limits: TenantLimits, tenant: Tenant
 ) -> Response:
     """Join the parts, in this order."""
     for name in ("part_ids", "md5"):
         check_texts(getattr(body, name), param=name)
-    _uploads(context).complete(
-        _find(context, tenant, upload_id),
+    _uploads(jobs).complete(
+        _find(jobs, tenant, upload_id),
         body.part_ids,
         md5=body.md5,
-        max_total_bytes=context.limits_of(tenant).max_file_bytes,
+        max_total_bytes=limits.max_file_bytes,
     )
-    return json_response(_upload(_find(context, tenant, upload_id), context))
+    return json_response(_upload(_find(jobs, tenant, upload_id), jobs))
 
 
 @router.post("/v1/uploads/{upload_id}/cancel")
-def cancel_upload(upload_id: str, context: Context, tenant: Tenant) -> Response:
+def cancel_upload(upload_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
     """Forget the parts."""
-    _uploads(context).cancel(_find(context, tenant, upload_id))
-    return json_response(_upload(_find(context, tenant, upload_id), context))
+    _uploads(jobs).cancel(_find(jobs, tenant, upload_id))
+    return json_response(_upload(_find(jobs, tenant, upload_id), jobs))
 
 
 router.include_router(part_router)
 
 
-def _uploads(context: ServerContext) -> Uploads:
-    return Uploads(context.jobs.store, context.jobs.files)
+def _uploads(jobs: JobManager) -> Uploads:
+    return Uploads(jobs.store, jobs.files)
 
 
-def _find(context: ServerContext, tenant: str, id: str) -> UploadRecord:
+def _find(jobs: JobManager, tenant: str, id: str) -> UploadRecord:
     check_texts(id, param="upload_id")
-    record = _uploads(context).find(tenant, id)
+    record = _uploads(jobs).find(tenant, id)
     if record is None:
         raise not_found(f"No such Upload object: {id}", param="upload_id")
     return record
 
 
-def _upload(record: UploadRecord, context: ServerContext) -> dict[str, Any]:
-    file = None if record.file is None else context.jobs.files.find(record.tenant, record.file)
+def _upload(record: UploadRecord, jobs: JobManager) -> dict[str, Any]:
+    file = None if record.file is None else jobs.files.find(record.tenant, record.file)
     return {
         "id": record.id,
         "object": "upload",

@@ -24,15 +24,14 @@ A weight is a tenant's part of the device beside that of others; the engine read
 import logging
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from coserve.errors import CoserveError
 from coserve.home import is_trusted
 from coserve.secret_variables import SERVER_KEYS, take_variable
-from coserve.server.config import ServerConfig
 from coserve.server.tenancy.keys import TENANT_NAME, KeyRing, is_digest, tenant_and_digest
 from coserve.server.tenancy.limits import Limits
 from coserve.server.units import bytes_of
@@ -43,12 +42,36 @@ _log = logging.getLogger(__name__)
 _LIMITS = [each.name for each in fields(Limits)]
 
 
+class KeySettings(Protocol):
+    """Options of a server about keys and tenants."""
+
+    @property
+    def tenants(self) -> Mapping[str, str]:
+        """Tenants by the digests of their keys."""
+        ...
+
+    @property
+    def operators(self) -> Sequence[str]:
+        """Tenants that are operators."""
+        ...
+
+    @property
+    def tenant_limits(self) -> Limits:
+        """Limits of tenants that have none of their own."""
+        ...
+
+    @property
+    def api_keys_file(self) -> str | None:
+        """Path of the keys file."""
+        ...
+
+
 class Keys:
     """The keys in force: `ring`, another one after `reload`."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, settings: KeySettings) -> None:
         """CoserveError says what is wrong with a key or with the file."""
-        self._config = config
+        self._settings = settings
         # Commands have taken it before they started other processes (`coserve.cli.server_options`).
         self._environment = _hashed(take_variable(SERVER_KEYS).split())
         self.ring = self._read()
@@ -68,21 +91,21 @@ class Keys:
             _log.warning("keys have been read again: there are %d", len(self.ring.tenants))
 
     def _read(self) -> KeyRing:
-        config = self._config
-        tenants = dict(config.tenants)
+        given = self._settings
+        tenants = dict(given.tenants)
         _add(tenants, self._environment, SERVER_KEYS)
-        operators, limits = set(config.operators), dict[str, Limits]()
-        if config.api_keys_file is not None:
-            held = _read_file(Path(config.api_keys_file))
-            _add(tenants, held.pop("keys"), config.api_keys_file)
+        operators, limits = set(given.operators), dict[str, Limits]()
+        if given.api_keys_file is not None:
+            held = _read_file(Path(given.api_keys_file))
+            _add(tenants, held.pop("keys"), given.api_keys_file)
             for name, settings in held["tenants"].items():
                 if settings.pop("operator", False):
                     operators.add(name)
                 settings.pop("weight", None)
-                limits[name] = replace(config.tenant_limits, **settings)
+                limits[name] = replace(given.tenant_limits, **settings)
         for where, named in (
-            ("--operator", config.operators),
-            (f"[tenants] of {config.api_keys_file}", limits),
+            ("--operator", given.operators),
+            (f"[tenants] of {given.api_keys_file}", limits),
         ):
             for name in named:
                 if name not in tenants.values():
@@ -93,17 +116,17 @@ class Keys:
             tenants=tenants,
             operators=frozenset(operators),
             limits=limits,
-            common=config.tenant_limits,
+            common=given.tenant_limits,
         )
 
 
-def tenant_weights(config: ServerConfig) -> dict[str, float]:
+def tenant_weights(given: Mapping[str, float], api_keys_file: str | None) -> dict[str, float]:
     """Return the weights of tenants that have their own: of the command line, and of the file,
     which goes first.
     """
-    weights = dict(config.engine.tenant_weights)
-    if config.api_keys_file is not None:
-        for name, settings in _read_file(Path(config.api_keys_file))["tenants"].items():
+    weights = dict(given)
+    if api_keys_file is not None:
+        for name, settings in _read_file(Path(api_keys_file))["tenants"].items():
             if "weight" in settings:
                 weights[name] = settings["weight"]
     return weights

@@ -1,39 +1,41 @@
-"""What routes look up in the store by an id that a client gives."""
+"""Lookup of stored records by an id that a client gives."""
 
 import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
+from coserve.jobs.manager import JobManager
 from coserve.jobs.sql.transaction import Transaction
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import ServerContext
 from coserve.server.errors import not_found
 
 Record = TypeVar("Record")
 
 
 async def find_stored(
-    context: ServerContext,
+    jobs: JobManager,
     id: str,
     question: Callable[[Transaction], Record | None],
     *,
     param: str,
     missing: str,
 ) -> Record:
-    """What the store knows of this id.
+    """Return the record of an id.
 
     Args:
-        question: what of the store to ask; it runs on a thread of its own.
-        param: where the client gave the id.
-        missing: what to say if there is no such thing.
+        jobs: Manager whose store is read.
+        id: The id, as the client gave it.
+        question: Query that returns the record or None; it runs in a thread.
+        param: Field or part of the path in which the client gave the id.
+        missing: Message of the error if there is no such record.
 
     Raises:
-        ApiError: the store answers None, or the id is no text that it could know.
+        ApiError: There is no such record, or the id is not a text that the store could hold.
     """
     check_texts(id, param=param)
 
     def read() -> Record | None:
-        with context.jobs.store.read() as transaction:
+        with jobs.store.read() as transaction:
             return question(transaction)
 
     record = await asyncio.to_thread(read)

@@ -1,0 +1,1 @@
+"""State that the server keeps in its store, once it has opened that."""
