@@ -44,125 +44,141 @@ class Metrics:
         def gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"coserve_{name}", help, labels, registry=registry)
 
-        self._ttft = histogram("ttft_seconds", "From a request's arrival to its first token.", _WHO)
-        self._tpot = histogram("tpot_seconds", "Mean seconds per later token of a request.", _WHO)
-        self._gap = histogram("token_gap_seconds", "Between two tokens of a request.", _WHO)
-        self._finished = counter("requests_finished", "Sequences that came to their end.", _WHO)
-        self._attained = counter("requests_attained", "Those that held both their SLOs.", _WHO)
-        self._ended = counter(
-            "sequences_ended", "By reason: stop, length, cancelled, error.", ("reason",)
+        self._ttft = histogram(
+            "ttft_seconds", "Time from a request's arrival to its first token.", _WHO
         )
-        self._whole = histogram("request_seconds", "From a request's arrival to its last token.")
+        self._tpot = histogram("tpot_seconds", "Mean time per later token of a request.", _WHO)
+        self._gap = histogram("token_gap_seconds", "Time between two tokens of a request.", _WHO)
+        self._finished = counter("requests_finished", "Number of finished sequences.", _WHO)
+        self._attained = counter(
+            "requests_attained", "Number of finished sequences that met both SLOs.", _WHO
+        )
+        self._ended = counter(
+            "sequences_ended",
+            "Number of ended sequences by reason: stop, length, cancelled, error.",
+            ("reason",),
+        )
+        self._whole = histogram(
+            "request_seconds", "Time from a request's arrival to its last token."
+        )
         self._queue = histogram(
-            "request_queue_seconds", "From a request's arrival to the step with its first rows."
+            "request_queue_seconds", "Time from a request's arrival to its first step."
         )
         self._prefill = histogram(
-            "request_prefill_seconds", "From that step to a request's first token."
+            "request_prefill_seconds", "Time from a request's first step to its first token."
         )
         self._decode = histogram(
-            "request_decode_seconds", "From a request's first token to its last."
+            "request_decode_seconds", "Time from a request's first token to its last."
         )
         self._prompt_tokens = histogram(
-            "request_prompt_tokens", "Of a request's prompt.", (), _LENGTHS
+            "request_prompt_tokens", "Number of prompt tokens per request.", (), _LENGTHS
         )
         self._generated_tokens = histogram(
-            "request_generated_tokens", "Of a sequence's answer.", (), _LENGTHS
+            "request_generated_tokens", "Number of generated tokens per sequence.", (), _LENGTHS
         )
         self._tokens = counter(
-            "tokens", "By kind: prompt, cached (of the prompt's), generated.", ("kind", *_WHO)
+            "tokens",
+            "Number of tokens by kind: prompt, cached (part of prompt), generated.",
+            ("kind", *_WHO),
         )
-        self._tuned = counter("tuned_tokens", "Tokens that fine-tuning got through: the harvest.")
+        self._tuned = counter("tuned_tokens", "Number of tokens processed by fine-tuning.")
         self._job_tokens = counter(
-            "job_trained_tokens", "Tokens with a loss that a job has trained on.", ("job",)
+            "job_trained_tokens",
+            "Number of tokens with a loss that a job has trained on.",
+            ("job",),
         )
         self._job_loss = gauge("job_loss", "Mean loss of a job's last optimizer step.", ("job",))
-        self._job_step = gauge("job_step", "Optimizer steps that a job has made.", ("job",))
-        self._running = gauge("requests_running", "Sequences that run.")
-        self._waiting = gauge("requests_waiting", "Sequences that wait for memory.")
+        self._job_step = gauge(
+            "job_step", "Number of optimizer steps that a job has made.", ("job",)
+        )
+        self._running = gauge("requests_running", "Number of running sequences.")
+        self._waiting = gauge("requests_waiting", "Number of sequences that wait for memory.")
         self._batch = gauge(
-            "batch_requests", "Sequences of batch work, by state: running, waiting.", ("state",)
+            "batch_requests",
+            "Number of sequences of batches by state: running, waiting.",
+            ("state",),
         )
         self._jobs = gauge(
-            "jobs", "Jobs that the engine has and that are not over: they train, or rest there."
+            "jobs", "Number of unfinished jobs in the engine, including paused ones."
         )
         self._company = gauge(
             "job_company",
-            "Jobs whose last tasklets were one batch of rows with a job's: those of the same "
-            "group, which has the name "
-            "of the first.",
+            "Number of other jobs whose last tasklets shared a batch with the job's. The group is "
+            "named after its first job.",
             ("job", "group"),
         )
-        self._pages = gauge("pages", "Pages of the pool, by owner.", ("owner",))
+        self._pages = gauge("pages", "Number of pages in the pool by owner.", ("owner",))
         self._preemptions = gauge(
-            "preemptions", "Requests whose pages were taken, since the engine started."
+            "preemptions", "Number of preempted requests since the engine started."
         )
         self._swapped = gauge(
             "swapped_pages",
-            "Pages that went to the host to make room (out), and that came back (in).",
+            "Number of pages swapped to the host (out) and back (in) since the engine started.",
             ("direction",),
         )
         self._moved = gauge(
             "moved_pages",
-            "Pages of requests that were copied to others, so that jobs got neighbours.",
+            "Number of pages of requests that were copied elsewhere to give jobs contiguous pages.",
         )
         self._host_pages = gauge(
-            "host_pages_used", "Pages on the host that are taken, by what made room."
+            "host_pages_used", "Number of pages on the host in use by preempted requests and jobs."
         )
         self._grammars = gauge(
             "grammar_bytes",
-            "Bytes of compiled grammars and their growth, by the tenant whose request used each "
-            "last.",
+            "Bytes of compiled grammars and their growth, by the tenant that used each last.",
             ("tenant",),
         )
         self._give_back = gauge(
             "give_back_seconds",
-            "Give back within: the most that a step has waited lately for pages of others, which "
-            "went to the host or "
-            "held weights of --trainable-model.",
+            "Longest recent wait of a step for pages to be freed: pages swapped to the host, or "
+            "weights of --trainable-model.",
         )
         self._handed = gauge(
             "handover_prompts",
-            "Prompts whose pages a prefill instance handed over (whole), or not, so that they were "
-            "computed by the "
-            "decode instance (not), since the engine started.",
+            "Number of prompts since the engine started whose KV cache came from a prefill "
+            "instance (whole), or was computed by the decode instance after all (not).",
             ("outcome",),
         )
         self._handed_pages = gauge(
-            "handover_pages", "Pages that were handed over, since the engine started."
+            "handover_pages", "Number of pages handed over since the engine started."
         )
         self._partners = gauge(
-            "handover_partners", "Prefill or decode instances that are connected."
+            "handover_partners", "Number of connected prefill or decode instances."
         )
         self._weight_bytes = gauge(
             "weight_window_copied_bytes",
-            "Bytes of weights of --trainable-model that came into their window, since the engine "
+            "Bytes of weights of --trainable-model copied into their window since the engine "
             "started.",
         )
         self._weights_wait = gauge(
             "weight_window_wait_seconds",
-            "For which steps waited for such weights, since the engine started.",
+            "Time that steps have waited for weights of --trainable-model since the engine "
+            "started.",
         )
         self._slos_clamped = gauge(
             "slos_clamped",
-            "Requests whose SLO was beyond the device, and was relaxed, since the engine started.",
+            "Number of requests since the engine started whose SLO was relaxed because the device "
+            "cannot meet it.",
         )
         self._packs_dropped = gauge(
-            "packs_dropped", "Jobs' packs that made room, since the engine started."
+            "packs_dropped",
+            "Number of packs of jobs discarded to free memory since the engine started.",
         )
         self._margin = gauge(
-            "prediction_margin", "Share by which most steps of late took no longer than predicted."
+            "prediction_margin",
+            "Relative margin by which most recent steps stayed within their predicted time.",
         )
-        self._step = histogram("step_seconds", "Steps of the engine.")
+        self._step = histogram("step_seconds", "Duration of an engine step.")
         self._error = histogram(
             "step_prediction_error",
-            "How far steps were from their predictions, relative.",
+            "Relative error of the predicted duration of a step.",
             (),
             _SHARES,
         )
-        self._rows = counter("step_rows", "Rows that steps ran, by kind.", ("kind",))
+        self._rows = counter("step_rows", "Number of rows in steps by kind.", ("kind",))
         self._by_vllms_names = CollectorRegistry()
         self._by_vllms_names.register(VllmMetrics(registry, model))
-        self._ranks = gauge("ranks", "Processes that hold the model together.")
+        self._ranks = gauge("ranks", "Number of ranks, the processes that share the model.")
         self._rank_memory = gauge(
             "rank_memory_bytes",
             "Bytes that a rank holds on its device; on a CPU, its resident memory.",
@@ -170,11 +186,14 @@ class Metrics:
         )
         self._rank_wait = gauge(
             "rank_wait_seconds",
-            "For which a rank has waited for others in sums, since the engine started.",
+            "Time that a rank has waited for others in collective operations since the engine "
+            "started.",
             ("rank",),
         )
-        self._ready = gauge("engine_ready", "1 if the engine takes requests.")
-        self._deaths = counter("engine_deaths", "Times that the engine died and was started again.")
+        self._ready = gauge("engine_ready", "1 if the engine takes requests, else 0.")
+        self._deaths = counter(
+            "engine_deaths", "Number of times that the engine died and was restarted."
+        )
 
     def text(self, tenant: str | None = None) -> bytes:
         """For a scraper. tenant: whose samples alone; None: all."""

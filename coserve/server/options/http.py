@@ -17,20 +17,26 @@ class HttpOptions(OptionGroup):
     host: str = option(
         "127.0.0.1",
         "--host",
-        "Address to listen at; 0.0.0.0 for every network (think of --api-key).",
+        "Address to listen on; 0.0.0.0 for all networks (set --api-key then).",
     )
-    port: int = option(8000, "--port", "Port to listen at; 0 for any that is free.")
+    port: int = option(8000, "--port", "Port to listen on; 0 for any free port.")
     ssl_certfile: str | None = option(
-        None, "--ssl-certfile", "Certificate chain in PEM's format: serve https.", shown="http"
+        None,
+        "--ssl-certfile",
+        "Certificate chain in PEM format; the server then uses HTTPS.",
+        shown="http",
     )
     ssl_keyfile: str | None = option(
-        None, "--ssl-keyfile", "Its private key.", shown="in --ssl-certfile"
+        None,
+        "--ssl-keyfile",
+        "Private key of --ssl-certfile, in PEM format.",
+        shown="in --ssl-certfile",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "--allowed-hosts",
-        "Name that requests may call the server by, such as *.example.com, or * for any; may be "
-        "given several times.",
+        "Host name by which requests may address the server, such as *.example.com, or * for any; "
+        "can be given several times.",
         metavar="HOST",
         shown="localhost if --host is only this machine's; else any",
     )
@@ -38,38 +44,42 @@ class HttpOptions(OptionGroup):
         (),
         "--cors-origin",
         "Origin whose pages may call the server from a browser, such as https://chat.example.com, "
-        "or * for any; may be "
-        "given several times.",
+        "or * for any; can be given several times.",
         metavar="ORIGIN",
         shown="none",
     )
     root_path: str = option(
         "",
         "--root-path",
-        "Path that a proxy puts before the server's, such as /llm.",
+        "Path prefix that a proxy adds, such as /llm.",
         metavar="PATH",
         shown="none",
     )
     max_connections: int = option(
         2048,
         "--max-connections",
-        "Connections at once; the longest idle one makes room for another.",
+        "Maximum number of connections; a new one replaces the one that has been idle longest.",
     )
     max_body_bytes: int = option(
         8 * 10**6,
         "--max-body",
-        "Of a request with a prompt; others may have 1MB.",
+        "Maximum size of a request body with a prompt; other bodies may have 1MB.",
         parse=bytes_of,
         metavar="SIZE",
         shown="8MB",
     )
     max_upload_bytes: int = option(
-        512 * 10**6, "--max-upload", "Of a file.", parse=bytes_of, metavar="SIZE", shown="512MB"
+        512 * 10**6,
+        "--max-upload",
+        "Maximum size of an uploaded file.",
+        parse=bytes_of,
+        metavar="SIZE",
+        shown="512MB",
     )
     timeout_headers_s: float = option(
         20.0,
         "--timeout-headers",
-        "How long the headers of a request may take to come.",
+        "Time within which the headers of a request must arrive.",
         parse=seconds_of,
         metavar="TIME",
         shown="20s",
@@ -77,7 +87,7 @@ class HttpOptions(OptionGroup):
     timeout_body_s: float = option(
         30.0,
         "--timeout-body",
-        "How long a body may take to come, unless it comes at 10 kB/s.",
+        "Time within which a body must arrive, unless it arrives at 10 kB/s or faster.",
         parse=seconds_of,
         metavar="TIME",
         shown="30s",
@@ -87,7 +97,7 @@ class HttpOptions(OptionGroup):
         # used again loses a request.
         75.0,
         "--timeout-keep-alive",
-        "How long a connection may be idle after an answer.",
+        "Time after which an idle connection is closed.",
         parse=seconds_of,
         metavar="TIME",
         shown="75s",
@@ -95,15 +105,14 @@ class HttpOptions(OptionGroup):
     unknown_fields: str = option(
         "warn",
         "--unknown-fields",
-        "Fields of requests that are not known here: ignore; warn, by a header of the answer and a "
-        "line in the log; or "
-        "refuse. Those that are known to change an answer and are not supported are always "
-        "refused.",
+        "Handling of unknown fields in requests: ignore; warn, in a response header and in the "
+        "log; or refuse. Fields that are known to change an answer and are not supported are "
+        "always refused.",
     )
     request_timeout_s: float | None = option(
         None,
         "--request-timeout",
-        "How long a completion may take from its request to its last token, such as 10min; then it "
+        "Maximum time of a completion from its request to its last token, such as 10min; it then "
         "ends with an error.",
         parse=seconds_of,
         metavar="TIME",

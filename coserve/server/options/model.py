@@ -13,39 +13,45 @@ class ModelOptions(OptionGroup):
     """Which one, in which numbers, and how its texts are read."""
 
     model: str = option(
-        "tiny", "", "A directory in Hugging Face's layout, a hub id, or the built-in model, tiny."
+        "tiny",
+        "",
+        "Model to serve: a directory in Hugging Face's layout, a hub id, or the "
+        "built-in model, tiny.",
     )
     served_model_names: tuple[str, ...] = option(
         (),
         "--served-model-name",
-        "What clients call the model; may be given several times: the first is shown, and begins "
-        "the names of "
-        "fine-tuned models.",
+        "Name by which clients ask for the model; can be given several times. The first is the one "
+        "shown, and the prefix of names of fine-tuned models.",
         metavar="NAME",
         shown="MODEL; of a directory, its own name",
     )
     max_model_len: int | None = option(
         None,
         "--max-model-len",
-        "Tokens of a prompt and its answer together, and of an example of a job.",
+        "Maximum number of tokens of a prompt and its answer together, and of a training example.",
         parse=int,
         metavar="N",
         shown="what the model and the pool allow",
     )
-    dtype: str = option("auto", "--dtype", "float32, bfloat16, float16, or auto: the model's own.")
+    dtype: str = option(
+        "auto",
+        "--dtype",
+        "Data type of the weights: float32, bfloat16, float16, or auto for the model's own.",
+    )
     weights: str = option(
         "dense",
         "--weights",
-        "How weights of linear layers are stored: dense, or such as int8 (docs/kernels.md has "
-        "all).",
+        "Storage of the weights of linear layers: dense, or a quantised format such as int8 "
+        "(docs/kernels.md lists all).",
     )
     device: str = option(
-        "auto", "--device", "Such as cpu or cuda:0; auto takes a GPU if there is one."
+        "auto", "--device", "Device to run on, such as cpu or cuda:0; auto: a GPU if there is one."
     )
     threads: int | None = option(
         None,
         "--threads",
-        "Of the CPU, for the engine's arithmetic.",
+        "Number of CPU threads for the engine.",
         parse=int,
         metavar="N",
         shown="one for a small model, all for others; with ranks, an equal share of all",
@@ -53,42 +59,41 @@ class ModelOptions(OptionGroup):
     tensor_parallel: int = option(
         1,
         "--tensor-parallel",
-        "Number of ranks: processes that hold the model together, each on a GPU or on CPU cores of "
-        "its own "
-        "(docs/parallel.md); --threads, --memory and --host-memory are then those of each.",
+        "Number of ranks: processes that share the model, each on its own GPU or CPU cores "
+        "(docs/parallel.md). --threads, --memory and --host-memory then apply to each rank.",
     )
     deterministic: bool = option(
         False,
         "--deterministic",
-        "Answers and adapters are the same bit for bit, whatever runs beside them; steps take "
-        "longer.",
+        "Make answers and adapters bitwise reproducible, whatever else runs at the same time; "
+        "steps take longer.",
     )
     tool_call_parser: str = option(
         "auto",
         "--tool-call-parser",
-        f"How the model writes calls of tools: {', '.join(parser_names())}; auto: as its chat "
-        f"template does.",
+        f"Format in which the model writes tool calls: {', '.join(parser_names())}; auto: detect it "
+        f"from the chat template.",
     )
     chat_template: str | None = option(
         None,
         "--chat-template",
-        "How chats are written for the model, in Jinja: a file, or the template itself.",
+        "Chat template in Jinja: a file, or the template itself.",
         metavar="FILE",
         shown="the model's own",
     )
     lora_modules: tuple[str, ...] = option(
         (),
         "--lora-modules",
-        'Adapter that all tenants may ask for: NAME=DIR, or {"name": NAME, "path": DIR}; may be given several times.',
+        "Adapter that all tenants can use: NAME=DIR, or JSON with name and path; can be given "
+        "several times.",
         metavar="NAME=DIR",
         shown="none",
     )
     generation_config: str = option(
         "auto",
         "--generation-config",
-        "Where temperature, top_k, top_p, min_p and repetition_penalty come from that a request "
-        "does not say: auto, "
-        "the model's generation_config.json; none; or a directory with another.",
+        "Source of defaults for temperature, top_k, top_p, min_p and repetition_penalty: auto for "
+        "the model's generation_config.json; none; or a directory with another one.",
     )
 
     def check(self) -> None:

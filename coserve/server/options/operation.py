@@ -20,38 +20,38 @@ class OperationOptions(OptionGroup):
     home: str | None = option(
         None,
         "--home",
-        "Where files, jobs and adapters live.",
+        "Directory for files, jobs and adapters.",
         metavar="DIR",
         shown="$COSERVE_HOME or ~/.coserve",
     )
     database: str | None = option(
         None,
         "--database",
-        "Where files and jobs are recorded, as SQLAlchemy's URL, such as "
-        "postgresql://me@host/coserve. One with a "
-        "password better in COSERVE_DATABASE: ps shows this one to all users of the machine.",
+        "Database for files and jobs, as a SQLAlchemy URL such as postgresql://me@host/coserve. "
+        "Put a URL with a password in COSERVE_DATABASE instead: ps shows this option to all users "
+        "of the machine.",
         metavar="URL",
         shown="$COSERVE_DATABASE or SQLite in --home",
     )
     files_url: str | None = option(
         None,
         "--files-url",
-        "Where files and checkpoints are kept beside --home, as a URL of fsspec's, such as "
-        "s3://bucket/prefix: nodes "
-        "of a cluster then share no disk. One with a password better in COSERVE_FILES_URL.",
+        "fsspec URL where files and checkpoints are stored in addition to --home, such as "
+        "s3://bucket/prefix; nodes of a cluster then need no shared disk. Put a URL with a "
+        "password in COSERVE_FILES_URL.",
         metavar="URL",
         shown="$COSERVE_FILES_URL or --home alone",
     )
     result_encoding: str = option(
         "plain",
         "--result-encoding",
-        "Of jobs' result files, which are CSV: plain, or base64 as OpenAI gives them.",
+        "Encoding of jobs' result files, which are CSV: plain, or base64 as OpenAI returns them.",
     )
     max_response_bytes: int = option(
         100 * 10**6,
         "--response-storage",
-        "Of the answers of /v1/responses that are kept for each tenant, such as 1GB; the oldest "
-        "make room.",
+        "Storage for each tenant's answers of /v1/responses, such as 1GB; the oldest are deleted "
+        "first.",
         parse=bytes_of,
         metavar="SIZE",
         shown="100MB",
@@ -59,22 +59,21 @@ class OperationOptions(OptionGroup):
     measures_first: bool = option(
         False,
         "--measure-first",
-        "Measure a CPU that has no profile of the model before serving; otherwise the server "
-        "starts with a quick and "
-        "cautious profile, and measures the whole one while no request is there.",
+        "Measure a CPU that has no profile of the model before serving. Otherwise the server "
+        "starts with a quick, cautious profile and measures the full one while it is idle.",
     )
     log_format: str = option(
-        "text", "--log-format", f"Of the lines on stderr: {' or '.join(FORMATS)}."
+        "text", "--log-format", f"Format of log lines on stderr: {' or '.join(FORMATS)}."
     )
     log_level: str = option(
         "warning",
         "--log-level",
-        f"Least that is logged: {', '.join(LEVELS)}; info has a line for each request.",
+        f"Minimum level of log lines: {', '.join(LEVELS)}; info logs each request.",
     )
     otlp_endpoint: str | None = option(
         None,
         "--otlp-endpoint",
-        "Send OpenTelemetry traces to the collector at this URL, such as http://localhost:4318 "
+        "URL of an OpenTelemetry collector that traces are sent to, such as http://localhost:4318 "
         "(docs/operations.md).",
         metavar="URL",
         shown="$OTEL_EXPORTER_OTLP_ENDPOINT, or none",
@@ -82,14 +81,13 @@ class OperationOptions(OptionGroup):
     record: str | None = option(
         None,
         "--record",
-        "Write all that the engine is asked and does to this file, for coserve replay.",
+        "File in which to record all commands to the engine and its results, for coserve replay.",
         shown="nothing",
     )
     engine_timeout_s: float = option(
         30.0,
         "--engine-timeout",
-        "An engine that has not answered for this long is ended and started again; its jobs "
-        "resume.",
+        "Time without a sign of life after which the engine is restarted; its jobs resume.",
         parse=seconds_of,
         metavar="TIME",
         shown="30s",
@@ -97,7 +95,7 @@ class OperationOptions(OptionGroup):
     drain_s: float = option(
         30.0,
         "--drain",
-        "How long open streams may take at the end, such as 30s or 2min.",
+        "Time for which open streams may continue after a signal to stop, such as 30s or 2min.",
         parse=seconds_of,
         metavar="TIME",
         shown="30s",

@@ -17,7 +17,8 @@ class SchedulingOptions(OptionGroup):
     memory_bytes: int | None = option(
         None,
         "--memory",
-        "Of the page pool, for keys and values of requests and activations of jobs, such as 4GiB.",
+        "Size of the page pool for keys and values of requests and activations of jobs, such as "
+        "4GiB.",
         parse=bytes_of,
         metavar="SIZE",
         shown="a share of what is free",
@@ -25,8 +26,8 @@ class SchedulingOptions(OptionGroup):
     host_memory_bytes: int = option(
         0,
         "--host-memory",
-        "For what requests and jobs that make room have computed, such as 8GiB; without, it is "
-        "computed again.",
+        "Host memory for pages of preempted requests and jobs, such as 8GiB; without it, they are "
+        "recomputed.",
         parse=bytes_of,
         metavar="SIZE",
         shown="none",
@@ -34,7 +35,7 @@ class SchedulingOptions(OptionGroup):
     ttft_s: float = option(
         2.0,
         "--slo-ttft",
-        "SLO: time to the first token, such as 500ms or 2s.",
+        "SLO for the time to the first token, such as 500ms or 2s.",
         parse=slo_seconds,
         metavar="TIME",
         shown="2s",
@@ -42,7 +43,7 @@ class SchedulingOptions(OptionGroup):
     tpot_s: float | None = option(
         None,
         "--slo-tpot",
-        "SLO: mean time per later token, such as 40ms or 0.04s.",
+        "SLO for the mean time per later token, such as 40ms or 0.04s.",
         parse=slo_seconds,
         metavar="TIME",
         shown=(
@@ -50,34 +51,41 @@ class SchedulingOptions(OptionGroup):
         ),
     )
     policy: str = option(
-        DEFAULT_POLICY, "--policy", f"Who gets the device: {', '.join(policy_names())}."
+        DEFAULT_POLICY,
+        "--policy",
+        f"Scheduling policy, which divides the device: {', '.join(policy_names())}.",
     )
     policy_settings: tuple[str, ...] = option(
         (),
         "--policy-setting",
-        "KEY=VALUE of the policy, such as arrival_share=0.05 (docs/policies.md has all); may be "
-        "given several times.",
+        "Setting of the policy as KEY=VALUE, such as arrival_share=0.05 (docs/policies.md lists "
+        "all); can be given several times.",
         metavar="KEY=VALUE",
         shown="the policy's own",
     )
-    max_requests: int = option(256, "--max-requests", "Sequences that run at once.")
+    max_requests: int = option(
+        256, "--max-requests", "Maximum number of sequences that run at once."
+    )
     max_queued_requests: int = option(
         2048,
         "--max-queued-requests",
-        "Requests that wait for their first token; more are answered with 503.",
+        "Maximum number of requests that wait for their first token; further ones are answered "
+        "with 503.",
     )
     max_adapters: int = option(
-        64, "--max-adapters", "Adapters on the device; the least used ones make room."
+        64,
+        "--max-adapters",
+        "Maximum number of adapters on the device; the least recently used one is evicted.",
     )
     max_running_jobs: int = option(
         8,
         "--max-running-jobs",
-        "Jobs that train at once; the others are queued, and tenants take turns.",
+        "Maximum number of jobs that train at once; others are queued, and tenants take turns.",
     )
     job_timeout_s: float | None = option(
         None,
         "--job-timeout",
-        "How long a job may run, such as 2h; then it fails, and its newest checkpoint is kept.",
+        "Maximum run time of a job, such as 2h; it then fails, and its newest checkpoint is kept.",
         parse=seconds_of,
         metavar="TIME",
         shown="as long as it needs",
@@ -85,16 +93,15 @@ class SchedulingOptions(OptionGroup):
     trainable_models: tuple[str, ...] = option(
         (),
         "--trainable-model",
-        "NAME=MODEL that jobs may train beside the one that serves, such as big=path/to/big; its "
-        "weights pass through "
-        "a window of the page pool. May be given several times.",
+        "Further model that jobs can train, as NAME=MODEL, such as big=path/to/big; its weights "
+        "pass through a window of the page pool. Can be given several times.",
         metavar="NAME=MODEL",
         shown="none",
     )
     weight_window_bytes: int | None = option(
         None,
         "--weight-window",
-        "Of the page pool, that weights of --trainable-model may take at once, such as 2GiB.",
+        "Maximum part of the page pool for weights of --trainable-model, such as 2GiB.",
         parse=bytes_of,
         metavar="SIZE",
         shown="what requests leave",
@@ -102,21 +109,20 @@ class SchedulingOptions(OptionGroup):
     role: str = option(
         "both",
         "--role",
-        "Of an instance: decode has long prompts computed by another one of the same model, "
-        "prefill computes them for "
-        "such instances, both does all by itself.",
+        "Role of this instance: decode takes long prompts from a prefill instance of the same "
+        "model, prefill computes them for decode instances, both does everything itself.",
     )
     prefill_socket: str | None = option(
         None,
         "--prefill-socket",
-        "Unix socket at which a prefill instance listens, and where decode instances find it.",
+        "Unix socket on which a prefill instance listens, and decode instances connect.",
         metavar="PATH",
         shown="none",
     )
     prefill_min_tokens: int | None = option(
         None,
         "--prefill-min-tokens",
-        "A decode instance computes prompts itself that have fewer unknown tokens.",
+        "Number of uncached prompt tokens below which a decode instance computes a prompt itself.",
         parse=int,
         metavar="N",
         shown="those for which copying pages is predicted to take longer",

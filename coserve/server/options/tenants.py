@@ -16,31 +16,30 @@ class TenantOptions(OptionGroup):
     api_keys: tuple[str, ...] = option(
         (),
         "--api-key",
-        "KEY or TENANT=KEY that clients must bring; may be given several times. Better "
-        "--api-keys-file or "
-        "COSERVE_API_KEYS: ps shows this one to all users of the machine.",
+        "Key that clients must send, as KEY or TENANT=KEY; can be given several times. Prefer "
+        "--api-keys-file or COSERVE_API_KEYS: ps shows this option to all users of the machine.",
         metavar="KEY",
         shown="none needed",
     )
     api_keys_file: str | None = option(
         None,
         "--api-keys-file",
-        "More keys, by their digests, and limits of tenants; read again on SIGHUP (coserve keys "
-        "new).",
+        "File with digests of keys and limits of tenants (see coserve keys new); read again on "
+        "SIGHUP.",
         metavar="FILE",
         shown="none",
     )
     operators: tuple[str, ...] = option(
         (),
         "--operator",
-        "Tenant whose keys see metrics and status of all tenants; may be given several times.",
+        "Tenant whose keys may see metrics and status of all tenants; can be given several times.",
         metavar="TENANT",
         shown="without keys, all",
     )
     tenant_max_requests: int | None = option(
         None,
         "--tenant-max-requests",
-        "Sequences that a tenant may have under way at once.",
+        "Maximum number of sequences that a tenant may have running or waiting.",
         parse=int,
         metavar="N",
         shown="no limit",
@@ -48,7 +47,7 @@ class TenantOptions(OptionGroup):
     tenant_tokens_per_minute: int | None = option(
         None,
         "--tenant-tokens-per-minute",
-        "Tokens of a tenant's prompts and answers.",
+        "Maximum rate of a tenant's prompt and generated tokens.",
         parse=int,
         metavar="N",
         shown="no limit",
@@ -56,7 +55,7 @@ class TenantOptions(OptionGroup):
     tenant_max_jobs: int | None = option(
         None,
         "--tenant-max-jobs",
-        "Jobs of a tenant that have not ended.",
+        "Maximum number of a tenant's jobs that have not ended.",
         parse=int,
         metavar="N",
         shown="no limit",
@@ -64,7 +63,7 @@ class TenantOptions(OptionGroup):
     tenant_max_running_jobs: int | None = option(
         None,
         "--tenant-max-running-jobs",
-        "Jobs of a tenant that train at once.",
+        "Maximum number of a tenant's jobs that train at once.",
         parse=int,
         metavar="N",
         shown="no limit",
@@ -72,7 +71,7 @@ class TenantOptions(OptionGroup):
     tenant_max_file_bytes: int | None = option(
         None,
         "--tenant-max-files",
-        "Of all files of a tenant, such as 10GB.",
+        "Maximum size of all files of a tenant, such as 10GB.",
         parse=bytes_of,
         metavar="SIZE",
         shown="no limit",
@@ -80,7 +79,7 @@ class TenantOptions(OptionGroup):
     tenant_max_batches: int | None = option(
         None,
         "--tenant-max-batches",
-        "Batches of a tenant that have not ended.",
+        "Maximum number of a tenant's batches that have not ended.",
         parse=int,
         metavar="N",
         shown="no limit",
@@ -88,31 +87,29 @@ class TenantOptions(OptionGroup):
     tenant_weights: tuple[str, ...] = option(
         (),
         "--tenant-weight",
-        "TENANT=NUMBER: a tenant's part of the device beside that of others, which is 1; may be "
-        "given several times.",
+        "Share of the device for a tenant relative to others, as TENANT=NUMBER; can be given "
+        "several times.",
         metavar="TENANT=N",
         shown="1 for each",
     )
     share_prefixes: bool = option(
         False,
         "--share-prefixes",
-        "Have all tenants share what was computed of prompts' beginnings; cached_tokens and times "
-        "then tell a tenant "
-        "what prompts of others began with.",
+        "Share cached prompt prefixes among tenants. A tenant can then learn from cached_tokens "
+        "and from latency how prompts of others begin.",
     )
     public_prefixes: tuple[Path, ...] = option(
         (),
         "--public-prefix",
-        "File with a system prompt, or the beginning of a text, whose computed part all tenants "
-        "share; may be given "
-        "several times.",
+        "File with a system prompt, or the beginning of a text, whose KV cache all tenants share; "
+        "can be given several times.",
         metavar="FILE",
         shown="none",
     )
     allow_adapter_paths: tuple[Path, ...] = option(
         (),
         "--allow-adapter-paths",
-        "Directory below which /v1/load_lora_adapter may read; may be given several times.",
+        "Directory from which /v1/load_lora_adapter may load adapters; can be given several times.",
         metavar="DIR",
         shown="nothing is read",
     )
