@@ -1,4 +1,4 @@
-"""How a server is set up. The options of `coserve up` are these fields."""
+"""Configuration of a server, whose fields are the options of `coserve up`."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,13 +16,17 @@ from coserve.server.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(ModelOptions, SchedulingOptions, TenantOptions, HttpOptions, OperationOptions):
-    """ValueError when created names the field and its range."""
+    """Configuration of a server.
+
+    Raises:
+        ValueError: A field is out of its range; the message names the field and the range.
+    """
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Of each group, and of what the engine takes of them."""
+        """Check each group of options, and the engine's configuration that follows from them."""
         for group in GROUPS.values():
             group.check(self)
         # Known by their digests from now on.
@@ -38,7 +42,7 @@ class ServerConfig(ModelOptions, SchedulingOptions, TenantOptions, HttpOptions, 
 
     @property
     def engine(self) -> EngineConfig:
-        """The engine's part."""
+        """Configuration of the engine."""
         names = {each.name for each in fields(EngineConfig)} & {each.name for each in fields(self)}
         given = {name: getattr(self, name) for name in names}
         pairs: dict[str, dict[str, Any]] = {
@@ -50,7 +54,7 @@ class ServerConfig(ModelOptions, SchedulingOptions, TenantOptions, HttpOptions, 
 
 
 def _pairs_of(field: str, given: tuple[str, ...], form: str) -> dict[str, str]:
-    """Texts of a form such as KEY=VALUE, by key."""
+    """Return texts of a form such as KEY=VALUE as a dictionary."""
     pairs = [text.partition("=") for text in given]
     if wrong := [
         text for text, (key, equals, _) in zip(given, pairs, strict=True) if not key or not equals
@@ -60,7 +64,11 @@ def _pairs_of(field: str, given: tuple[str, ...], form: str) -> dict[str, str]:
 
 
 def _weights_of(given: tuple[str, ...]) -> dict[str, float]:
-    """Return the weights of tenants by name; ValueError for what is not a number."""
+    """Return the weights of tenants by name.
+
+    Raises:
+        ValueError: A text is not TENANT=NUMBER.
+    """
     found = _pairs_of("tenant_weights", given, "TENANT=NUMBER")
     try:
         return {tenant: float(text) for tenant, text in found.items()}

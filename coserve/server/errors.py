@@ -1,5 +1,5 @@
-"""Errors as OpenAI's API gives them: `{"error": {"message", "type", "param", "code"}}` with the
-status that it uses.
+"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`, with
+OpenAI's status codes.
 """
 
 import logging
@@ -24,11 +24,7 @@ _MOST_MESSAGE, _MOST_PARAM = 1000, 200
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
-
-    status: of HTTP. kind: OpenAI's `type`. param: the field that is wrong. code: a word for
-    programs.
-    """
+    """A request that is answered with an error."""
 
     def __init__(
         self,
@@ -40,6 +36,16 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        """Describe the error.
+
+        Args:
+            message: What is wrong, and what would be right.
+            status: HTTP status.
+            kind: OpenAI's `type`.
+            param: Field that is wrong.
+            code: Identifier for programs.
+            headers: Headers of the answer.
+        """
         super().__init__(message)
         self.message, self.status, self.kind, self.code = (
             _cut(message, _MOST_MESSAGE),
@@ -51,7 +57,7 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the error as JSON."""
         return {
             "error": {
                 "message": self.message,
@@ -67,12 +73,12 @@ def _cut(text: str, most: int) -> str:
 
 
 def not_found(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
-    """404."""
+    """Return an error with status 404."""
     return ApiError(message, status=404, param=param, code=code)
 
 
 def as_api_error(error: CoserveError) -> ApiError:
-    """One of coserve's own errors, as a client sees it."""
+    """Return the answer for one of coserve's own errors."""
     if isinstance(error, EngineGoneError | GrammarMemoryError):
         return ApiError(str(error), status=503, kind="server_error", headers={"Retry-After": "2"})
     if isinstance(error, AdapterTooLargeError):
@@ -98,8 +104,9 @@ def as_api_error(error: CoserveError) -> ApiError:
 
 
 def _over_limit(error: LimitError) -> ApiError:
-    """429. OpenAI's clients try again by themselves, which is of use where time alone brings what
-    is missing.
+    """Return an error with status 429.
+
+    OpenAI's clients retry by themselves, which helps only where waiting frees what is missing.
     """
     is_rate = error.what in ("requests", "tokens") and error.retry_after_s is not None
     headers = {"x-should-retry": "true" if is_rate else "false"}

@@ -21,7 +21,7 @@ _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.
 
 
 def bytes_of(text: str) -> int:
-    """A number of bytes such as 512MB, 4GiB or 1000000."""
+    """Return the number of bytes of a text such as 512MB, 4GiB or 1000000."""
     number, unit = _number_and_unit(text)
     name = unit.removesuffix("b") if unit != "b" else unit
     if name not in _UNITS:
@@ -30,7 +30,7 @@ def bytes_of(text: str) -> int:
 
 
 def seconds_of(text: str) -> float:
-    """A duration such as 40ms, 2s, 10min, 2h, or 0.5 (seconds)."""
+    """Return the seconds of a text such as 40ms, 2s, 10min, 2h, or 0.5 (seconds)."""
     number, unit = _number_and_unit(text)
     if unit not in _DURATIONS:
         raise ValueError(f"{text!r} is no duration; give one such as 40ms, 2s, 10min or 2h")
@@ -38,8 +38,9 @@ def seconds_of(text: str) -> float:
 
 
 def slo_seconds(text: str) -> float:
-    """A duration with its unit: milliseconds are usual here, so a bare number would be taken for
-    seconds by mistake.
+    """Return the seconds of a text such as 40ms; it must name a unit.
+
+    SLOs are usually in milliseconds, so a bare number would be mistaken for seconds.
     """
     number, unit = _number_and_unit(text)
     if not unit:

@@ -1,6 +1,4 @@
-"""What a request is addressed to: the host that it names, the characters of its path and query, and
-what a proxy puts before the path.
-"""
+"""Checks of what a request is addressed to: its host, its path and query, and a proxy's prefix."""
 
 import re
 from collections.abc import Sequence
@@ -17,28 +15,34 @@ _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::[0-9]*)?")
 
 
 class HeadMiddleware:
-    """HEAD is answered as GET is: HTTP's server leaves the body out (RFC 9110, 9.3.2)."""
+    """Middleware that answers HEAD as GET; the HTTP server omits the body (RFC 9110, 9.3.2)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Only the application sees it as GET."""
+        """Pass HEAD to the application as GET."""
         is_head = scope["type"] == "http" and scope["method"] == "HEAD"
         await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
 
 
 class PrefixMiddleware:
-    """Routes are where they are also below a prefix, for proxies that pass it on; for those that do
-    not, without it.
+    """Middleware that serves routes below a prefix as well.
+
+    Proxies that pass a prefix on need it; without it, routes serve proxies that strip the prefix.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
-        """prefix: begins with a slash, and ends without."""
+        """Wrap an application.
+
+        Args:
+            app: The application.
+            prefix: Prefix that begins with a slash and ends without one.
+        """
         self._app, self._prefix = app, prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take the prefix off."""
+        """Strip the prefix from the path."""
         if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
             raw = scope["raw_path"].removeprefix(self._prefix.encode())
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix), "raw_path": raw}
@@ -46,16 +50,20 @@ class PrefixMiddleware:
 
 
 class AddressMiddleware:
-    """400 for a host that is not allowed, and for addresses that nothing can be at."""
+    """Middleware that answers 400 to hosts that are not allowed, and to impossible addresses."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
-        """hosts: names; *.example.com for all below one; * for all. Addresses in numbers are always
-        allowed.
+        """Wrap an application.
+
+        Args:
+            app: The application.
+            hosts: Allowed names; *.example.com for all below one, * for all. IP addresses are
+                always allowed.
         """
         self._app, self._hosts = app, [host.lower() for host in hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it pass, or refuse it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] == "http":
             try:
                 self._check(scope)

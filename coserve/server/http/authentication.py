@@ -1,4 +1,4 @@
-"""Who asks: the tenant that a key names, put into every request before any route sees it."""
+"""Authentication: each request gets its tenant, from its key, before any route handles it."""
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +18,10 @@ _ANTHROPIC = b"x-api-key"
 
 
 class TenantMiddleware:
-    """Puts `tenant` and `is_operator` into the request's state; 401 without a right key, where keys
-    are needed. What is left of a tenant's limits goes back with every answer.
+    """Middleware that puts `tenant` and `is_operator` into the request's state.
+
+    It answers 401 where a key is needed and there is no valid one. Each answer has headers about
+    what is left of the tenant's limits.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class TenantMiddleware:
         self._open_prefixes = open_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it pass, or answer 401."""
+        """Pass a request on, or answer 401."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""How much of a body is read, for how long, and how much of all bodies together is in memory."""
+"""Limits on bodies of requests: their size, their duration, and their bytes in memory together."""
 
 import asyncio
 import re
@@ -30,16 +30,25 @@ _MOST_LONG_BODIES = 8
 
 
 class BodyLimitMiddleware:
-    """415 for a body that is compressed; 413 for one that is too long, also where its
-    Content-Length says otherwise; 408 for one that comes too slowly; 503 where too many bytes of
-    others are in memory. Uploads go to the disk as they come, and do not count there. A client that
-    goes away before its body is whole gets no answer, and is no fault.
+    """Middleware that limits bodies of requests.
+
+    It answers 415 to a compressed body; 413 to one that is too long, even if its Content-Length
+    says otherwise; 408 to one that arrives too slowly; 503 if too many bytes of bodies are in
+    memory. Uploads are streamed to the disk and do not count there. A client that leaves before its
+    body is complete gets no answer, and no error is logged.
     """
 
     def __init__(
         self, app: ASGIApp, *, max_body_bytes: int, max_upload_bytes: int, timeout_s: float
     ) -> None:
-        """timeout_s: of a body, which has more as long as it comes fast enough."""
+        """Wrap an application.
+
+        Args:
+            app: The application.
+            max_body_bytes: Maximum size of a body with a prompt.
+            max_upload_bytes: Maximum size of an uploaded file.
+            timeout_s: Time within which a body must arrive; a fast one may take longer.
+        """
         self._app, self._timeout_s = app, timeout_s
         self._max_body_bytes, self._max_upload_bytes = (
             max_body_bytes,
@@ -48,7 +57,7 @@ class BodyLimitMiddleware:
         self._memory = _Memory(_MOST_LONG_BODIES * max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it pass as far as its body may."""
+        """Pass a request on, with its body limited."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -89,15 +98,17 @@ class BodyLimitMiddleware:
 
 
 class _Memory:
-    """Bytes of long bodies that have come and are not read yet."""
+    """Count of bytes of long bodies that have arrived but are not parsed yet."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.num_bytes = most_bytes, 0
 
 
 class _Body:
-    """The body of one request, on its way to the application. refusal: why no more of it is read.
-    is_cut: the client went away before the last of it.
+    """Body of one request on its way to the application.
+
+    `refusal` is the error for which the rest of it is not read; `is_cut` says that the client left
+    before the end of it.
     """
 
     def __init__(
@@ -110,8 +121,10 @@ class _Body:
         self.is_answered = self.is_cut = False
 
     async def receive(self) -> Message:
-        """The next piece. After the last, the application has read it, and waits for the client to
-        go.
+        """Return the next message.
+
+        After the last piece of the body, the application has parsed it and waits for the client to
+        leave.
         """
         if self._is_whole:
             self.forget()
@@ -127,14 +140,16 @@ class _Body:
         return message
 
     async def send(self, message: Message) -> None:
-        """What the application makes of a body that breaks off is no answer."""
+        """Send a message of the answer, unless the body was refused or cut off before the answer
+        began.
+        """
         if self.is_answered or not (self.refusal or self.is_cut):
             self.is_answered = True
             self.forget()
             await self._send(message)
 
     def forget(self) -> None:
-        """It is not in memory any more."""
+        """Count the body as no longer in memory."""
         if self._memory is not None:
             self._memory.num_bytes -= self._num_held
         self._num_held = 0

@@ -1,8 +1,8 @@
-"""How many connections there may be, and how long a client may keep one waiting.
+"""Limits on the number of connections, and on how long a client may keep one waiting.
 
-Uvicorn's own limits count idle connections and busy ones alike, and refuse probes with the rest;
-its times begin with the first answer. Here the connection that has been idle longest makes room for
-a new one, as in nginx, so that clients who hold connections without using them keep nobody out.
+Uvicorn's own limits count idle and busy connections alike and refuse probes too, and its timeouts
+begin with the first answer. Here the connection that has been idle longest makes room for a new
+one, as in nginx, so that clients that hold unused connections lock nobody out.
 """
 
 import asyncio
@@ -49,22 +49,24 @@ _UNWANTED_LINGER_S = 1.0
 
 @dataclass(kw_only=True)
 class Connections:
-    """All that are open. timeout_headers_s: from a connection's, or a request's, first byte to the
-    end of its headers. idle: those that wait for their clients, who may be gone, the longest first.
-    """
+    """Open connections of the server."""
 
     most: int
+    """Number of connections above which the longest idle one is closed."""
     timeout_headers_s: float
+    """Time from the first byte of a connection or a request to the end of the headers."""
     all: "set[HttpProtocol]" = field(default_factory=set)
+    """All open connections."""
     idle: "dict[HttpProtocol, None]" = field(default_factory=dict)
+    """Connections that wait for their clients, the longest idle first."""
 
     @property
     def are_too_many(self) -> bool:
-        """Whether one of them must end."""
+        """Whether there are more connections than `most`."""
         return len(self.all) > self.most
 
     def end_idlest(self, newest: "HttpProtocol") -> None:
-        """End the one that has waited for its client longest, if any does."""
+        """Close the connection that has been idle longest, if there is one."""
         found = next(
             (each for each in self.idle if each is not newest and each.awaits_client), None
         )
@@ -73,8 +75,9 @@ class Connections:
 
 
 def most_connections(wanted: int) -> int:
-    """As many as are wanted and as the process may have files open, of which it takes all that the
-    system grants.
+    """Return the number of connections that are possible, at most `wanted`.
+
+    It raises the limit on open files as far as the system allows.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS grants fewer than it says
@@ -94,7 +97,7 @@ def most_connections(wanted: int) -> int:
 
 
 def protocol_of(connections: Connections) -> "type[asyncio.Protocol]":
-    """What uvicorn makes for each connection: `HttpProtocol`, which knows the others."""
+    """Return the protocol class that uvicorn creates for each connection."""
 
     class Counted(HttpProtocol):
         known = connections
@@ -103,7 +106,7 @@ def protocol_of(connections: Connections) -> "type[asyncio.Protocol]":
 
 
 def _probes_of(app: ASGIApp) -> ASGIApp:
-    """The application as a connection beyond the limit sees it."""
+    """Return an application for connections beyond the limit, which answers only probes."""
     refusal = ApiError(
         _TOO_MANY,
         status=503,
@@ -121,8 +124,9 @@ def _probes_of(app: ASGIApp) -> ASGIApp:
 
 
 class _GentleTransport:
-    """A connection's transport, whose `close` lets the last answer arrive although the client still
-    sends a body.
+    """Transport of a connection whose `close` lets the last answer arrive.
+
+    It does so even while the client is still sending a body.
     """
 
     def __init__(self, inner: asyncio.Transport, protocol: "HttpProtocol") -> None:
@@ -144,9 +148,7 @@ class _GentleTransport:
 
 
 def _is_long(scope: Scope) -> bool:
-    """Return whether a request's body may have more bytes than are read of one that nobody
-    wants.
-    """
+    """Return whether the body of a request may be longer than what is read of an unwanted one."""
     for name, value in scope["headers"]:
         if name == b"content-length":
             return int(value) > _MAX_UNWANTED_BYTES
@@ -156,9 +158,10 @@ def _is_long(scope: Scope) -> bool:
 
 
 class HttpProtocol(H11Protocol):
-    """Uvicorn's, with limits. known: all connections of the server."""
+    """Uvicorn's HTTP protocol, with limits."""
 
     known: Connections
+    """All connections of the server."""
 
     def __init__(self, config: "Config", *arguments: Any, **more: Any) -> None:
         super().__init__(config, *arguments, **more)
@@ -168,8 +171,10 @@ class HttpProtocol(H11Protocol):
         self._num_unwanted_bytes = 0
 
     def _telling_ends(self, app: ASGIApp) -> ASGIApp:
-        """Return the application, with answers that say so if the connection ends because much of a
-        body is still to come: the client would send its next request there otherwise.
+        """Return the application, with `Connection: close` in answers to long bodies that are not
+        read.
+
+        Otherwise the client would send its next request on this connection.
         """
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,15 +197,15 @@ class HttpProtocol(H11Protocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether all that came has been answered: the client could be gone, and nobody would
-        know.
+        """Whether everything received has been answered, so that a vanished client would go
+        unnoticed.
         """
         return self.transport.get_write_buffer_size() == 0 and (
             self._awaits_headers or self.cycle.more_body
         )
 
     def drop(self) -> None:
-        """End it at once."""
+        """Close the connection at once."""
         self._forget()
         self.transport.abort()
 
@@ -210,14 +215,12 @@ class HttpProtocol(H11Protocol):
 
     @property
     def is_ending(self) -> bool:
-        """Return whether all that still comes is thrown away."""
+        """Whether all further input is discarded."""
         return self._is_ending
 
     @property
     def is_unwanted(self) -> bool:
-        """Return whether what comes belongs to a request that has been answered, or to none that
-        will be.
-        """
+        """Whether input belongs to a request that has been answered, or that never will be."""
         return self._is_ending or (
             self.cycle is not None
             and self.cycle.response_complete
@@ -282,14 +285,14 @@ class HttpProtocol(H11Protocol):
         self._after("linger", _LINGER_S, self.drop)
 
     def send_400_response(self, msg: str) -> None:
-        """In OpenAI's form, where uvicorn has plain text."""
+        """Answer an invalid request in OpenAI's form, where uvicorn sends plain text."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self._say(400, "This is no valid HTTP request, or its headers are too long.")
         else:
             self._close()
 
     def _note(self) -> None:
-        """The last of the idle ones, or none of them."""
+        """Mark the connection as the most recently idle one, or as busy."""
         self.known.idle.pop(self, None)
         if self in self.known.all and (self._awaits_headers or self.cycle.more_body):
             self.known.idle[self] = None
@@ -315,7 +318,7 @@ class HttpProtocol(H11Protocol):
             self._close()
 
     def _say(self, status: int, message: str) -> None:
-        """A last answer, without any request that it belongs to."""
+        """Send a last answer that belongs to no request, and close the connection."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         body = json.dumps(
             {"error": {"message": message, "type": kind, "param": None, "code": None}}
@@ -329,15 +332,17 @@ class HttpProtocol(H11Protocol):
         self._close()
 
     def _stop_reading(self) -> None:
-        """End the connection of a client that has been answered and sends on. Its answer arrives
-        before the end does; what it sends stays with the system, which soon takes no more of it.
+        """Close the connection of a client that has its answer and keeps sending.
+
+        The answer arrives before the end does; further input stays in the system's buffers, which
+        soon are full.
         """
         if not self._inner.is_closing():
             self._inner.pause_reading()
         self.end_gently()
 
     def end_gently(self) -> None:
-        """Throw away what still comes, for a moment in which the client can read its answer."""
+        """Discard further input for a moment, in which the client can read its answer."""
         if not self._inner.is_closing() and self._inner.can_write_eof() and not self._is_ending:
             self._inner.write_eof()
         self._unset_keepalive_if_required()
@@ -350,7 +355,9 @@ class HttpProtocol(H11Protocol):
         return self.transport.inner
 
     def _close(self) -> None:
-        """What was said arrives only if what the client still sends is read, and not refused by the
+        """Close the connection after its last answer.
+
+        The answer arrives only if what the client still sends is read, and not refused by the
         system.
         """
         if self._awaits_headers and self.transport.can_write_eof():

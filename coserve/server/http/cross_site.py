@@ -1,6 +1,4 @@
-"""Refuses requests that a page of another site has a browser send, where no key protects the
-server.
-"""
+"""Refusal of requests that a page of another site makes a browser send, where no key is needed."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -20,18 +18,26 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class CrossSiteMiddleware:
-    """Answers 403 to requests that change something and come from a page of another origin, where
-    no key is needed: nothing in them says that their sender may ask. With keys, a browser sends
-    none by itself.
+    """Middleware that answers 403 to changing requests from pages of other origins, where no key is
+    needed.
 
-    Browsers say where a request comes from in `Sec-Fetch-Site`
+    Nothing else in such requests would show that their sender is allowed to make them. With keys, a
+    browser sends none by itself.
+
+    Browsers name the origin of a request in `Sec-Fetch-Site`
     (https://www.w3.org/TR/fetch-metadata/), but send that only to localhost and over TLS. Otherwise
-    `Origin`, which comes with every request that changes something, must name the host and port of
-    `Host`. No page can set either of them; other clients send neither, and may ask.
+    `Origin`, which comes with every changing request, must name the host and port of `Host`. Pages
+    cannot set either of them; other clients send neither, and are allowed.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, cors_origins: Collection[str]) -> None:
-        """cors_origins: origins whose pages may ask; * for all."""
+        """Wrap an application.
+
+        Args:
+            app: The application.
+            keys: Keys in force.
+            cors_origins: Origins whose pages are allowed; * for all.
+        """
         self._app, self._keys = app, keys
         self._cors_origins = {origin.lower() for origin in cors_origins}
 
@@ -46,7 +52,7 @@ class CrossSiteMiddleware:
         await self._app(scope, receive, send)
 
     def _is_foreign(self, scope: Scope) -> bool:
-        """Return whether a page sent a request that it may not send."""
+        """Return whether a request comes from a page that is not allowed to send it."""
         if not self._keys.ring.is_open or "*" in self._cors_origins:
             return False
         origins = _values(scope, b"origin")

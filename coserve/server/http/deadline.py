@@ -1,6 +1,4 @@
-"""A request to generate that takes longer than it may ends with an error, also where its answer has
-begun.
-"""
+"""Deadline of requests for tokens, which applies to answers that have begun, too."""
 
 import asyncio
 from contextlib import suppress
@@ -26,9 +24,10 @@ _LAST_WORDS_S = 5.0
 
 
 class DeadlineMiddleware:
-    """504 after this many seconds, from the first byte of the body to the last of the answer; a
-    stream that has begun ends with an event that says the same. What the engine does for it is
-    cancelled.
+    """Middleware that answers 504 once a request has taken too long, and cancels it in the engine.
+
+    The time runs from the first byte of the body to the last of the answer. A stream that has begun
+    ends with an error event.
     """
 
     def __init__(self, app: ASGIApp, timeout_s: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Answers with the content of a file that is open, which its deletion cannot take away."""
+"""Answers with the content of an open file, which remains readable even if it is deleted meanwhile."""
 
 from typing import Any, BinaryIO
 

@@ -1,6 +1,4 @@
-"""Each request has an id, which its answer, its log lines and errors of the server's own name; and
-one log line.
-"""
+"""Request ids, which are in answers, log lines and errors; and one log line per request."""
 
 import logging
 import re
@@ -23,16 +21,17 @@ _IS_GIVEN, _COMPLETION = "request_id_is_given", "completion"
 
 
 class RequestLogMiddleware:
-    """Takes a client's `x-request-id` if that can be written into a log, or makes one, and sends it
-    back. One line a request, when it is over: a warning where the server failed, and information
-    otherwise.
+    """Middleware that gives each request an id, and logs the request when it is over.
+
+    A client's `x-request-id` is used if it is safe to log. The level of the line is warning where
+    the server failed, and info otherwise.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it pass."""
+        """Pass a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -59,7 +58,7 @@ class RequestLogMiddleware:
 
 
 def note_completion(request: Request, id: str) -> None:
-    """A completion has an id already: it is the request's, unless the client gave one."""
+    """Use a completion's id as the request's id, unless the client gave one."""
     state = request.scope["state"]
     state[_COMPLETION] = id
     if not state[_IS_GIVEN]:
@@ -72,7 +71,7 @@ def _given(scope: Scope) -> str:
 
 
 def _write(scope: Scope, status: int, duration_s: float) -> None:
-    """A client that went away before its answer began has the status 0."""
+    """Log a request; the status is 0 if the client left before its answer began."""
     path = scope["path"][:_MOST_PATH]
     more = {
         "method": scope["method"],

@@ -1,4 +1,4 @@
-"""What goes back to clients: JSON, errors in OpenAI's form, and server-sent events."""
+"""Answers to clients: JSON, errors in OpenAI's form, and server-sent events."""
 
 import asyncio
 import json
@@ -26,8 +26,9 @@ class ClientGoneError(Exception):
 
 
 def to_json(value: Any) -> bytes:
-    """As JSON; text that is no Unicode (which only clients can bring) is escaped as they wrote
-    it.
+    """Return a value as JSON.
+
+    Text that is not valid Unicode, which only clients can bring, is escaped as they wrote it.
     """
     try:
         return msgspec.json.encode(value)
@@ -36,7 +37,7 @@ def to_json(value: Any) -> bytes:
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A whole answer."""
+    """Return a complete JSON answer."""
     return Response(
         to_json(value), status_code=status, headers=headers, media_type="application/json"
     )
@@ -48,14 +49,14 @@ def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
 
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
-    """An error as OpenAI gives it, which with a type of its own is Anthropic's, for who asks at
-    that path.
+    """Return the JSON of an error: OpenAI's form, with Anthropic's `type` on paths of Anthropic's
+    API.
     """
     return {**({"type": "error"} if _is_anthropics(path) else {}), **error.body()}
 
 
 def error_response(error: ApiError) -> ASGIApp:
-    """What answers with an error, in the form of the API that was asked."""
+    """Return an ASGI application that answers with an error."""
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         made = json_response(error_body(error, scope["path"]), error.status, error.headers)
@@ -65,13 +66,14 @@ def error_response(error: ApiError) -> ASGIApp:
 
 
 def server_sent_event(value: Any, name: str = "") -> bytes:
-    """One event of a stream."""
+    """Return one event of a stream."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(value) + b"\n\n"
 
 
 def error_event(error: ApiError, path: str) -> bytes:
-    """The last event of a stream that broke off. Anthropic's clients pass over events without a
-    name.
+    """Return the last event of a stream that broke off.
+
+    It has a name on paths of Anthropic's API, whose clients skip events without one.
     """
     return server_sent_event(error_body(error, path), "error" if _is_anthropics(path) else "")
 
@@ -81,7 +83,11 @@ def _is_anthropics(path: str) -> bool:
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, but only as long as the client waits for it; ClientGoneError otherwise."""
+    """Run a coroutine for as long as the client waits.
+
+    Raises:
+        ClientGoneError: The client has closed its connection.
+    """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -101,7 +107,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class _Nothing(Response):
-    """To a client that is gone."""
+    """Empty answer to a client that has left."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pass
@@ -115,11 +121,17 @@ async def answer(
     ignored: tuple[str, ...] = (),
     end: bytes = DONE,
 ) -> Response:
-    """JSON, or a stream of events. Neither is made any further once the client is gone. ignored:
-    fields of the body that were passed over; a header names them. end: what a stream ends with.
+    """Return an answer as JSON or as a stream of events; work on it stops when the client leaves.
 
-    A stream begins with its first event, so that what goes wrong before it still has a status of
-    its own.
+    A stream is answered once it has its first event, so that an error before that has its own
+    status.
+
+    Args:
+        request: The request.
+        whole: Coroutine that returns the JSON.
+        events: Generator of the events of a stream.
+        ignored: Fields of the body that were ignored; a header names them.
+        end: Last bytes of a stream.
     """
     headers = ignored_header(ignored)
     try:
@@ -139,7 +151,7 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events; what makes them is closed as soon as the client is gone."""
+    """Answer of server-sent events, whose generator is closed as soon as the client leaves."""
 
     media_type = "text/event-stream"
 
@@ -153,7 +165,7 @@ class EventStream(Response):
         self._first, self._events, self._end = first, events, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the events."""
         with suppress(ClientGoneError, OSError):
             await until_disconnect(receive, self._send_all(scope["path"], send))
 

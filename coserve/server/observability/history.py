@@ -1,4 +1,6 @@
-"""Tokens per second over the last day, kept in rings whose parts grow longer as they grow older."""
+"""History of tokens per second over the last day, in rings of parts that are longer for older
+times.
+"""
 
 from collections import deque
 from dataclasses import dataclass
@@ -6,11 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A length of time that can be shown, and the length of its equal parts."""
+    """A time span that the page can show, divided into equal parts."""
 
     name: str  # as the page writes it
     length_s: int
+    """Length in seconds."""
     part_s: int
+    """Length of each part in seconds."""
 
     @property
     def num_parts(self) -> int:
@@ -31,11 +35,13 @@ class _Part:
 
     index: int  # the part's start, in parts since time 0
     num_generated: int = 0
+    """Generated tokens."""
     num_trained: int = 0
+    """Tokens processed by fine-tuning."""
 
 
 class TokenHistory:
-    """Counts generated and trained tokens by time; its memory is bounded whatever the time."""
+    """Counter of generated and trained tokens by time, in bounded memory."""
 
     def __init__(self) -> None:
         # Part lengths, each with as many parts as the longest span that uses it.

@@ -1,4 +1,4 @@
-"""Prometheus's view of the server, at `/metrics`. docs/grafana-dashboard.json shows it."""
+"""Prometheus metrics of the server at `/metrics`; docs/grafana-dashboard.json shows them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +21,15 @@ _WHO = ("adapter", "tenant")
 
 
 class Metrics:
-    """Listens to the engine."""
+    """An `EngineListener` that keeps the metrics."""
 
     def __init__(self, ledger: Ledger, model: Callable[[], str] = lambda: "") -> None:
-        """model: the name of the one that is served."""
+        """Create the metrics.
+
+        Args:
+            ledger: Tenant and adapter of each request.
+            model: Function that returns the name of the served model.
+        """
         self._ledger = ledger
         self._last_s: dict[tuple[str, int], float] = {}  # when each sequence had its last token
         self._num_tuned = 0  # by the engine that lives now
@@ -196,7 +201,11 @@ class Metrics:
         )
 
     def text(self, tenant: str | None = None) -> bytes:
-        """For a scraper. tenant: whose samples alone; None: all."""
+        """Return the metrics in Prometheus's text format.
+
+        Args:
+            tenant: Tenant whose samples are returned; None: all.
+        """
         if tenant is not None:
             return generate_latest(_of_tenant(self.registry, tenant))
         return generate_latest(self.registry) + generate_latest(self._by_vllms_names)
@@ -313,18 +322,18 @@ class Metrics:
             self._pages.labels(owner).set(number)
 
     def _is_batch(self, request: str) -> bool:
-        """Whether nobody waits for it."""
+        """Return whether a request is batch work."""
         entry = self._ledger.find(request)
         return entry is not None and entry.is_batch
 
     def _who(self, request: str) -> tuple[str, str]:
-        """Adapter and tenant."""
+        """Return adapter and tenant of a request, the values of the labels `_WHO`."""
         entry = self._ledger.find(request)
         return (entry.adapter or "", entry.tenant) if entry is not None else ("", "")
 
 
 class _Own(Collector):
-    """Of a registry, what bears a tenant's label."""
+    """Collector of the samples of another registry that have a tenant's label."""
 
     def __init__(self, registry: CollectorRegistry, tenant: str) -> None:
         self._registry, self._tenant = registry, tenant

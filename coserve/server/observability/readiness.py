@@ -1,6 +1,4 @@
-"""Whether the engine makes steps: it has made one lately, or makes one now, for a token that nobody
-needs.
-"""
+"""Readiness of the engine: it has made a step lately, or makes one now for a probe request."""
 
 import asyncio
 import time
@@ -14,19 +12,25 @@ from coserve.protocol.messages import Ready, StepReport
 
 
 class Readiness:
-    """An `EngineListener`."""
+    """An `EngineListener` that tells whether the engine makes steps."""
 
     def __init__(self, link: EngineAccess, *, lately_s: float = 10.0, proof_s: float = 5.0) -> None:
-        """lately_s: how old a step may be that proves something. proof_s: in what time one must
-        come when asked for.
+        """Listen to an engine.
+
+        Args:
+            link: The engine.
+            lately_s: Maximum age of a step that proves readiness.
+            proof_s: Time within which a probe request must cause a step.
         """
         self._link, self._lately_s, self._proof_s = link, lately_s, proof_s
         self._stepped_s = float("-inf")
         self._proof: asyncio.Task[None] | None = None
 
     async def require(self) -> None:
-        """EngineGoneError unless the engine makes steps. Who asks meanwhile waits for the same
-        one.
+        """Return if the engine makes steps; concurrent callers share one probe request.
+
+        Raises:
+            EngineGoneError: It does not.
         """
         self._link.require_alive()
         if self._has_stepped():

@@ -1,5 +1,6 @@
-"""How it goes: what `/v1/status` says of the last minute, and `/v1/status/steps` of every step (see
-docs/server.md).
+"""State of the server: the last minute for `/v1/status`, all steps for `/v1/status/steps`.
+
+docs/server.md describes both.
 """
 
 import time
@@ -20,30 +21,46 @@ _MOST_KEPT = 20_000
 
 
 class _Step(NamedTuple):
+    """A step, with its serial number."""
+
     serial: int
+    """Position in the order of all entries, which clients use as a cursor."""
     step: StepRecord
+    """The step."""
 
 
 class _Request(NamedTuple):
+    """A finished sequence."""
+
     serial: int
+    """Position in the order of all entries."""
     end_s: float
+    """Time at which it finished."""
     record: RequestRecord
+    """Its times and lengths."""
     tenant: str
+    """Its tenant."""
     adapter: str | None
+    """The tenant's name for its adapter; None: the base model."""
 
 
 class _Moment(NamedTuple):
-    """Tokens counted so far, and pages by owner, at a moment."""
+    """Token counts and pages by owner at one time."""
 
     serial: int
+    """Position in the order of all entries."""
     time_s: float
+    """The time."""
     num_generated: int
+    """Generated tokens up to then."""
     num_tuned: int
+    """Tokens processed by fine-tuning up to then."""
     pages: dict[str, int]
+    """Pages of the pool by owner."""
 
 
 class StatusBoard:
-    """Listens to the engine; keeps the newest steps, requests and states of the memory."""
+    """An `EngineListener` that keeps the newest steps, requests and states of the memory."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -114,9 +131,11 @@ class StatusBoard:
         """Return what `/v1/status` shows.
 
         Args:
-            tenant: whose requests count; None for all.
-            trainable_models: models that jobs may train beside the one that serves.
-            starting: what an engine that is not ready does now.
+            ready: Description of the engine; None while there is none.
+            model: Name of the served model.
+            tenant: Tenant whose requests count; None: all.
+            trainable_models: Models that jobs can train besides the served one.
+            starting: Progress of an engine that is starting.
         """
         now_s = time.monotonic()
         since_s = now_s - WINDOW_S
@@ -201,7 +220,12 @@ class StatusBoard:
         }
 
     def steps(self, after: int, tenant: str | None) -> dict[str, Any]:
-        """All after a cursor."""
+        """Return what `/v1/status/steps` shows: all entries after a cursor.
+
+        Args:
+            after: Serial number after which entries are returned.
+            tenant: Tenant whose requests are returned; None: all.
+        """
         return {
             "cursor": self._serial,
             "now_s": time.monotonic(),
@@ -232,7 +256,7 @@ class StatusBoard:
         return self._history.rates(span, time.monotonic())
 
     def _rates(self, now_s: float) -> tuple[float | None, float | None]:
-        """Generated and tuned tokens per second over the window."""
+        """Return generated and trained tokens per second over the window."""
         since_s = max(now_s - WINDOW_S, self._start_s)
         before = next((each for each in reversed(self._moments) if each.time_s < since_s), None)
         first_generated, first_tuned = (
@@ -247,7 +271,7 @@ class StatusBoard:
 
 
 def start_json(progress: StartProgress | None) -> dict[str, Any] | None:
-    """Return what an engine that is starting does, as `/health` and `/v1/status` show it."""
+    """Return the progress of an engine that is starting, as `/health` and `/v1/status` show it."""
     if progress is None:
         return None
     return {
@@ -259,9 +283,7 @@ def start_json(progress: StartProgress | None) -> dict[str, Any] | None:
 
 
 def _profile_json(stats: EngineStats | None) -> dict[str, Any]:
-    """Return whether predictions rest on a measured profile; measured_share: of a profile that is
-    being measured.
-    """
+    """Return the state of the engine's profile, and the share that has been measured so far."""
     if stats is None:
         return {"state": None, "measured_share": None}
     share = stats.measured_share
@@ -277,9 +299,7 @@ def _grammars(stats: EngineStats | None, tenant: str | None) -> dict[str, int]:
 
 
 def _ranks(stats: EngineStats) -> list[dict[str, Any]]:
-    """Return the processes that hold the model together, in the order of their ranks; none where it
-    is one.
-    """
+    """Return the ranks of the model, in order; empty if there is only one process."""
     return [
         {
             "rank": rank,
@@ -293,7 +313,7 @@ def _ranks(stats: EngineStats) -> list[dict[str, Any]]:
 
 
 def _after(entries: "deque[Any]", after: int) -> list[Any]:
-    """Those with a later serial number, in order."""
+    """Return the entries with a later serial number, in order."""
     return list(takewhile(lambda each: each.serial > after, reversed(entries)))[::-1]
 
 
@@ -317,7 +337,7 @@ def _percentiles_ms(seconds: Iterable[float]) -> dict[str, float | None]:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The nearest rank; None of nothing."""
+    """Return the value at a share of the sorted values, by nearest rank; None if there are none."""
     if not values:
         return None
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]

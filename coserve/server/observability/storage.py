@@ -1,4 +1,7 @@
-"""State of the disk under files, jobs, batches and answers, as the log and /v1/status tell it."""
+"""State of the disk and the database that hold files, jobs, batches and answers.
+
+The log and /v1/status show it.
+"""
 
 import asyncio
 import logging
@@ -19,7 +22,7 @@ _AWAY = "the database cannot be used now"
 
 
 class Storage:
-    """The state of the store and of the home's disk. Belongs to one event loop."""
+    """State of the store and of the home's disk; it belongs to one event loop."""
 
     def __init__(self, store: Store, home: Path) -> None:
         self._store, self._home = store, home
@@ -29,8 +32,9 @@ class Storage:
         self._looking = asyncio.Lock()
 
     async def check(self) -> dict[str, Any]:
-        """Try to write, and log a change; returns what /v1/status shows. One look serves all who
-        ask for a while, and those who ask during it wait for its result.
+        """Try to write, log a change, and return what /v1/status shows.
+
+        A result is reused for a while, and concurrent callers share one check.
         """
         async with self._looking:
             if time.monotonic() - self._looked_s >= _FRESH_S:
@@ -58,7 +62,7 @@ class Storage:
         self._problem = problem
 
     def _look(self) -> tuple[str | None, int | None]:
-        """Return what is wrong, and the bytes that are free on the home's disk. Blocks."""
+        """Return what is wrong, and the free bytes of the home's disk. Blocks."""
         try:
             free_bytes = shutil.disk_usage(self._home).free
         except OSError as error:

@@ -1,8 +1,8 @@
-"""OpenTelemetry's traces, where an endpoint is set: of requests, by its conventions for generative
-AI, and of optimizer steps. Without one, nothing is imported for them.
+"""OpenTelemetry traces of requests and optimizer steps, if an endpoint is set.
 
-A request's span has children for its wait, its prompt and its decoding, by the engine's own
-records. An optimizer step's span says how long its pieces took, not when each of them ran.
+Requests follow OpenTelemetry's conventions for generative AI. A request's span has children for its
+queueing, its prefill and its decoding, from the engine's records. An optimizer step's span has the
+durations of its parts, not their times. Without an endpoint, no package is imported for this.
 """
 
 import os
@@ -49,10 +49,13 @@ _current: "ContextVar[Span | None]" = ContextVar("span", default=None)
 
 
 def open_tracing(endpoint: str | None) -> "Tracing | None":
-    """To a collector that takes OTLP by HTTP, at this URL or at that of the environment; None if
-    neither is given.
+    """Return an exporter to a collector that takes OTLP over HTTP; None if there is no endpoint.
 
-    CoserveError: the packages for it are not installed.
+    Args:
+        endpoint: URL of the collector (default: that of the environment).
+
+    Raises:
+        CoserveError: The packages for it are not installed.
     """
     endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE)
     if not endpoint:
@@ -77,7 +80,7 @@ def open_tracing(endpoint: str | None) -> "Tracing | None":
 
 
 class Tracing:
-    """Makes spans; listens to the engine for the times of what is in them."""
+    """Maker of spans; an `EngineListener` for the times in them."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         self._provider = provider
@@ -86,7 +89,7 @@ class Tracing:
         self._ended: deque[tuple[float, Sequence[str]]] = deque()
 
     def begin(self, path: str, headers: Mapping[str, str]) -> "Span":
-        """A request has come; it joins the trace that its headers name."""
+        """Return the span of a new request, in the trace that its headers name."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -106,7 +109,12 @@ class Tracing:
         )
 
     def end(self, span: "Span", status: int) -> None:
-        """Its answer is over; status 0: the client went away before it began."""
+        """End the span of a request.
+
+        Args:
+            span: The span.
+            status: HTTP status; 0: the client left before its answer began.
+        """
         from opentelemetry.trace import Status, StatusCode
 
         if status:
@@ -118,9 +126,12 @@ class Tracing:
         span.end()
 
     def open(self, id: str, model: str, requests: Sequence[AddRequest]) -> "TracedAnswer | None":
-        """What is known of the completion that is being made; None if it has no span.
+        """Return the recorder of a completion that is being made; None if it has no span.
 
-        id, model: as the answer shows them. requests: for the engine.
+        Args:
+            id: Id of the answer.
+            model: Model that the answer names.
+            requests: Requests to the engine.
         """
         span = _current.get()
         if span is None:
@@ -130,7 +141,7 @@ class Tracing:
         return TracedAnswer(span, id, model, requests, forget=lambda: self._forget(names))
 
     def _forget(self, names: Sequence[str]) -> None:
-        """Soon: the engine's record of a request comes a little later than its end."""
+        """Forget requests after a while: the engine's records arrive a little after their ends."""
         now_s = time.monotonic()
         self._ended.append((now_s, names))
         while self._ended[0][0] < now_s - _KEPT_S:
@@ -138,7 +149,7 @@ class Tracing:
                 self._spans.pop(name, None)
 
     def close(self) -> None:
-        """Send what is left, as far as that is done soon."""
+        """Send the remaining spans, within a short time."""
         self._provider.force_flush(_FLUSH_MS)
         self._provider.shutdown()
 
@@ -159,7 +170,7 @@ class Tracing:
                 self._take_step(event)
 
     def _take_record(self, record: RequestRecord, parent: "Span") -> None:
-        """A sequence has come to its end: its three pieces one after the other."""
+        """Add the three parts of a finished sequence, one after the other."""
         started_s, first_s = record.arrival_s + record.queue_s, record.arrival_s + record.ttft_s
         last_s = first_s + (record.tpot_s or 0.0) * (record.num_output_tokens - 1)
         index = {"coserve.sequence.index": record.index}
@@ -209,7 +220,7 @@ class Tracing:
         attributes: Mapping[str, Any],
         parent: "Span | None" = None,
     ) -> None:
-        """A span of times by the monotonic clock; of a trace of its own without a parent."""
+        """Add a span with times of the monotonic clock; without a parent, in a trace of its own."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
@@ -222,7 +233,7 @@ class Tracing:
 
 
 class TracedAnswer:
-    """What a span says of a completion; to be closed when the answer is over."""
+    """Recorder of a completion's attributes; `close` must be called when the answer is over."""
 
     def __init__(
         self,
@@ -256,14 +267,14 @@ class TracedAnswer:
             span.set_attribute("gen_ai.request.choice.count", params.n)
 
     def take(self, place: int, chunks: Sequence[Chunk]) -> None:
-        """Some more of it, for one of its prompts."""
+        """Record chunks of one of its prompts."""
         for chunk in chunks:
             self._num_output += len(chunk.tokens)
             if chunk.finish_reason is not None:
                 self._reasons[place, chunk.index] = chunk.finish_reason
 
     def close(self) -> None:
-        """There is no more of it."""
+        """Write the attributes that are known at the end."""
         self._span.set_attribute(_OUTPUT_TOKENS, self._num_output)
         self._span.set_attribute(
             "gen_ai.response.finish_reasons", [self._reasons[key] for key in sorted(self._reasons)]
@@ -272,13 +283,13 @@ class TracedAnswer:
 
 
 class TracingMiddleware:
-    """A span for every completion, from its headers to the end of its answer."""
+    """Middleware that makes a span for every completion, from its headers to the end of its answer."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app, self._tracing = app, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it pass."""
+        """Pass a request on."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _OPERATIONS:
             await self._app(scope, receive, send)
             return

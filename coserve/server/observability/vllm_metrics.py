@@ -1,7 +1,7 @@
-"""vLLM's names for what `coserve_…` metrics measure, so that its dashboards show this server, too.
+"""Metrics under vLLM's names, so that its dashboards show this server, too.
 
-Nothing is measured twice: at each scrape the metrics are summed over tenants and adapters, and
-given again by these names (https://docs.vllm.ai/en/stable/design/metrics/).
+Nothing is measured twice: at each scrape, `coserve_…` metrics are summed over tenants and adapters,
+and given under these names (https://docs.vllm.ai/en/stable/design/metrics/).
 """
 
 from collections import defaultdict
@@ -40,10 +40,15 @@ _REASONS = {"cancelled": "abort"}
 
 
 class VllmMetrics(Collector):
-    """Reads another registry."""
+    """Collector that translates another registry."""
 
     def __init__(self, registry: CollectorRegistry, model: Callable[[], str]) -> None:
-        """model: as vLLM's label has it."""
+        """Translate a registry.
+
+        Args:
+            registry: Registry of `coserve_…` metrics.
+            model: Function that returns the value of the label `model_name`.
+        """
         self._registry, self._model = registry, model
 
     def collect(self) -> Iterator[Metric]:

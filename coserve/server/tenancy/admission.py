@@ -1,10 +1,10 @@
-"""Holds tenants to their limits of requests and tokens, as OpenAI does: 429 with the time after
-which to try again.
+"""Limits of tenants on requests and tokens, as OpenAI has them: 429 with the time after which to
+retry.
 
-Tokens are counted as a bucket that fills at the tenant's rate, to a minute's worth. A prompt is
-paid for when its request is sent to the engine, every token of an answer when it comes; how long an
-answer gets is not known before, so a bucket may fall below zero, and the next request waits until
-it is paid back. In the long run the rate holds exactly.
+Tokens are counted in a bucket that fills at the tenant's rate, up to one minute's worth. A prompt
+is charged when its request is sent to the engine, each generated token when it arrives. The length
+of an answer is not known in advance, so a bucket may fall below zero, and the next request waits
+until it has filled again. In the long run the rate holds exactly.
 """
 
 import math
@@ -24,14 +24,19 @@ _RETRY_S = 1.0
 
 @dataclass
 class _Bucket:
-    """level: tokens that may still be used, at a moment."""
+    """Token bucket of a tenant."""
 
     level: float
+    """Tokens that may be used at `time_s`; negative after a long answer."""
     time_s: float
+    """Time of `level`."""
 
 
 class Admission:
-    """Belongs to the event loop. Listens to the engine, for the tokens of answers."""
+    """Counter of open sequences and used tokens per tenant.
+
+    It is an `EngineListener`, to count generated tokens, and belongs to the event loop.
+    """
 
     def __init__(
         self, keys: Keys, ledger: Ledger, clock: Callable[[], float] = time.monotonic
@@ -41,10 +46,10 @@ class Admission:
         self._buckets: dict[str, _Bucket] = {}
 
     def begin(self, tenant: str, *, num_sequences: int, num_prompt_tokens: int) -> None:
-        """Sequences are about to be sent to the engine; to be followed by `end`.
+        """Count sequences that are about to be sent to the engine; `end` must follow.
 
         Raises:
-            LimitError: they may not, and nothing has been counted.
+            LimitError: A limit is exceeded; nothing is counted.
         """
         limits = self._keys.ring.limits_of(tenant)
         if limits.max_requests is not None:
@@ -55,13 +60,13 @@ class Admission:
         self._pay(tenant, num_prompt_tokens)
 
     def end(self, tenant: str, *, num_sequences: int) -> None:
-        """They are over."""
+        """Count sequences as ended."""
         self._num_open[tenant] -= num_sequences
         if not self._num_open[tenant]:
             del self._num_open[tenant]
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """What is left, as OpenAI's headers say it; of limits that there are."""
+        """Return OpenAI's headers about what is left of a tenant's limits."""
         limits, found = self._keys.ring.limits_of(tenant), dict[str, str]()
         if (most := limits.max_requests) is not None:
             left = max(0, most - self._num_open[tenant])
@@ -102,7 +107,7 @@ class Admission:
             )
 
     def _bucket(self, tenant: str, rate: int) -> _Bucket:
-        """As full as it is now."""
+        """Return a tenant's bucket, filled up to the present."""
         now_s = self._clock()
         bucket = self._buckets.setdefault(tenant, _Bucket(level=rate, time_s=now_s))
         bucket.level = min(rate, bucket.level + (now_s - bucket.time_s) * rate / 60)
@@ -140,7 +145,7 @@ def _headers(what: str, limit: int, left: int, reset_s: float) -> dict[str, str]
 
 
 def _duration(seconds: float) -> str:
-    """Such as 6m0s, 1.5s or 120ms."""
+    """Return a duration as text, such as 6m0s, 1.5s or 120ms."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1e3)}ms"
     if seconds < 60:

@@ -1,4 +1,4 @@
-"""Places that tenants share: each gets one soon, whatever the others ask for."""
+"""A few places that tenants share fairly: none waits long because of the load of others."""
 
 import asyncio
 import time
@@ -8,19 +8,25 @@ from contextlib import asynccontextmanager
 
 
 class TooManyWaitError(Exception):
-    """A tenant has too much waiting already, or has waited too long."""
+    """A tenant has too many turns waiting, or has waited too long."""
 
 
 class FairTurns:
-    """Gives out a few places; belongs to the event loop.
+    """Allocator of a few places; it belongs to the event loop.
 
-    No tenant has the last free place beside others of its own, so that one that has none finds it.
-    Of those that wait, the tenant that has used the fewest seconds is next; one that comes anew
-    starts with the fewest that another has, so that idling saves up no credit.
+    A tenant cannot hold all places, so that one is left for a tenant that has none. Of waiting
+    tenants, the one with the fewest running turns, and then the fewest seconds used, is next. A new
+    tenant starts with the fewest seconds of any other, so that idling saves up no credit.
     """
 
     def __init__(self, num_places: int, *, max_waiting: int, max_wait_s: float) -> None:
-        """max_waiting: turns of one tenant that may wait at once."""
+        """Begin with all places free.
+
+        Args:
+            num_places: Number of places.
+            max_waiting: Maximum number of waiting turns per tenant.
+            max_wait_s: Time after which a waiting turn fails.
+        """
         self._num_places, self._max_waiting, self._max_wait_s = num_places, max_waiting, max_wait_s
         self._max_of_tenant = max(1, num_places - 1)
         self._running: Counter[str] = Counter()
@@ -29,7 +35,11 @@ class FairTurns:
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Hold a place; TooManyWaitError if there is none soon."""
+        """Hold a place.
+
+        Raises:
+            TooManyWaitError: No place becomes free soon.
+        """
         await self._acquire(tenant)
         begin_s = time.monotonic()
         try:
@@ -85,7 +95,7 @@ class FairTurns:
         self._tidy(tenant)
 
     def _tidy(self, tenant: str) -> None:
-        """Forget a tenant of which nothing waits or runs."""
+        """Forget a tenant that has no turn waiting or running."""
         if not self._waiting.get(tenant) and not self._running[tenant]:
             for known in (self._waiting, self._used_s, self._running):
                 known.pop(tenant, None)

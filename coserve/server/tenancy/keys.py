@@ -1,9 +1,8 @@
-"""Keys, known by their digests alone: neither memory nor a file holds one that could be used.
+"""Keys and their tenants; only digests of keys are kept, in memory and in files.
 
-The digest is SHA-256, without salt and fast. Slow, salted ones protect secrets that people choose,
-against guessing; a key of `new_key` has 256 random bits, which nobody guesses at any speed, and
-every request would pay for a slow one. Keys that people choose for the command line are never
-written down.
+The digest is SHA-256, unsalted and fast. Slow, salted digests protect secrets that people choose
+from guessing; a key of `new_key` has 256 random bits, which cannot be guessed, and every request
+would pay for a slow digest. Keys that people choose on the command line are never written down.
 """
 
 import hashlib
@@ -22,23 +21,27 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def new_key() -> str:
-    """One that nobody can guess."""
+    """Return a new random key."""
     return f"cs-{secrets.token_urlsafe(32)}"
 
 
 def digest_of(key: str) -> str:
-    """As keys are kept: sha256: and 64 hexadecimal digits."""
+    """Return the digest of a key: sha256: and 64 hexadecimal digits."""
     return f"sha256:{hashlib.sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()}"
 
 
 def is_digest(text: str) -> bool:
-    """Whether it is one of `digest_of`."""
+    """Return whether a text is a digest of `digest_of`."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def tenant_and_digest(text: str) -> tuple[str, str]:
-    """Of KEY or TENANT=KEY, where the key may be a digest already. A key without a name gives its
-    tenant one that does not tell the key. ValueError for an empty key.
+    """Return the tenant and the digest of KEY or TENANT=KEY, where KEY may be a digest.
+
+    The tenant of a key without one gets a name from the digest.
+
+    Raises:
+        ValueError: The key is empty.
     """
     if not text:
         raise ValueError("api_keys must be KEY or TENANT=KEY, and no key may be empty")
@@ -50,26 +53,28 @@ def tenant_and_digest(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRing:
-    """Who may ask, and how much.
-
-    tenants: by their keys' digests; without any, all clients are one tenant, which may see all.
-    operators: tenants whose keys see how the server fares for all tenants. limits: of tenants that
-    have their own; others have `common`.
-    """
+    """Keys in force, and the limits of their tenants."""
 
     tenants: Mapping[str, str] = field(default_factory=dict)
+    """Tenants by the digests of their keys; if empty, all clients are one tenant, which is an
+    operator.
+    """
     operators: frozenset[str] = frozenset()
+    """Tenants that may see metrics and status of all tenants."""
     limits: Mapping[str, Limits] = field(default_factory=dict)
+    """Limits of tenants that have their own."""
     common: Limits = field(default_factory=Limits)
+    """Limits of all other tenants."""
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is needed."""
+        """Whether requests need no key."""
         return not self.tenants
 
     def tenant_of(self, key: str) -> str | None:
-        """Whose key it is. All are compared, each in the same time, so that how long it takes tells
-        nothing.
+        """Return the tenant of a key, or None.
+
+        All keys are compared, each in constant time, so that the duration reveals nothing.
         """
         given, found = digest_of(key), None
         for digest, tenant in self.tenants.items():

@@ -1,24 +1,17 @@
-"""Where keys come from: the command line, the environment, and a file that is read again on SIGHUP.
+"""Sources of keys: the command line, the environment, and a file that is read again on SIGHUP.
 
-The file is TOML. Every key is one line, its digest and its tenant (`coserve keys new TENANT` prints
-one); what a tenant may do stands in a table of its name, and is the server's common setting where
-it does not:
+The file is TOML. Each key is one line of its digest and its tenant (`coserve keys new TENANT`
+prints one). A tenant's limits are in a table of its name; what that leaves out is the server's
+common setting:
 
-    [keys]
-    "sha256:…" = "ann"
-    "sha256:…" = "ops"
+    [keys] "sha256:…" = "ann" "sha256:…" = "ops"
 
-    [tenants.ops]
-    operator = true
+    [tenants.ops] operator = true
 
-    [tenants.ann]
-    max_requests = 64
-    tokens_per_minute = 100_000
-    max_jobs = 20
-    max_file_bytes = "10GB"
-    weight = 2
+    [tenants.ann] max_requests = 64 tokens_per_minute = 100_000 max_jobs = 20 max_file_bytes =
+    "10GB" weight = 2
 
-A weight is a tenant's part of the device beside that of others; the engine reads it when it starts.
+A weight is a tenant's share of the device relative to others; the engine reads it when it starts.
 """
 
 import logging
@@ -67,10 +60,14 @@ class KeySettings(Protocol):
 
 
 class Keys:
-    """The keys in force: `ring`, another one after `reload`."""
+    """Keys in force: `ring`, which `reload` replaces."""
 
     def __init__(self, settings: KeySettings) -> None:
-        """CoserveError says what is wrong with a key or with the file."""
+        """Read the keys.
+
+        Raises:
+            CoserveError: A key or the file is wrong.
+        """
         self._settings = settings
         # Commands have taken it before they started other processes (`coserve.cli.server_options`).
         self._environment = _hashed(take_variable(SERVER_KEYS).split())
@@ -82,7 +79,7 @@ class Keys:
             )
 
     def reload(self) -> None:
-        """Read the file again; what is wrong with it is logged, and changes nothing."""
+        """Read the file again; an error is logged, and leaves the keys as they are."""
         try:
             self.ring = self._read()
         except CoserveError as error:
@@ -121,9 +118,7 @@ class Keys:
 
 
 def tenant_weights(given: Mapping[str, float], api_keys_file: str | None) -> dict[str, float]:
-    """Return the weights of tenants that have their own: of the command line, and of the file,
-    which goes first.
-    """
+    """Return the weights of tenants: those given, overridden by those in the keys file."""
     weights = dict(given)
     if api_keys_file is not None:
         for name, settings in _read_file(Path(api_keys_file))["tenants"].items():
@@ -146,7 +141,11 @@ def _add(tenants: dict[str, str], more: Mapping[str, str], where: str) -> None:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """`keys`: tenants by digest; `tenants`: settings by tenant. CoserveError for what is wrong."""
+    """Return `keys`, tenants by digest, and `tenants`, settings by tenant.
+
+    Raises:
+        CoserveError: The file cannot be read, or has something wrong in it.
+    """
     try:
         if not is_trusted(path):
             raise CoserveError(

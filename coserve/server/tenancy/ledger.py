@@ -1,6 +1,4 @@
-"""Whose each request is: the engine knows neither tenants nor the names that they gave to
-adapters.
-"""
+"""Record of the tenant and adapter of each request, which the engine does not have."""
 
 import time
 from collections import deque
@@ -14,17 +12,22 @@ _KEPT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """adapter: as the tenant calls it; None for the base. is_batch: whether nobody waits for it."""
+    """Origin of one request."""
 
     tenant: str
+    """Tenant that sent it."""
     adapter: str | None
+    """The tenant's name for its adapter; None: the base model."""
     num_prompt_tokens: int
+    """Number of tokens of its prompt."""
     slo: Slo
+    """SLO that it is judged by."""
     is_batch: bool = False
+    """Whether it is batch work, without a client that waits."""
 
 
 class Ledger:
-    """Requests that are open, or were a moment ago."""
+    """Origins of requests that are open, or ended a moment ago."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
@@ -32,12 +35,12 @@ class Ledger:
         self._open: set[str] = set()
 
     def begin(self, request: str, entry: Entry) -> None:
-        """It has been sent to the engine."""
+        """Add a request that has been sent to the engine."""
         self._entries[request] = entry
         self._open.add(request)
 
     def end(self, request: str) -> None:
-        """Its answer is over."""
+        """Mark a request as ended; it is dropped some seconds later."""
         now_s = time.monotonic()
         self._open.discard(request)
         self._ended.append((now_s, request))
@@ -45,10 +48,14 @@ class Ledger:
             self._entries.pop(self._ended.popleft()[1], None)
 
     def find(self, request: str) -> Entry | None:
-        """None if it ended long ago."""
+        """Return the origin of a request; None if it ended long ago."""
         return self._entries.get(request)
 
     def num_open(self, tenant: str | None) -> int:
-        """Requests that are not over and that somebody waits for: a tenant's, or all."""
+        """Return the number of open requests that are not batch work.
+
+        Args:
+            tenant: Tenant whose requests are counted; None: all.
+        """
         entries = [self._entries[request] for request in self._open]
         return sum(tenant in (None, entry.tenant) and not entry.is_batch for entry in entries)

@@ -1,4 +1,4 @@
-"""How much of a server one tenant may use."""
+"""Limits of a tenant."""
 
 from dataclasses import dataclass, fields
 
@@ -7,20 +7,24 @@ from coserve.settings import check_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one tenant; None: no limit. ValueError when created names the field.
+    """Limits of one tenant; None: no limit.
 
-    max_requests: sequences of requests under way at once (one with n=4 has four).
-    tokens_per_minute: of prompts and answers, in the long run. max_batches: batches that have not
-    ended. max_jobs: jobs that have not ended. max_running_jobs: those that train at once.
-    max_file_bytes: of all files together.
+    Raises:
+        ValueError: A limit is below 1; the message names the field.
     """
 
     max_requests: int | None = None
+    """Sequences running or waiting at once; a request with n=4 has four."""
     tokens_per_minute: int | None = None
+    """Rate of prompt and generated tokens, averaged over time."""
     max_jobs: int | None = None
+    """Jobs that have not ended."""
     max_running_jobs: int | None = None
+    """Jobs that train at once."""
     max_file_bytes: int | None = None
+    """Bytes of all files together."""
     max_batches: int | None = None
+    """Batches that have not ended."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -1,8 +1,6 @@
-"""Threads that tenants share: the work of each waits in a queue of its own, and the queues take
-turns.
+"""A thread pool that tenants share: each has a queue of its own, and the queues take turns.
 
-One tenant's flood so keeps another's work waiting for one piece of work, not for all that came
-before it.
+A tenant's flood thus delays another's work by one piece of work, not by all that came before it.
 """
 
 import asyncio
@@ -18,15 +16,20 @@ current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 
 
 class TenantTurns:
-    """A pool of threads with one queue for each tenant that has work waiting."""
+    """A thread pool with one queue for each tenant that has work waiting."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        """Start with no work; name: of the threads."""
+        """Start with no work.
+
+        Args:
+            num_threads: Number of threads.
+            name: Prefix of the names of the threads.
+        """
         self._pool, self._lock = ThreadPoolExecutor(num_threads, name), Lock()
         self._queues: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
 
     def submit(self, tenant: str, work: Callable[[], Any]) -> "Future[Any]":
-        """Have a thread do this once the tenant's turn has come."""
+        """Queue a function of a tenant; return the future of its result."""
         future: Future[Any] = Future()
         with self._lock:
             self._queues.setdefault(tenant, deque()).append((future, work))
@@ -34,11 +37,11 @@ class TenantTurns:
         return future
 
     async def run(self, work: Callable[[], Any]) -> Any:
-        """Return what a thread makes of this, in the turn of the tenant that is being answered."""
+        """Run a function in the pool, in the turn of the tenant whose request is being answered."""
         return await asyncio.wrap_future(self.submit(current_tenant.get(), work))
 
     def shutdown(self) -> None:
-        """Begin no more work."""
+        """Start no more work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _do_next(self) -> None:

@@ -1,4 +1,4 @@
-"""Bounds the requests that wait for their first token, and divides the places among tenants."""
+"""Bound on the requests that wait for their first token, shared among tenants."""
 
 from collections import Counter
 
@@ -11,22 +11,29 @@ _RETRY_AFTER_S = 2
 class WaitingRequests:
     """An `EngineListener` that counts requests until their first chunk.
 
-    A tenant may use all places while no other waits. When they are used up, a tenant is refused
-    only if it has its equal share of them, so one that floods the queue keeps nobody else out.
-    Requests that wait already keep their places: n tenants have at most 1 + 1/2 + ... + 1/n times
-    as many as there are places.
+    A tenant may use all places while no other waits. Once all are used, a tenant is refused only if
+    it has its equal share of them, so that a flood by one does not lock out others. Requests that
+    already wait keep their places: n tenants have at most 1 + 1/2 + ... + 1/n times as many as
+    there are places.
     """
 
     def __init__(self, max_waiting: int) -> None:
-        """Begin with no request; max_waiting: places, which requests also use that run before their
-        first token.
+        """Begin without requests.
+
+        Args:
+            max_waiting: Number of places, which requests also use while they run before their first
+                token.
         """
         self._max_waiting = max_waiting
         self._tenants: dict[str, str] = {}  # by request
         self._num_waiting: Counter[str] = Counter()  # by tenant
 
     def check(self, tenant: str) -> None:
-        """Raise ApiError if no more requests of a tenant may wait."""
+        """Check that a tenant may have one more request waiting.
+
+        Raises:
+            ApiError: There are too many.
+        """
         if len(self._tenants) < self._max_waiting:
             return
         own, num_tenants = self._num_waiting[tenant], len(self._num_waiting.keys() | {tenant})
@@ -46,9 +53,7 @@ class WaitingRequests:
         self._num_waiting[tenant] += 1
 
     def end(self, request: str) -> None:
-        """Free the place of a request that does not wait any more; nothing happens if it has
-        none.
-        """
+        """Free the place of a request, if it has one."""
         if (tenant := self._tenants.pop(request, None)) is None:
             return
         self._num_waiting[tenant] -= 1
