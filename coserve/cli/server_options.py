@@ -46,8 +46,8 @@ def _with_environment(keys: Sequence[str]) -> tuple[str, ...]:
             more.append(f"{tenant}={digest}")
         elif tenants[digest] != tenant:
             raise CoserveError(
-                f"{SERVER_KEYS} gives a key to tenant {tenant!r} that is tenant "
-                f"{tenants[digest]!r}'s already"
+                f"{SERVER_KEYS} gives tenant {tenant!r} a key that already belongs to "
+                f"tenant {tenants[digest]!r}"
             )
     return (*keys, *more)
 

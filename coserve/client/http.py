@@ -145,15 +145,15 @@ def base_url(url: str) -> str:
     """Without `/v1` and slashes at its end; ServerError if it is no address."""
     if not url.lower().startswith(("http://", "https://")):
         raise ServerError(
-            f"{url!r} is no address of a server: it must begin with http:// or https://"
+            f"{url!r} is not a URL of a server: it must begin with http:// or https://"
         )
     try:
         host = httpx.URL(url).host
     except httpx.InvalidURL as error:
-        raise ServerError(f"{url!r} is no address of a server: {error}") from None
+        raise ServerError(f"{url!r} is not a URL of a server: {error}") from None
     if not host:
         raise ServerError(
-            f"{url!r} is no address of a server: it must have a host, such as {DEFAULT_URL}"
+            f"{url!r} is not a URL of a server: it must have a host, such as {DEFAULT_URL}"
         )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
@@ -161,9 +161,7 @@ def base_url(url: str) -> str:
 def auth_headers(api_key: str | None) -> dict[str, str]:
     """As OpenAI's API has it; ServerError if a header cannot hold the key, which is not shown."""
     if api_key and not (api_key.isascii() and api_key.isprintable()):
-        raise ServerError(
-            "the API key is none: a key has no line ends, and no letters beyond ASCII"
-        )
+        raise ServerError("the API key is invalid: a key must be ASCII without line breaks")
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -182,7 +180,7 @@ def chunk_of(line: str) -> dict[str, Any] | None:
     try:
         chunk: dict[str, Any] = json.loads(data)
     except ValueError:
-        raise ServerError(f"the stream has a line that is no JSON: {data[:80]}") from None
+        raise ServerError(f"the stream has a line that is not JSON: {data[:80]}") from None
     if "error" in chunk:
         raise ServerError(_message(chunk) or "the request failed")
     return chunk

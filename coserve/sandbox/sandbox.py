@@ -47,11 +47,11 @@ _GRACE_S = 60.0
 _MAX_REPLY_BYTES = 64 << 20
 _MESSAGES: dict[Failure, str] = {
     "crashed": "it crashed the process that ran it",
-    "memory": "it needs more than the {memory_mb} MB of memory that it may have",
-    "time": "it takes more than the {cpu_s} s of computing that it may have",
+    "memory": "it needs more than {memory_mb} MB of memory, the limit",
+    "time": "it takes more than {cpu_s} s of CPU time, the limit",
     "killed": "the process that ran it was killed from outside",
-    "unstarted": "no process could start it",
-    "late": "it was not done within {wall_s:.0f} s",
+    "unstarted": "no process could be started for it",
+    "late": "it did not finish within {wall_s:.0f} s",
 }
 
 
@@ -250,7 +250,7 @@ def _read_until(file: int, until_s: float) -> bytes:
         if not some:
             return bytes(found)
         if len(found) > _MAX_REPLY_BYTES:
-            raise TimeoutError("the reply does not end")
+            raise TimeoutError("the reply is incomplete")
 
 
 def _wait_for(file: int, event: int, until_s: float) -> None:

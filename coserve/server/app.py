@@ -151,7 +151,7 @@ def _is_routed(scope: Scope, among: Sequence[BaseRoute]) -> bool:
 async def _answer_bug(request: Request, error: Exception) -> Response:
     """Starlette answers this outside of all that was added above."""
     id = request_id.get()
-    message = f"The server had an error while processing your request; its log says more of {id}."
+    message = f"The server had an error while processing your request; see its log for {id}."
     return _answered(
         request, ApiError(message, status=500, kind="server_error", headers={HEADER: id})
     )

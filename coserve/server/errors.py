@@ -96,7 +96,9 @@ def as_api_error(error: CoserveError) -> ApiError:
         )
     if isinstance(error, StoreError):  # where it is, is its operator's business
         _log.warning("503 to a client: %s", error)
-        message = "What is kept of files, jobs and answers cannot be reached now: try again in a few seconds."
+        message = (
+            "The database of files, jobs and answers cannot be reached: try again in a few seconds."
+        )
         return ApiError(message, status=503, kind="server_error", headers={"Retry-After": "2"})
     if isinstance(error, LimitError):
         return _over_limit(error)

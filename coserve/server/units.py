@@ -25,7 +25,7 @@ def bytes_of(text: str) -> int:
     number, unit = _number_and_unit(text)
     name = unit.removesuffix("b") if unit != "b" else unit
     if name not in _UNITS:
-        raise ValueError(f"{text!r} is no size; give one such as 512MB or 4GiB")
+        raise ValueError(f"{text!r} is not a size; give one such as 512MB or 4GiB")
     return int(number * _UNITS[name])
 
 
@@ -33,7 +33,7 @@ def seconds_of(text: str) -> float:
     """Return the seconds of a text such as 40ms, 2s, 10min, 2h, or 0.5 (seconds)."""
     number, unit = _number_and_unit(text)
     if unit not in _DURATIONS:
-        raise ValueError(f"{text!r} is no duration; give one such as 40ms, 2s, 10min or 2h")
+        raise ValueError(f"{text!r} is not a duration; give one such as 40ms, 2s, 10min or 2h")
     return number * _DURATIONS[unit]
 
 
@@ -57,6 +57,6 @@ def _number_and_unit(text: str) -> tuple[float, str]:
     if (found := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())) is None:
         negative = text.strip().startswith("-")
         raise ValueError(
-            f"{text!r} is negative" if negative else f"{text!r} is no number with a unit"
+            f"{text!r} is negative" if negative else f"{text!r} is not a number with a unit"
         )
     return float(found[1]), found[2].lower()

@@ -19,14 +19,14 @@ NOBODY = "http://127.0.0.1:9"
     [
         (
             "127.0.0.1:8000",
-            "'127.0.0.1:8000' is no address of a server: it must begin with http:// or https://",
+            "'127.0.0.1:8000' is not a URL of a server: it must begin with http:// or https://",
         ),
         (
             "http://127.0.0.1:port",
-            "'http://127.0.0.1:port' is no address of a server: Invalid port: 'port'",
+            "'http://127.0.0.1:port' is not a URL of a server: Invalid port: 'port'",
         ),
-        ("http://", "'http://' is no address of a server: it must have a host"),
-        ("https:///v1", "'https:///v1' is no address of a server: it must have a host"),
+        ("http://", "'http://' is not a URL of a server: it must have a host"),
+        ("https:///v1", "'https:///v1' is not a URL of a server: it must have a host"),
     ],
 )
 def test_an_address_that_is_none(url, words):
@@ -43,7 +43,7 @@ def test_an_address_in_capitals_is_one():
 @pytest.mark.parametrize("key", ["schlüssel", "two\nlines"])
 def test_a_key_that_no_header_holds_is_not_shown(key):
     with pytest.raises(
-        ServerError, match="the API key is none: a key has no line ends, and no letters"
+        ServerError, match="the API key is invalid: a key must be ASCII"
     ) as caught:
         Client(NOBODY, key)
     assert key not in str(caught.value)

@@ -330,8 +330,8 @@ def test_usage_of_openrouter_comes_at_the_end_of_a_stream(client: OpenAI):
             {"repeat_penalty": 1.3, "repeat_last_n": 0},
             "repeat_last_n is 0, which turns repeat_penalty off",
         ),
-        ({"grammar": {"type": "xml"}}, "grammar must be a text"),
-        ({"grammar": {"type": [], "value": 1}}, "grammar must be a text"),
+        ({"grammar": {"type": "xml"}}, "grammar must be a string"),
+        ({"grammar": {"type": [], "value": 1}}, "grammar must be a string"),
     ],
 )
 def test_values_without_a_counterpart_are_refused(

@@ -235,5 +235,5 @@ def test_an_engine_is_ready_if_it_makes_a_step(tmp_path: Path, steps: bool):
         await running
         return [str(each) for each in said]
 
-    outcome = "None" if steps else "the engine was asked for a step and has made none in 0.5 s"
+    outcome = "None" if steps else "the engine was asked for a step and made none within 0.5 s"
     assert asyncio.run(asyncio.wait_for(ask(), 60)) == [outcome] * 3

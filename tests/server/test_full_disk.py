@@ -263,7 +263,7 @@ def test_a_server_that_was_killed_on_a_full_disk_starts_and_reads_and_says_what_
         assert second.get("/ready").status_code == 200
         storage = second.get("/v1/status").json()["storage"]
         assert (storage["writable"], storage["free_bytes"]) == (False, 0)
-        assert "no room on the disk" in storage["problem"]
+        assert "disk is full" in storage["problem"]
         with pytest.raises(openai.InternalServerError, match="is full") as refused:
             client.files.create(file=("x.jsonl", BIG), purpose="fine-tune")
         assert refused.value.status_code == 507

@@ -58,7 +58,7 @@ def test_keys_come_from_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_operator_without_a_key_is_named_by_its_option():
     with pytest.raises(
         CoserveError,
-        match="--operator: there is no key of tenant 'ben'; coserve keys new makes one",
+        match="--operator: tenant 'ben' has no key; coserve keys new makes one",
     ):
         Keys(ServerConfig(api_keys=("ann=one",), operators=("ben",)))
 
@@ -89,14 +89,14 @@ def test_new_keys_differ_and_cannot_be_guessed():
         ("[keys]\n", "has no keys"),
         ("", "has no keys"),
         ('[keys]\n"my-secret" = "ann"', "line 1 of [keys] does not begin with a digest"),
-        (f'[keys]\n"{digest_of("x")}" = "a b"', "no name of a tenant"),
+        (f'[keys]\n"{digest_of("x")}" = "a b"', "not a valid name of a tenant"),
         (
             f'[keys]\n"{digest_of("x")}" = "ann"\n[tenant.ann]\n',
             "'tenant' is not one of keys, tenants",
         ),
         (
             f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ben]\nmax_jobs = 1',
-            "keys.toml: there is no key of tenant 'ben'",
+            "keys.toml: tenant 'ben' has no key",
         ),
         (
             f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_job = 1',
@@ -108,13 +108,13 @@ def test_new_keys_differ_and_cannot_be_guessed():
         ),
         (
             f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\nmax_file_bytes = "much"',
-            "is no number",
+            "is not a number",
         ),
         (
             f'[keys]\n"{digest_of("x")}" = "ann"\n[tenants.ann]\noperator = 1',
             "operator must be true or false",
         ),
-        (f'[keys]\n"{digest_of("one")}" = "ben"', "that is tenant 'ann''s already"),
+        (f'[keys]\n"{digest_of("one")}" = "ben"', "already belongs to tenant 'ann'"),
         ("[keys", "is wrong"),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_file_that_others_can_write_is_refused(tmp_path: Path, caplog: pytest.
     path.chmod(0o600)
     with caplog.at_level(logging.WARNING):
         Keys(ServerConfig(api_keys_file=str(path)))
-    assert "no key is an operator's" in caplog.text
+    assert "no tenant is an operator" in caplog.text
 
 
 def coserve(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -254,7 +254,7 @@ def _check_reload(served: Served, path: Path) -> None:
         next(lines)
         path.write_text("[keys]\nbroken")
         served.process.send_signal(signal.SIGHUP)
-        served.wait_until(lambda: "the keys that were in force stay so" in served.log.read_text())
+        served.wait_until(lambda: "the keys remain as they were" in served.log.read_text())
         assert status(served, "key-1") == 200
         keys_file(path.parent, "", ben="key-2", ann="key-5")
         served.process.send_signal(signal.SIGHUP)

@@ -334,7 +334,7 @@ def test_mistakes_are_one_line(tmp_path: Path):
             ),
             (("/no/such/model", "--port", "0"), "'/no/such/model' is not a directory"),
             ((str(model_directory()), "--port", "0", "--memory", "1kB"), "the page pool needs"),
-            (("--slo-tpot", "soon"), "is no number with a unit"),
+            (("--slo-tpot", "soon"), "is not a number with a unit"),
             (("--drain", "-1s"), "'-1s' is negative"),
             (("--database", "jobs.db"), "--database must be a URL of SQLAlchemy"),
             (

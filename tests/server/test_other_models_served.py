@@ -127,7 +127,7 @@ def test_a_job_trains_another_model_beside_requests_and_its_adapter_is_trained_f
     assert made.fine_tuned_model not in [model.id for model in client.models.list()]
     for name in ("big", made.fine_tuned_model):
         with pytest.raises(
-            NotFoundError, match="is trained here and not served: serve it with big"
+            NotFoundError, match="is not served: this server only trains big"
         ):
             client.completions.create(model=name, prompt="Hello", max_tokens=4)
     assert client.models.delete(made.fine_tuned_model).deleted
@@ -151,7 +151,7 @@ def test_what_cannot_be_trained_is_refused_at_once(served):
     [
         (("big",), "trainable_models must be NAME=MODEL, not 'big'"),
         (("=big",), "trainable_models must be NAME=MODEL"),
-        (("a=x", "a=y"), "names that differ"),
+        (("a=x", "a=y"), "unique names"),
         (("a@1=x",), "without an @"),
     ],
 )

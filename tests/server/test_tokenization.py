@@ -102,10 +102,10 @@ def test_a_chat_is_tokenized_as_it_is_answered(served, client: OpenAI):
 
 
 def test_what_is_wrong_is_named(served):
-    assert refused(post(served, "/tokenize")) == "give either prompt or messages"
+    assert refused(post(served, "/tokenize")) == "give exactly one of prompt and messages"
     assert (
         refused(post(served, "/tokenize", prompt="a", messages=CHAT))
-        == "give either prompt or messages"
+        == "give exactly one of prompt and messages"
     )
     assert "at most 1000000 are tokenized" in refused(
         post(served, "/tokenize", prompt="a" * 1_000_001)

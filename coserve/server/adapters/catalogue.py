@@ -59,7 +59,7 @@ class LoadedAdapters:
             try:
                 if not lies_in(Path(record.directory).resolve(), allowed):
                     raise AdapterError(
-                        f"{record.directory} does not lie below --allow-adapter-paths any more"
+                        f"{record.directory} is no longer below a directory of --allow-adapter-paths"
                     )
                 check_directory(record.directory)
             except (AdapterError, OSError, ValueError, RuntimeError) as error:

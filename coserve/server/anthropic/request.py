@@ -161,7 +161,7 @@ def _choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
 
 
 def _unsupported(kind: str, where: str) -> ApiError:
-    message = f"{where}.type is {kind[:100]!r}, which is not supported here"
+    message = f"{where}.type is {kind[:100]!r}, which is not supported"
     return ApiError(message, param=f"{where}.type", code="unsupported_parameter")
 
 

@@ -60,7 +60,7 @@ async def _response(request: LineRequest, context: LineContext) -> dict[str, Any
     body = body_of(ResponseBody, request.body, context.fields)
     _refuse_stream(body)
     if body.background:
-        raise ApiError("background is of no use in a batch; leave it out", param="background")
+        raise ApiError("background is not available in a batch; leave it out", param="background")
     tenant, items = request.tenant, input_items(body.input)
     before = await items_before(context.responses, tenant, body, items)
     chat = await response_request(body, [*before, *items], context.generation, tenant, monotonic())

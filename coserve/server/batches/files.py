@@ -119,7 +119,7 @@ def _line(raw: bytes, start: int, endpoint: str, seen: set[str]) -> BatchLine:
         value = json.loads(raw, object_pairs_hook=named_once)
     except (ValueError, RecursionError) as error:
         raise ApiError(
-            f"the line is no JSON: {str(error)[:200]}", code="invalid_json_line"
+            f"the line is not valid JSON: {str(error)[:200]}", code="invalid_json_line"
         ) from None
     if not isinstance(value, dict):
         raise ApiError("the line must be a JSON object", code="invalid_json_line")
@@ -131,7 +131,7 @@ def _line(raw: bytes, start: int, endpoint: str, seen: set[str]) -> BatchLine:
     check_texts(id, param="custom_id")
     if id in seen:
         raise ApiError(
-            f"custom_id {id[:100]!r} is there twice", param="custom_id", code="duplicate_custom_id"
+            f"custom_id {id[:100]!r} occurs twice", param="custom_id", code="duplicate_custom_id"
         )
     if unknown := sorted(value.keys() - _FIELDS):
         raise ApiError(
@@ -141,7 +141,7 @@ def _line(raw: bytes, start: int, endpoint: str, seen: set[str]) -> BatchLine:
         raise ApiError("method must be POST", param="method", code="invalid_method")
     if value.get("url") != endpoint:
         raise ApiError(
-            f"url must be {endpoint}, as of the batch", param="url", code="mismatched_endpoint"
+            f"url must be {endpoint}, the batch's endpoint", param="url", code="mismatched_endpoint"
         )
     if not isinstance(value.get("body"), dict):
         raise ApiError("body must be an object", param="body", code="missing_required_parameter")

@@ -101,14 +101,13 @@ class BatchLines:
 async def set_aside(results: BatchResults, custom_id: str, deaths: LineDeaths) -> None:
     """Write down that a line is not asked again, and why."""
     _log.error(
-        "a line of a batch was set aside: processes died %d times while it was under way",
+        "a line of a batch was set aside: processes died %d times while it ran",
         deaths.num,
     )
     message = (
-        f"A process of the server died {deaths.num} times while this request was under way, the "
-        f"last "
-        f"{deaths.num_alone} times while no other request of a batch was. It was set aside, and is "
-        f"not asked again."
+        f"A process of the server died {deaths.num} times while this request ran, the last "
+        f"{deaths.num_alone} times while no other request of a batch ran. The request was set "
+        f"aside and is not retried."
     )
     await until_done(results.add_missing, custom_id, ENGINE_DIED, message)
 
@@ -116,12 +115,12 @@ async def set_aside(results: BatchResults, custom_id: str, deaths: LineDeaths) -
 def _as_api_error(error: Exception, record: BatchRecord) -> ApiError:
     """Return what a line ends with, or is tried again for."""
     if isinstance(error, OSError):
-        return ApiError(f"The file {record.input_file} is not there any more.", status=404)
+        return ApiError(f"The file {record.input_file} no longer exists.", status=404)
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CoserveError):
         return as_api_error(error)
-    _log.error("a request of batch %s broke off", record.id, exc_info=error)
+    _log.error("a request of batch %s failed", record.id, exc_info=error)
     return ApiError("the server had an error", status=500, kind="server_error")
 
 

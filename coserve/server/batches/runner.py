@@ -120,7 +120,7 @@ class BatchRunner:
                 )
                 under_way[record.id] = await until_done(self._take_in, record.id)
             except (OSError, ValueError, KeyError):
-                _log.exception("the results of batch %s cannot be read, and it rests", record.id)
+                _log.exception("the results of batch %s cannot be read; it is not run", record.id)
         num_lines = sum(map(len, under_way.values()))
         await asyncio.to_thread(self._tidy, {record.id for record in records})
         for id, lines in under_way.items():
@@ -169,7 +169,9 @@ class BatchRunner:
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
-            _log.error("batch %s broke off, and resumes at the next start", id, exc_info=error)
+            _log.error(
+                "batch %s failed; it resumes at the next start of the server", id, exc_info=error
+            )
         else:
             del self._live[id], self._results[id]
             self._lines.turns.forget(id)
@@ -215,7 +217,7 @@ class BatchRunner:
                 return await until_done(
                     lambda: read_input(self._files.path(found), record.endpoint)
                 )
-        message = f"The file {record.input_file} is not there any more."
+        message = f"The file {record.input_file} no longer exists."
         if record.num_total:
             message += " Requests that are neither in the output file nor in the error file were not answered."
         return [], [
@@ -343,4 +345,7 @@ class BatchRunner:
 
 def _log_failure(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("batches could not be resumed, and are at the next start", exc_info=error)
+        _log.error(
+            "batches could not be resumed; the next start of the server retries them",
+            exc_info=error,
+        )

@@ -437,10 +437,9 @@ _OPERATION = [
     *_ignored("media_io_kwargs mm_processor_kwargs", "vLLM", "prompts are text"),
     *_ignored(
         "litellm_call_id litellm_metadata litellm_session_id litellm_trace_id custom_llm_provider "
-        "tags num_retries "
-        "timeout fallbacks context_window_fallback_dict drop_params additional_drop_params cache "
-        "caching no-log "
-        "allowed_openai_params provider_specific_fields",
+        "tags num_retries timeout fallbacks context_window_fallback_dict drop_params "
+        "additional_drop_params cache caching no-log allowed_openai_params "
+        "provider_specific_fields",
         "LiteLLM",
         "for the proxy",
     ),

@@ -181,7 +181,7 @@ def grammar(value: Any, given: Given) -> dict[str, Any]:
     if kind == "json_schema" and isinstance(value.get("value"), Mapping):
         return {"guided_json": value["value"].get("schema")}
     raise ValueError(
-        "must be a text, or an object with a type (json, json_schema or regex) and a value"
+        "must be a string, or an object with a type (json, json_schema or regex) and a value"
     )
 
 

@@ -117,9 +117,7 @@ class FieldPolicy:
     def _log_once(self, name: str) -> None:
         if name not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(name)
-            _log.warning(
-                "requests have a field %s, which is not known here and is passed over", name
-            )
+            _log.warning("requests have a field %s, which is unknown and ignored", name)
 
 
 def _translate(

@@ -15,7 +15,7 @@ def check_texts(value: Any, *, param: str) -> None:
         if isinstance(one, str):
             if "\0" in one or any("\ud800" <= character <= "\udfff" for character in one):
                 raise ApiError(
-                    f"'{param}' holds a character that is none (a lone surrogate, or NUL).",
+                    f"'{param}' contains an invalid character (a lone surrogate, or NUL).",
                     param=param,
                 )
         elif isinstance(one, dict):

@@ -42,15 +42,15 @@ def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[s
     more = body.chat_template_kwargs or {}
     if wrong := next((name for name in more if name in RESERVED), None):
         raise ApiError(
-            f"chat_template_kwargs must not have {wrong!r}: it is for variables of the chat "
-            f"template alone",
+            f"chat_template_kwargs must not contain {wrong!r}: it is only for variables of the "
+            f"chat template",
             param="chat_template_kwargs",
         )
     check_texts(more, param="chat_template_kwargs")
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise ApiError(
-            "continue_final_message and add_generation_prompt exclude each other: leave one out",
+            "continue_final_message and add_generation_prompt cannot be used together: leave one out",
             param="continue_final_message",
         )
     if body.reasoning_effort is not None and "reasoning_effort" in template:

@@ -73,7 +73,7 @@ def tools_of(body: ChatBody, context: GenerationContext) -> Tools:
         return Tools(parser=parser if parser is not None and parser.reads_all else None)
     if "tools" not in context.prompts.chat_template:
         raise ApiError(
-            "tools are not supported by this model: its chat template does not take any",
+            "tools are not supported by this model: its chat template does not support them",
             param="tools",
             code="unsupported_parameter",
         )
@@ -85,9 +85,8 @@ def tools_of(body: ChatBody, context: GenerationContext) -> Tools:
         parser = _PLAIN
     if parser is None:
         raise ApiError(
-            "tools are not supported: the chat template shows no known format of calls; start the "
-            "server with "
-            f"--tool-call-parser ({', '.join(parser_names())})",
+            f"tools are not supported: the chat template has no known format of tool calls; start "
+            f"the server with --tool-call-parser ({', '.join(parser_names())})",
             param="tools",
             code="unsupported_parameter",
         )
@@ -134,7 +133,9 @@ def _must_call(body: ChatBody, choice: str) -> tuple[str, ...]:
         return ()
     names = tuple(tool["function"]["name"] for tool in body.tools or ())
     if not names:
-        raise ApiError("tool_choice asks for a call: give tools", param="tool_choice")
+        raise ApiError(
+            "tool_choice requires a call, but there are no tools: give tools", param="tool_choice"
+        )
     if not is_named:
         return names
     if choice not in names:

@@ -99,7 +99,7 @@ async def embeddings(
                 found[place] = chunk.embedding or found[place]
     if not all(found):
         raise ApiError(
-            f"The model `{generation.model}` gives no embeddings here.",
+            f"The model `{generation.model}` has no embeddings on this server.",
             code="unsupported_parameter",
         )
     data = [

@@ -132,7 +132,9 @@ async def find_model(context: GenerationContext, tenant: str, name: str) -> Adap
         model = await asyncio.to_thread(context.models.only_trained, tenant, name)
         reason = "does not exist or you do not have access to it."
         if model is not None:
-            reason = f"is trained here and not served: serve it with {model}."
+            reason = (
+                f"is not served: this server only trains {model}; start another server with it."
+            )
         raise not_found(f"The model `{name}` {reason}", param="model", code="model_not_found")
     return adapter
 
@@ -231,9 +233,8 @@ def check_length(prompts: Prompts, prompt: Prompt, ready: Ready, *, param: str) 
     if characters > most > 0:
         raise ApiError(
             f"This model's maximum context length is {most_tokens(ready)} tokens, which {most} "
-            f"characters at most can "
-            f"be. However, your prompt has {characters} characters. Please reduce the length of "
-            f"the prompt.",
+            f"characters at most can be. However, your prompt has {characters} characters. Please "
+            f"reduce the length of the prompt.",
             param=param,
             code="context_length_exceeded",
         )
@@ -248,8 +249,7 @@ def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param:
         raise ApiError(
             f"This model's maximum context length is {most} tokens. However, you requested "
             f"{len(tokens) + max_tokens} tokens ({len(tokens)} in the prompt, {max_tokens} for the "
-            f"completion). "
-            "Please reduce the length of the prompt or the completion.",
+            f"completion). Please reduce the length of the prompt or the completion.",
             param=param,
             code="context_length_exceeded",
         )

@@ -157,8 +157,7 @@ class GrammarChecks:
 def _busy() -> ApiError:
     return ApiError(
         "the grammar cannot be tried now: too many are being compiled, or the machine is short of "
-        "memory; try again in "
-        "a few seconds",
+        "memory; try again in a few seconds",
         status=503,
         kind="server_error",
         headers={"Retry-After": "2"},

@@ -53,8 +53,7 @@ def _only(found: list[Grammar]) -> Grammar | None:
     different = list(dict.fromkeys(found))
     if len(different) > 1:
         raise ValueError(
-            "only one of response_format, structured_outputs and guided_… can say what the output "
-            "follows"
+            "only one of response_format, structured_outputs and guided_… can be given"
         )
     return different[0] if different else None
 
@@ -146,7 +145,7 @@ def _closed(schema: Any) -> Any:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name} must be a text")
+        raise ValueError(f"{name} must be a string")
     return value
 
 
@@ -154,7 +153,7 @@ def _read(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"what the output must follow is no JSON: {error}") from None
+        raise ValueError(f"what the output must follow is not valid JSON: {error}") from None
 
 
 def _tags(asked: Any) -> Grammar:

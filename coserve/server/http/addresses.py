@@ -79,12 +79,11 @@ class AddressMiddleware:
                 f"The URL is too long: at most {_LONGEST_ADDRESS} bytes are read.", status=414
             )
         if b"%00" in raw:
-            raise ApiError("The URL holds a NUL, which is no character.")
+            raise ApiError("The URL contains a NUL character.")
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         if not self._is_allowed(host):
             raise ApiError(
-                f"The host {host!r} is not one of this server's; --allowed-hosts names those that "
-                f"are.",
+                f"The host {host!r} is not allowed; --allowed-hosts adds names.",
                 code="host_not_allowed",
             )
 

@@ -176,8 +176,8 @@ class _Body:
 
 def _encoded(encoding: str) -> ApiError:
     return ApiError(
-        f"The request's Content-Encoding is {encoding!r}: bodies are read as they are, so send it "
-        f"without.",
+        f"The request's Content-Encoding is {encoding!r}, which is not supported: send the body "
+        f"uncompressed.",
         status=415,
         code="unsupported_content_encoding",
         headers={"Accept-Encoding": "identity"},
@@ -191,7 +191,7 @@ def _too_long(limit: int) -> ApiError:
 
 def _too_slow(num_bytes: int) -> ApiError:
     return ApiError(
-        f"The request's body came too slowly: {num_bytes} bytes of it have come.",
+        f"The request's body arrived too slowly: {num_bytes} bytes have arrived.",
         status=408,
         code="request_timeout",
         headers={"Connection": "close"},

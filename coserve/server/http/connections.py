@@ -36,7 +36,7 @@ _OTHER_FILES = 64 + ACCEPT_AT_ONCE + NUM_RESERVED
 _LEAST_CONNECTIONS = 16
 # After this, a client that reads nothing of what is sent to it is dropped.
 _WRITE_STALL_S = 60.0
-_TOO_MANY = "The server has as many connections as it may, all of them busy; try again in a second."
+_TOO_MANY = "The server has no free connection: all are busy; try again in a second."
 _PROBES = ("/health", "/ready")
 # What was sent last may still be on its way when a connection is closed.
 _LINGER_S = 5.0
@@ -88,7 +88,7 @@ def most_connections(wanted: int) -> int:
     possible = max(_LEAST_CONNECTIONS, files - len(os.listdir("/dev/fd")) - _OTHER_FILES)
     if possible < wanted:
         _log.warning(
-            "at most %d connections are kept, not %d: only %d files may be open",
+            "the limit on connections is %d instead of %d: the process may have only %d open files",
             possible,
             wanted,
             files,
@@ -287,7 +287,7 @@ class HttpProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer an invalid request in OpenAI's form, where uvicorn sends plain text."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            self._say(400, "This is no valid HTTP request, or its headers are too long.")
+            self._say(400, "The request is not valid HTTP, or its headers are too long.")
         else:
             self._close()
 
@@ -312,7 +312,7 @@ class HttpProtocol(H11Protocol):
         if has_begun and self.conn.their_state is h11.IDLE:
             self._say(
                 408,
-                f"The request's headers did not come within {self.known.timeout_headers_s:g} s.",
+                f"The request's headers did not arrive within {self.known.timeout_headers_s:g} s.",
             )
         else:
             self._close()

@@ -44,7 +44,7 @@ class CrossSiteMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http" and scope["method"] not in _READING and self._is_foreign(scope):
-            message = "A page of another site may not ask for this; --cors-origin names those whose pages may."
+            message = "Pages of other sites may not send this request; --cors-origin allows a site."
             await error_response(ApiError(message, status=403, code="cross_site"))(
                 scope, receive, send
             )

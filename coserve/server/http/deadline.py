@@ -72,7 +72,7 @@ class DeadlineMiddleware:
 
     def _error(self) -> ApiError:
         return ApiError(
-            f"The request took longer than the {self._timeout_s:g} s that it may take "
+            f"The request took longer than the {self._timeout_s:g} s that are allowed "
             f"(--request-timeout).",
             status=504,
             kind="server_error",

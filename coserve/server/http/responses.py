@@ -186,7 +186,7 @@ class EventStream(Response):
             except ApiError as error:
                 last = error_event(error, path)
             except Exception:
-                _log.exception("a stream broke off")
+                _log.exception("a stream failed")
                 last = error_event(
                     ApiError("the server had an error", status=500, kind="server_error"), path
                 )

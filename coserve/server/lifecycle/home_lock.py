@@ -30,7 +30,7 @@ def lock_home(directory: Path, *, close: bool = True) -> Iterator[None]:
             close_files(directory)
         else:
             _log.warning(
-                "%s is not this user's alone: others may read files and jobs there", directory
+                "%s can be read by other users, and so can files and jobs in it", directory
             )
         file = (directory / LOCK_FILE).open("a")
     except OSError as error:

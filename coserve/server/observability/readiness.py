@@ -41,7 +41,7 @@ class Readiness:
             await asyncio.wait_for(asyncio.shield(self._proof), self._proof_s)
         if not self._has_stepped():
             raise EngineGoneError(
-                f"the engine was asked for a step and has made none in {self._proof_s:g} s"
+                f"the engine was asked for a step and made none within {self._proof_s:g} s"
             )
 
     def _has_stepped(self) -> bool:

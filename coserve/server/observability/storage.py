@@ -53,12 +53,11 @@ class Storage:
         if problem is not None and self._problem is None:
             _log.error(
                 "%s: until there is, requests are answered and all that is kept can be read, but "
-                "no files, jobs, "
-                "batches or answers are kept, and jobs and batches wait",
+                "no files, jobs, batches or answers are kept, and jobs and batches wait",
                 problem,
             )
         elif problem is None and self._problem is not None:
-            _log.warning("there is room on the disk again")
+            _log.warning("the disk has free space again")
         self._problem = problem
 
     def _look(self) -> tuple[str | None, int | None]:
@@ -70,8 +69,8 @@ class Storage:
         try:
             self._store.check_room()
         except DiskFullError:
-            return "there is no room on the disk of the database", free_bytes
+            return "the database's disk is full", free_bytes
         except StoreError as error:
             _log.warning("the store: %s", error)
             return _AWAY, free_bytes
-        return (None if free_bytes else "there is no room on the disk of the home"), free_bytes
+        return (None if free_bytes else "the home's disk is full"), free_bytes

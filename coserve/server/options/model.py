@@ -105,7 +105,7 @@ class ModelOptions(OptionGroup):
             check_whole("max_model_len", self.max_model_len, 2)
         if any(not name.strip() or "@" in name for name in self.served_model_names):
             raise ValueError(
-                "served_model_names must be names without an @, which begins a version"
+                "served_model_names must be names without an @, which separates name and version"
             )
         if len(set(self.served_model_names)) != len(self.served_model_names):
             raise ValueError("served_model_names must differ from one another")

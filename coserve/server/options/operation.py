@@ -125,9 +125,8 @@ class OperationOptions(OptionGroup):
         check_files_url(self.files_url)
         if self.database is not None and "://" not in self.database:
             raise ValueError(
-                "database must be a URL of SQLAlchemy, such as postgresql://me@host/coserve or "
-                "sqlite:////DIR/jobs.db, "
-                f"not {self.database!r}"
+                f"database must be a URL of SQLAlchemy, such as postgresql://me@host/coserve or "
+                f"sqlite:////DIR/jobs.db, not {self.database!r}"
             )
 
     @property

@@ -62,8 +62,7 @@ def _most_bytes(path: Path) -> int:
     if (num_bytes := path.stat().st_size) > _MOST_ARRAY_BYTES:
         raise DataError(
             f"the file is one JSON array of {num_bytes} bytes; a job reads it, the page shows at "
-            f"most "
-            f"{_MOST_ARRAY_BYTES}: write one example a line"
+            f"most {_MOST_ARRAY_BYTES}: write one example a line"
         )
     return _MOST_ARRAY_BYTES
 

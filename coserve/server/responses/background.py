@@ -99,7 +99,7 @@ class BackgroundRuns:
         except asyncio.CancelledError:
             await run.on_cancel()
         except Exception:
-            _log.exception("a run in the background broke off")
+            _log.exception("a response in the background failed")
         finally:
             del self._runs[key]
             run.end()

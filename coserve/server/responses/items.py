@@ -39,7 +39,7 @@ def page_of(
     if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise ApiError(f"after names {after!r}, which is not there", param="after")
+            raise ApiError(f"after names {after!r}, which does not exist", param="after")
         items = items[places[0] + 1 :]
     data = list(items[:limit])
     return {
@@ -140,7 +140,7 @@ def _parts(
         else:
             raise ApiError(
                 f"{where}[{place}].type is {part.type[:100]!r}, which is not supported: this model "
-                f"reads text alone",
+                f"reads only text",
                 param=f"{where}[{place}].type",
                 code="unsupported_parameter",
             )

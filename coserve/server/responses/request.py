@@ -131,8 +131,7 @@ def check_metadata(metadata: dict[str, Any] | None) -> None:
     if len(metadata) > _MOST_METADATA or not is_short:
         raise ApiError(
             f"metadata must have at most {_MOST_METADATA} entries, of strings of {_LONGEST_KEY} "
-            f"and {_LONGEST_VALUE} "
-            "characters at most",
+            f"and {_LONGEST_VALUE} characters at most",
             param="metadata",
         )
 
@@ -149,7 +148,7 @@ def _chat_body(body: ResponseBody, items: Sequence[dict[str, Any]]) -> ChatBody:
     with_logprobs = "message.output_text.logprobs" in (body.include or ())
     if body.top_logprobs and not with_logprobs:
         raise ApiError(
-            'top_logprobs needs include to have "message.output_text.logprobs"',
+            'top_logprobs needs include to contain "message.output_text.logprobs"',
             param="top_logprobs",
         )
     reasoning = body.reasoning or ReasoningBody()

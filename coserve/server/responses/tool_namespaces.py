@@ -40,7 +40,7 @@ def functions_of(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]:
             fields["name"] = flat_name(namespace, tool.name)
         name = fields.get("name")
         if name in names and name in of_namespaces:
-            raise ApiError(f"{where}.name: there are two functions {name!r}", param=f"{where}.name")
+            raise ApiError(f"{where}.name: two functions are named {name!r}", param=f"{where}.name")
         names.add(name)
         found.append({"type": "function", "function": fields})
     return found

@@ -43,9 +43,7 @@ async def create_file(
             raise _missing("purpose")
         if purpose not in PURPOSES:
             allowed = ", ".join(PURPOSES)
-            raise ApiError(
-                f"'{purpose}' is not one of {allowed}: 'purpose' must be.", param="purpose"
-            )
+            raise ApiError(f"'purpose' must be one of {allowed}, not '{purpose}'.", param="purpose")
         filename = upload.filename or "file"
         check_texts(filename, param="file")
         if len(filename) > _LONGEST_NAME:
@@ -111,9 +109,7 @@ def retrieve_content(
     try:
         file = jobs.files.path(record).open("rb")
     except FileNotFoundError:
-        raise not_found(
-            f"The content of {file_id} is not there any more.", param="file_id"
-        ) from None
+        raise not_found(f"The content of {file_id} no longer exists.", param="file_id") from None
     if record.purpose == RESULTS and (encoding or config.result_encoding) == "base64":
         with file:
             return Response(base64.b64encode(file.read()), media_type="application/octet-stream")

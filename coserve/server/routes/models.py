@@ -112,7 +112,9 @@ async def load_lora_adapter(
             f"'lora_name' has {len(name)} characters; {_LONGEST_NAME} are allowed.", "lora_name"
         )
     if "@" in name:
-        raise _invalid("'lora_name' must not have an @, which begins a version.", "lora_name")
+        raise _invalid(
+            "'lora_name' must not contain an @, which separates name and version.", "lora_name"
+        )
     if name in models.base_names:
         raise _invalid(f"'{name}' is the name of the base model.", "lora_name")
     context.require_ready()
@@ -124,8 +126,7 @@ async def load_lora_adapter(
         ):
             raise _invalid(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the "
-                f"adapter in place, set "
-                "'load_inplace' to true."
+                f"adapter in place, set 'load_inplace' to true."
             )
         record = adapter_at(str(directory), tenant=tenant, name=name, base=models.name)
         try:
@@ -169,7 +170,7 @@ def _allowed(given: str, allowed: tuple[Path, ...]) -> Path:
     """A directory that may be read, with all links followed. Blocks."""
     if not allowed:
         raise ApiError(
-            "no path may be read: start the server with --allow-adapter-paths",
+            "no path is allowed: start the server with --allow-adapter-paths",
             status=403,
             param="lora_path",
         )
@@ -181,11 +182,9 @@ def _allowed(given: str, allowed: tuple[Path, ...]) -> Path:
         path = Path(given).resolve()
         inside = lies_in(path, allowed)
     except (ValueError, OSError, RuntimeError):  # no path at all, or links in a circle
-        raise _invalid("'lora_path' is no path.", "lora_path") from None
+        raise _invalid("'lora_path' is not a valid path.", "lora_path") from None
     if not inside:
-        raise ApiError(
-            "lora_path does not lie below a directory that --allow-adapter-paths names", status=403
-        )
+        raise ApiError("lora_path is not below a directory of --allow-adapter-paths", status=403)
     try:
         is_directory = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:

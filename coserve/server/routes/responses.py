@@ -85,7 +85,7 @@ async def retrieve_response(
         record = await find(responses, tenant, response_id)
         if stream:
             raise ApiError(
-                f"Response '{response_id}' is over: it can be retrieved, but not streamed.",
+                f"Response '{response_id}' has ended: it can be retrieved, but not streamed.",
                 param="stream",
             )
         return json_response(record.response)

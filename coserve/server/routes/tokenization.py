@@ -30,7 +30,7 @@ async def tokenize(body: TokenizeBody, context: GenerationPart, tenant: Tenant) 
     reader, ready = await _reader(context, tenant, body.model)
     _require_tokenizer(context)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError("give either prompt or messages", param="prompt")
+        raise ApiError("give exactly one of prompt and messages", param="prompt")
     template: Any = None
     given: Any = body.prompt
     if body.messages is not None:
@@ -42,9 +42,7 @@ async def tokenize(body: TokenizeBody, context: GenerationPart, tenant: Tenant) 
             chat, Tools(shown=tuple(body.tools or ())), context.prompts.chat_template
         )
     if (length := num_characters(given)) > _MOST_CHARACTERS:
-        raise ApiError(
-            f"the text has {length} characters; at most {_MOST_CHARACTERS} are tokenized at once"
-        )
+        raise ApiError(f"the text has {length} characters; the limit is {_MOST_CHARACTERS}")
     param = "prompt" if body.messages is None else "messages"
     tokens = await reader.tokens(given, template, body.add_special_tokens, param=param)
     return json_response(

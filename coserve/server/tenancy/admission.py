@@ -87,8 +87,7 @@ class Admission:
         if there + number > most:
             raise LimitError(
                 f"Rate limit reached for requests under way. Limit: {most}, under way: {there}, "
-                f"requested: {number}. "
-                "Try again when one has ended.",
+                f"requested: {number}. Try again when one has ended.",
                 what="requests",
                 retry_after_s=_RETRY_S,
             )
@@ -100,8 +99,8 @@ class Admission:
             wait_s = missing * 60 / rate
             raise LimitError(
                 f"Rate limit reached for tokens per minute. Limit: {rate}, left: "
-                f"{max(0, math.floor(level))}, "
-                f"requested: {number}. Please try again in {_duration(wait_s)}.",
+                f"{max(0, math.floor(level))}, requested: {number}. Please try again in "
+                f"{_duration(wait_s)}.",
                 what="tokens",
                 retry_after_s=wait_s,
             )

@@ -74,7 +74,7 @@ class Keys:
         self.ring = self._read()
         if not self.ring.is_open and not self.ring.operators:
             _log.warning(
-                "no key is an operator's, so nobody sees the metrics of all: name a tenant with "
+                "no tenant is an operator, so nobody can see the metrics of all tenants: name one with "
                 "--operator"
             )
 
@@ -83,9 +83,9 @@ class Keys:
         try:
             self.ring = self._read()
         except CoserveError as error:
-            _log.error("%s; the keys that were in force stay so", error)
+            _log.error("%s; the keys remain as they were", error)
         else:
-            _log.warning("keys have been read again: there are %d", len(self.ring.tenants))
+            _log.warning("the keys file was read again: there are %d keys", len(self.ring.tenants))
 
     def _read(self) -> KeyRing:
         given = self._settings
@@ -107,7 +107,7 @@ class Keys:
             for name in named:
                 if name not in tenants.values():
                     raise CoserveError(
-                        f"{where}: there is no key of tenant {name!r}; coserve keys new makes one"
+                        f"{where}: tenant {name!r} has no key; coserve keys new makes one"
                     )
         return KeyRing(
             tenants=tenants,
@@ -135,8 +135,8 @@ def _add(tenants: dict[str, str], more: Mapping[str, str], where: str) -> None:
     for digest, tenant in more.items():
         if tenants.setdefault(digest, tenant) != tenant:
             raise CoserveError(
-                f"{where} gives a key to tenant {tenant!r} that is tenant {tenants[digest]!r}'s "
-                f"already"
+                f"{where} gives tenant {tenant!r} a key that already belongs to "
+                f"tenant {tenants[digest]!r}"
             )
 
 
@@ -149,7 +149,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         if not is_trusted(path):
             raise CoserveError(
-                f"other users can write {path}, or the directory that it is in: make it yours alone"
+                f"other users can write {path}, or its directory: make it writable only by you"
             )
         held = tomllib.loads(path.read_text())
         return {
@@ -158,15 +158,15 @@ def _read_file(path: Path) -> dict[str, Any]:
         }
     except OSError as error:
         raise CoserveError(
-            f"the keys' file {path} cannot be read: {error.strerror or error}"
+            f"the keys file {path} cannot be read: {error.strerror or error}"
         ) from None
     except ValueError as error:  # of TOML, UTF-8, or ours
-        raise CoserveError(f"the keys' file {path} is wrong: {error}") from None
+        raise CoserveError(f"the keys file {path} is wrong: {error}") from None
 
 
 def _keys(found: Any) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
-        raise ValueError("it has no keys; a line of [keys] is made by coserve keys new TENANT")
+        raise ValueError("it has no keys; coserve keys new TENANT makes a line for [keys]")
     for number, (digest, tenant) in enumerate(found.items(), 1):
         if not is_digest(digest):  # perhaps a key itself, which no log may hold
             raise ValueError(
@@ -174,7 +174,7 @@ def _keys(found: Any) -> dict[str, str]:
             )
         if not isinstance(tenant, str) or not re.fullmatch(TENANT_NAME, tenant):
             raise ValueError(
-                f"{tenant!r} is no name of a tenant: 1 to 64 letters, digits, dots, hyphens, "
+                f"{tenant!r} is not a valid name of a tenant: give 1 to 64 letters, digits, dots, hyphens, "
                 f"underscores"
             )
     return found

@@ -86,7 +86,7 @@ class Prompts:
 
     def _use_template(self, template: str) -> None:
         if self._tokenizer is None:
-            raise ModelError("--chat-template: the model has no tokenizer, so there are no chats")
+            raise ModelError("--chat-template: the model has no tokenizer, which chats need")
         self._tokenizer.chat_template = template
         try:
             tokens_of([{"role": "user", "content": "x"}], self._tokenizer, self._model)
