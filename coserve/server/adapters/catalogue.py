@@ -1,4 +1,4 @@
-"""Which adapters a tenant can name in a request, and what the engine calls them."""
+"""Catalogues of adapters that tenants can name in requests, with the engine's names for them."""
 
 import asyncio
 import logging
@@ -19,24 +19,26 @@ _log = logging.getLogger(__name__)
 
 
 class AdapterCatalogue(Protocol):
-    """Adapters by tenant; none sees another's. Calls may block; from any thread."""
+    """Adapters by tenant; no tenant sees another's.
+
+    Methods may block, and may be called from any thread.
+    """
 
     def list(self, tenant: str) -> list[AdapterRecord]:
-        """Those that it can name, the oldest first."""
+        """Return all adapters that a tenant can name, the oldest first."""
         ...
 
     def find(self, tenant: str, name: str) -> AdapterRecord | None:
-        """The one of a name (or of `name@step`), if there is one."""
+        """Return the adapter of a name, or of `name@step`; None if there is none."""
         ...
 
 
 class LoadedAdapters:
-    """Those that clients have loaded from directories: an `AdapterCatalogue` that survives the
-    server.
+    """Catalogue of adapters that clients loaded from directories, which survives a restart.
 
-    What the engine calls one is never given twice, so one that takes another's place is there
-    before that goes. The engine reads an adapter when it is asked for, so after a restart it is
-    enough to know of it.
+    The engine's name for an adapter is never used again, so that a replacement is loaded before the
+    old one is unloaded. The engine reads an adapter when a request needs it, so that a restart only
+    needs the catalogue.
     """
 
     def __init__(self) -> None:
@@ -46,11 +48,11 @@ class LoadedAdapters:
         self._store: Store | None = None
 
     def restore(self, store: Store, *, base: str, allowed: tuple[Path, ...]) -> None:
-        """Know those again that were loaded when the server ended. Blocks.
+        """Restore the adapters that were loaded when the server ended. Blocks.
 
-        One that cannot be read now, or lies outside of the directories that are allowed now, is
-        told in the log and not served; it stays on record, so that a disk that comes late loses
-        nothing, until it is unloaded or its name is loaded anew.
+        An adapter that cannot be read now, or is outside of the allowed directories, is logged and
+        not served. It stays on record until it is unloaded or its name is loaded anew, so that
+        nothing is lost if a disk is mounted late.
         """
         with store.read() as transaction:
             records = transaction.loaded_adapters(base)
@@ -79,22 +81,30 @@ class LoadedAdapters:
 
     @property
     def records(self) -> Sequence[AdapterRecord]:
-        """Of all tenants."""
+        """Adapters of all tenants."""
         return tuple(self._known.values())
 
     def knows(self, tenant: str, name: str) -> bool:
-        """Whether it is on record, served or not."""
+        """Return whether an adapter is on record, served or not."""
         return (tenant, name) in self._known or (tenant, name) in self._unusable
 
     def add(self, record: AdapterRecord) -> None:
-        """It has been loaded. Blocks; StoreError if that cannot be kept."""
+        """Record an adapter as loaded. Blocks.
+
+        Raises:
+            StoreError: It cannot be stored.
+        """
         with self._open_store().write() as transaction:
             transaction.put_loaded_adapter(record)
         self._known[record.tenant, record.name] = record
         self._unusable.discard((record.tenant, record.name))
 
     def remove(self, tenant: str, name: str) -> None:
-        """It is to be served no longer. Blocks; StoreError if that cannot be kept."""
+        """Remove an adapter. Blocks.
+
+        Raises:
+            StoreError: The store cannot be written.
+        """
         with self._open_store().write() as transaction:
             transaction.remove_loaded_adapter(tenant, name)
         self._known.pop((tenant, name), None)
@@ -107,11 +117,18 @@ class LoadedAdapters:
 
 
 class GivenAdapters:
-    """Those that the server was started with: an `AdapterCatalogue` that all tenants share."""
+    """Catalogue of the adapters that the server was started with, which all tenants share."""
 
     def __init__(self, modules: Sequence[str], *, base: str, taken: Collection[str]) -> None:
-        """modules: see `lora_module`. taken: names that they cannot have. AdapterError if one
-        cannot be read.
+        """Read the adapters.
+
+        Args:
+            modules: Values of --lora-modules; see `lora_module`.
+            base: Name of the base model.
+            taken: Names that adapters cannot have.
+
+        Raises:
+            AdapterError: An adapter cannot be read, or its name is not possible.
         """
         self._known: dict[str, AdapterRecord] = {}
         for module in modules:
@@ -129,7 +146,7 @@ class GivenAdapters:
 
     @property
     def records(self) -> Sequence[AdapterRecord]:
-        """Of all tenants."""
+        """Adapters of all tenants."""
         return tuple(self._known.values())
 
     def list(self, tenant: str) -> list[AdapterRecord]:
@@ -140,7 +157,7 @@ class GivenAdapters:
 
 
 def adapter_at(directory: str, *, tenant: str, name: str, base: str) -> AdapterRecord:
-    """A tenant's adapter in a directory, by a name that the engine has never heard."""
+    """Return a tenant's adapter in a directory, under a new name for the engine."""
     return _with_engine_name(
         AdapterRecord(
             tenant=tenant, name=name, base=base, directory=directory, created_at=int(time.time())
@@ -149,14 +166,16 @@ def adapter_at(directory: str, *, tenant: str, name: str, base: str) -> AdapterR
 
 
 def lies_in(path: Path, allowed: tuple[Path, ...]) -> bool:
-    """Whether a path without links is, or lies below, one of some directories. OSError, ValueError
-    or RuntimeError if one cannot be followed.
+    """Return whether a resolved path is one of some directories, or below one.
+
+    Raises:
+        OSError, ValueError, RuntimeError: A directory cannot be resolved.
     """
     return any(path.is_relative_to(directory.resolve()) for directory in allowed)
 
 
 def adapters_from_directories(catalogues: "list[AdapterCatalogue]") -> list[AdapterRecord]:
-    """Those that no job has made, of all tenants."""
+    """Return the adapters of all tenants that were not made by jobs."""
     return [
         record
         for each in catalogues
@@ -168,7 +187,7 @@ def adapters_from_directories(catalogues: "list[AdapterCatalogue]") -> list[Adap
 def find_adapter(
     catalogues: "list[AdapterCatalogue]", tenant: str, name: str
 ) -> AdapterRecord | None:
-    """The first that any catalogue knows."""
+    """Return the adapter from the first catalogue that has it."""
     return next(
         (known for each in catalogues if (known := each.find(tenant, name)) is not None), None
     )

@@ -87,9 +87,10 @@ class ServedModels:
         return prompts, ready
 
     def only_trained(self, tenant: str, name: str) -> str | None:
-        """Return the trainable model that a name, or the base of an adapter of that name, stands for.
+        """Return the model that this server trains but does not serve and that a name refers to.
 
-        None if it is not one of the models that this server trains but does not serve. Blocks.
+        The name is the model's own, or that of an adapter of it. None if there is no such model.
+        Blocks.
         """
         manager = self._jobs.value
         if manager is None:

@@ -1,4 +1,4 @@
-"""Answers of a batch's requests: as their routes would answer them, as batch work."""
+"""Answers to lines of batches, made as their routes would make them, but as batch work."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -76,6 +76,7 @@ async def _embedding(request: LineRequest, context: LineContext) -> dict[str, An
 
 
 def _as_batch_work(generation: Generation, request: LineRequest) -> Generation:
+    """Return a generation as batch work of a line."""
     return replace(generation, batch_due_s=request.due_s, without_jobs=request.is_suspect)
 
 

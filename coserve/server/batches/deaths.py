@@ -1,16 +1,15 @@
-"""Rule by which lines of batches are blamed for deaths of a process, the server's or the engine's.
+"""Attribution of process deaths, of the server or the engine, to lines of batches.
 
-A death is charged to every line that was under way. A line with two deaths is a suspect. Suspects
-are tried apart from all other batch work, in groups; a group that a process dies of is divided and
-tried again, and a line that processes die of twice while no other line is under way is set aside.
-Every other line is asked again until it is answered, so a line never fails for another one,
-whichever tenant that belongs to. Twice, because a process may end for a reason of its own (`kill
--9`, memory that is used up) while a harmless line is tried; that line is the next one to be tried,
-and ends.
+A death is charged to every line that was running. A line with two deaths is a suspect. Suspects run
+apart from all other batch work, in groups; a group in which a process dies is divided and retried,
+and a line that two processes die of while it runs alone is set aside. Every other line is retried
+until it is answered, so a line never fails because of another one, whichever tenant that belongs
+to. Two deaths are needed because a process may end for an unrelated reason (`kill -9`, lack of
+memory) while a harmless line runs alone; such a line is retried next, and is answered.
 
-A group is divided into 16 parts and not into two: that costs a few more rounds for lines that are
-harmless, and saves deaths, each of which breaks off everybody's requests. Of 512 lines, one is
-found with two deaths that make all of them suspects and four more (32, 2, 1, 1).
+A group is divided into 16 parts instead of two: that costs a few more rounds for harmless lines,
+and saves deaths, each of which interrupts all requests. Among 512 lines, one is found with two
+deaths that make all of them suspects, and four more (32, 2, 1, 1).
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The files of a batch: what it asks, line by line, and what came of it."""
+"""Files of a batch: its requests, one per line, and their results."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,17 +24,18 @@ OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLine:
-    """Where a request is in its file."""
+    """Place of one request in its file."""
 
     custom_id: str
+    """The client's id for the request."""
     start: int
+    """Byte offset of the line."""
     num_bytes: int
+    """Length of the line in bytes."""
 
 
 def read_input(path: Path, endpoint: str) -> tuple[list[BatchLine], list[dict[str, Any]]]:
-    """The requests of a file, and the first things that are wrong with it, as OpenAI tells them.
-    Blocks.
-    """
+    """Return the requests of a file, and its first errors in OpenAI's form. Blocks."""
     lines: list[BatchLine] = []
     errors: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -64,15 +65,16 @@ def read_input(path: Path, endpoint: str) -> tuple[list[BatchLine], list[dict[st
 
 
 def read_body(path: Path, line: BatchLine) -> Any:
-    """What a request asks. Blocks."""
+    """Return the body of a request. Blocks."""
     with path.open("rb") as file:
         file.seek(line.start)
         return json.loads(file.read(line.num_bytes))["body"]
 
 
 class BatchResults:
-    """Results of a batch so far, on disk: a line for each request that has been answered or given
-    up. Calls block; from any thread.
+    """Results of a batch on disk: one line for each request that has been answered or given up.
+
+    Methods block and may be called from any thread.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -82,11 +84,11 @@ class BatchResults:
         self.journal = BatchJournal(directory)
 
     def done(self) -> tuple[set[str], set[str]]:
-        """Return the requests that are over: those that were answered, and those with an error."""
+        """Return the ids of requests that were answered, and of those that ended with an error."""
         return _ids(self._output), _ids(self._errors)
 
     def add(self, custom_id: str, status: int, request: str, body: Mapping[str, Any]) -> None:
-        """Add an answer, or an error that stands for one."""
+        """Add an answer, or the error that a request was answered with."""
         response = {"status_code": status, "request_id": request, "body": body}
         (self._output if status == 200 else self._errors).append(_result(custom_id, response, None))
 
@@ -95,11 +97,11 @@ class BatchResults:
         self._errors.append(_result(custom_id, None, {"code": code, "message": message}))
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield all of a file; nothing if there is none."""
+        """Yield the content of a file; nothing if it does not exist."""
         return (self._output if name == OUTPUT else self._errors).chunks()
 
     def remove(self) -> None:
-        """Remove all of it."""
+        """Remove all results."""
         discard(self._directory)
 
 

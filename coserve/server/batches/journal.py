@@ -1,5 +1,6 @@
-"""Record of which lines of a batch are under way, and of the deaths that are charged to them,
-beside its results.
+"""Record of which lines of a batch are running, and of the deaths that are charged to them.
+
+It is stored beside the batch's results.
 """
 
 import json
@@ -19,18 +20,21 @@ _MIN_COMPACTED_BYTES = 1 << 18
 
 
 class LineFile:
-    """A file of JSON lines that is appended to, each line whole or not at all. Calls block; from
-    any thread.
+    """A file of JSON lines, each of which is appended completely or not at all.
 
-    What has been appended survives the death of this process; it is not synced, since a machine
-    that loses power is no death that a line could be charged with.
+    Methods block and may be called from any thread. Appended lines survive the death of this
+    process; they are not synced, since a power failure is not a death to charge to a line.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, Lock()
 
     def append(self, *values: Any) -> None:
-        """Add lines; OSError if there is no room, and then none of them is there."""
+        """Append lines.
+
+        Raises:
+            OSError: The disk is full; no line was added.
+        """
         content = b"".join(to_json(value) + b"\n" for value in values)
         with self._lock, self._path.open("ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -44,12 +48,13 @@ class LineFile:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file; 0 if there is none."""
+        """Size of the file; 0 if it does not exist."""
         return self._path.stat().st_size if self._path.exists() else 0
 
     def replace(self, values: Collection[Any]) -> None:
-        """Keep these lines alone: all of them or, after an OSError, those of before. None of them
-        need no room.
+        """Replace the content by these lines; on OSError the old content remains.
+
+        An empty content needs no free space.
         """
         with self._lock:
             if not values:
@@ -64,9 +69,7 @@ class LineFile:
             part.replace(self._path)
 
     def read(self) -> Iterator[Any]:
-        """Yield all lines, while nobody appends; a last one that was not written whole is
-        removed.
-        """
+        """Yield all lines; an incomplete last line is removed. Nothing may be appended meanwhile."""
         if not self._path.exists():
             return
         num_bytes = 0
@@ -79,19 +82,18 @@ class LineFile:
             os.truncate(self._path, num_bytes)
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield its content; nothing if there is no file."""
+        """Yield the content in pieces; nothing if the file does not exist."""
         if self._path.exists():
             with self._path.open("rb") as file:
                 yield from iter(lambda: file.read(1 << 20), b"")
 
 
 class BatchJournal:
-    """The journal of one batch: a process that dies leaves in it the lines that were under way.
-    Calls block; from any thread.
+    """Journal of one batch, which shows the lines that were running when a process died.
 
-    Lines that are tried again add to it each time. What has no effect any more is dropped when the
-    file has grown to twice its size after the last time, so that its size is bounded by the number
-    of the batch's lines.
+    Methods block and may be called from any thread. A retried line adds to the journal each time.
+    Entries without effect are dropped when the file has doubled since the last time, so that its
+    size is bounded by the number of lines of the batch.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -99,29 +101,25 @@ class BatchJournal:
         self._max_bytes = _MIN_COMPACTED_BYTES
 
     def begin(self, custom_id: str) -> None:
-        """Record that a line is under way; before anything is done for it."""
+        """Record that a line is running, before any work on it."""
         self._append({"begin": custom_id})
 
     def leave(self, custom_id: str) -> None:
-        """Record that a line is not under way any more, though it was not answered."""
+        """Record that a line stopped running without an answer."""
         self._append({"leave": custom_id})
 
     def rest(self) -> None:
-        """Record that no line is under way: of the journal only the deaths are left."""
+        """Record that no line is running; only deaths remain in the journal."""
         with self._lock:
             _, deaths = self._read()
             self._file.replace(_deaths_on_record(deaths))
 
     def died(self, deaths: Mapping[str, LineDeaths]) -> None:
-        """Record the deaths of lines that were under way when a process died, and are not any
-        more.
-        """
+        """Record deaths of lines that were running when a process died."""
         self._append(*_deaths_on_record(deaths))
 
     def read(self) -> tuple[set[str], dict[str, LineDeaths]]:
-        """Return the lines that are under way, also those that were answered since; and the deaths
-        of all lines.
-        """
+        """Return the lines that are running, including answered ones, and the deaths of all lines."""
         with self._lock:
             return self._read()
 
@@ -132,7 +130,7 @@ class BatchJournal:
             self._file.append(*values)
 
     def _compact(self) -> None:
-        """Drop all that has no effect any more; the lock is held."""
+        """Drop entries without effect; the caller holds the lock."""
         under_way, deaths = self._read()
         self._file.replace([*_deaths_on_record(deaths), *({"begin": id} for id in under_way)])
         self._max_bytes = max(_MIN_COMPACTED_BYTES, 2 * self._file.num_bytes)
@@ -155,5 +153,5 @@ class BatchJournal:
 
 
 def _deaths_on_record(deaths: Mapping[str, LineDeaths]) -> list[dict[str, Any]]:
-    """Return the lines of a journal that say these deaths."""
+    """Return journal entries of these deaths."""
     return [{"died": id, **asdict(each)} for id, each in deaths.items()]

@@ -1,5 +1,7 @@
-"""Answers of a batch's lines: each is asked until it is answered, refused, or set aside for the
-deaths it causes.
+"""Answers to lines of batches, each of which is retried until it is answered, refused, or set
+aside.
+
+A line is set aside for the deaths of processes that it causes.
 """
 
 import asyncio
@@ -28,16 +30,19 @@ ENGINE_DIED = "engine_died"
 
 @dataclass(frozen=True, kw_only=True)
 class LineRequest:
-    """One request of a batch, as it is answered."""
+    """One request of a batch, as its answer needs it."""
 
     endpoint: str
+    """Path of the route that would answer it."""
     body: Any
+    """Body of the request, as JSON."""
     tenant: str
+    """Tenant of the batch."""
     due_s: float
     """Time by which it should be done, by the engine's clock."""
     is_suspect: bool
-    """Whether a process may have died of it, so that it runs beside no other batch work and no
-    job."""
+    """Whether a process may have died of it, so that it runs beside no other batch work and no job.
+    """
 
 
 # Raises ApiError or CoserveError.
@@ -45,7 +50,7 @@ Answer = Callable[[LineRequest], Awaitable[dict[str, Any]]]
 
 
 class BatchLines:
-    """Answers lines of all batches. Belongs to one event loop."""
+    """Runner of the lines of all batches; it belongs to one event loop."""
 
     def __init__(self, files: Files, *, answer: Answer) -> None:
         self._files, self._answer = files, answer
@@ -54,10 +59,13 @@ class BatchLines:
     async def run(
         self, record: BatchRecord, line: BatchLine, due_at: float, results: BatchResults
     ) -> bool:
-        """Ask a line until something comes of it, and write that down. Returns whether it was
-        answered.
+        """Run a line until it has a result, and record that; return whether it was answered.
 
-        due_at: when it should be done, in Unix time.
+        Args:
+            record: The batch.
+            line: Place of the line in the file.
+            due_at: Unix time by which the line should be done.
+            results: Where the result is recorded.
         """
         request = new_id("req_")
         path = await until_done(self._files.path, _input_of(record))
@@ -99,7 +107,7 @@ class BatchLines:
 
 
 async def set_aside(results: BatchResults, custom_id: str, deaths: LineDeaths) -> None:
-    """Write down that a line is not asked again, and why."""
+    """Record that a line is not retried, and why."""
     _log.error(
         "a line of a batch was set aside: processes died %d times while it ran",
         deaths.num,
@@ -113,7 +121,7 @@ async def set_aside(results: BatchResults, custom_id: str, deaths: LineDeaths) -
 
 
 def _as_api_error(error: Exception, record: BatchRecord) -> ApiError:
-    """Return what a line ends with, or is tried again for."""
+    """Return the error that a line ends with, or is retried for."""
     if isinstance(error, OSError):
         return ApiError(f"The file {record.input_file} no longer exists.", status=404)
     if isinstance(error, ApiError):
@@ -125,14 +133,14 @@ def _as_api_error(error: Exception, record: BatchRecord) -> ApiError:
 
 
 def _is_lost(error: ApiError) -> bool:
-    """Return whether the engine died after the request was sent; before that, EngineGoneError comes
-    as it is.
+    """Return whether the engine died after the request was sent; before, there is an
+    EngineGoneError.
     """
     return isinstance(error.__cause__, EngineGoneError)
 
 
 def _input_of(record: BatchRecord) -> FileRecord:
-    """Return a record of the input file by its id, which is where its blob is."""
+    """Return a record of the input file with its id, which locates its content."""
     return FileRecord(
         id=record.input_file,
         tenant=record.tenant,

@@ -1,6 +1,4 @@
-"""Places for requests of batches that are under way at once, of which there may be more or fewer
-later.
-"""
+"""Places for concurrent requests of batches, whose number may change."""
 
 import asyncio
 from collections import Counter, deque
@@ -8,12 +6,18 @@ from collections.abc import Callable
 
 
 class BatchPlaces:
-    """The places, and who waits for one: a free place goes to the tenant that has the fewest, and
-    there to who has waited longest. Belongs to one event loop.
+    """Allocator of places; it belongs to one event loop.
+
+    A free place goes to the tenant with the fewest places, and there to the request that has waited
+    longest.
     """
 
     def __init__(self, most: Callable[[], int]) -> None:
-        """Begin with all places free; most: as many as there may be now."""
+        """Begin with all places free.
+
+        Args:
+            most: Function that returns the current number of places.
+        """
         self._most = most
         self._held: Counter[str] = Counter()  # places by tenant
         self._waiting: dict[
@@ -21,7 +25,7 @@ class BatchPlaces:
         ] = {}  # by tenant, the one that has waited longest first
 
     async def acquire(self, tenant: str) -> None:
-        """Wait for a place; `release` is to follow."""
+        """Wait for a place; `release` must follow."""
         place = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(place)
         self.grow()
@@ -33,12 +37,12 @@ class BatchPlaces:
             raise
 
     def release(self, tenant: str) -> None:
-        """Give a place back; nobody gets it while there are more than there may be."""
+        """Give a place back; it is not given out while there are too many."""
         self._held[tenant] -= 1
         self.grow()
 
     def grow(self) -> None:
-        """Give out places while there are fewer than there may be."""
+        """Give out places that have become available."""
         while self._waiting and self._held.total() < self._most():
             tenant = min(self._waiting, key=lambda name: self._held[name])
             place = self._waiting[tenant].popleft()

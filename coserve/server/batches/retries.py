@@ -1,4 +1,4 @@
-"""Work of batches on threads that is tried again while a disk or the database is away or full."""
+"""Retries of blocking work for batches while a disk or the database is away or full."""
 
 import asyncio
 import logging
@@ -17,9 +17,14 @@ FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 
 
 async def until_done(do: Callable[..., _T], *arguments: Any, what: str = "a batch") -> _T:
-    """Call `do` on a thread, again and again while a disk or the database is away or full. When
-    this is cancelled, it ends after the thread: what is being written is there then. what: waits,
-    as the log says it.
+    """Call a function in a thread, again and again while a disk or the database is away or full.
+
+    If this is cancelled, it ends after the thread, so that a write in progress is complete.
+
+    Args:
+        do: The function.
+        arguments: Its arguments.
+        what: What waits meanwhile, for the log.
     """
     wait_s = FIRST_WAIT_S
     while True:
@@ -36,7 +41,7 @@ async def until_done(do: Callable[..., _T], *arguments: Any, what: str = "a batc
 
 
 async def _to_its_end(do: Callable[..., _T], *arguments: Any) -> _T:
-    """Call `do` on a thread, and do not end before the thread does."""
+    """Call a function in a thread, and do not end before the thread does."""
     thread = asyncio.create_task(asyncio.to_thread(do, *arguments))
     try:
         return await asyncio.shield(thread)

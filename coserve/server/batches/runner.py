@@ -1,9 +1,8 @@
-"""Batches: requests of a file, answered in what others leave of the engine's time, and written into
-files.
+"""Runner of batches: it answers the requests of a file in engine time that others leave.
 
-A batch is a task of the event loop; its requests go to the engine as batch work, each with the time
-at which it should be done for the batch to be done within its window. What has come of it is on
-disk, an answer a line: a server that is started again resumes with the requests that have none.
+A batch is a task of the event loop. Its requests go to the engine as batch work, each with a due
+time that lets the batch finish within its window. Results are on disk, one answer per line: a
+restarted server resumes with the requests that have none.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class BatchRunner:
-    """Belongs to the event loop."""
+    """Runner of all batches; it belongs to the event loop."""
 
     def __init__(
         self,
@@ -41,8 +40,14 @@ class BatchRunner:
         answer: Answer,
         most: Callable[[], int],
     ) -> None:
-        """directory: where batches keep their results so far. answer: raises ApiError or
-        CoserveError. most: requests that may be under way at once now.
+        """Create a runner; `start` must follow.
+
+        Args:
+            store: Store of the records of batches.
+            files: Input and output files.
+            directory: Directory for the results of running batches.
+            answer: Function that answers a request; it raises ApiError or CoserveError.
+            most: Function that returns the current maximum number of concurrent requests.
         """
         self._store, self._files, self._directory = store, files, directory
         self._lines = BatchLines(files, answer=answer)
@@ -55,12 +60,12 @@ class BatchRunner:
         make_private(directory)
 
     def start(self) -> None:
-        """Resume those that are not over, as soon as they can be read."""
+        """Resume unfinished batches as soon as they can be read."""
         self._resuming = asyncio.create_task(self._resume())
         self._resuming.add_done_callback(_log_failure)
 
     async def close(self) -> None:
-        """Let them rest; they resume at the next start."""
+        """Stop all batches; they resume at the next start."""
         tasks = list(self._tasks.values()) + ([] if self._resuming is None else [self._resuming])
         for task in tasks:
             task.cancel()
@@ -72,12 +77,13 @@ class BatchRunner:
                 await asyncio.to_thread(results.journal.rest)
 
     def engine_died(self) -> None:
-        """Count the lines that were under way together; called before their requests end."""
+        """Record which lines ran together; called before their requests end."""
         self._lines.turns.engine_died()
 
     def begin(self, record: BatchRecord) -> None:
-        """Take up a batch that has been written down, as soon as those of the last process have
-        been read; no effect if that has been done.
+        """Run a batch that is in the store, unless it runs already.
+
+        It waits until the batches of the previous process have been read.
         """
         if record.id in self._tasks:
             return
@@ -86,11 +92,11 @@ class BatchRunner:
         task.add_done_callback(lambda task: self._ended(record.id, task))
 
     def live(self, record: BatchRecord) -> BatchRecord:
-        """As it is now, which may be newer than what is written down."""
+        """Return the current state of a batch, which may be newer than its record in the store."""
         return self._live.get(record.id, record)
 
     async def cancel(self, record: BatchRecord) -> BatchRecord:
-        """Ask no more of its requests; what has been answered is kept. Returns it as it is now."""
+        """Start no more requests of a batch, and return its current state; results so far are kept."""
         if self._resuming is not None:
             await asyncio.wait([self._resuming])
         async with self._cancelling:  # another one may ask for it at the same time
@@ -108,8 +114,8 @@ class BatchRunner:
     # -- after the death of a server ------------------------------------------------
 
     async def _resume(self) -> None:
-        """Charge the death of the last server's process to the lines that it left under way, and
-        begin all batches.
+        """Charge the death of the previous server process to lines that it left running, then run
+        all.
         """
         records = await until_done(self._unfinished)
         under_way: dict[str, set[str]] = {}
@@ -130,17 +136,13 @@ class BatchRunner:
                 self.begin(record)
 
     def _tidy(self, unfinished: set[str]) -> None:
-        """Remove the results of batches that are over: a server was killed before it could.
-        Blocks.
-        """
+        """Remove results of finished batches, which a killed server left. Blocks."""
         for path in entries(self._directory):
             if path.name not in unfinished and path.name not in self._live:
                 discard(path)
 
     def _take_in(self, id: str) -> set[str]:
-        """Read the journal of a batch; returns the lines that were under way when it was last
-        written. Blocks.
-        """
+        """Read the journal of a batch; return the lines that it shows as running. Blocks."""
         results = self._results[id]
         under_way, deaths = results.journal.read()
         answered, failed = results.done()
@@ -148,8 +150,9 @@ class BatchRunner:
         return under_way - answered - failed
 
     async def _charge(self, id: str, lines: set[str], num_lines: int) -> None:
-        """Charge one more death to lines of a batch; those that it proves guilty are set aside. Of
-        the batch's journal only deaths are left.
+        """Charge one more death to lines of a batch, and set the guilty ones aside.
+
+        Only deaths remain in the batch's journal.
         """
         results = self._results[id]
         deaths = {line: self._lines.turns.charge((id, line), num_lines=num_lines) for line in lines}
@@ -192,7 +195,14 @@ class BatchRunner:
     async def _carry_out(
         self, id: str, results: BatchResults, lines: list[BatchLine], errors: list[dict[str, Any]]
     ) -> None:
-        """From where it was to its end. errors: why not all that it asks can be read any more."""
+        """Run a batch from its current state to its end.
+
+        Args:
+            id: The batch.
+            results: Its results.
+            lines: Its requests.
+            errors: Reasons why not all requests can be read.
+        """
         num_total = self._live[id].num_total or len(lines)
         self._live[id] = replace(self._live[id], num_total=num_total)
         done = await self._recount(id, results)
@@ -210,7 +220,7 @@ class BatchRunner:
         await self._finish(id, results, self._live[id].times.get("end", end))
 
     async def _read(self, record: BatchRecord) -> tuple[list[BatchLine], list[dict[str, Any]]]:
-        """What it asks, and what is wrong with that."""
+        """Return the requests of a batch, and the errors of its input file."""
         found = await until_done(self._files.find, record.tenant, record.input_file)
         if found is not None:
             with suppress(FileNotFoundError):
@@ -227,8 +237,9 @@ class BatchRunner:
     async def _answer_all(
         self, id: str, results: BatchResults, left: list[tuple[int, BatchLine]], num_lines: int
     ) -> bool:
-        """All that are left, until the window ends; those that are not answered then are written
-        down as such. Returns whether all were.
+        """Answer the remaining lines until the window ends; return whether all were answered.
+
+        Lines that are left then are recorded as expired.
         """
         record = self._live[id]
         begun_s = record.times["in_progress_at"]
@@ -263,7 +274,14 @@ class BatchRunner:
         return True
 
     async def _finish(self, id: str, results: BatchResults, end: str, **values: Any) -> None:
-        """Make files of what has come of it. values: that are written down with its end."""
+        """Make the output files, and write the final status.
+
+        Args:
+            id: The batch.
+            results: Its results.
+            end: Final status.
+            values: Further fields of the record.
+        """
         for name, field in ((OUTPUT, "output_file"), (ERRORS, "error_file")):
             if getattr(self._live[id], field) is not None:  # a process that is gone has made it
                 continue
@@ -276,8 +294,9 @@ class BatchRunner:
     def _keep(
         self, record: BatchRecord, results: BatchResults, name: str, field: str
     ) -> FileRecord | None:
-        """Make one of the files, if there is anything in it; once, also if the task that waited for
-        it before was cancelled meanwhile. Blocks.
+        """Return one of the output files, created if it has any content. Blocks.
+
+        It is created only once, even if an earlier task that waited for it was cancelled.
         """
         if (id := getattr(self._written(record), field)) is not None:
             return self._files.find(record.tenant, id)
@@ -299,8 +318,8 @@ class BatchRunner:
     # -- writing down ---------------------------------------------------------------
 
     async def _recount(self, id: str, results: BatchResults) -> set[str]:
-        """Count what has been written of it, while nobody writes; those are the requests that are
-        done.
+        """Count the recorded results, and return the ids of their requests. Nothing may be written
+        meanwhile.
         """
         answered, failed = await until_done(results.done)
         self._live[id] = replace(
@@ -317,7 +336,14 @@ class BatchRunner:
         )
 
     async def _change(self, id: str, status: str, *, end: str | None = None, **values: Any) -> None:
-        """Write a new status down. end: that it will have after it."""
+        """Write a new status.
+
+        Args:
+            id: The batch.
+            status: The status.
+            end: Status that will follow it.
+            values: Further fields of the record.
+        """
         record = self._live[id]
         times = {
             **record.times,
@@ -338,7 +364,7 @@ class BatchRunner:
             return transaction.unfinished_batches()
 
     def _written(self, record: BatchRecord) -> BatchRecord:
-        """As it is written down now."""
+        """Return a batch's record in the store."""
         with self._store.read() as transaction:
             return transaction.batch(record.tenant, record.id) or record
 

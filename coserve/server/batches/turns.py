@@ -1,6 +1,4 @@
-"""Turns of the lines of all batches: suspects of a death (`deaths`) run apart from all other
-lines.
-"""
+"""Turns of lines of all batches: suspects of a death (see `deaths`) run apart from all other lines."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -10,10 +8,10 @@ from coserve.server.batches.deaths import LineDeaths, LineKey, after_death, next
 
 
 class BatchTurns:
-    """Admits lines and counts their deaths. Belongs to one event loop.
+    """Admission of lines, and count of their deaths; it belongs to one event loop.
 
     Without suspects every line is admitted at once. While a suspect waits, no further line is
-    admitted; when those under way have ended, one group of suspects is, and so on until no suspect
+    admitted; once the running ones have ended, one group of suspects is, and so on until no suspect
     is left.
     """
 
@@ -28,7 +26,7 @@ class BatchTurns:
 
     @property
     def num_under_way(self) -> int:
-        """Number of lines that are admitted now."""
+        """Number of admitted lines."""
         return len(self._under_way)
 
     @property
@@ -37,18 +35,18 @@ class BatchTurns:
         return len(self._waiting)
 
     def know(self, deaths: Mapping[LineKey, LineDeaths]) -> None:
-        """Take over what is on record."""
+        """Add recorded deaths."""
         self._deaths |= deaths
 
     def forget(self, batch: str) -> None:
-        """Drop all that is known of a batch's lines: the batch is over."""
+        """Drop the deaths of a finished batch's lines."""
         for line in [line for line in self._deaths if line[0] == batch]:
             del self._deaths[line]
 
     @asynccontextmanager
     async def turn(self, line: LineKey) -> AsyncIterator[bool]:
-        """Wait until the line may run, and keep its place within the block; yields whether it is
-        tried as a suspect.
+        """Wait until a line may run, and hold its place within the block; yield whether it is a
+        suspect.
         """
         admitted = self._waiting[line] = asyncio.get_running_loop().create_future()
         self._admit()
@@ -61,23 +59,19 @@ class BatchTurns:
             self._admit()
 
     def engine_died(self) -> None:
-        """Remember which lines were under way together; called before they notice that their engine
-        is gone.
-        """
+        """Record which lines ran together; called before they notice that the engine is gone."""
         for line in self._under_way:
             self._under_way[line] = len(self._under_way)
 
     def died(self, line: LineKey) -> LineDeaths:
-        """Charge a death to a line that is under way; returns its deaths."""
+        """Charge a death to a running line, and return its deaths."""
         num_lines = (
             self._group_size if self._is_trial else self._under_way[line] or len(self._under_way)
         )
         return self.charge(line, num_lines=num_lines)
 
     def charge(self, line: LineKey, *, num_lines: int) -> LineDeaths:
-        """Charge a death at which `num_lines` lines were under way to one of them; returns its
-        deaths.
-        """
+        """Charge a death at which `num_lines` lines ran to one of them, and return its deaths."""
         found = self._deaths[line] = after_death(self._deaths.get(line), num_lines=num_lines)
         return found
 

@@ -1,9 +1,8 @@
-"""The fields that clients of other servers send and that no body has here: what is done with each,
-and why.
+"""Table of the fields that clients of other servers send and that no body has here.
 
-This table is the only place that knows them. `other_fields` applies it, and the table in
-docs/clients.md is made from it by scripts/fields_table.py. A row counts only on routes whose own
-body has no field of that name.
+It says what is done with each, and why. `other_fields` applies it, and scripts/fields_table.py
+makes the table in docs/clients.md from it. A row applies only on routes whose own body has no field
+of that name.
 """
 
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ class ClientField:
     """A field that clients of other servers send."""
 
     name: str
+    """Name of the field."""
     # Servers whose clients send it.
     sent_to: str
     # Ignored: cannot change an answer. Refused: would change it, and has no counterpart here.

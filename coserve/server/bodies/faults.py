@@ -1,6 +1,4 @@
-"""What pydantic finds wrong with a request, in OpenAI's words: one error, the first that says
-enough.
-"""
+"""Translation of pydantic's validation errors to one error in OpenAI's words."""
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
@@ -14,13 +12,20 @@ _MISSING = "Missing required parameter: '{name}'."
 
 
 def no_json(reason: str) -> ApiError:
-    """A body that is not JSON. reason: why not."""
+    """Return the error of a body that is not JSON.
+
+    Args:
+        reason: Why it is not.
+    """
     return ApiError(f"The request's body is not valid JSON: {reason}.", code="invalid_json")
 
 
 def validation_error(faults: Sequence[Any], known: Collection[str] = ()) -> ApiError:
-    """Of what pydantic found, the fault that says most: those of a union's other branches say
-    little. known: fields at the top of the body.
+    """Return the most helpful of pydantic's errors; those of other branches of a union say little.
+
+    Args:
+        faults: Errors of pydantic.
+        known: Fields at the top of the body.
     """
     wrong_kind = (
         fault for fault in faults if fault["type"] == "literal_error" and fault["loc"][-1] == "type"
@@ -69,12 +74,12 @@ def validation_error(faults: Sequence[Any], known: Collection[str] = ()) -> ApiE
 
 
 def _is_plain(fault: Any) -> bool:
-    """Whether it says what a branch of a union takes."""
+    """Return whether an error says what a branch of a union takes."""
     return bool(fault["type"].endswith("_type") or fault["type"] == "literal_error")
 
 
 def _field_name(location: tuple[Any, ...]) -> str:
-    """Such as messages[0].content, without the names of a union's branches."""
+    """Return a name such as messages[0].content, without the names of a union's branches."""
     name = ""
     for part in location[1:]:  # after "body", "query" or "path"
         if isinstance(part, int):

@@ -1,8 +1,7 @@
-"""Functions that translate fields of other servers' APIs into fields that bodies have here.
+"""Functions that translate fields of other servers' APIs into fields of bodies.
 
-A reader gets the field's value and the whole body as it was sent. It returns fields by the names
-that they have here, and raises ValueError where the value has no counterpart; the message continues
-the field's name.
+A reader gets a field's value and the whole body as sent. It returns fields by their names here. It
+raises ValueError if the value has no counterpart; the message continues the field's name.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
-"""Decides what happens to fields of a request's body that the route does not have.
+"""Policy for fields of a request's body that the route does not have.
 
-`client_fields` says it for each field that clients of other servers send. All other names are
-unknown: they are passed over or refused, as `--unknown-fields` says, but a name that looks like a
-misspelt one is refused unless all are to be ignored, since the client counts on its effect.
+`client_fields` decides on fields that clients of other servers send. All other names are unknown:
+they are ignored or refused, as `--unknown-fields` says. A likely misspelling of a known name is
+refused unless all are to be ignored, since the client relies on its effect.
 """
 
 import logging
@@ -43,6 +43,7 @@ class BodyFields:
     """The fields of one kind of body."""
 
     known: Collection[str]
+    """Names of the fields that the body has."""
     # Known fields without effect, which the header names where they are given.
     unused: Collection[str] = ()
     # This body's names for fields that `client_fields` calls otherwise.
@@ -52,7 +53,7 @@ class BodyFields:
 
 
 class FieldPolicy:
-    """Sorts the fields of bodies; one object serves all requests, from any thread."""
+    """Policy for fields of bodies; one object serves all requests, from any thread."""
 
     def __init__(self, unknown: str = "refuse") -> None:
         """Treat unknown fields in one of the ways of `UNKNOWN_FIELDS`."""
@@ -60,8 +61,8 @@ class FieldPolicy:
         self._logged: set[str] = set()
 
     def sort(self, data: Mapping[str, Any], body: BodyFields) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields that the body has, translated where they came by other names, and the
-        names that are passed over.
+        """Return the fields that the body has, translated from other names, and the names of
+        ignored ones.
 
         Raises:
             ApiError: A field would change the answer and is not supported, or is unknown and to be
@@ -83,10 +84,12 @@ class FieldPolicy:
         return fields, ignored + self.pass_over(unknown, body)
 
     def pass_over(self, unknown: Mapping[str, Any], body: BodyFields) -> list[str]:
-        """Return names of fields that nothing here knows, as a header may show them; ApiError where
-        they are refused.
+        """Return the names of unknown fields to ignore, escaped for a header.
 
-        The first time that a name comes, the log has a line. A field that is null asks for nothing.
+        The first occurrence of each name is logged. A field that is null asks for nothing.
+
+        Raises:
+            ApiError: Unknown fields are refused.
         """
         names = [
             name
@@ -111,7 +114,7 @@ class FieldPolicy:
         return shown
 
     def reported(self, ignored: Collection[str]) -> tuple[str, ...]:
-        """Return the names that the answer's header has."""
+        """Return the names for the answer's header."""
         return () if self._unknown == "ignore" else tuple(sorted(set(ignored)))[:_MAX_SHOWN]
 
     def _log_once(self, name: str) -> None:
@@ -123,8 +126,8 @@ class FieldPolicy:
 def _translate(
     row: ClientField, value: Any, data: Mapping[str, Any], fields: dict[str, Any], body: BodyFields
 ) -> list[str]:
-    """Put what a field of another server means into `fields`; return the names of what is passed
-    over of it.
+    """Add the meaning of another server's field to `fields`; return the names of what is ignored of
+    it.
     """
     if row.action == "ignored":
         return [row.name]
@@ -156,9 +159,7 @@ def _translate(
 
 
 def _without_target(row: ClientField, target: str, meant: Any) -> list[str]:
-    """Treat a field that means another one, which the route does not have, as that one is treated
-    on the route.
-    """
+    """Treat a field that means another one, which the route does not have, as that one."""
     counterpart = FIELDS.get(target)
     if counterpart is None or counterpart.action != "refused":
         return [row.name]
@@ -166,8 +167,10 @@ def _without_target(row: ClientField, target: str, meant: Any) -> list[str]:
 
 
 def _refuse(row: ClientField, value: Any, name: str) -> list[str]:
-    """Reject a field that came by `name`, unless its value asks for nothing; return no names to
-    pass over.
+    """Refuse a field that came by `name`, unless its value asks for nothing.
+
+    Returns:
+        No names to ignore.
 
     Raises:
         ApiError: The value asks for something.
@@ -185,8 +188,9 @@ def _unknown_field(name: str, near: list[str]) -> ApiError:
 
 
 def _misspelt(name: str, known: Collection[str]) -> str | None:
-    """Return the known name that this one was meant to be: other case or separators, or one or two
-    wrong letters.
+    """Return the known name that a name is a misspelling of.
+
+    It has other case or separators, or one or two wrong letters.
     """
     if len(name) > _MAX_NAME:
         return None
@@ -206,8 +210,8 @@ def _plain(name: str) -> str:
 
 
 def _edits(one: str, other: str, limit: int) -> int:
-    """Return how many letters must be changed, added, left out or swapped; above `limit`, any
-    number above it.
+    """Return how many letters must be changed, added, removed or swapped; any number above `limit`
+    if more.
     """
     if abs(len(one) - len(other)) > limit:
         return limit + 1
@@ -226,6 +230,6 @@ def _edits(one: str, other: str, limit: int) -> int:
 
 
 def _shown(name: str) -> str:
-    """Return a client's name as a header and a log may have it."""
+    """Return a client's name escaped for headers and logs."""
     text = ascii(name[:_MAX_NAME])[1:-1].replace(",", "")
     return text if len(name) <= _MAX_NAME else f"{text}..."

@@ -1,5 +1,7 @@
-"""From a body's bytes to what a route takes: bodies that are not small are read by a thread, since
-other requests must not wait for them, and the first fault is enough.
+"""Parsing of bodies into the objects that routes take.
+
+Large bodies are parsed in a thread, so that other requests do not wait, and only the first fault is
+reported.
 """
 
 import asyncio
@@ -28,17 +30,26 @@ B = TypeVar("B", bound=BaseModel)
 
 
 class BodyReader:
-    """Reads bodies. One thread: reading holds the interpreter, and two would only halve the time of
-    everything else.
+    """Parser of bodies, with one thread for large ones.
+
+    Parsing holds the interpreter's lock; two threads would only halve the time of everything else.
     """
 
     def __init__(self, fields: FieldPolicy) -> None:
-        """Use `fields` to decide on fields that a kind of body does not have."""
+        """Create a parser.
+
+        Args:
+            fields: Decision on fields that a kind of body does not have.
+        """
         self._fields = fields
         self._thread = ThreadPoolExecutor(1, "big bodies")
 
     async def read(self, kind: type[BaseModel], body: bytes) -> BaseModel:
-        """The object that a body describes; ApiError names the first fault."""
+        """Return the object that a body describes.
+
+        Raises:
+            ApiError: It has a fault; the first one is named.
+        """
         if len(body) <= SMALL_BODY_BYTES:
             return read_body(kind, body, self._fields)
         return await asyncio.get_running_loop().run_in_executor(
@@ -51,8 +62,8 @@ class BodyReader:
 
 
 def _read_big(kind: type[BaseModel], body: bytes, fields: FieldPolicy) -> BaseModel:
-    """Read a body without the collector, which would look at millions of new objects again and
-    again.
+    """Parse a body without the garbage collector, which would traverse millions of new objects
+    repeatedly.
     """
     gc.disable()
     try:
@@ -62,11 +73,16 @@ def _read_big(kind: type[BaseModel], body: bytes, fields: FieldPolicy) -> BaseMo
 
 
 def read_body(kind: type[B], body: bytes, fields: FieldPolicy | None = None) -> B:
-    """Return the object that a body describes. fields: as for `body_of`.
+    """Return the object that a body describes.
+
+    Args:
+        kind: Class of the object.
+        body: Bytes of the body.
+        fields: As for `body_of`.
 
     Raises:
-        ApiError: it is not JSON, names a field twice, is no object, or does not describe one of
-            that kind.
+        ApiError: The body is not a JSON object, has a field twice, or does not describe an object
+            of that kind.
     """
     try:
         # Of bytes, `json` would take UTF-16 as well, and halves of characters.
@@ -105,7 +121,11 @@ def body_of(kind: type[B], value: Any, fields: FieldPolicy | None = None) -> B:
 
 
 def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Of two values by one name, nobody knows which was meant."""
+    """Return a JSON object.
+
+    Raises:
+        ApiError: Two values have the same name.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -116,9 +136,10 @@ def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it has one, is read by the server's `BodyReader` and not by FastAPI,
-    which would do it on the event loop, and list every fault. The schema at /openapi.json is the
-    same.
+    """A route whose body is parsed by the server's `BodyReader` instead of FastAPI.
+
+    FastAPI would parse it on the event loop, and list every fault. The schema at /openapi.json is
+    the same.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -134,7 +155,7 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """Its JSON is the object already; FastAPI takes it as it is."""
+    """A request whose JSON is already the parsed object, which FastAPI takes as it is."""
 
     def __init__(self, scope: Scope, receive: Receive, kind: Any) -> None:
         super().__init__(scope, receive)

@@ -1,4 +1,4 @@
-"""Text that clients bring and that is kept."""
+"""Checks of clients' strings that are stored."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ from coserve.server.errors import ApiError
 
 
 def check_texts(value: Any, *, param: str) -> None:
-    """Refuse strings, at any depth, that are no text: half a character (a lone surrogate), or a
-    NUL.
+    """Check strings, at any depth of a JSON value.
+
+    Raises:
+        ApiError: A string contains a lone surrogate or a NUL.
     """
     waiting = [value]
     while waiting:  # not by recursion: JSON may be as deep as Python's stack

@@ -1,6 +1,4 @@
-"""From the text that a model writes to the parts of its answer, in their order: reasoning, content,
-calls of tools.
-"""
+"""Reader of generated text, which splits it into reasoning, content and tool calls, in order."""
 
 from dataclasses import dataclass
 
@@ -18,21 +16,25 @@ from coserve.server.tool_parsers.base import (
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFrame:
-    """What the text of an answer begins in. role: whose message it is. echo: the message that comes
-    before the text. inside_reasoning: whether the prompt has opened it. may_reason: whether the
-    answer may open it. with_reasoning: whether it is part of the answer.
-    """
+    """Context in which the text of an answer begins."""
 
     role: str = "assistant"
+    """Role of the answer's message."""
     echo: str = ""
+    """Message that precedes the generated text in the answer."""
     inside_reasoning: bool = False
+    """Whether the prompt has opened the reasoning."""
     may_reason: bool = False
+    """Whether the answer may open a reasoning."""
     with_reasoning: bool = True
+    """Whether reasoning is part of the answer."""
 
 
 class AnswerReader:
-    """Takes the text of one answer piece by piece. Calls beyond the first are left out where they
-    may not be parallel, and reasoning where nobody wants it.
+    """Incremental reader of the text of one answer.
+
+    It drops tool calls after the first where they may not be parallel, and reasoning that was not
+    asked for.
     """
 
     def __init__(self, tools: Tools, frame: ChatFrame) -> None:
@@ -44,13 +46,14 @@ class AnswerReader:
         self.was_reasoning = False
 
     def new_call_id(self) -> str:
-        """One that the template takes back with the tool's answer."""
+        """Return a new id of a tool call, which the chat template accepts in the tool's answer."""
         assert self._parser is not None
         return self._parser.new_id()
 
     def push(self, text: str, *, is_last: bool) -> list[Part]:
-        """The parts that more text makes. `was_reasoning` says afterwards whether the text was, at
-        least at one end.
+        """Return the parts that further text completes.
+
+        Afterwards, `was_reasoning` says whether the text was reasoning at its beginning or its end.
         """
         before = self._think is not None and self._think.is_inside
         parts = self._read(text, is_last=is_last)

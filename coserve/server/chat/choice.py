@@ -1,4 +1,4 @@
-"""One choice of a chat: from the text that the model writes to its message, whole or as deltas."""
+"""One choice of a chat's answer, as a message or as deltas, from generated text."""
 
 from typing import Any
 
@@ -18,8 +18,10 @@ _REASONING = ("reasoning_content", "reasoning")
 
 
 class ChatChoice:
-    """Takes the text piece by piece. A call that turned out to be none is content of the message; a
-    stream, which has sent it already, leaves it as it is.
+    """Incremental builder of one choice.
+
+    A tool call that turns out to be invalid becomes content of the message; a stream, which has
+    sent it already, leaves it as it is.
     """
 
     def __init__(self, tools: Tools, frame: ChatFrame) -> None:
@@ -30,18 +32,18 @@ class ChatChoice:
         self._num_begun = 0
 
     def add(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """The delta that more text makes."""
+        """Return the delta of further text."""
         delta: dict[str, Any] = {}
         for part in self._reader.push(text, is_last=is_last):
             self._take(part, delta)
         return delta
 
     def reason(self, reason: str) -> str:
-        """Why it is over, as OpenAI says it."""
+        """Return OpenAI's finish reason."""
         return "tool_calls" if reason == "stop" and self._calls else reason
 
     def message(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the complete message."""
         content = self._frame.echo + "".join(self._content)
         message: dict[str, Any] = {"role": self._frame.role, "content": content, "refusal": None}
         if self._calls:
@@ -82,7 +84,7 @@ class ChatChoice:
         self._num_begun += 1
 
     def _delta_of_call(self, delta: dict[str, Any]) -> dict[str, Any]:
-        """Of the last call, what a delta says of its function."""
+        """Return the delta of the last tool call's function."""
         calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
         if not calls or calls[-1]["index"] != self._num_begun - 1:
             calls.append({"index": self._num_begun - 1, "function": {"arguments": ""}})

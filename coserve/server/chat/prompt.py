@@ -1,4 +1,4 @@
-"""What a chat's template is given, and what the answer's text begins in."""
+"""Input of a chat template, and the context in which the answer's text begins."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +20,9 @@ _THINKING = ("enable_thinking", "thinking")
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates know it: its text in one piece, a refusal as its text, and
-    developers as the system.
+    """Return a message in the form that chat templates expect.
+
+    Its text is in one piece, a refusal is text, and developers are the system.
     """
     plain = {name: value for name, value in message.model_dump().items() if value is not None}
     thought = plain.pop("reasoning_content", None) or plain.pop("reasoning", None)
@@ -38,7 +39,11 @@ def plain_message(message: Message) -> dict[str, Any]:
 
 
 def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[str, Any]:
-    """What the template is given beside the messages; ApiError for what it must not be given."""
+    """Return the arguments of the chat template besides the messages.
+
+    Raises:
+        ApiError: The body sets one that is not allowed.
+    """
     more = body.chat_template_kwargs or {}
     if wrong := next((name for name in more if name in RESERVED), None):
         raise ApiError(
@@ -66,9 +71,7 @@ def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[s
 
 
 def ignored_fields(body: ChatBody, template: str) -> tuple[str, ...]:
-    """Return the names of fields that were given and do not change the answer, for the answer's
-    header.
-    """
+    """Return the names of given fields that do not change the answer, for the answer's header."""
     can_switch = any(name in template for name in _THINKING)
     unused = []
     if body.reasoning_effort is not None:
@@ -89,13 +92,21 @@ def _thinks(body: ChatBody) -> bool | None:
 
 
 def _forbids_reasoning(body: ChatBody) -> bool:
-    """Return whether the body says so by the common names, whatever the template makes of them."""
+    """Return whether the body disables reasoning by the common names, whatever the template does
+    with them.
+    """
     more = body.chat_template_kwargs or {}
     return _thinks(body) is False or any(more.get(name) is False for name in _THINKING)
 
 
 def frame_of(body: ChatBody, prompt: Sequence[int], prompts: Prompts) -> ChatFrame:
-    """prompt: the chat as tokens."""
+    """Return the context in which the answer's text begins.
+
+    Args:
+        body: The body.
+        prompt: Tokens of the chat.
+        prompts: Tokenizer.
+    """
     last = plain_message(body.messages[-1])
     opens = body.add_generation_prompt is not False and not body.continue_final_message
     role = "assistant" if opens else last["role"]

@@ -6,8 +6,11 @@ BEGIN, END = "<think>", "</think>"
 
 
 def begins_inside(prompt_end: str, continued: str = "") -> bool:
-    """Whether an answer begins within reasoning. prompt_end: the end of the prompt's text, which
-    some chat templates open the reasoning in. continued: the message that the answer continues.
+    """Return whether an answer begins within reasoning.
+
+    Args:
+        prompt_end: End of the prompt's text, in which some chat templates open the reasoning.
+        continued: Message that the answer continues.
     """
     if continued:
         return continued.rfind(BEGIN) > continued.rfind(END)
@@ -15,8 +18,9 @@ def begins_inside(prompt_end: str, continued: str = "") -> bool:
 
 
 def may_begin(prompt_end: str, continued: str, template: str) -> bool:
-    """Whether an answer may open a reasoning itself: the model has such, and the prompt has not
-    closed it already.
+    """Return whether an answer may open a reasoning itself.
+
+    It may if the model writes reasoning and the prompt has not closed it already.
     """
     return (
         BEGIN in template
@@ -26,8 +30,9 @@ def may_begin(prompt_end: str, continued: str, template: str) -> bool:
 
 
 class ThinkReader:
-    """Reads the text of one answer, in pieces of any size. Only what an answer begins with is
-    reasoning; new lines around it are no part of it.
+    """Incremental reader of reasoning in the text of one answer.
+
+    Only the beginning of an answer can be reasoning; line breaks around it are dropped.
     """
 
     def __init__(self, *, inside: bool = False) -> None:
@@ -38,11 +43,11 @@ class ThinkReader:
 
     @property
     def is_inside(self) -> bool:
-        """Whether what comes next is reasoning."""
+        """Whether the next text is reasoning."""
         return self._inside
 
     def push(self, text: str) -> list[Part]:
-        """What the next piece of text adds."""
+        """Return the parts that further text completes."""
         if self._outside and not self._is_fresh:
             return [Content(text)] if text else []
         self._rest += text
@@ -56,7 +61,7 @@ class ThinkReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """What is left when no more text comes."""
+        """Return the parts that are left at the end of the text."""
         rest, self._rest = self._rest, ""
         if self._inside:
             rest = rest.rstrip("\n")

@@ -1,4 +1,4 @@
-"""A chat's body to what the engine is asked, whichever route it came by."""
+"""Requests to the engine for a chat's body, on all routes that take chats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,12 +35,16 @@ from coserve.server.text.prompts import Prompts
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """frame: what the text of its answer begins in. details: what the answer says of tokens."""
+    """A chat, ready to be sent to the engine."""
 
     generation: Generation
+    """Requests to the engine."""
     tools: Tools
+    """Tools that the answer may call."""
     frame: ChatFrame
+    """Context in which the answer's text begins."""
     details: TokenDetails
+    """What the answer shows of its tokens."""
 
 
 async def chat_request(
@@ -51,8 +55,17 @@ async def chat_request(
     *,
     id: str | None = None,
 ) -> ChatRequest:
-    """What a body asks for; ApiError names the field that is wrong. id: of the answer (default: a
-    new one).
+    """Return the chat that a body asks for.
+
+    Args:
+        body: The body.
+        context: Parts of the server.
+        tenant: Tenant that asks.
+        arrival_s: Time of arrival, by the engine's clock.
+        id: Id of the answer (default: a new one).
+
+    Raises:
+        ApiError: A field is wrong, or the request cannot be admitted.
     """
     _refuse_what_is_not_there(body)
     check_details(body)
@@ -166,10 +179,9 @@ async def _grammar(
     reader: Prompts,
     prompt: Sequence[int],
 ) -> Grammar | None:
-    """Return what the answer follows, after the reasoning that its prompt has opened, or that it
-    may begin with.
+    """Return the grammar of the answer, which begins after the reasoning, if there is any.
 
-    An answer that has to call tools says nothing else, whatever its content was to be.
+    An answer that must call tools has no other content, whatever else was asked for.
     """
     grammar = grammar_of_calls(body, tools) if tools.must_call else asked_grammar(body)
     if grammar is None:

@@ -1,4 +1,4 @@
-"""The tools of a chat: what is asked for, and by which parser its calls are found in the answer."""
+"""Tools of a chat: those that the body offers, and the parser that finds their calls in the answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,28 +25,36 @@ _PLAIN = parser_class("llama3_json")
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """For one request. shown: what the chat template is given. parser: of the answers, None where
-    they are text. must_call: functions of which an answer has to call one, and says nothing else;
-    if it is one by its name, once.
-    """
+    """Tools of one request."""
 
     shown: tuple[Mapping[str, Any], ...] = ()
+    """Tools that the chat template gets."""
     parser: type[ToolParser] | None = None
+    """Parser of answers; None: answers are text."""
     parallel: bool = True
+    """Whether an answer may call several tools."""
     must_call: tuple[str, ...] = ()
+    """Functions of which the answer must call one, without other content; exactly once if it is one
+    named by the request.
+    """
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """Of the arguments of the functions that may be called."""
+        """JSON schemas of the arguments of functions that may be called, by name."""
         functions = [tool["function"] for tool in self.shown]
         return {
             function["name"]: function.get("parameters") or _ANY_ARGUMENTS for function in functions
         }
 
     def grammar(self, *, is_one: bool) -> Grammar:
-        """What calls that must be made follow: the text in which the parser finds them, with
-        arguments of the schemas. is_one: whether there is to be one call. ValueError says what is
-        wrong with a schema.
+        """Return the grammar of required calls: text in the parser's format, with arguments of the
+        schemas.
+
+        Args:
+            is_one: Whether there is to be exactly one call.
+
+        Raises:
+            ValueError: A schema is wrong.
         """
         assert self.parser is not None and issubclass(self.parser, JsonCalls)
         tags = []
@@ -63,7 +71,11 @@ class Tools:
 
 
 def tools_of(body: ChatBody, context: GenerationContext) -> Tools:
-    """As the body says; ApiError for what is wrong, or not supported."""
+    """Return the tools of a body.
+
+    Raises:
+        ApiError: They are wrong, or not supported.
+    """
     choice = _choice(body)
     for place, tool in enumerate(body.tools or ()):
         _check_tool(tool, f"tools[{place}]")
@@ -95,7 +107,11 @@ def tools_of(body: ChatBody, context: GenerationContext) -> Tools:
 
 
 def grammar_of_calls(body: ChatBody, tools: Tools) -> Grammar:
-    """Return what the calls that `tools` asks for follow; ApiError for a schema that is wrong."""
+    """Return the grammar of required calls.
+
+    Raises:
+        ApiError: A schema is wrong.
+    """
     try:
         return tools.grammar(is_one=isinstance(body.tool_choice, dict))
     except ValueError as error:
@@ -111,7 +127,7 @@ def _parser(context: GenerationContext) -> type[ToolParser] | None:
 
 
 def _choice(body: ChatBody) -> str:
-    """none, auto, required, or the name of a function."""
+    """Return the tool choice: none, auto, required, or the name of a function."""
     choice = body.tool_choice
     if choice is None or choice in ("none", "auto", "required"):
         return choice or "auto"

@@ -1,6 +1,4 @@
-"""The answer of /v1/chat/completions, whole or as events, of the chunks that come for its
-choices.
-"""
+"""Answers of /v1/chat/completions, complete or as events."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -18,7 +16,7 @@ from coserve.server.http.responses import server_sent_event
 
 
 class ChatWriter:
-    """Makes the answer of one request's chunks."""
+    """Writer of the answer to one chat, from the engine's chunks."""
 
     def __init__(self, context: GenerationContext, chat: ChatRequest) -> None:
         generation = chat.generation
@@ -33,7 +31,7 @@ class ChatWriter:
         self._with_logprobs = generation.params.logprobs is not None
 
     async def whole(self) -> dict[str, Any]:
-        """All at once."""
+        """Return the complete answer."""
         logprobs: list[list[TokenLogprob]] = [[] for _ in self._choices]
         tokens: list[list[int]] = [[] for _ in self._choices]
         of_prompt: list[TokenLogprob] = []
@@ -74,7 +72,7 @@ class ChatWriter:
         }
 
     async def events(self, options: UsageOptions) -> AsyncGenerator[bytes, None]:
-        """Piece by piece."""
+        """Yield the events of a stream."""
         head = self._head("chat.completion.chunk")
         begun = False
         async with aclosing(self._chunks()) as chunks:
@@ -102,7 +100,7 @@ class ChatWriter:
                     yield chunk
 
     def _first_deltas(self) -> list[dict[str, Any]]:
-        """Whose message it is, and what it repeats."""
+        """Return the first deltas of all choices: the role, and the echoed message."""
         indices = range(len(self._choices))
         found = [_delta(index, {"role": self._frame.role, "content": ""}) for index in indices]
         return found + [
@@ -110,8 +108,10 @@ class ChatWriter:
         ]
 
     def _deltas(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """What a chunk adds to a stream: its text, if only an empty one (clients count the steps
-        that made a token), with why it was the last.
+        """Return the deltas of a chunk.
+
+        There is always one, even with empty text: clients count the steps that made a token. The
+        last one has the finish reason.
         """
         choice = self._choices[chunk.index]
         delta = choice.add(chunk.text, is_last=chunk.finish_reason is not None)
@@ -160,7 +160,7 @@ def _delta(
 
 
 def logprobs_of(details: TokenDetails, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """As OpenAI gives them in a chat."""
+    """Return log-probabilities in OpenAI's form for chats."""
     content = [
         {
             **_one(details, each.token, each.logprob),

@@ -1,6 +1,4 @@
-"""The options of a server, in groups: all that is to say of one stands in one place, its
-field's.
-"""
+"""Options of a server, in groups; each field has its option and help text."""
 
 from coserve.server.options.http import HttpOptions
 from coserve.server.options.model import ModelOptions

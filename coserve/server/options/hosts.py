@@ -1,4 +1,4 @@
-"""Which names requests may use for the server."""
+"""Names by which requests may address the server."""
 
 import re
 from collections.abc import Sequence
@@ -10,12 +10,16 @@ _NAME = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*")
 
 
 def hosts_of(given: Sequence[str], listening_at: str) -> tuple[str, ...]:
-    """The names that requests may use for the server: those that were given; or else every one, but
-    for a server that only its own machine reaches: that one's own.
+    """Return the names by which requests may address the server.
 
-    A page that is open in a browser there can have a name of its author's lead to 127.0.0.1 (DNS
-    rebinding), and would then use the server as the user could, without any key. Addresses in
-    numbers cannot be led anywhere.
+    Without given names these are all, except for a server that only its own machine can reach: a
+    page open in a browser there can make a name of its author's resolve to 127.0.0.1 (DNS
+    rebinding), and could then use the server as the user can, without a key. Numeric addresses
+    cannot be redirected.
+
+    Args:
+        given: Values of --allowed-hosts.
+        listening_at: Value of --host.
     """
     if given:
         return tuple(given)
@@ -23,7 +27,11 @@ def hosts_of(given: Sequence[str], listening_at: str) -> tuple[str, ...]:
 
 
 def check_hosts(given: Sequence[str]) -> None:
-    """ValueError for what is no name."""
+    """Check names of hosts.
+
+    Raises:
+        ValueError: One is not a name.
+    """
     wrong = next(
         (host for host in given if host != ANY_HOST and _NAME.fullmatch(host) is None), None
     )
@@ -34,7 +42,7 @@ def check_hosts(given: Sequence[str]) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Return whether only this machine can reach a host."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Connections, bodies, and pages of others."""
+"""Options of connections, bodies, and cross-origin requests."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from coserve.settings import check_whole
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions(OptionGroup):
-    """Connections, bodies, and pages of other origins."""
+    """Options of connections, bodies, and cross-origin requests."""
 
     host: str = option(
         "127.0.0.1",
@@ -120,7 +120,11 @@ class HttpOptions(OptionGroup):
     )
 
     def check(self) -> None:
-        """ValueError names the field and its range."""
+        """Check the fields.
+
+        Raises:
+            ValueError: One is out of range; the message names it.
+        """
         check_whole("port", self.port, 0, 65535)
         for name in ("max_connections", "max_body_bytes", "max_upload_bytes"):
             check_whole(name, getattr(self, name), 1)

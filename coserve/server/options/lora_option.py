@@ -1,11 +1,13 @@
-"""`--lora-modules`, as vLLM has it."""
+"""Values of `--lora-modules`, in vLLM's forms."""
 
 import json
 
 
 def lora_module(given: str) -> tuple[str, str]:
-    """Name and path of an adapter as vLLM's option has them: NAME=PATH, or JSON with `name` and
-    `path`. ValueError if it is neither.
+    """Return name and path of an adapter: NAME=PATH, or JSON with `name` and `path`.
+
+    Raises:
+        ValueError: It is neither.
     """
     if given.lstrip().startswith("{"):
         try:

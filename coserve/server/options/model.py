@@ -1,4 +1,4 @@
-"""What is served, and how it computes."""
+"""Options of the model and its computation."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from coserve.settings import check_whole
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(OptionGroup):
-    """Which one, in which numbers, and how its texts are read."""
+    """Options of the model, its number formats, and its text."""
 
     model: str = option(
         "tiny",
@@ -97,7 +97,11 @@ class ModelOptions(OptionGroup):
     )
 
     def check(self) -> None:
-        """ValueError names the field and its range."""
+        """Check the fields.
+
+        Raises:
+            ValueError: One is out of range; the message names it.
+        """
         if self.threads is not None:
             check_whole("threads", self.threads, 1)
         check_whole("tensor_parallel", self.tensor_parallel, 1)

@@ -1,4 +1,4 @@
-"""Where things are kept, and what is told."""
+"""Options of storage, logs and traces, and of the end of the server."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ RESULT_ENCODINGS = ("plain", "base64")
 
 @dataclass(frozen=True, kw_only=True)
 class OperationOptions(OptionGroup):
-    """The home, logs, and how it ends."""
+    """Options of storage, logs and traces, and of the end of the server."""
 
     home: str | None = option(
         None,
@@ -102,7 +102,11 @@ class OperationOptions(OptionGroup):
     )
 
     def check(self) -> None:
-        """ValueError names the field and its range."""
+        """Check the fields.
+
+        Raises:
+            ValueError: One is out of range; the message names it.
+        """
         check_whole("max_response_bytes", self.max_response_bytes, 1)
         check_choice("result_encoding", self.result_encoding, RESULT_ENCODINGS)
         check_choice("log_format", self.log_format, FORMATS)
@@ -131,5 +135,5 @@ class OperationOptions(OptionGroup):
 
     @property
     def directory(self) -> Path:
-        """`home`, wherever it was said."""
+        """The home directory, from the option or the environment."""
         return home_directory(self.home)

@@ -1,4 +1,4 @@
-"""Memory, SLOs, the policy, and how much runs at once."""
+"""Options of memory, SLOs, the scheduling policy, and limits on what runs at once."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from coserve.settings import check_whole
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingOptions(OptionGroup):
-    """What requests and jobs may take, and who decides."""
+    """Options of memory, SLOs, the scheduling policy, and limits on what runs at once."""
 
     memory_bytes: int | None = option(
         None,
@@ -129,8 +129,10 @@ class SchedulingOptions(OptionGroup):
     )
 
     def check(self) -> None:
-        """ValueError names the field and its range; what is the engine's is checked by
-        `EngineConfig`.
+        """Check the fields; `EngineConfig` checks those of the engine.
+
+        Raises:
+            ValueError: One is out of range; the message names it.
         """
         for name in ("max_running_jobs", "max_adapters", "max_queued_requests"):
             check_whole(name, getattr(self, name), 1)

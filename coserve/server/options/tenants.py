@@ -1,4 +1,4 @@
-"""Who may ask, and for how much."""
+"""Options of keys, and of the limits of tenants."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +11,7 @@ from coserve.server.units import bytes_of
 
 @dataclass(frozen=True, kw_only=True)
 class TenantOptions(OptionGroup):
-    """Keys and limits."""
+    """Options of keys, and of the limits of tenants."""
 
     api_keys: tuple[str, ...] = option(
         (),
@@ -115,19 +115,23 @@ class TenantOptions(OptionGroup):
     )
 
     def check(self) -> None:
-        """ValueError names the field and its range."""
+        """Check the fields.
+
+        Raises:
+            ValueError: One is out of range; the message names it.
+        """
         if len(self.tenants) != len(self.api_keys):
             raise ValueError("api_keys must differ from one another")
         assert self.tenant_limits is not None  # checks them
 
     @property
     def tenants(self) -> dict[str, str]:
-        """Tenants by the digests of their keys, of those given here."""
+        """Tenants by the digests of their keys, of those in `api_keys`."""
         return {digest: tenant for tenant, digest in map(tenant_and_digest, self.api_keys)}
 
     @property
     def tenant_limits(self) -> Limits:
-        """Of tenants that have none of their own."""
+        """Limits of tenants that have none of their own."""
         return Limits(
             **{each.name: getattr(self, f"tenant_{each.name}") for each in fields(Limits)}
         )

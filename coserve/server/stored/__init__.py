@@ -1,1 +1,1 @@
-"""State that the server keeps in its store, once it has opened that."""
+"""State that the server has once its store is open."""

@@ -1,6 +1,4 @@
-"""Readers and writers of the texts of adapters that have tokens of their own; see
-`adapter_vocabulary`.
-"""
+"""Tokenizers of adapters that have tokens of their own; see `adapter_vocabulary`."""
 
 from collections import OrderedDict
 from functools import cached_property
@@ -16,10 +14,14 @@ _NUM_KEPT = 8
 
 
 class AdapterReaders:
-    """The readers of adapters' directories; from any thread."""
+    """Cache of tokenizers of adapters' directories; it may be used from any thread."""
 
     def __init__(self, prompts: Prompts) -> None:
-        """prompts: of the model."""
+        """Begin with an empty cache.
+
+        Args:
+            prompts: Tokenizer of the model.
+        """
         self._prompts, self._vocabularies, self._lock = prompts, AdapterVocabularies(), Lock()
         self._kept: OrderedDict[tuple[AddedToken, ...], Prompts] = OrderedDict()
 
@@ -28,9 +30,7 @@ class AdapterReaders:
         return build_architecture(self._prompts.source.config)
 
     def of(self, directory: str) -> tuple[Prompts, int]:
-        """Return what reads the texts of an adapter, and the number of tokens that its model has.
-        Blocks.
-        """
+        """Return the tokenizer of an adapter, and the vocabulary size of its model. Blocks."""
         found = self._vocabularies.of(directory, self._architecture)
         added = tuple(token for token in found.added if token.id < found.vocab_size)
         with self._lock:

@@ -1,7 +1,6 @@
-"""The tokens that an adapter's directory adds to the model's tokenizer, and how many tokens its
-model has.
+"""Tokens that an adapter's directory adds to the model's tokenizer, and the vocabulary size.
 
-Only the names of added tokens are read, as data: the text of a prompt is still cut by the model's
+Only the names of added tokens are read, as data: the text of a prompt is still split by the model's
 own tokenizer.
 """
 
@@ -29,32 +28,35 @@ _NUM_KEPT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class AddedToken:
-    """A token that a tokenizer knows beside its vocabulary. is_special: an answer's text leaves it
-    out.
-    """
+    """A token that a tokenizer has in addition to its vocabulary."""
 
     id: int
+    """Id of the token."""
     content: str
+    """Text of the token."""
     is_special: bool
+    """Whether the text of an answer omits it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterVocabulary:
-    """The number of tokens of an adapter's model, and the tokens that its tokenizer adds, by id."""
+    """Vocabulary of an adapter's model."""
 
     vocab_size: int
+    """Number of tokens."""
     added: tuple[AddedToken, ...] = ()
+    """Tokens that the adapter's tokenizer adds, by id."""
 
 
 class AdapterVocabularies:
-    """The vocabularies of adapters' directories; those last asked for are kept. From any thread."""
+    """Cache of the vocabularies of adapters' directories; it may be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._kept: OrderedDict[tuple[str, int, int], AdapterVocabulary] = OrderedDict()
 
     def of(self, directory: str, architecture: Architecture) -> AdapterVocabulary:
-        """Return a directory's vocabulary; the model's, if it cannot be read. Blocks."""
+        """Return a directory's vocabulary, or the model's if it cannot be read. Blocks."""
         path = Path(directory)
         key = (directory, _changed_at(path / WEIGHTS_FILE), _changed_at(path / _TOKENIZER_FILE))
         with self._lock:

@@ -1,6 +1,4 @@
-"""How a model wants its tokens to be chosen where a request does not say:
-`generation_config.json`.
-"""
+"""A model's defaults for sampling, from `generation_config.json`."""
 
 import json
 import logging
@@ -18,12 +16,16 @@ _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def read_defaults(model: Path | None, choice: str) -> dict[str, Any]:
-    """Fields of `SamplingParams` that the file sets. model: its directory. choice: "auto" for the
-    model's own file, if it has one; "none"; or a directory with another.
+    """Return the fields of `SamplingParams` that the file sets.
+
+    Errors in the model's own file are only logged.
+
+    Args:
+        model: Directory of the model.
+        choice: "auto" for the model's own file, if it has one; "none"; or a directory with another.
 
     Raises:
-        ModelError: the other file cannot be read, or its values are none. The model's own is told
-            in the log.
+        ModelError: The other file cannot be read, or has invalid values.
     """
     directory = {"auto": model, "none": None}.get(choice, Path(choice))
     if directory is None or (choice == "auto" and not (directory / FILE).exists()):

@@ -1,5 +1,6 @@
-"""Text to tokens and back in the server's process; the engine gets tokens only. Tenants take turns
-at the tokenizer.
+"""Conversion of text to tokens and back in the server's process; the engine gets only tokens.
+
+Tenants take turns at the tokenizer.
 """
 
 import copy
@@ -30,8 +31,10 @@ _NUM_LONG = 2
 
 
 def template_of(given: str | None) -> str | None:
-    """A chat template: what a file holds, or the text itself where it has Jinja's braces;
-    CoserveError if it is neither.
+    """Return a chat template: the content of a file, or the text itself if it has Jinja's braces.
+
+    Raises:
+        CoserveError: It is neither.
     """
     if given is None or "{" in given:
         return given
@@ -42,14 +45,20 @@ def template_of(given: str | None) -> str | None:
 
 
 class Prompts:
-    """The model's tokenizer, on threads of its own: a long prompt holds up no stream, and no short
-    prompt.
+    """The model's tokenizer in threads of its own, so that a long prompt delays neither streams nor
+    short prompts.
     """
 
     def __init__(
         self, model: str, generation_config: str = "auto", chat_template: str | None = None
     ) -> None:
-        """generation_config: see `read_defaults`. chat_template: in place of the model's."""
+        """Prepare a tokenizer; `load` must follow.
+
+        Args:
+            model: Directory or hub id of the model.
+            generation_config: Source of sampling defaults; see `read_defaults`.
+            chat_template: Chat template that replaces the model's.
+        """
         self._model, self._generation_config, self._chat_template = (
             model,
             generation_config,
@@ -69,7 +78,11 @@ class Prompts:
         self._token_bytes: TokenBytes | None = None
 
     async def load(self) -> None:
-        """Find the model's tokenizer; ModelError if there is no such model."""
+        """Load the tokenizer.
+
+        Raises:
+            ModelError: There is no such model.
+        """
         await self._run(self._thread, self._load)
 
     def _load(self) -> None:
@@ -94,8 +107,9 @@ class Prompts:
             raise ModelError(f"--chat-template cannot be used: {error}") from None
 
     def with_tokens(self, added: Sequence[AddedToken]) -> "Prompts":
-        """Return the same for an adapter whose tokenizer knows more tokens; itself, if it knows
-        them all, or does not give them the same ids. Blocks.
+        """Return the tokenizer of an adapter that has more tokens. Blocks.
+
+        It is this one if it has them all, or gives them other ids.
         """
         known = {} if self._tokenizer is None else self._tokenizer.get_vocab()
         new = [token for token in added if token.content not in known]
@@ -113,7 +127,11 @@ class Prompts:
         return found
 
     async def vocabulary(self, vocab_size: int) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-        """What all tokens stand for, see `TokenBytes.all`; RequestError without a tokenizer."""
+        """Return the bytes of all tokens, and the special ones; see `TokenBytes.all`.
+
+        Raises:
+            RequestError: The model has no tokenizer.
+        """
         if self._token_bytes is None:
             raise RequestError("structured output needs a tokenizer, and this model has none")
         found: tuple[tuple[bytes, ...], tuple[int, ...]] = await self._run(
@@ -134,8 +152,16 @@ class Prompts:
         *,
         param: str | None = None,
     ) -> list[int]:
-        """A prompt's token ids; ApiError for one that cannot be read. template, special: see
-        `tokens_of`. param: the field that it comes from.
+        """Return the token ids of a prompt.
+
+        Args:
+            prompt: Text, token ids, or messages of a chat.
+            template: Arguments of the chat template; see `tokens_of`.
+            special: Whether special tokens are added; see `tokens_of`.
+            param: Field that the prompt comes from.
+
+        Raises:
+            ApiError: The prompt cannot be tokenized.
         """
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
             return list(prompt)  # type: ignore[arg-type]
@@ -170,28 +196,32 @@ class Prompts:
 
     @property
     def source(self) -> ModelSource:
-        """The model; once it has been loaded."""
+        """The model's files; only after `load`."""
         assert self._source is not None
         return self._source
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """For other threads, of which each takes a copy of its own."""
+        """The tokenizer; other threads must copy it."""
         return copy.deepcopy(self._tokenizer)
 
     @property
     def has_text(self) -> bool:
-        """Whether the model brings a tokenizer."""
+        """Whether the model has a tokenizer."""
         return self._tokenizer is not None
 
     @property
     def chat_template(self) -> str:
-        """The model's, all of them if it has several by name; "" without one."""
+        """The chat template, all of them if there are several by name; "" without one."""
         found = getattr(self._tokenizer, "chat_template", None) or ""
         return found if isinstance(found, str) else "\n".join(found.values())
 
     async def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Tokens of words, see `_spellings`; RequestError without a tokenizer."""
+        """Return the tokens of words, each with its spellings; see `_spellings`.
+
+        Raises:
+            RequestError: The model has no tokenizer.
+        """
         if not words:
             return ()
         found: tuple[tuple[int, ...], ...] = await self._run(self._thread, self._words, words)
@@ -207,12 +237,12 @@ class Prompts:
         return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
     def has_special(self, texts: Collection[str]) -> bool:
-        """Whether one of them is a special token, which an answer's text leaves out."""
+        """Return whether one of the texts is a special token, which an answer's text omits."""
         added = () if self._tokenizer is None else self._tokenizer.added_tokens_decoder.values()
         return any(token.special and str(token.content) in texts for token in added)
 
     def text(self, tokens: list[int]) -> str:
-        """The text of tokens, special ones too; "" without a tokenizer."""
+        """Return the text of tokens, including special ones; "" without a tokenizer."""
         if self._tokenizer is None:
             return ""
         text = self._tokenizer.decode(
@@ -222,12 +252,12 @@ class Prompts:
         return text
 
     async def decoded(self, tokens: list[int]) -> str:
-        """`text` without holding up other requests."""
+        """Return `text` without blocking the event loop."""
         text: str = await self._run(self._thread, self.text, tokens)
         return text
 
     async def names(self, tokens: list[int]) -> list[str]:
-        """The vocabulary's entries of tokens. Only where there is a tokenizer."""
+        """Return the vocabulary's entries of tokens; only with a tokenizer."""
         assert self._tokenizer is not None
         names: list[str] = await self._run(
             self._thread, self._tokenizer.convert_ids_to_tokens, tokens
@@ -235,7 +265,7 @@ class Prompts:
         return names
 
     def piece(self, token: int) -> "TokenPiece":
-        """What one token alone stands for."""
+        """Return the text and bytes of a single token."""
         found = self._pieces.get(token)
         if found is None:
             known = self._token_bytes
@@ -252,7 +282,7 @@ class Prompts:
 
 
 def num_characters(prompt: Prompt) -> int:
-    """Of text, or of a chat's messages; 0 for token ids."""
+    """Return the number of characters of a text or of a chat's messages; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     return sum(
@@ -270,24 +300,25 @@ def _library_token(token: AddedToken) -> "LibraryToken":
 
 
 def _spellings(word: str) -> tuple[str, ...]:
-    """A word without white space before it, and after a space; white space alone as it is."""
+    """Return a word without a leading space and with one; only white space stays as it is."""
     bare = word.lstrip()
     return (bare, f" {bare}") if bare else (word,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPiece:
-    """raw: its bytes, which need not be whole characters. is_special: an answer's text leaves it
-    out.
-    """
+    """Text and bytes of a single token."""
 
     text: str
+    """Its text."""
     raw: list[int]
+    """Its bytes, which need not be whole characters."""
     is_special: bool
+    """Whether the text of an answer omits it."""
 
     @property
     def name(self) -> str:
-        """One that no other token has: OpenAI writes bytes that are no characters so."""
+        """Name that no other token has: OpenAI's form for bytes that are not characters."""
         return (
             self.text
             if "\ufffd" not in self.text

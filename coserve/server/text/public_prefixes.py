@@ -1,6 +1,4 @@
-"""Beginnings of prompts that an operator names as public: what was computed of them is shared by
-all tenants.
-"""
+"""Prompt prefixes that an operator declares public, so that all tenants share their KV cache."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -11,29 +9,38 @@ from coserve.server.text.prompts import Prompts
 
 
 class PublicPrefixes:
-    """The tokens of public prompts. A file holds a system prompt, or the beginning of a text: both
-    are looked for.
+    """Tokens of public prefixes.
+
+    A file is both a system prompt and the beginning of a text.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        """Read the files; CoserveError if one cannot be read."""
+        """Read the files.
+
+        Raises:
+            CoserveError: A file cannot be read.
+        """
         self._texts = [_read(Path(path)) for path in paths]
         self._prefixes: list[list[int]] = []
 
     async def load(self, prompts: Prompts) -> None:
-        """Make tokens of the texts; ApiError for a text that the model's tokenizer cannot read."""
+        """Tokenize the texts.
+
+        Raises:
+            ApiError: The model's tokenizer cannot read a text.
+        """
         for text in self._texts:
             self._prefixes.append(await prompts.tokens(text))
             if prompts.chat_template:
                 self._prefixes.append(await _system_tokens(text, prompts))
 
     def num_tokens(self, prompt: Sequence[int]) -> int:
-        """Return how many of a prompt's first tokens are those of a public one."""
+        """Return the number of a prompt's first tokens that are those of a public prefix."""
         return max([_num_common(prefix, prompt) for prefix in self._prefixes], default=0)
 
 
 async def _system_tokens(text: str, prompts: Prompts) -> list[int]:
-    """Return the tokens with which every chat begins that has this system prompt."""
+    """Return the tokens with which every chat with this system prompt begins."""
     chats = [
         [{"role": "system", "content": text}, {"role": "user", "content": content}]
         for content in ("a", "7")

@@ -1,4 +1,4 @@
-"""How models write tool calls: one file for each format, found by its name, which is vLLM's."""
+"""Parsers of tool calls: one file per format, which is found by its name, vLLM's."""
 
 from functools import cache
 
@@ -10,13 +10,17 @@ __all__ = ["JsonCalls", "ToolParser", "parser_class", "parser_names", "parser_of
 
 @cache
 def parser_names() -> tuple[str, ...]:
-    """Those that there are."""
+    """Return the names of all parsers."""
     return tuple(name.replace("-", "_") for name in variant_names(__path__))
 
 
 @cache
 def parser_class(name: str) -> type[ToolParser]:
-    """The parser in the file of this name; ValueError lists those that there are."""
+    """Return the parser of a name.
+
+    Raises:
+        ValueError: There is none; the message lists the names.
+    """
     if name not in parser_names():
         raise ValueError(f"tool call parser {name!r} is not one of {', '.join(parser_names())}")
     found: type[ToolParser] = variant_class(__name__, name, ToolParser)
@@ -25,7 +29,5 @@ def parser_class(name: str) -> type[ToolParser]:
 
 @cache
 def parser_of_template(template: str) -> type[ToolParser] | None:
-    """The parser of what models with this chat template write; None if it shows no format that is
-    known.
-    """
+    """Return the parser for models with this chat template; None if its format is unknown."""
     return next((each for each in map(parser_class, parser_names()) if each.fits(template)), None)

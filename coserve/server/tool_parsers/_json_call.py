@@ -1,4 +1,4 @@
-"""A call as one JSON object, or its arguments alone, read as the text comes."""
+"""Incremental reader of a call as one JSON object, or of its arguments alone."""
 
 import json
 from collections.abc import Collection
@@ -11,13 +11,13 @@ _SPACE = " \t\r\n"
 
 
 class _Nesting:
-    """Where in JSON a text is. depth: of open objects and lists."""
+    """Position within JSON text; `depth` is the number of open objects and lists."""
 
     def __init__(self) -> None:
         self.depth, self.in_string, self._escaped = 0, False, False
 
     def read(self, character: str) -> None:
-        """The next character."""
+        """Advance by one character."""
         if self.in_string:
             if self._escaped:
                 self._escaped = False
@@ -34,10 +34,10 @@ class _Nesting:
 
 
 class JsonArguments:
-    """The arguments of a function that is known: one JSON object. before: what the model wrote of
-    the call so far.
+    """Reader of the arguments of a known function: one JSON object.
 
-    is_complete: whether it is complete, or `failed`.
+    `before` is the text of the call so far; `is_complete` becomes true at its end, or when it
+    `failed`.
     """
 
     def __init__(self, name: str, before: str) -> None:
@@ -47,7 +47,7 @@ class JsonArguments:
         self._begun = False
 
     def push(self, text: str) -> tuple[list[Part], str]:
-        """What more of the text adds, and the text after the call."""
+        """Return the parts that further text adds, and the text after the call."""
         if not self._begun:
             blank = len(text) - len(text.lstrip(_SPACE))
             self._before, text = self._before + text[:blank], text[blank:]
@@ -68,7 +68,7 @@ class JsonArguments:
         return [*parts, Arguments(text)], ""
 
     def finish(self) -> list[Part]:
-        """No more text comes."""
+        """Return the parts at the end of the text."""
         return [] if self.is_complete else self._fail()
 
     def _fail(self) -> list[Part]:
@@ -78,11 +78,10 @@ class JsonArguments:
 
 
 class JsonCall:
-    """An object with a `name` and `arguments` (or `parameters`), in any order; without arguments
-    there are none.
+    """Reader of an object with a `name` and `arguments` (or `parameters`), in any order.
 
-    names: of the functions that can be called. before: what the model wrote of the call so far.
-    is_complete: whether it is complete, or `failed`.
+    Arguments may be missing. `names` are the functions that can be called, `before` is the text of
+    the call so far; `is_complete` becomes true at its end, or when it `failed`.
     """
 
     def __init__(self, names: Collection[str], before: str = "") -> None:
@@ -99,7 +98,7 @@ class JsonCall:
         )
 
     def push(self, text: str) -> tuple[list[Part], str]:
-        """What more of the text adds, and the text after the call."""
+        """Return the parts that further text adds, and the text after the call."""
         start, self._raw = len(self._raw), self._raw + text
         for place in range(start, len(self._raw)):
             if not self._read(self._raw[place], place):
@@ -110,11 +109,11 @@ class JsonCall:
         return self._arguments_so_far(), ""
 
     def finish(self) -> list[Part]:
-        """No more text comes."""
+        """Return the parts at the end of the text."""
         return [] if self.is_complete else self._fail(len(self._raw))[0]
 
     def _fail(self, place: int) -> tuple[list[Part], str]:
-        """It is none, from that place on."""
+        """Mark the text as no call, from a position on."""
         self.is_complete = self.failed = True
         text, rest = self._before + self._raw[:place], self._raw[place:]
         if self._sent is not None:
@@ -122,7 +121,7 @@ class JsonCall:
         return ([Content(text)] if text else []), rest
 
     def _read(self, character: str, place: int) -> bool:
-        """Whether it can still be a call."""
+        """Read a character; return whether the text can still be a call."""
         nesting, was_in_string = self._nesting, self._nesting.in_string
         if not was_in_string and character in _SPACE:
             return True
@@ -181,7 +180,7 @@ class JsonCall:
         )
 
     def _send(self, arguments: str) -> list[Part]:
-        """What of the arguments was not passed on before."""
+        """Return the arguments that were not passed on before."""
         assert self._name is not None
         begin: list[Part] = [CallBegins(self._name)] if self._sent is None else []
         more = arguments[self._sent or 0 :]

@@ -1,4 +1,4 @@
-"""Answers in which a marker begins each call: content comes before, between and after."""
+"""Parsers of answers in which a marker begins each call, with content before, between and after."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -8,8 +8,9 @@ from coserve.server.tool_parsers.base import Content, JsonCalls, ToolParser, num
 
 
 class MarkedCalls(ToolParser):
-    """`_begin` begins a call, and `_step_in_call` reads it. White space alone beside calls is no
-    content.
+    """Parser of calls that begin with `_begin`, which `_step_in_call` reads.
+
+    White space alone beside calls is not content.
     """
 
     _begin: ClassVar[str]
@@ -41,22 +42,22 @@ class MarkedCalls(ToolParser):
         return found
 
     def _leave(self, *, failed: bool) -> None:
-        """The call is over."""
+        """Leave a call."""
         self._in_call = False
         self._is_blank = not failed
         self._num_calls += not failed
 
     @abstractmethod
     def _enter(self) -> None:
-        """A call's marker was read."""
+        """Enter a call, after its marker."""
 
     @abstractmethod
     def _step_in_call(self) -> bool:
-        """As `_step`."""
+        """Do what `_step` does, within a call."""
 
     @abstractmethod
     def _end_call(self) -> None:
-        """As `_end`, in a call."""
+        """Do what `_end` does, within a call."""
 
     def _end(self) -> None:
         if self._in_call:
@@ -67,8 +68,9 @@ class MarkedCalls(ToolParser):
 
 
 class MarkedJsonCalls(MarkedCalls, JsonCalls):
-    """Each call is one JSON object. `_step_after_call` reads what follows one, up to where the next
-    may begin.
+    """Parser of calls that are one JSON object each.
+
+    `_step_after_call` reads what follows a call, up to where the next may begin.
     """
 
     _call: JsonCall | None = None  # None after its end
@@ -91,7 +93,7 @@ class MarkedJsonCalls(MarkedCalls, JsonCalls):
 
     @abstractmethod
     def _step_after_call(self) -> bool:
-        """As `_step`."""
+        """Do what `_step` does, after a call."""
 
     def _end_call(self) -> None:
         if self._call is not None:
@@ -103,4 +105,4 @@ class MarkedJsonCalls(MarkedCalls, JsonCalls):
 
     @abstractmethod
     def _end_after_call(self) -> None:
-        """As `_end`, after a call."""
+        """Do what `_end` does, after a call."""

@@ -1,4 +1,6 @@
-"""What a parser makes of an answer's text as it comes: content, reasoning, and calls of tools."""
+"""Interface of parsers of an answer's text, and the parts they return: content, reasoning, tool
+calls.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,57 +11,64 @@ from uuid import uuid4
 
 @dataclass(frozen=True)
 class Content:
-    """Text for the reader."""
+    """Text of the answer."""
 
     text: str
+    """The text."""
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text from before the answer."""
+    """Text of the reasoning before the answer."""
 
     text: str
+    """The text."""
 
 
 @dataclass(frozen=True)
 class CallBegins:
-    """A call of the function of this name; its arguments follow."""
+    """Begin of a tool call; its arguments follow."""
 
     name: str
+    """Name of the function."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """More of the arguments of the last call, in JSON."""
+    """Further arguments of the last tool call, in JSON."""
 
     text: str
+    """The JSON text."""
 
 
 @dataclass(frozen=True)
 class CallFails:
-    """The last call turned out to be none. text: what the model wrote, from where the call
-    began.
-    """
+    """Notice that the last tool call is not one."""
 
     text: str
+    """Text that the model wrote, from the beginning of the call."""
 
 
 Part = Content | Reasoning | CallBegins | Arguments | CallFails
 
 
 class ToolParser(ABC):
-    """Reads the text of one answer, in pieces of any size, which change nothing but when the parts
-    come.
+    """Incremental parser of the text of one answer.
 
-    Arguments come as the model writes them. What only looked like a call, or calls a function that
-    is not there, is content; if its arguments had begun to come, `CallFails` says so.
+    The sizes of the pieces only change when parts are returned. Arguments are returned as the model
+    writes them. What only looks like a call, or calls an unknown function, is content; if its
+    arguments had begun, there is a `CallFails`.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()  # special tokens that it must see
     reads_all: ClassVar[bool] = False  # also answers to requests without tools
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """schemas: of the arguments of each function that can be called."""
+        """Begin with an empty answer.
+
+        Args:
+            schemas: JSON schemas of the arguments of functions that can be called, by name.
+        """
         self._schemas = schemas or {}
         self._names = self._schemas.keys()
         self._rest = ""  # text that has not been read yet
@@ -68,34 +77,34 @@ class ToolParser(ABC):
     @classmethod
     @abstractmethod
     def fits(cls, template: str) -> bool:
-        """Whether models with this chat template write their calls so."""
+        """Return whether models with this chat template write calls in this format."""
 
     @classmethod
     def new_id(cls) -> str:
-        """For a call: one that the template takes back with the tool's answer."""
+        """Return a new id of a call, which the template accepts in the tool's answer."""
         return f"call_{uuid4().hex[:24]}"
 
     def push(self, text: str) -> list[Part]:
-        """What the next piece of text adds."""
+        """Return the parts that further text completes."""
         self._rest += text
         while self._step():
             pass
         return self._take()
 
     def finish(self) -> list[Part]:
-        """What is left when no more text comes."""
+        """Return the parts that are left at the end of the text."""
         self._end()
         return self._take()
 
     @abstractmethod
     def _step(self) -> bool:
-        """Read from the start of the text that is left, if enough of it is there; whether to try
+        """Read from the start of the remaining text, if it is long enough; return whether to try
         again.
         """
 
     @abstractmethod
     def _end(self) -> None:
-        """Read what is left, though it is not complete."""
+        """Read the remaining text, although it is incomplete."""
 
     def _add(self, *parts: Part) -> None:
         self._parts += parts
@@ -106,7 +115,7 @@ class ToolParser(ABC):
 
 
 class JsonCalls(ToolParser):
-    """Of calls whose arguments are written as JSON, so that a grammar can follow their schema."""
+    """Parser of calls whose arguments are JSON, so that a grammar can enforce their schema."""
 
     separator: ClassVar[str | None] = (
         None  # what lies between two calls; None: an answer has one at most
@@ -115,11 +124,11 @@ class JsonCalls(ToolParser):
     @classmethod
     @abstractmethod
     def around(cls, name: str) -> tuple[str, str]:
-        """What a model writes before the arguments of a call of this function, and after them."""
+        """Return what a model writes before and after the arguments of a call of a function."""
 
 
 def num_held(text: str, markers: Sequence[str]) -> int:
-    """Characters at the end of a text that could be the start of one of the markers."""
+    """Return the number of characters at the end of a text that may begin one of the markers."""
     longest = min(len(text), max(map(len, markers)) - 1)
     return next(
         (n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in markers)), 0

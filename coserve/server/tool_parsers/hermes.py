@@ -1,5 +1,7 @@
-"""Hermes 2 and 3, Qwen 2.5 and 3, and others: `<tool_call>{"name": …, "arguments":
-{…}}</tool_call>`, one for each call (https://github.com/NousResearch/Hermes-Function-Calling).
+"""Parser for Hermes 2 and 3, Qwen 2.5 and 3, and others.
+
+Each call is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`
+(https://github.com/NousResearch/Hermes-Function-Calling).
 """
 
 import json
@@ -10,7 +12,7 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
 class Hermes(MarkedJsonCalls):
-    """JSON between tags."""
+    """Parser of JSON between tags."""
 
     markers = (_BEGIN, _END)
     separator = "\n"

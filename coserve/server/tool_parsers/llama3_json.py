@@ -1,6 +1,7 @@
-"""Llama 3.1 to 3.3: an answer that is `{"name": …, "parameters": {…}}`, or has it after
-`<|python_tag|>`; several with `;` between them
-(https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/).
+"""Parser for Llama 3.1 to 3.3.
+
+An answer is `{"name": …, "parameters": {…}}`, or has that after `<|python_tag|>`; several calls
+have `;` between them (https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/).
 """
 
 import json
@@ -14,7 +15,7 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3Json(MarkedJsonCalls):
-    """JSON at the start, or after a tag."""
+    """Parser of JSON at the start, or after a tag."""
 
     markers = (_TAG,)
     separator = "; "

@@ -1,6 +1,8 @@
-"""Mistral: `[TOOL_CALLS]` and a JSON list of calls, or, since its tokenizers of version 11, the
-function's name with its arguments after `[ARGS]` or at once, and the marker again for each further
-call (https://docs.mistral.ai).
+"""Parser for Mistral (https://docs.mistral.ai).
+
+A call is `[TOOL_CALLS]` and a JSON list of calls, or, since version 11 of its tokenizers, the
+function's name with its arguments after `[ARGS]` or directly, and the marker again for each further
+call.
 """
 
 import json
@@ -19,7 +21,7 @@ _LONGEST_HEAD = 256
 
 
 class Mistral(MarkedCalls, JsonCalls):
-    """A list of calls, or a name with its arguments."""
+    """Parser of a list of calls, or of a name with its arguments."""
 
     markers = (_BEGIN, _ARGS, _ID)
     separator = ""
@@ -37,7 +39,7 @@ class Mistral(MarkedCalls, JsonCalls):
 
     @classmethod
     def new_id(cls) -> str:
-        """Its templates take ids of nine letters and digits alone."""
+        """Return a new id of nine letters and digits, which is all that the templates accept."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def _enter(self) -> None:
@@ -59,7 +61,7 @@ class Mistral(MarkedCalls, JsonCalls):
         return True
 
     def _step_to_call(self) -> bool:
-        """Read what comes before a call; whether one begins. If none can, the marker was text."""
+        """Read what precedes a call; return whether one begins. If none can, the marker was text."""
         text = self._rest.lstrip()
         if not text:
             return False

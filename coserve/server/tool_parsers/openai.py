@@ -1,6 +1,7 @@
-"""gpt-oss: messages in channels (https://github.com/openai/harmony):
-`<|channel|>analysis<|message|>` is reasoning, a message to `functions.NAME` a call, and all else
-content. The name is vLLM's.
+"""Parser for gpt-oss, which writes messages in channels (https://github.com/openai/harmony).
+
+`<|channel|>analysis<|message|>` is reasoning, a message to `functions.NAME` is a call, and all else
+is content. The name is vLLM's.
 """
 
 import re
@@ -17,7 +18,7 @@ _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class OpenAI(JsonCalls):
-    """Messages with heads; an answer begins in the head of the first."""
+    """Parser of messages with heads; an answer begins in the head of the first."""
 
     markers = (_CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
     reads_all = True
@@ -60,7 +61,7 @@ class OpenAI(JsonCalls):
         return True
 
     def _can_be_head(self) -> bool:
-        """Whether the answer's beginning is one of a head."""
+        """Return whether the beginning of the answer can be that of a head."""
         text = self._rest.lstrip()
         begins = (_CHANNEL, _START, _MESSAGE, "to=")
         return not text or any(each.startswith(text[: len(each)]) for each in begins)

@@ -1,15 +1,9 @@
-"""Qwen 3 Coder and Qwen 3.5: XML of parameters, as the model's chat template shows it
+"""Parser for Qwen 3 Coder and Qwen 3.5: XML of parameters, as in the model's chat template
 (https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct):
 
-    <tool_call>
-    <function=NAME>
-    <parameter=KEY>
-    VALUE
-    </parameter>
-    </function>
-    </tool_call>
+    <tool_call> <function=NAME> <parameter=KEY> VALUE </parameter> </function> </tool_call>
 
-A value is text as it stands where the function's schema says string, and JSON otherwise.
+A value is literal text where the function's schema says string, and JSON otherwise.
 """
 
 import json
@@ -27,7 +21,7 @@ _NAME = r"([^>\n]{1,256})"
 
 
 class Qwen3Coder(MarkedCalls):
-    """A parameter's value is passed on when it is complete."""
+    """Parser that passes a parameter's value on when it is complete."""
 
     markers = (_BEGIN, _END)
     _begin = _BEGIN
@@ -102,15 +96,13 @@ class Qwen3Coder(MarkedCalls):
             self._fail()
 
     def _wait_or_fail(self, *expected: str) -> bool:
-        """The next tag is not there: it may still come, or this is no call."""
+        """Wait for the next tag if it may still come; otherwise mark the text as no call."""
         could_come = any(tag.startswith(self._rest) for tag in expected)
         could_end = re.fullmatch(f"{expected[0]}{_NAME}", self._rest) is not None
         return False if could_come or could_end else self._fail()
 
     def _fail(self) -> bool:
-        """What was read is no call. What was not is read as content, however much of it has come: a
-        call may follow.
-        """
+        """Mark the text so far as no call; the rest is read as content, in which a call may follow."""
         self._add(CallFails(self._read) if self._name else Content(self._read))
         self._leave(failed=True)
         return True
@@ -125,7 +117,7 @@ class Qwen3Coder(MarkedCalls):
 
 
 def _json(value: str, schema: Mapping[str, Any]) -> str:
-    """A value as JSON: what is no JSON, or is to be a string, is one."""
+    """Return a value as JSON; what is not JSON, or should be a string, becomes a string."""
     kind = schema.get("type")
     kinds = kind if isinstance(kind, list) else [kind]
     if "string" in kinds and not (value == "null" and "null" in kinds):
