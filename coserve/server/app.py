@@ -1,6 +1,4 @@
-"""The HTTP application: routes, who may ask, how long bodies may be, and errors in OpenAI's
-form.
-"""
+"""The HTTP application: routes, middleware, and errors in OpenAI's form."""
 
 from collections.abc import Sequence
 
@@ -38,7 +36,7 @@ _METHODS = ("GET", "POST", "DELETE")
 
 
 def create_app(context: ServerContext) -> FastAPI:
-    """The application of a server; `context` is at `app.state.context`."""
+    """Return the application of a server; `app.state.context` is its context."""
     app = FastAPI(title="coserve", version=VERSION, docs_url=None, redoc_url=None)
     app.state.context = context
     for group in variant_names(routes.__path__):
@@ -84,7 +82,7 @@ def create_app(context: ServerContext) -> FastAPI:
 
 
 def _answered(request: Request, error: ApiError) -> Response:
-    """In the form of the API that was asked."""
+    """Return the answer with an error, in the form of the API that was asked."""
     return json_response(error_body(error, request.url.path), error.status, error.headers)
 
 
@@ -99,9 +97,7 @@ async def _answer_coserve_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_os_error(request: Request, error: Exception) -> Response:
-    """A disk that is full, such as the one that uploads pass through on their way; all else is a
-    bug.
-    """
+    """Answer a full disk, such as that of temporary uploads; any other OSError is a bug."""
     assert isinstance(error, OSError)
     if not is_disk_full(error):
         raise error
@@ -112,7 +108,7 @@ async def _answer_os_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_validation_error(request: Request, error: Exception) -> Response:
-    """The first fault, by the field's name."""
+    """Answer with the first fault, by the field's name."""
     assert isinstance(error, RequestValidationError)
     return _answered(request, validation_error(error.errors()))
 
@@ -133,9 +129,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 
 def _allowed(request: Request) -> str:
-    """The methods of all routes at an address; Starlette's own answer has those of the first
-    alone.
-    """
+    """Return the methods of all routes at a path; Starlette names only those of the first."""
     found = [
         method
         for method in _METHODS
@@ -149,7 +143,7 @@ def _is_routed(scope: Scope, among: Sequence[BaseRoute]) -> bool:
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
-    """Starlette answers this outside of all that was added above."""
+    """Answer an unexpected error; Starlette calls this outside of all middleware above."""
     id = request_id.get()
     message = f"The server had an error while processing your request; see its log for {id}."
     return _answered(

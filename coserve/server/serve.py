@@ -1,7 +1,6 @@
-"""The server's life: it listens at once, starts the engine, serves, and on a signal ends in good
-order.
+"""Life of a server: it listens at once, starts the engine, serves, and ends on a signal.
 
-In good order: new requests are refused, open streams may continue for a while, then the engine
+On a signal, new requests are refused and open streams may continue for a while. Then the engine
 writes checkpoints of its jobs and ends, and nothing of it remains. A second signal ends the
 waiting.
 """
@@ -61,25 +60,28 @@ _POLL_S = 0.05
 
 
 class Watcher(Protocol):
-    """Shows the start and the end to a user."""
+    """Display of the server's start and end."""
 
     def progress(self, progress: StartProgress) -> None:
-        """How far it is."""
+        """Show the progress of the start."""
         ...
 
     def ready(self, ready: Ready, context: ServerContext, url: str) -> None:
-        """Requests are answered from now on (told once)."""
+        """Show that requests are answered from now on; called once."""
         ...
 
     def stopping(self, num_open: int, drain_s: float) -> None:
-        """A signal has come (told once): num_open requests are waited for, drain_s seconds at
-        most.
+        """Show that a signal has arrived; called once.
+
+        Args:
+            num_open: Number of requests that are waited for.
+            drain_s: Maximum time of waiting.
         """
         ...
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `serve`, and connections to the system until they can be looked at."""
+    """A uvicorn server that leaves signals to `serve`, and waiting connections to the system."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         # asyncio takes one number for both: how many the system keeps, and how many are accepted
@@ -94,7 +96,11 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; CoserveError if that cannot be."""
+    """Return a listening socket.
+
+    Raises:
+        CoserveError: The address cannot be used.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
@@ -114,11 +120,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(config: ServerConfig, watcher: Watcher) -> None:
-    """Serve until a signal comes.
+    """Serve until a signal arrives.
 
     Raises:
-        ModelError: the engine cannot start as it was asked. CoserveError: the port or the home
-            cannot be had.
+        ModelError: The engine cannot start with this configuration.
+        CoserveError: The port or the home cannot be used.
     """
     with private_files(), lock_home(config.directory):
         clear_socket_directories(config.directory)
@@ -158,10 +164,10 @@ async def _serve_at_home(config: ServerConfig, watcher: Watcher) -> None:
 
 
 def server_context(config: ServerConfig, link: EngineAccess) -> ServerContext:
-    """What the routes of a server share, as its options say; `close_context` is the end of it.
+    """Return the parts of a server; `close_context` must be called at its end.
 
     Raises:
-        CoserveError: a template, an adapter or the collector's address cannot be used.
+        CoserveError: A template, an adapter or the collector's address cannot be used.
     """
     prompts = Prompts(config.model, config.generation_config, template_of(config.chat_template))
     context = ServerContext(
@@ -175,7 +181,7 @@ def server_context(config: ServerConfig, link: EngineAccess) -> ServerContext:
 
 
 async def close_context(context: ServerContext) -> None:
-    """End its threads; what has been traced is sent."""
+    """End the threads of a server, and send its remaining traces."""
     context.prompts.close()
     context.generation.grammar_checks.close()
     context.bodies.close()
@@ -184,7 +190,7 @@ async def close_context(context: ServerContext) -> None:
 
 
 def engine_settings(config: ServerConfig) -> EngineSettings:
-    """What the engine of a server is to be."""
+    """Return the settings of a server's engine."""
     weights = tenant_weights(config.engine.tenant_weights, config.api_keys_file)
     return EngineSettings(
         address="",
@@ -210,14 +216,13 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
 
 
 def _start_fork_server(config: ServerConfig, watcher: Watcher) -> ForkServer | None:
-    """None where processes do not outlive a fork of one that has frameworks in it (macOS), or there
-    is none.
+    """Start the fork server of engines; None where frameworks do not survive a fork (macOS).
 
-    Before this process has threads; it imports here what it would have to import anyway, to read
-    the model's tokenizer.
+    It is started before this process has threads. It imports what this process has to import
+    anyway, to read the model's tokenizer.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: There is no such model.
     """
     if sys.platform != "linux":
         return None
@@ -248,7 +253,11 @@ def _http_settings(config: ServerConfig, app: FastAPI) -> uvicorn.Config:
 
 
 def check_certificate(certfile: str | None, keyfile: str | None) -> None:
-    """CoserveError if they cannot be used."""
+    """Check a certificate and its key.
+
+    Raises:
+        CoserveError: They cannot be used.
+    """
     if certfile is None:
         return
     try:
@@ -303,9 +312,14 @@ async def _announce(
     url: str,
     found_meanwhile: Callable[[], None],
 ) -> None:
-    """Load what this process needs of the model; tell when all is there.
+    """Load what this process needs of the model, and announce the server when all is ready.
 
-    found_meanwhile: has commands of this user find the server until it ends.
+    Args:
+        context: Parts of the server.
+        first: Listener for the first engine.
+        watcher: Display.
+        url: URL of the server.
+        found_meanwhile: Function that lets commands of this user find the server until it ends.
     """
     await context.prompts.load()
     await context.generation.public_prefixes.load(context.prompts)
@@ -316,7 +330,7 @@ async def _announce(
 
 
 async def _drain(context: ServerContext, signalled: "_Signals") -> None:
-    """Let streams come to their ends, for a while."""
+    """Let streams end, for a limited time."""
     context.link.close_to_requests()
     until_s = asyncio.get_running_loop().time() + context.config.drain_s
     while (
@@ -331,7 +345,7 @@ async def _drain(context: ServerContext, signalled: "_Signals") -> None:
 
 
 class _FirstReady:
-    """Waits for the first engine."""
+    """Listener that waits for the first engine."""
 
     def __init__(self) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -348,21 +362,19 @@ class _FirstReady:
 
 
 class _Signals:
-    """Set by the first and the second SIGINT or SIGTERM."""
+    """Events of the first and the second SIGINT or SIGTERM."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
 
     def take(self) -> None:
-        """One more."""
+        """Count a signal."""
         (self.second if self.first.is_set() else self.first).set()
 
 
 @contextmanager
 def _reloading(context: ServerContext) -> Iterator[None]:
-    """Read the keys' file again on SIGHUP; without one, SIGHUP ends the server as it ends
-    others.
-    """
+    """Read the keys file again on SIGHUP; without such a file, SIGHUP ends the server as usual."""
     if context.config.api_keys_file is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""A body of /v1/messages as the chat that it stands for."""
+"""Chats for bodies of /v1/messages."""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,11 @@ _NAMES = {"stop": "stop_sequences", "tools": "tools", "tool_choice": "tool_choic
 async def message_request(
     body: CountBody, context: GenerationContext, tenant: str, arrival_s: float
 ) -> ChatRequest:
-    """What a body asks for; ApiError names the field that is wrong."""
+    """Return the chat that a body asks for.
+
+    Raises:
+        ApiError: A field is wrong, or the request cannot be admitted.
+    """
     try:
         return await chat_request(
             _chat_body(body), context, tenant, arrival_s, id=new_id("msg", "_")
@@ -90,8 +94,9 @@ def _chat_body(body: CountBody) -> ChatBody:
 
 
 def _messages(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own in a chat, before what the user says beside
-    them.
+    """Return a message as messages of a chat.
+
+    Results of tools become messages of their own, before the user's text.
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]

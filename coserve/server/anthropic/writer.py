@@ -1,4 +1,4 @@
-"""The answer of /v1/messages, whole or as events."""
+"""Answers of /v1/messages, complete or as events."""
 
 import json
 from collections.abc import AsyncGenerator, Iterator
@@ -28,8 +28,10 @@ _DELTAS = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_de
 
 
 class MessageWriter:
-    """Makes blocks of one request's chunks. A call that turned out to be none is text after it; a
-    stream, which has sent it already, leaves it as it is.
+    """Writer of the blocks of one answer, from the engine's chunks.
+
+    A tool call that turns out to be invalid becomes text; a stream, which has sent it already,
+    leaves it as it is.
     """
 
     def __init__(self, context: GenerationContext, chat: ChatRequest) -> None:
@@ -43,7 +45,7 @@ class MessageWriter:
         self._stop: str | None = None  # the string that ended it
 
     async def whole(self) -> dict[str, Any]:
-        """All at once."""
+        """Return the complete answer."""
         async with aclosing(self._events()) as events:
             async for _ in events:
                 pass
@@ -57,7 +59,7 @@ class MessageWriter:
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Piece by piece, by Anthropic's names."""
+        """Yield the events of a stream, under Anthropic's names."""
         begun = False
         try:
             async with aclosing(self._events()) as events:
@@ -171,7 +173,7 @@ class MessageWriter:
         }
 
     def _usage_json(self) -> dict[str, Any]:
-        """Anthropic counts cached tokens beside the others, not among them."""
+        """Return token counts, in which cached tokens are separate, as in Anthropic's API."""
         return {
             "input_tokens": self._usage.num_prompt - self._usage.num_cached,
             "output_tokens": self._usage.num_output,

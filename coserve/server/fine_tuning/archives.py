@@ -1,4 +1,4 @@
-"""Directories as ZIP archives that are written while they are sent, and adapters merged for it."""
+"""ZIP archives that are written while they are sent, and merged models for them."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ _NICE = 19
 
 
 class _Sink(RawIOBase):
-    """A file that only can be appended to, whose bytes are taken out as they come."""
+    """An append-only file whose bytes are taken out as they come."""
 
     def __init__(self) -> None:
         self._written = bytearray()
@@ -39,9 +39,11 @@ class _Sink(RawIOBase):
 
 
 def zipped(paths: Sequence[Path], *, folder: str) -> Iterator[bytes]:
-    """Yield a ZIP archive of files, not compressed: weights hardly can be. Blocks while it reads.
+    """Yield an uncompressed ZIP archive of files; weights hardly compress. Blocks while it reads.
 
-    folder: the name of the folder in the archive that the files lie in.
+    Args:
+        paths: The files.
+        folder: Name of their folder in the archive.
     """
     sink = _Sink()
     with ZipFile(sink, "w", ZIP_STORED) as archive:
@@ -55,7 +57,7 @@ def zipped(paths: Sequence[Path], *, folder: str) -> Iterator[bytes]:
 
 
 class Merging:
-    """Merges adapters into the weights of their model, one at a time, each in a process of its
+    """Merger of adapters into the weights of their model, one at a time, each in a process of its
     own.
     """
 
@@ -64,16 +66,21 @@ class Merging:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether an adapter is being merged now."""
+        """Whether an adapter is being merged."""
         return self._lock.locked()
 
     async def merge(self, model: str, adapter: Path, directory: Path) -> None:
-        """Write a model with an adapter merged into it to an empty directory, as `coserve export
-        --merge` does.
+        """Write a model with an adapter merged into it, as `coserve export --merge` does.
+
+        Args:
+            model: Directory or hub id of the model.
+            adapter: Directory of the adapter.
+            directory: Empty directory for the result.
 
         Raises:
-            DiskFullError: the disk has no room for it. AdapterError: it cannot be merged, there is
-                too little memory, or the process was killed.
+            DiskFullError: The disk has no room for it.
+            AdapterError: It cannot be merged, there is too little memory, or the process was
+                killed.
         """
         command = (
             sys.executable,
@@ -107,5 +114,5 @@ class Merging:
 
 
 def _give_way() -> None:
-    """Let requests and jobs run first."""
+    """Lower the priority of this process, so that requests and jobs run first."""
     os.nice(_NICE)

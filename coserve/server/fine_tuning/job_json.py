@@ -1,4 +1,4 @@
-"""Fine-tuning jobs, their events and checkpoints as clients see them."""
+"""Fine-tuning jobs, their events and checkpoints in OpenAI's form."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from coserve.jobs.settings import JobSettings
 
 
 def job_json(manager: JobManager, job: JobRecord) -> dict[str, Any]:
-    """Blocks."""
+    """Return a job in OpenAI's form. Blocks."""
     [found] = jobs_json(manager, [job])
     return found
 
 
 def jobs_json(manager: JobManager, jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
-    """Blocks."""
+    """Return jobs in OpenAI's form. Blocks."""
     with manager.store.read() as transaction:
         losses = transaction.last_losses([job.id for job in jobs])
         best = transaction.best_evaluations(
@@ -70,7 +70,7 @@ def _json(
 
 
 def event_json(event: EventRecord) -> dict[str, Any]:
-    """OpenAI's `fine_tuning.job.event`."""
+    """Return OpenAI's `fine_tuning.job.event`."""
     return {
         "object": "fine_tuning.job.event",
         "id": event.id,

@@ -1,6 +1,4 @@
-"""From the body of a new fine-tuning job to its model, the adapter that it trains further, and its
-settings.
-"""
+"""Settings of a new fine-tuning job, from its body."""
 
 import secrets
 from dataclasses import replace
@@ -32,11 +30,22 @@ def read_job_request(
     models: ServedModels,
     num_nodes: int,
 ) -> tuple[str, AdapterRef | None, JobSettings]:
-    """The model underneath, the adapter on it that the job trains further (None: a fresh one), and
-    its settings.
+    """Return what a new job trains. Blocks: matching patterns with all modules of a model takes a
+    moment.
 
-    ApiError says which field is wrong. Blocks: to match patterns with all of a model's modules
-    takes a moment.
+    Args:
+        body: The body.
+        tenant: Tenant that asks.
+        jobs: Job manager.
+        models: Models that requests can name.
+        num_nodes: Number of nodes that are ready.
+
+    Returns:
+        The name of the model underneath, the adapter that the job trains further (None: a new one),
+        and the settings.
+
+    Raises:
+        ApiError: A field is wrong.
     """
     _check(body)
     base, start = _start(jobs, models, tenant, body.model)
@@ -59,7 +68,7 @@ def read_job_request(
 
 
 def _num_virtual(start: AdapterRef) -> int:
-    """Virtual tokens of an adapter; 0 if no directory says it."""
+    """Return the number of virtual tokens of an adapter; 0 if no directory says it."""
     try:
         return (
             0 if start.directory is None else read_config(Path(start.directory)).num_virtual_tokens
@@ -152,9 +161,7 @@ def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
 def _start(
     jobs: JobManager, models: ServedModels, tenant: str, model: str
 ) -> tuple[str, AdapterRef | None]:
-    """The model underneath, and the adapter on it that a job trains further; None for a fresh
-    one.
-    """
+    """Return the model underneath, and the adapter that a job trains further; None for a new one."""
     if model in models.base_names:
         return jobs.models.served.name, None
     if model in jobs.models:

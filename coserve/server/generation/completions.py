@@ -1,4 +1,4 @@
-"""A body of /v1/completions to what the engine is asked, and the answer of what comes back."""
+"""Requests to the engine for a body of /v1/completions, and their answers."""
 
 from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator
@@ -44,19 +44,30 @@ _OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """echoes: texts of the prompts, if they are part of the answer. details: what it says of
-    tokens.
-    """
+    """A completion, ready to be sent to the engine."""
 
     generation: Generation
+    """Requests to the engine."""
     echoes: list[str] | None
+    """Texts of the prompts, if they are part of the answer."""
     details: TokenDetails
+    """What the answer shows of its tokens."""
 
 
 async def completion_request(
     body: CompletionBody, context: GenerationContext, tenant: str, arrival_s: float
 ) -> CompletionRequest:
-    """What a body asks for; ApiError names the field that is wrong."""
+    """Return the completion that a body asks for.
+
+    Args:
+        body: The body.
+        context: Parts of the server.
+        tenant: Tenant that asks.
+        arrival_s: Time of arrival, by the engine's clock.
+
+    Raises:
+        ApiError: A field is wrong, or the request cannot be admitted.
+    """
     _refuse_what_is_not_there(body)
     check_details(body)
     prompts = _prompts(body)
@@ -153,8 +164,10 @@ async def _generation(
 
 
 async def _grammar(body: CompletionBody, context: GenerationContext, tenant: str) -> Grammar | None:
-    """Return what the texts must follow, if anything, once it has been tried; ApiError if it cannot
-    be followed.
+    """Return the grammar of the texts, if any, after its trial in the sandbox.
+
+    Raises:
+        ApiError: It cannot be used.
     """
     asked = asked_grammar(body)
     if asked is None:
@@ -163,7 +176,7 @@ async def _grammar(body: CompletionBody, context: GenerationContext, tenant: str
 
 
 class CompletionWriter:
-    """Makes the answer of one request's chunks."""
+    """Writer of the answer to one request, from the engine's chunks."""
 
     def __init__(self, context: GenerationContext, request: CompletionRequest) -> None:
         generation, details = request.generation, request.details
@@ -188,7 +201,7 @@ class CompletionWriter:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """All at once."""
+        """Return the complete answer."""
         # As vLLM has it, null where it was not asked for.
         unasked = dict.fromkeys(_OF_PROMPT)
         choices = [{**_choice(index), **unasked} for index in range(len(self._logprobs))]
@@ -206,7 +219,7 @@ class CompletionWriter:
         return {**self._head, "choices": choices, "usage": self._usage.to_json()}
 
     async def events(self, options: UsageOptions) -> AsyncGenerator[bytes, None]:
-        """Piece by piece."""
+        """Yield the events of a stream."""
         head = self._head
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
@@ -217,7 +230,7 @@ class CompletionWriter:
             yield server_sent_event({**head, "choices": [], "usage": self._usage.to_json()})
 
     async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Choices with what has been added to each."""
+        """Yield choices with what is new in each."""
         begun: set[int] = set()
         waiting: dict[int, list[TokenLogprob]] = {}  # prompts' logprobs, by place
         async with aclosing(chunks_of(self._context, self._generation)) as batches:
@@ -257,7 +270,7 @@ class CompletionWriter:
     def _of_prompt(
         self, index: int, place: int, found: list[TokenLogprob], echo: str
     ) -> dict[str, Any]:
-        """Of an echoed prompt; there is nothing before its first token."""
+        """Return the log-probabilities of an echoed prompt, without one for its first token."""
         return self._logprobs[index].of(
             [None, *found], first=self._generation.prompts[place][0], echo=echo
         )
@@ -276,8 +289,8 @@ def _choice(
 
 
 class _Logprobs:
-    """One choice's log-probabilities in the old style: lists side by side, with each token's place
-    in the text.
+    """Log-probabilities of one choice in the old style: parallel lists, with each token's offset in
+    the text.
     """
 
     def __init__(self, details: TokenDetails, skips_special: bool) -> None:
@@ -291,8 +304,12 @@ class _Logprobs:
         first: int = 0,
         echo: str = "",
     ) -> dict[str, Any]:
-        """first: the token where there is nothing to say of one. echo: the text, if it is the
-        prompt's.
+        """Return log-probabilities of further tokens.
+
+        Args:
+            found: The tokens; None for one without a log-probability.
+            first: Token of such an entry.
+            echo: Text of the prompt, if the tokens are the prompt's.
         """
         lists: dict[str, Any] = {
             "tokens": [],
@@ -311,8 +328,9 @@ class _Logprobs:
         return lists
 
     def _place(self, piece: TokenPiece, echo: str) -> int:
-        """Where a token begins: several may be parts of one character, and special ones show in
-        echoes alone.
+        """Return the offset at which a token begins.
+
+        Several tokens may be parts of one character, and special ones appear only in echoes.
         """
         if piece.is_special and self._skips_special:
             place = self._offset
@@ -327,8 +345,9 @@ class _Logprobs:
         return place
 
     def _top(self, each: TokenLogprob) -> dict[str, float]:
-        """By their texts: the chosen one, then the likeliest; of those with one text the likeliest
-        counts.
+        """Return the top log-probabilities by text: the chosen token, then the likeliest.
+
+        Of tokens with the same text, the likeliest counts.
         """
         top: dict[str, float] = {}
         for token, logprob in each.top:

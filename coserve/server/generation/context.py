@@ -1,4 +1,4 @@
-"""Parts of the server that requests for tokens need, and the way of such requests to the engine."""
+"""Parts of the server that requests for tokens need, and their admission to the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

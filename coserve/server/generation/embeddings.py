@@ -1,4 +1,4 @@
-"""/v1/embeddings: the last state of each input, after the final norm, as a vector of length 1."""
+"""Answers of /v1/embeddings: the last hidden state of each input after the final norm, at length 1."""
 
 import base64
 import math
@@ -29,30 +29,43 @@ _MOST_INPUTS = 2048
 
 
 class EmbeddingBody(RequestBody):
-    """POST /v1/embeddings."""
+    """Body of POST /v1/embeddings."""
 
     unused: ClassVar[frozenset[str]] = frozenset({"user"})
+    """Fields without effect."""
 
     model: Name
+    """Model or adapter."""
     input: (
         str
         | Annotated[List[int], Field(min_length=1)]
         | Annotated[List[str], Field(min_length=1, max_length=_MOST_INPUTS)]
         | Annotated[List[List[int]], Field(min_length=1, max_length=_MOST_INPUTS)]
     )
+    """Text or token ids, or several of them."""
     encoding_format: Literal["float", "base64"] | None = None
+    """Format of the vectors: lists of numbers, or base64 of little-endian float32."""
     dimensions: int | None = None
+    """Not supported."""
     user: str | None = None
+    """Without effect."""
     # As vLLM has them.
     add_special_tokens: bool | None = None
+    """Whether the tokenizer's special tokens are added (vLLM)."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """Number of first tokens of each input that are kept; -1: as many as fit (vLLM)."""
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
+    """Priority; the lowest goes first (vLLM)."""
 
 
 async def embedding_request(
     body: EmbeddingBody, context: GenerationContext, tenant: str, arrival_s: float
 ) -> Generation:
-    """What a body asks for; ApiError names the field that is wrong."""
+    """Return the requests that a body asks for.
+
+    Raises:
+        ApiError: A field is wrong, or the request cannot be admitted.
+    """
     if body.dimensions is not None:
         raise ApiError(
             "dimensions is not supported: a model's states have one width; leave it out",
@@ -91,7 +104,11 @@ async def embedding_request(
 async def embeddings(
     body: EmbeddingBody, generation: Generation, context: GenerationContext
 ) -> dict[str, Any]:
-    """The answer; ApiError if this engine's device has no states."""
+    """Return the answer.
+
+    Raises:
+        ApiError: The engine's device has no hidden states.
+    """
     found: list[tuple[float, ...]] = [()] * len(generation.prompts)
     async with aclosing(chunks_of(context, generation)) as batches:
         async for place, chunks in batches:
@@ -127,7 +144,9 @@ def _normed(vector: Sequence[float]) -> list[float]:
 
 
 def _encoded(vector: list[float], encoding: str | None) -> list[float] | str:
-    """OpenAI's clients ask for base64 by themselves: little-endian float32."""
+    """Return a vector in its format; OpenAI's clients ask for base64 of little-endian float32 by
+    default.
+    """
     if encoding != "base64":
         return vector
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

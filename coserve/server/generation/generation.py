@@ -1,6 +1,4 @@
-"""From a body to the engine's requests, and their chunks back: what both kinds of completions
-share.
-"""
+"""Requests for tokens: their parameters, their chunks, and their token counts."""
 
 import asyncio
 import math
@@ -57,7 +55,7 @@ class HasPriority(Protocol):
 
     @property
     def priority(self) -> int | None:
-        """The lowest goes first."""
+        """Priority; the lowest goes first."""
         ...
 
 
@@ -67,31 +65,42 @@ _LEAST_TOP_P = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Prompts that go to the engine together, one request each; the answer's choices are their
-    sequences.
+    """Prompts that go to the engine together, one request each.
 
-    id, created, model: as the answer shows them. shown_tokens: special tokens that the answer's
-    text has, for a parser that reads it. priority, batch_due_s, without_jobs: see `AddRequest`.
-    reader: of the adapter's texts, or of the model's.
+    The choices of the answer are their sequences.
     """
 
     id: str
+    """Id of the answer."""
     created: int
+    """Unix time that the answer shows."""
     model: str
+    """Name of the model that the answer shows."""
     prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt."""
     params: SamplingParams
+    """Parameters of sampling."""
     slo: Slo
+    """SLO by which it is judged."""
     arrival_s: float
+    """Time of arrival, by the engine's clock."""
     tenant: str
+    """Tenant that asks."""
     adapter: AdapterRecord | None
+    """Adapter; None: the base model."""
     reader: Prompts
+    """Tokenizer of the adapter or the model."""
     shown_tokens: tuple[str, ...] = ()
+    """Special tokens that the answer's text keeps, for its parser."""
     priority: int = 0
+    """See `AddRequest`."""
     batch_due_s: float | None = None
+    """See `AddRequest`."""
     without_jobs: bool = False
+    """See `AddRequest`."""
 
     def requests(self) -> list[AddRequest]:
-        """For the engine."""
+        """Return the requests to the engine."""
         ref = None if self.adapter is None else self.adapter.ref
         names = (
             [self.id]
@@ -116,13 +125,15 @@ class Generation:
 
 
 def new_id(prefix: str, separator: str = "-") -> str:
-    """One that nothing else has."""
+    """Return a unique id."""
     return f"{prefix}{separator}{uuid4().hex}"
 
 
 async def find_model(context: GenerationContext, tenant: str, name: str) -> AdapterRecord | None:
-    """The adapter of a model's name, None for the base; 404 for a name that the tenant does not
-    know.
+    """Return the adapter of a model's name; None for the base.
+
+    Raises:
+        ApiError: The tenant cannot use a model of this name (404).
     """
     if name in context.models.base_names:
         return None
@@ -142,7 +153,18 @@ async def find_model(context: GenerationContext, tenant: str, name: str) -> Adap
 def sampling_params(
     body: SamplingBody, prompts: Prompts, *, max_tokens: int, vocab_size: int, **more: Any
 ) -> SamplingParams:
-    """As the body says; ApiError names the field that is wrong."""
+    """Return the parameters of sampling that a body asks for.
+
+    Args:
+        body: The body.
+        prompts: Tokenizer, with the model's defaults.
+        max_tokens: Maximum number of tokens of the answer.
+        vocab_size: Number of tokens of the vocabulary.
+        more: Further fields of `SamplingParams`.
+
+    Raises:
+        ApiError: A field is wrong.
+    """
     given = {
         **prompts.defaults,
         **{name: value for name in _SAME if (value := getattr(body, name)) is not None},
@@ -174,7 +196,7 @@ def sampling_params(
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    """JSON's keys are strings."""
+    """Return biases by token id, from JSON's string keys."""
     if wrong := [
         token for token in given if not (token.isascii() and token.isdigit() and len(token) < 20)
     ]:
@@ -184,7 +206,7 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
 
 
 def slo_of(body: SamplingBody, default: Slo) -> Slo:
-    """A request's SLOs: its own, or the server's."""
+    """Return a request's SLO: its own, or the server's."""
     if body.slo is None:
         return default
     ttft_ms, tpot_ms = body.slo.ttft_ms, body.slo.tpot_ms
@@ -195,26 +217,31 @@ def slo_of(body: SamplingBody, default: Slo) -> Slo:
 
 
 def priority_of(body: HasPriority, context: GenerationContext, tenant: str) -> int:
-    """As the body says; before others go those of operators alone."""
+    """Return a body's priority; only operators' requests may go before others."""
     asked = body.priority or 0
     return asked if context.keys.ring.is_operator(tenant) else max(0, asked)
 
 
 async def bad_words(body: SamplingBody, prompts: Prompts) -> tuple[tuple[int, ...], ...]:
-    """Their tokens."""
+    """Return the token sequences of a body's bad words."""
     check_texts(body.bad_words, param="bad_words")
     return await prompts.words(body.bad_words or ())
 
 
 def check_details(body: SamplingBody) -> None:
-    """ApiError for what a stream cannot say."""
+    """Check that a stream can contain what is asked for.
+
+    Raises:
+        ApiError: It cannot.
+    """
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError("prompt_logprobs are not available in a stream", param="prompt_logprobs")
 
 
 def truncated(tokens: list[int], body: SamplingBody, ready: Ready, *, max_tokens: int) -> list[int]:
-    """The prompt, or the part of it that is asked for (-1: as much as there is room for); the end,
-    unless `truncation_side` is right.
+    """Return the part of a prompt that is asked for; -1: as much as fits.
+
+    It is the end of the prompt, unless `truncation_side` is right.
     """
     if (most := body.truncate_prompt_tokens) is None:
         return tokens
@@ -226,8 +253,12 @@ def truncated(tokens: list[int], body: SamplingBody, ready: Ready, *, max_tokens
 
 
 def check_length(prompts: Prompts, prompt: Prompt, ready: Ready, *, param: str) -> None:
-    """What would be too long however it were tokenized, before that is tried. As vLLM does it: no
-    token of the model has more than `longest_token` characters.
+    """Check that a prompt is not too long, whatever its tokens are, before it is tokenized.
+
+    As in vLLM, no token of the model has more than `longest_token` characters.
+
+    Raises:
+        ApiError: It is too long.
     """
     most, characters = most_tokens(ready) * prompts.longest_token, num_characters(prompt)
     if characters > most > 0:
@@ -241,7 +272,11 @@ def check_length(prompts: Prompts, prompt: Prompt, ready: Ready, *, param: str) 
 
 
 def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param: str) -> None:
-    """What the engine would refuse, in OpenAI's words and before anything is sent."""
+    """Check the tokens of a prompt before they are sent.
+
+    Raises:
+        ApiError: The engine would refuse them; the message is OpenAI's.
+    """
     if not tokens:
         raise ApiError("the prompt has no tokens", param=param)
     most = most_tokens(ready)
@@ -263,17 +298,22 @@ def check_prompt(tokens: Sequence[int], max_tokens: int, ready: Ready, *, param:
 
 
 def most_tokens(ready: Ready) -> int:
-    """Prompt and output of one request together, by the model's positions and the pool's pages."""
+    """Return the maximum number of tokens of prompt and output, by the model's positions and the
+    pool.
+    """
     return min(ready.max_positions, (ready.num_pages - ready.num_state_pages) * ready.block_tokens)
 
 
 async def chunks_of(
     context: GenerationContext, generation: Generation
 ) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
-    """The chunks of each prompt as they come; closing this cancels what is not over.
+    """Yield the chunks of each prompt as they arrive; closing the generator cancels the requests.
+
+    Yields:
+        The place of a prompt, and its new chunks.
 
     Raises:
-        ApiError: there is no good end.
+        ApiError: A request failed.
     """
     adapter = None if generation.adapter is None else generation.adapter.name
     stream = context.open(
@@ -324,26 +364,26 @@ def _check(chunk: Chunk) -> None:
 
 @dataclass
 class Usage:
-    """Counts of an answer. slo: what it was served by, if the SLO that it asked for is beyond the
-    device.
-    """
+    """Token counts of an answer."""
 
     num_prompt: int
+    """Tokens of the prompts."""
     num_output: int = 0
+    """Generated tokens."""
     num_cached: int = 0
+    """Prompt tokens from the prefix cache."""
     slo: Slo | None = None
+    """SLO in place of the request's own, if the device cannot meet that."""
 
     def count(self, chunk: Chunk) -> None:
-        """Some more tokens."""
+        """Count the tokens of a chunk."""
         self.num_output += len(chunk.tokens)
         self.slo = self.slo or chunk.slo
         if chunk.finish_reason is not None and chunk.index == 0:
             self.num_cached += chunk.num_cached_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """As OpenAI gives it; with `slo`, in milliseconds, where the request's own could not be
-        held by this device.
-        """
+        """Return OpenAI's form, with `slo` in milliseconds if the request's own was relaxed."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_output,
@@ -357,16 +397,16 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class UsageOptions:
-    """Where a stream says the counts: in an event of their own at its end, and in each (vLLM's
-    `continuous_usage_stats`).
-    """
+    """Events of a stream that have token counts."""
 
     at_end: bool = False
+    """Whether a last event has them."""
     in_each: bool = False
+    """Whether each event has them (vLLM's `continuous_usage_stats`)."""
 
     @classmethod
     def of(cls, options: StreamOptions | None) -> Self:
-        """As a body says; vLLM's is of effect beside OpenAI's alone."""
+        """Return the options of a body; vLLM's has an effect only together with OpenAI's."""
         at_end = options is not None and bool(options.include_usage)
         return cls(
             at_end=at_end,
@@ -374,15 +414,15 @@ class UsageOptions:
         )
 
     def of_chunk(self, usage: Usage) -> dict[str, Any]:
-        """What an event has that is not the last."""
+        """Return the fields of an event other than the last."""
         return {"usage": usage.to_json() if self.in_each else None} if self.at_end else {}
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can say."""
+    """Return a log-probability that JSON can represent."""
     return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
 
 
 def now_s() -> int:
-    """Seconds since 1970."""
+    """Return the Unix time in whole seconds."""
     return int(time.time())

@@ -1,8 +1,8 @@
-"""Tries grammars before the engine hears of them: one that asks for too much is answered with an
-error at once.
+"""Trial of grammars before they are sent to the engine, so that a too costly one is refused at
+once.
 
-A sandbox compiles each grammar in a process of its own (`coserve.devices.grammars.checker`), a few at
-once; tenants share its places. What came of a grammar is remembered.
+A sandbox compiles each grammar in a process of its own (`coserve.devices.grammars.checker`), a few
+at a time; tenants share its places. Outcomes are remembered.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _Outcome = int | str
 
 
 class GrammarChecks:
-    """Belongs to the event loop."""
+    """Trial of grammars in a sandbox; it belongs to the event loop."""
 
     def __init__(self, prompts: Prompts, link: EngineAccess) -> None:
         self._prompts, self._link = prompts, link
@@ -48,7 +48,7 @@ class GrammarChecks:
 
     @property
     def sandbox_pid(self) -> int | None:
-        """The process of the sandbox, if there is one now."""
+        """Process id of the sandbox; None if it is not running."""
         checker = self._checker
         is_made = (
             checker is not None
@@ -59,14 +59,16 @@ class GrammarChecks:
         return checker.result().pid if checker is not None and is_made else None
 
     async def check(self, grammar: Grammar, *, tenant: str, param: str) -> Grammar:
-        """Return a grammar with its measured bytes, and see that the engine knows what tokens stand
-        for.
+        """Return a grammar with its measured bytes, and give the engine the vocabulary that it
+        needs.
 
         Args:
-            param: the field of the body that it comes from.
+            grammar: The grammar.
+            tenant: Tenant that asks.
+            param: Field of the body that has the grammar.
 
         Raises:
-            ApiError: it cannot be used (400), or too many of the tenant's are being tried, or the
+            ApiError: It cannot be used (400); or the tenant has too many trials waiting, or the
                 machine cannot try it now (503).
         """
         check_texts(grammar.text, param=param)
@@ -91,9 +93,7 @@ class GrammarChecks:
             self._checker.result().close()
 
     async def _tried(self, grammar: Grammar, checker: GrammarChecker, tenant: str) -> None:
-        """Wait for an outcome; requests of the tenant that bring the same grammar meanwhile wait
-        for the same.
-        """
+        """Wait for an outcome; requests of the tenant with the same grammar share one trial."""
         key = tenant, grammar
         if key not in self._trying:
             self._trying[key] = asyncio.ensure_future(self._try(grammar, checker, tenant))
@@ -101,7 +101,7 @@ class GrammarChecks:
         await asyncio.shield(self._trying[key])
 
     def _end_trying(self, key: tuple[str, Grammar], task: asyncio.Task[None]) -> None:
-        """Forget a trial, and take note of its error: those who waited for it may all be gone."""
+        """Forget a trial, and retrieve its error, for which nobody may wait any more."""
         del self._trying[key]
         if not task.cancelled():
             task.exception()
@@ -135,8 +135,10 @@ class GrammarChecks:
         self._rest = asyncio.get_running_loop().call_later(_REST_S, checker.rest)
 
     async def _checker_of_model(self) -> GrammarChecker:
-        """Return the checker, made for the first grammar; RequestError without a tokenizer, or the
-        library.
+        """Return the checker, which is made for the first grammar.
+
+        Raises:
+            RequestError: There is no tokenizer, or the library is missing.
         """
         if self._checker is None:
             self._checker = asyncio.ensure_future(self._make_checker())

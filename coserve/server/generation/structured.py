@@ -1,4 +1,4 @@
-"""Structured output: from what a body asks for to a grammar that has passed the sandbox."""
+"""Structured output: grammars from the fields of a body."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,11 @@ _NO_WHITE_SPACE = "[ ]{0}"
 
 
 def asked_grammar(body: SamplingBody) -> Grammar | None:
-    """Return what the output must follow, if anything; ApiError if it is not a grammar."""
+    """Return the grammar that the output must follow, if any.
+
+    Raises:
+        ApiError: It is not a grammar.
+    """
     try:
         return _asked(body)
     except ValueError as error:
@@ -23,13 +27,17 @@ def asked_grammar(body: SamplingBody) -> Grammar | None:
 
 
 def grammar_field(body: SamplingBody) -> str:
-    """Return the field that says what the output must follow."""
+    """Return the field that has the grammar."""
     names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
     return next((name for name in names if getattr(body, name) is not None), "response_format")
 
 
 def _asked(body: SamplingBody) -> Grammar | None:
-    """Return the grammar that a body asks for; ValueError says what is wrong with it."""
+    """Return the grammar that a body asks for.
+
+    Raises:
+        ValueError: Something is wrong with it.
+    """
     asked = body.structured_outputs
     white_space = body.guided_whitespace_pattern
     if asked is not None and (asked.whitespace_pattern or asked.disable_any_whitespace):
@@ -117,16 +125,20 @@ def _of_structured_outputs(asked: StructuredOutputs) -> Grammar:
 
 
 def _json(schema: str | dict[str, Any], *, is_closed: bool = False) -> Grammar:
-    """Return the grammar of a schema. is_closed: objects have no properties but those that it
-    names.
+    """Return the grammar of a JSON schema.
+
+    Args:
+        schema: The schema.
+        is_closed: Whether objects have no other properties than those in it.
     """
     grammar = Grammar.json_schema(_read(schema) if isinstance(schema, str) else schema)
     return Grammar.json_schema(_closed(json.loads(grammar.text))) if is_closed else grammar
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema, which is not nested too deeply, whose objects with properties allow no
-    others by default.
+    """Return a schema whose objects with properties allow no others by default.
+
+    The schema must not be nested too deeply.
     """
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
@@ -157,8 +169,8 @@ def _read(text: str) -> Any:
 
 
 def _tags(asked: Any) -> Grammar:
-    """vLLM's structural tags: text as the model likes, in which a trigger begins a tag with JSON of
-    its schema.
+    """Return the grammar of vLLM's structural tags: free text, in which a trigger begins a tag with
+    JSON of its schema.
     """
     structures = asked.get("structures") if isinstance(asked, Mapping) else None
     triggers = asked.get("triggers") if isinstance(asked, Mapping) else None

@@ -1,6 +1,4 @@
-"""What an answer says of tokens beside its text, as vLLM has it: ids, and log-probabilities of the
-prompt.
-"""
+"""Details of tokens in answers, as in vLLM: token ids, and log-probabilities of the prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,20 +12,22 @@ from coserve.server.text.prompts import Prompts
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDetails:
-    """with_ids: of prompt and answer. named_by_ids: log-probabilities say `token_id:7` in place of
-    a token's text. of_prompt: log-probabilities of the prompt's tokens are part of the answer.
-    of_named: those of tokens that the request names stand in place of the likeliest.
-    """
+    """What an answer shows of its tokens."""
 
     prompts: Prompts
+    """Tokenizer of the adapter or the model."""
     with_ids: bool = False
+    """Whether the token ids of prompt and answer are shown."""
     named_by_ids: bool = False
+    """Whether log-probabilities show `token_id:7` in place of a token's text."""
     of_prompt: bool = False
+    """Whether log-probabilities of the prompt's tokens are shown."""
     of_named: bool = False
+    """Whether log-probabilities of tokens that the request names replace those of the likeliest."""
 
     @classmethod
     def of(cls, body: SamplingBody, prompts: Prompts) -> Self:
-        """As a body says."""
+        """Return the details that a body asks for."""
         return cls(
             prompts=prompts,
             with_ids=bool(body.return_token_ids),
@@ -37,31 +37,34 @@ class TokenDetails:
         )
 
     def name(self, token: int, text: str) -> str:
-        """How log-probabilities call a token that has this text."""
+        """Return the name of a token in log-probabilities."""
         return f"token_id:{token}" if self.named_by_ids else text
 
     def top(self, found: TokenLogprob) -> Sequence[tuple[int, float]]:
-        """The others that a chat's answer shows beside a token; beside those that were named,
-        itself, as vLLM does.
+        """Return the other tokens that a chat's answer shows with a token.
+
+        If the request names tokens, the token itself is among them, as in vLLM.
         """
         if not self.of_named or any(token == found.token for token, _ in found.top):
             return found.top
         return [(found.token, found.logprob), *found.top]
 
     def ids(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """Of what was added to an answer."""
+        """Return the fields with the ids of new tokens of an answer."""
         return {"token_ids": list(tokens)} if self.with_ids else {}
 
     def prompt_ids(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """Of a prompt."""
+        """Return the fields with the ids of a prompt."""
         return {"prompt_token_ids": list(tokens)} if self.with_ids else {}
 
     def prompt_logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Of a prompt's tokens; there is nothing before its first."""
+        """Return the fields with the log-probabilities of a prompt, without one for its first
+        token.
+        """
         return {"prompt_logprobs": [None, *map(self._position, found)]} if self.of_prompt else {}
 
     def _position(self, found: TokenLogprob) -> dict[str, Any]:
-        """The prompt's token and the likeliest, with their ranks."""
+        """Return a prompt's token and the likeliest ones, with their ranks."""
         ranked = {found.token: (found.rank, found.logprob)}
         ranked |= {token: (rank, logprob) for rank, (token, logprob) in enumerate(found.top, 1)}
         return {

@@ -1,4 +1,4 @@
-"""One server at a time in a home directory."""
+"""Lock of a home directory, so that only one server uses it."""
 
 import fcntl
 import logging
@@ -15,13 +15,16 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def lock_home(directory: Path, *, close: bool = True) -> Iterator[None]:
-    """Keep other servers out of it; the system releases the lock when this process ends, however it
-    ends. close: and other users, too.
+    """Lock a home directory; the system releases the lock when this process ends in any way.
 
-    Two servers in one home would take up the same jobs, and tidy away what the other is writing.
+    Two servers in one home would run the same jobs, and remove files that the other is writing.
+
+    Args:
+        directory: The home.
+        close: Whether it is closed to other users as well.
 
     Raises:
-        CoserveError: another server is there, or it cannot be written.
+        CoserveError: Another server uses it, or it cannot be written.
     """
     try:
         if not close:

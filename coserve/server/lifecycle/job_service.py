@@ -1,5 +1,6 @@
-"""Jobs in a server: the manager, told what the engine reports; its adapters can be named by
-requests.
+"""Start and end of jobs and batches in a server.
+
+The job manager gets the engine's reports, and its adapters can be named by requests.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ _MOST_NODES = 32
 
 
 class _JobReports:
-    """An `EngineListener`."""
+    """An `EngineListener` that passes the engine's reports on to the job manager."""
 
     def __init__(self, manager: JobManager, link: EngineAccess, trackers: Trackers) -> None:
         self._manager, self._link, self._trackers = manager, link, trackers
@@ -57,7 +58,7 @@ class _JobReports:
 
 
 class _BatchDeaths:
-    """An `EngineListener`: tells batches of deaths of the engine."""
+    """An `EngineListener` that tells batches of deaths of the engine."""
 
     def __init__(self, batches: BatchRunner) -> None:
         self._batches = batches
@@ -73,10 +74,13 @@ class _BatchDeaths:
 
 
 async def start_jobs(context: ServerContext) -> None:
-    """Open the store, and have jobs resume as soon as there is an engine. StoreError if it cannot
-    be opened, or files cannot be kept; ModelError if a model that jobs may train is not there.
+    """Open the store, and resume jobs as soon as there is an engine.
 
-    `stop_jobs` is to be called when the engine has ended.
+    `stop_jobs` must be called when the engine has ended.
+
+    Raises:
+        StoreError: The store cannot be opened, or files cannot be stored.
+        ModelError: A model of --trainable-model is missing.
     """
     config = context.config
     shared = shared_files(files_url(config.files_url), config.directory)
@@ -166,13 +170,13 @@ def _base_model(
 
 
 async def stop_batches(context: ServerContext) -> None:
-    """Let them rest; they resume at the next start."""
+    """Stop all batches; they resume at the next start."""
     if (batches := context.opened_batches.value) is not None:
         await batches.close()
 
 
 async def stop_jobs(context: ServerContext) -> None:
-    """Write down what the engine said last, and close the store."""
+    """Write down the engine's last reports, and close the store."""
     await stop_batches(context)
     await context.responses.runs.close()
     if context.ending is not None:

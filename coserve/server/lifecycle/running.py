@@ -1,9 +1,8 @@
-"""Servers that this user runs on this machine: each leaves a file with its URL, which commands
-read.
+"""Servers of this user on this machine: each leaves a file with its URL, which commands read.
 
-A file is locked for as long as its server lives, so that one that a killed server has left is
-recognised and removed. The directory and its files are closed to other users, and those of other
-users are not read: a command may send its API key to the URL that it finds.
+A file is locked while its server lives, so that the file of a killed server is recognised and
+removed. The directory and its files are closed to other users, and files of other users are not
+read: a command may send its API key to the URL that it finds.
 """
 
 import fcntl
@@ -29,16 +28,17 @@ class RunningServer:
     """A server on this machine."""
 
     url: str
+    """URL by which this machine reaches it."""
     # As clients call it.
     model: str
     pid: int
+    """Its process id."""
 
 
 def servers_directory() -> Path | None:
-    """Return where servers leave their files: `$COSERVE_RUN_DIR`, or one of the system's
-    directories for such files.
+    """Return the directory of the files: `$COSERVE_RUN_DIR`, or one of the system's for such files.
 
-    None if the variable is set and empty: then servers leave none, and commands find none.
+    None if the variable is empty: then servers leave no files, and commands find none.
     """
     if (given := os.environ.get("COSERVE_RUN_DIR")) is not None:
         return Path(given) if given else None
@@ -48,16 +48,14 @@ def servers_directory() -> Path | None:
 
 
 def reachable_url(scheme: str, host: str, port: int) -> str:
-    """Return the URL by which this machine reaches a server that listens at a host."""
+    """Return the URL by which this machine reaches a server that listens on a host."""
     host = _REACHED_AT.get(host, host)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @contextmanager
 def announced(server: RunningServer) -> Iterator[None]:
-    """Have other commands of this user find a server meanwhile; without a usable directory, they do
-    not find it.
-    """
+    """Let other commands of this user find a server meanwhile, if there is a usable directory."""
     directory = servers_directory()
     if directory is None:
         yield
@@ -76,8 +74,8 @@ def announced(server: RunningServer) -> Iterator[None]:
 
 
 def running_servers() -> list[RunningServer]:
-    """Return the servers that run now, in the order of their URLs; files of servers that are gone
-    are removed.
+    """Return the running servers, in the order of their URLs; remove files of servers that have
+    ended.
     """
     directory = servers_directory()
     found = []
@@ -90,7 +88,7 @@ def running_servers() -> list[RunningServer]:
 
 
 def _write(server: RunningServer, path: Path) -> IO[str] | None:
-    """Write a server's file and return it open, with its lock; None if the directory is another
+    """Write a server's file, and return it open and locked; None if the directory is another
     user's.
     """
     if not make_private(path.parent):
@@ -111,8 +109,8 @@ def _write(server: RunningServer, path: Path) -> IO[str] | None:
 
 
 def _read(path: Path) -> RunningServer | None:
-    """Return the server of a file; None if it is gone, or if the file is another user's or not one
-    of these.
+    """Return the server of a file; None if it has ended, or the file is not one of this user's
+    servers.
     """
     try:
         with path.open() as file:
@@ -127,7 +125,7 @@ def _read(path: Path) -> RunningServer | None:
 
 
 def _is_stale(file: IO[str]) -> bool:
-    """Return whether nobody holds the lock of a file any more."""
+    """Return whether no process holds the lock of a file."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

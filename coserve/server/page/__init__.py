@@ -1,3 +1,5 @@
-"""The page at / and /ui: what serves and what learns, live; chat; jobs. Templates, a style sheet
-and a small script, served by this server alone. The routes are in `coserve.server.routes.page`.
+"""The page at / and /ui: state of the server, chat, and jobs.
+
+Templates, a style sheet and a small script, all from this server. The routes are in
+`coserve.server.routes.page`.
 """

@@ -1,6 +1,4 @@
-"""Style, script and icon of the page: read once, sent with a tag, so that browsers ask whether they
-have changed.
-"""
+"""Style, script and icon of the page; browsers revalidate them by a tag."""
 
 from functools import cache
 from hashlib import sha256
@@ -21,12 +19,17 @@ _TYPES = {
 
 @cache
 def names() -> tuple[str, ...]:
-    """Of all files."""
+    """Return the names of all files."""
     return tuple(sorted(each.name for each in files(__package__).joinpath("static").iterdir()))
 
 
 def asset(name: str, known_tag: str | None) -> Response | None:
-    """None if there is none of this name. known_tag: of what the browser has."""
+    """Return the answer with a file; None if there is no file of this name.
+
+    Args:
+        name: Name of the file.
+        known_tag: Tag that the browser has.
+    """
     if name not in names():
         return None
     content, tag = _read(name)

@@ -1,6 +1,7 @@
-"""Charts of a job's steps and of tokens per second: lines as points of SVG, in a box of 1000 by
-1000 that the style sheet stretches, with the numbers on their axes and the values under the
-pointer.
+"""Charts of a job's steps and of tokens per second.
+
+Lines are points of SVG, in a box of 1000 by 1000 that the style sheet stretches, with the numbers
+on their axes and the values under the pointer.
 """
 
 import json
@@ -26,22 +27,24 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The values that an axis goes over; of one value alone, too."""
+    """Range of values on an axis, which may be a single value."""
 
     low: float
+    """Lower end."""
     high: float
+    """Upper end."""
 
     @classmethod
     def of(cls, values: Iterable[float], margin: float = _MARGIN) -> "Range":
-        """Return the range from the smallest value to the largest, with some room."""
+        """Return the range from the smallest value to the largest, with some margin."""
         found = list(values)
         low, high = min(found), max(found)
         room = margin * (high - low)
         return cls(low=low - room, high=high + room)
 
     def share(self, value: float) -> float:
-        """Return where a value lies, from 0 to 1; in the middle if the range has one value
-        alone.
+        """Return the position of a value, from 0 to 1; in the middle if the range is a single
+        value.
         """
         width = self.high - self.low
         return 0.5 if width <= 0 else min(1.0, max(0.0, (value - self.low) / width))
@@ -52,6 +55,7 @@ class Tick:
     """A number on the vertical axis."""
 
     text: str
+    """The number as text."""
     top: float  # in the box, from its upper edge
 
 
@@ -70,7 +74,9 @@ class Chart:
     """Lines over one horizontal axis."""
 
     lines: tuple[Line, ...]
+    """The lines."""
     ticks: tuple[Tick, ...]
+    """Numbers on the vertical axis."""
     first: str  # left end of the horizontal axis
     last: str  # right end
     words: str  # what it shows, for those who cannot see it
@@ -79,11 +85,14 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """The losses of a job over its steps, as far as it has come."""
+    """Losses of a job over its steps so far."""
 
     chart: Chart
+    """The chart."""
     first: float
+    """First training loss."""
     last: float
+    """Last training loss."""
     last_valid: float | None  # of validation
 
 
@@ -132,8 +141,11 @@ def _tick(value: float, step: float) -> str:
 
 
 def loss_curve(metrics: Mapping[int, Mapping[str, Any]], num_steps: int) -> LossCurve | None:
-    """Draw a job's losses; None before there is one. metrics: by step, see
-    `coserve.jobs.metrics.results.by_step`.
+    """Return the chart of a job's losses; None before there is one.
+
+    Args:
+        metrics: Metrics by step; see `coserve.jobs.metrics.results.by_step`.
+        num_steps: Number of steps of the job.
     """
     train, valid = _series(metrics, "train_loss"), _series(metrics, "valid_loss")
     if not train:
@@ -164,8 +176,14 @@ def loss_curve(metrics: Mapping[int, Mapping[str, Any]], num_steps: int) -> Loss
 def step_curve(
     metrics: Mapping[int, Mapping[str, Any]], num_steps: int, key: str, name: str
 ) -> Chart | None:
-    """Draw one value of a job's steps, such as its learning rate; None before there is one. key: of
-    the metrics.
+    """Return the chart of one value of a job's steps, such as its learning rate; None before there
+    is one.
+
+    Args:
+        metrics: Metrics by step.
+        num_steps: Number of steps of the job.
+        key: Name of the metric.
+        name: Name in the legend.
     """
     points = _series(metrics, key)
     if not points:
@@ -177,10 +195,11 @@ def step_curve(
 
 
 def rate_chart(rates: Sequence[tuple[float, float]], span: Span) -> Chart | None:
-    """Draw tokens per second over a span of time until now; None if there were none.
+    """Return the chart of tokens per second over a time span until now; None if there were none.
 
-    rates: generated and trained tokens per second, one pair for each part of the span, the oldest
-    first.
+    Args:
+        rates: Generated and trained tokens per second of each part of the span, the oldest first.
+        span: The time span.
     """
     highest = max((each for pair in rates for each in pair), default=0.0)
     if highest <= 0:
@@ -229,10 +248,12 @@ def _chart(
 
 
 def _data(series: Sequence[tuple[str, Points]], x: Range, kind: str) -> str:
-    """Return what `chart.js` shows under the pointer: the axis' ends, and each line's name and
-    points.
+    """Return the data that `chart.js` shows under the pointer: the ends of the axis, and each line.
 
-    kind: whether x are steps ("step") or seconds until now, at most 0 ("ago").
+    Args:
+        series: Name and points of each line.
+        x: Range of the horizontal axis.
+        kind: Whether x are steps ("step") or seconds until now, at most 0 ("ago").
     """
     lines = [
         {"name": name, "points": [(round(at, 1), float(f"{value:.4g}")) for at, value in points]}

@@ -1,4 +1,4 @@
-"""What a job would be trained on, for the page: the beginning of a file."""
+"""Previews of training files for the page."""
 
 import threading
 from pathlib import Path
@@ -19,7 +19,7 @@ _MOST_BYTES, _MOST_ARRAY_BYTES = 1 << 18, 1 << 22
 
 
 class Previews:
-    """Reads files for the page, one at a time, with a tokenizer of its own."""
+    """Reader of training files, one at a time, with a tokenizer of its own."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
@@ -27,15 +27,19 @@ class Previews:
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def read(self, path: Path, *, name: str, max_sequence_length: int, objective: str) -> Preview:
-        """Read the beginning of a training file: its first examples, and how many more its first
-        quarter of a megabyte has. Blocks.
+        """Return the first examples of a training file, and how many more its first quarter of a
+        megabyte has.
+
+        Blocks.
 
         Args:
-            name: what the client called the file; `.csv` at its end says how to read it.
-            objective: what a job would train with; it decides what an example is.
+            path: The file.
+            name: The client's name for the file; `.csv` at its end decides how it is read.
+            max_sequence_length: Maximum number of tokens of an example.
+            objective: Objective of the job, which decides what an example is.
 
         Raises:
-            DataError: no example of it can be read, or the model has no tokenizer.
+            DataError: No example can be read, or the model has no tokenizer.
         """
         with self._lock:
             if self._tokenizer is None:
@@ -56,7 +60,11 @@ class Previews:
 
 
 def _most_bytes(path: Path) -> int:
-    """Of a file that are read; DataError for an array that is too long."""
+    """Return the number of bytes of a file to read.
+
+    Raises:
+        DataError: The file is an array that is too long.
+    """
     if not _begins_with_bracket(path):
         return _MOST_BYTES
     if (num_bytes := path.stat().st_size) > _MOST_ARRAY_BYTES:

@@ -1,4 +1,4 @@
-"""Jobs as the page shows them."""
+"""Jobs on the page."""
 
 import time
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ _MOST_POINTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class JobView:
-    """A job as the page shows it, and what can be done with it."""
+    """A job on the page, and the actions that are possible."""
 
     job: JobRecord
+    """The job."""
     file: str  # name of its training file
     validation_file: str  # name of its validation file; "" without one
     method: str  # the objective, as OpenAI's API names methods
@@ -27,7 +28,9 @@ class JobView:
     progress: float  # share of its steps that are done
     left: str  # time until it is done, in words; "" if not known
     tokens_per_s: float | None
+    """Training speed; None if it is not running."""
     curve: LossCurve | None
+    """Its losses; None before the first step."""
     more_curves: tuple[Chart, ...]  # learning rate and norm of the gradient
     checkpoint: str  # name of the newest checkpoint; "" before there is one
     talk: str  # name to chat with it by, as it is now; "" before there is one
@@ -35,12 +38,12 @@ class JobView:
 
     @property
     def title(self) -> str:
-        """As it was named, or else as the page can tell it from others."""
+        """Its name, or else one by which it can be told from others."""
         return self.job.suffix or self.job.id.removeprefix("ftjob-")[:8]
 
     @property
     def error(self) -> str:
-        """Why it failed."""
+        """Reason of its failure; "" if it has not failed."""
         return (
             str((self.job.error or {}).get("message") or "") if self.job.status == "failed" else ""
         )
@@ -51,11 +54,13 @@ class JobList:
     """The newest jobs of a tenant."""
 
     jobs: tuple[JobView, ...]
+    """The jobs, the newest first."""
     has_more: bool
+    """Whether there are older ones."""
 
 
 def newest_jobs(manager: JobManager, tenant: str, most: int) -> JobList:
-    """As many as `most`. Blocks."""
+    """Return at most `most` jobs. Blocks."""
     with manager.store.read() as transaction:
         page = transaction.jobs(tenant, after=None, limit=most)
         return JobList(
@@ -111,7 +116,7 @@ def _state(manager: JobManager, job: JobRecord) -> str:
 
 
 def _talk(manager: JobManager, transaction: Transaction, job: JobRecord) -> str:
-    """The name of its model, if that is there."""
+    """Return the name of a job's model, if it can be asked for; else ""."""
     is_there = (
         manager.adapters.is_live(job.tenant, job.name)
         or transaction.adapter(job.tenant, job.name) is not None

@@ -1,4 +1,4 @@
-"""The page pool as the page shows it."""
+"""The page pool on the page."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,28 +15,42 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """begin, share: of the pool, from 0 to 1."""
+    """Part of the page pool that belongs to one owner."""
 
     key: str
+    """Class in the style sheet."""
     name: str
+    """Name in the legend."""
     num_bytes: int
+    """Its size in bytes."""
     begin: float
+    """Start of its part of the bar, from 0 to 1."""
     share: float
+    """Its share of the pool, from 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryView:
-    """owners: without what is free."""
+    """The page pool by owner."""
 
     owners: tuple[Owner, ...]
+    """Owners of pages, without free ones."""
     num_bytes: int
+    """Size of the pool."""
     num_free_bytes: int
+    """Free bytes of the pool."""
     num_host_bytes: int
+    """Size of the pool in host memory."""
     num_host_used_bytes: int
+    """Used bytes of the pool in host memory."""
 
 
 def memory_view(memory: Mapping[str, Any]) -> MemoryView | None:
-    """memory: as `/v1/status` has it. None while there is no engine."""
+    """Return the page pool by owner; None while there is no engine.
+
+    Args:
+        memory: `memory` of `/v1/status`.
+    """
     num_pages, page_bytes, num_free = memory["pages"], memory["page_bytes"], memory["free"]
     if not num_pages or num_free is None:
         return None

@@ -1,4 +1,4 @@
-"""Models that jobs have made, as the page lists them."""
+"""Models made by jobs, on the page."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,13 @@ _MAX_SHOWN = 50
 
 @dataclass(frozen=True, kw_only=True)
 class ModelView:
-    """A model that a job of this tenant has made."""
+    """A model made by a job of the tenant."""
 
     name: str
+    """Its name."""
     job: str  # id of the job
     base: str
+    """Name of the base model."""
     created_at: int  # seconds of Unix time
     num_bytes: int  # of its files, without those that only its job needs
     is_served: bool  # whether this server answers with it

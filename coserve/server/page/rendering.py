@@ -1,4 +1,4 @@
-"""Templates to answers, and the headers that keep a page to itself."""
+"""Rendering of templates, with headers that isolate the page."""
 
 from typing import Any
 
@@ -56,6 +56,6 @@ _environment.filters |= {
 
 
 def html(template: str, **values: Any) -> Response:
-    """A page, or a part of one; no cache keeps it."""
+    """Return an answer with a rendered template, which caches must not store."""
     text = _environment.get_template(template).render(**values)
     return HTMLResponse(text, headers={**HEADERS, "Cache-Control": "no-store"})

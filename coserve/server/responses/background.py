@@ -1,6 +1,4 @@
-"""What the server does for clients who do not wait for it: runs that make events, which may be
-watched.
-"""
+"""Responses that run in the background, whose events clients can watch."""
 
 import asyncio
 import logging
@@ -14,17 +12,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Run:
-    """events: so far. state: what it is at now, as clients see it."""
+    """One response that runs in the background."""
 
     state: Callable[[], dict[str, Any]]
+    """Function that returns its current state, as clients see it."""
     on_cancel: Callable[[], Awaitable[None]]
+    """Function that is called when it was cancelled."""
     events: list[dict[str, Any]] = field(default_factory=list)
+    """Events so far."""
     is_finished: bool = False
+    """Whether there are no further events."""
     task: "asyncio.Task[None] | None" = None
+    """Task that makes the events."""
     _more: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def watch(self, start: int = 0) -> AsyncGenerator[dict[str, Any], None]:
-        """Events from this one on, until it is over."""
+        """Yield events from a position on, until the end."""
         while True:
             more = self._more
             for event in self.events[start:]:
@@ -36,12 +39,12 @@ class Run:
                 await more.wait()
 
     def add(self, event: dict[str, Any]) -> None:
-        """Tell those who watch."""
+        """Add an event, and wake those that watch."""
         self.events.append(event)
         self._wake()
 
     def end(self) -> None:
-        """There are no more."""
+        """Mark the response as finished, and wake those that watch."""
         self.is_finished = True
         self._wake()
 
@@ -51,7 +54,7 @@ class Run:
 
 
 class BackgroundRuns:
-    """Those that are under way, by a key. Belongs to the event loop."""
+    """Running responses by key; it belongs to the event loop."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[str, ...], Run] = {}
@@ -63,23 +66,30 @@ class BackgroundRuns:
         state: Callable[[], dict[str, Any]],
         on_cancel: Callable[[], Awaitable[None]],
     ) -> Run:
-        """Have a run make its events. on_cancel: what there is to do when it was cancelled."""
+        """Start a response in the background.
+
+        Args:
+            key: Key to find it by.
+            events: Generator of its events.
+            state: Function that returns its current state.
+            on_cancel: Function that is called when it was cancelled.
+        """
         run = self._runs[key] = Run(state, on_cancel)
         run.task = asyncio.create_task(self._run(key, run, events))
         return run
 
     def find(self, key: tuple[str, ...]) -> Run | None:
-        """None if it is over, or was never there."""
+        """Return the running response of a key; None if there is none."""
         return self._runs.get(key)
 
     async def cancel(self, key: tuple[str, ...]) -> None:
-        """End a run, and wait for its end; no error if it is over."""
+        """Cancel a response and wait for its end; does nothing if it has ended."""
         if (run := self._runs.get(key)) is not None and run.task is not None:
             run.task.cancel()
             await asyncio.wait([run.task])
 
     async def close(self) -> None:
-        """End them all, without telling them: what is left of them is found at the next start."""
+        """Cancel all responses without calling `on_cancel`; the next start finds them unfinished."""
         runs = list(self._runs.values())
         for run in runs:
             run.on_cancel = _nothing

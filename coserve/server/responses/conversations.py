@@ -1,4 +1,4 @@
-"""Conversations that are kept, and their items."""
+"""Stored conversations and their items."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,11 @@ Item = dict[str, Any]
 async def find_conversation(
     context: ResponsesContext, tenant: str, id: str, *, param: str = "conversation_id"
 ) -> ConversationRecord:
-    """One of a tenant's; ApiError if there is none."""
+    """Return a tenant's conversation.
+
+    Raises:
+        ApiError: There is none of this id.
+    """
     missing = f"Conversation with id '{id}' not found."
     return await find_stored(
         context.jobs, id, lambda store: store.conversation(tenant, id), param=param, missing=missing
@@ -28,7 +32,11 @@ async def find_conversation(
 async def items_of(
     context: ResponsesContext, tenant: str, id: str, *, param: str = "conversation_id"
 ) -> list[Item]:
-    """All that was said in a conversation; ApiError if it is not there."""
+    """Return all items of a conversation.
+
+    Raises:
+        ApiError: There is no conversation of this id.
+    """
 
     def read(store: Transaction) -> list[Item] | None:
         return None if store.conversation(tenant, id) is None else store.conversation_items(id)
@@ -38,7 +46,11 @@ async def items_of(
 
 
 def check_new(items: Sequence[Item], known: Sequence[Item], *, param: str) -> None:
-    """Each item is in a conversation once; ApiError names one that is not new."""
+    """Check that items are not in a conversation yet.
+
+    Raises:
+        ApiError: One is; the message names it.
+    """
     ids = {item["id"] for item in known}
     for item in items:
         if item["id"] in ids:
@@ -51,7 +63,7 @@ def check_new(items: Sequence[Item], known: Sequence[Item], *, param: str) -> No
 async def create_conversation(
     context: ResponsesContext, record: ConversationRecord, items: Sequence[Item]
 ) -> None:
-    """A new one, with its first items."""
+    """Create a conversation with its first items."""
 
     def write() -> None:
         with context.jobs.store.write() as transaction:
@@ -64,8 +76,10 @@ async def create_conversation(
 async def extend_conversation(
     context: ResponsesContext, tenant: str, id: str, items: Sequence[Item]
 ) -> bool:
-    """Add items; ApiError if one is there already. Returns whether the conversation is there: it
-    may have gone.
+    """Add items to a conversation; return whether it exists.
+
+    Raises:
+        ApiError: An item is in it already.
     """
     check_texts(id, param="conversation_id")
 
@@ -83,7 +97,7 @@ async def extend_conversation(
 async def label_conversation(
     context: ResponsesContext, tenant: str, id: str, metadata: dict[str, str]
 ) -> ConversationRecord | None:
-    """Give one of a tenant's other metadata; returns it as it is then, None if it is not there."""
+    """Replace the metadata of a tenant's conversation; return it, or None if it does not exist."""
     check_texts(id, param="conversation_id")
 
     def write() -> ConversationRecord | None:
@@ -96,7 +110,7 @@ async def label_conversation(
 
 
 async def remove_conversation(context: ResponsesContext, tenant: str, id: str) -> bool:
-    """Forget one of a tenant's, with its items; returns whether it was there."""
+    """Delete a tenant's conversation with its items; return whether it existed."""
     check_texts(id, param="conversation_id")
 
     def write() -> bool:
@@ -112,8 +126,10 @@ async def remove_conversation(context: ResponsesContext, tenant: str, id: str) -
 async def remove_item(
     context: ResponsesContext, tenant: str, id: str, item: str
 ) -> tuple[ConversationRecord | None, bool]:
-    """Take an item out of a conversation; returns that, None if it is not there, and whether the
-    item was.
+    """Remove an item from a conversation.
+
+    Returns:
+        The conversation, None if it does not exist; and whether the item did.
     """
     check_texts(id, param="conversation_id")
     check_texts(item, param="item_id")

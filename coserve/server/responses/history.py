@@ -1,4 +1,4 @@
-"""What a response follows, and where it is kept: a conversation, or the responses before it."""
+"""History of a response, and where it is stored: a conversation, or previous responses."""
 
 from typing import Any
 
@@ -15,8 +15,16 @@ Items = list[dict[str, Any]]
 async def items_before(
     context: ResponsesContext, tenant: str, body: ResponseBody, items: Items
 ) -> Items:
-    """What was said before. items: what is new; ApiError if that is not so, or there is nothing to
-    follow.
+    """Return the items that precede a response.
+
+    Args:
+        context: Store of responses and conversations.
+        tenant: Tenant that asks.
+        body: The body.
+        items: New items.
+
+    Raises:
+        ApiError: There is nothing to continue, or an item is not new.
     """
     if body.conversation_id is None:
         return await items_up_to(context, tenant, body.previous_response_id)
@@ -30,8 +38,9 @@ async def items_before(
 
 
 def keeper(context: ResponsesContext, tenant: str, body: ResponseBody, items: Items) -> Keep:
-    """Writes a response down as it is when it is called; one that has come to a good end goes into
-    its conversation.
+    """Return a function that stores a response as it is when called.
+
+    A response that ended well is added to its conversation, too.
     """
 
     async def keep_it(response: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Items of /v1/responses and messages of a chat: the same conversation in two forms."""
+"""Conversion between items of /v1/responses and messages of a chat."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +19,19 @@ _PREFIXES = {
 
 
 def new_item_id(kind: str) -> str:
-    """For an item of this type."""
+    """Return a new id for an item of a type."""
     return new_id(_PREFIXES[kind], "_")
 
 
 def input_items(given: str | Sequence[InputItem], where: str = "input") -> list[dict[str, Any]]:
-    """Items in their full form, each with an id; ApiError names what is wrong, or not supported.
-    where: they were.
+    """Return items in their full form, each with an id.
+
+    Args:
+        given: The input.
+        where: Field of the body that it comes from.
+
+    Raises:
+        ApiError: An item is wrong, or not supported.
     """
     items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
     return [_item(item, f"{where}[{place}]") for place, item in enumerate(items)]
@@ -34,7 +40,11 @@ def input_items(given: str | Sequence[InputItem], where: str = "input") -> list[
 def page_of(
     items: Sequence[dict[str, Any]], *, order: str, limit: int, after: str | None = None
 ) -> dict[str, Any]:
-    """Part of a list of items, which comes in order (asc); ApiError if `after` is none of them."""
+    """Return a page of a list of items, which is in ascending order.
+
+    Raises:
+        ApiError: `after` is not the id of an item.
+    """
     items = items if order == "asc" else items[::-1]
     if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
@@ -52,8 +62,9 @@ def page_of(
 
 
 def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat's messages, as OpenAI has them: what the assistant thought, said and called one after
-    the other is one message of it.
+    """Return items as messages of a chat.
+
+    Consecutive reasoning, text and calls of the assistant become one message.
     """
     messages: list[dict[str, Any]] = []
     thought = ""
@@ -125,7 +136,13 @@ def _item(item: InputItem, where: str) -> dict[str, Any]:
 def _parts(
     content: str | Sequence[ContentPart] | None, shown: str, where: str
 ) -> list[dict[str, Any]]:
-    """shown: the type of text here."""
+    """Return parts of content in their full form.
+
+    Args:
+        content: The content.
+        shown: Type of text parts here.
+        where: Field that it comes from.
+    """
     given = _required(content, where)
     if isinstance(given, str):
         return [_part(shown, given)]

@@ -1,4 +1,4 @@
-"""The output of /v1/responses, item by item, and the events that tell of it as it comes."""
+"""Output of /v1/responses: its items, and the events about them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,23 +17,34 @@ Event = dict[str, Any]
 
 
 class ResponseOutput:
-    """Takes the parts of an answer; `items` are those that are done or under way. A call that
-    turned out to be none is taken out of them, and its text is a message.
+    """Builder of the output from the parts of an answer.
+
+    A tool call that turns out to be invalid is removed, and its text becomes a message.
     """
 
     def __init__(self, apart: Mapping[str, dict[str, str]]) -> None:
-        """apart: names of functions in namespaces, see `tool_namespaces.apart`."""
+        """Begin with an empty output.
+
+        Args:
+            apart: Names of functions in namespaces; see `tool_namespaces.apart`.
+        """
         self._apart = apart
         self._items: list[dict[str, Any]] = []
         self._dropped: set[int] = set()
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """As the response has them."""
+        """Items of the response, including an unfinished one."""
         return [item for place, item in enumerate(self._items) if place not in self._dropped]
 
     def take(self, part: Part, call_id: str, logprobs: Sequence[Any]) -> Iterator[Event]:
-        """The events that a part makes. call_id: of a call that begins. logprobs: of content."""
+        """Yield the events of a part.
+
+        Args:
+            part: The part.
+            call_id: Id of a call, if the part begins one.
+            logprobs: Log-probabilities, if the part is content.
+        """
         if isinstance(part, CallBegins):
             yield from self.close()
             names = self._apart.get(part.name, {"name": part.name})
@@ -59,7 +70,7 @@ class ResponseOutput:
             yield self._text("response.output_text.delta", part.text, logprobs=list(logprobs))
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """The item that is under way, if there is one, is over."""
+        """Yield the events that end the current item, if there is one."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item = self._items[-1]
@@ -91,7 +102,9 @@ class ResponseOutput:
         }
 
     def _into(self, kind: str, fields: dict[str, Any], part: dict[str, Any]) -> Iterator[Event]:
-        """Have an item of this type under way, with one part of content."""
+        """Yield the events that begin an item of a type, with one part of content, unless it is
+        open.
+        """
         if (
             self._items
             and self._items[-1]["type"] == kind
@@ -126,7 +139,7 @@ class ResponseOutput:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """As it is now: it may still change."""
+    """Return a copy of an item, which may still change."""
     return {
         name: [dict(part) for part in value] if isinstance(value, list) else value
         for name, value in item.items()

@@ -1,4 +1,4 @@
-"""A body of /v1/responses as the chat that it stands for."""
+"""Chats for bodies of /v1/responses."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -38,8 +38,18 @@ async def response_request(
     tenant: str,
     arrival_s: float,
 ) -> ChatRequest:
-    """items: the conversation, with what is new in it; if its beginning may be cut off, as much as
-    there is room for. ApiError names the field that is wrong.
+    """Return the chat that a body asks for.
+
+    Args:
+        body: The body.
+        items: The conversation with its new items; if truncation is allowed, as much of its end as
+            fits.
+        context: Parts of the server.
+        tenant: Tenant that asks.
+        arrival_s: Time of arrival, by the engine's clock.
+
+    Raises:
+        ApiError: A field is wrong, or the request cannot be admitted.
     """
     _refuse_what_is_not_there(body)
 
@@ -65,8 +75,9 @@ async def _longest_that_fits(
     asked: Callable[[Sequence[dict[str, Any]]], Awaitable[ChatRequest]],
     items: Sequence[dict[str, Any]],
 ) -> ChatRequest:
-    """Leaves out as few items as it can, from the beginning, up to where a user speaks; what the
-    system says stays.
+    """Leave out as few items as possible, from the beginning up to a user's message.
+
+    Messages of the system stay.
     """
     places = [place for place, item in enumerate(items) if place and item.get("role") == "user"]
     found, wrong = await _if_it_fits(asked, items)
@@ -91,7 +102,7 @@ async def _if_it_fits(
     asked: Callable[[Sequence[dict[str, Any]]], Awaitable[ChatRequest]],
     items: Sequence[dict[str, Any]],
 ) -> tuple[ChatRequest | None, ApiError | None]:
-    """Or what says that it does not."""
+    """Return the chat, or the error if it is too long."""
     try:
         return await asked(items), None
     except ApiError as error:
@@ -120,7 +131,11 @@ def _refuse_what_is_not_there(body: ResponseBody) -> None:
 
 
 def check_metadata(metadata: dict[str, Any] | None) -> None:
-    """OpenAI's limits; ApiError."""
+    """Check metadata against OpenAI's limits.
+
+    Raises:
+        ApiError: It exceeds them.
+    """
     if metadata is None:
         return
     check_texts(metadata, param="metadata")

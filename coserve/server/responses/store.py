@@ -1,4 +1,4 @@
-"""Responses that are kept: found, followed and forgotten again."""
+"""Stored responses."""
 
 import asyncio
 import time
@@ -22,15 +22,15 @@ _LONGEST_CHAIN = 10_000
 
 
 def unfinished(store: Store) -> list[str]:
-    """Return the ids of responses that are not over: at a start, those that a process that is gone
-    was at. Blocks.
+    """Return the ids of unfinished responses; at a start, those that an earlier process left.
+    Blocks.
     """
     with store.read() as transaction:
         return transaction.unfinished_responses()
 
 
 def end_unfinished(store: Store, ids: Collection[str]) -> None:
-    """Have responses fail that a process that is gone was at. Blocks."""
+    """Mark responses of an earlier process as failed. Blocks."""
     error = {
         "code": "server_error",
         "message": "The server was restarted before the response was complete.",
@@ -42,7 +42,14 @@ def end_unfinished(store: Store, ids: Collection[str]) -> None:
 async def keep(
     context: ResponsesContext, tenant: str, items: list[Any], response: dict[str, Any]
 ) -> None:
-    """Write a response down as it is now. items: what was new in its input."""
+    """Store the current state of a response.
+
+    Args:
+        context: Store of responses and conversations.
+        tenant: Tenant that it belongs to.
+        items: New items of its input.
+        response: The response.
+    """
     record = ResponseRecord(
         id=response["id"],
         tenant=tenant,
@@ -63,7 +70,11 @@ async def keep(
 
 
 async def find(context: ResponsesContext, tenant: str, id: str) -> ResponseRecord:
-    """One of a tenant's; ApiError if there is none."""
+    """Return a tenant's response.
+
+    Raises:
+        ApiError: There is none of this id.
+    """
     missing = f"Response with id '{id}' not found."
     return await find_stored(
         context.jobs,
@@ -75,7 +86,11 @@ async def find(context: ResponsesContext, tenant: str, id: str) -> ResponseRecor
 
 
 async def forget(context: ResponsesContext, tenant: str, id: str) -> None:
-    """Remove one of a tenant's; ApiError if there is none, or none any more."""
+    """Delete a tenant's response.
+
+    Raises:
+        ApiError: There is none of this id.
+    """
     check_texts(id, param="response_id")
 
     def remove() -> bool:
@@ -89,10 +104,10 @@ async def forget(context: ResponsesContext, tenant: str, id: str) -> None:
 async def items_up_to(
     context: ResponsesContext, tenant: str, previous: str | None
 ) -> list[dict[str, Any]]:
-    """All items up to the end of a response, with those of the responses before it.
+    """Return all items up to the end of a response, including those of previous responses.
 
     Raises:
-        ApiError: one of them is not there any more, or has not come to a good end.
+        ApiError: One of them does not exist, or did not end well.
     """
     if previous is None:
         return []

@@ -1,7 +1,7 @@
-"""Namespaces of /v1/responses, as OpenAI has them: functions in groups.
+"""Namespaces of /v1/responses, as in OpenAI's API: groups of functions.
 
-A model is shown each function of a namespace by a flat name, `namespace__name`, as vLLM does it;
-clients see, and send back, the two names apart.
+The model sees each function of a namespace under a flat name, `namespace__name`, as in vLLM;
+clients see and send the two names separately.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,15 @@ _SEPARATOR = "__"
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """What the model knows a function by."""
+    """Return the name of a function that the model sees."""
     return name if namespace is None else f"{namespace}{_SEPARATOR}{name}"
 
 
 def functions_of(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]:
-    """All functions in the order of the tools, as a chat has them; ApiError for what is no
-    function, or has another's flat name.
+    """Return all functions in the order of the tools, in the form of a chat.
+
+    Raises:
+        ApiError: A tool is not a function, or two have the same flat name.
     """
     of_namespaces, found, names = apart(tools), [], set()
     for where, namespace, tool in _each(tools):
@@ -47,7 +49,7 @@ def functions_of(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]:
 
 
 def apart(tools: Sequence[FunctionTool] | None) -> dict[str, dict[str, str]]:
-    """By flat name: the fields `name` and `namespace` of a call, of functions that are in one."""
+    """Return the fields `name` and `namespace` of functions in namespaces, by flat name."""
     return {
         flat_name(namespace, tool.name): {"name": tool.name, "namespace": namespace}
         for _, namespace, tool in _each(tools)
@@ -56,8 +58,12 @@ def apart(tools: Sequence[FunctionTool] | None) -> dict[str, dict[str, str]]:
 
 
 def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[FunctionTool] | None) -> Any:
-    """tool_choice as a chat has it. A function of a namespace may be named flat, or by its own name
-    where no other has it; ApiError if several have.
+    """Return tool_choice in the form of a chat.
+
+    A function of a namespace may be named by its flat name, or by its own if it is unique.
+
+    Raises:
+        ApiError: Several functions have the name.
     """
     if not isinstance(choice, Mapping) or choice.get("type") != "function":
         return choice
@@ -75,8 +81,10 @@ def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[FunctionTo
 
 
 def _each(tools: Sequence[FunctionTool] | None) -> list[tuple[str, str | None, FunctionTool]]:
-    """Where it is, its namespace, and the tool, of those that are none themselves. ApiError for one
-    without a name.
+    """Return each tool that is not a namespace, with its field in the body and its namespace.
+
+    Raises:
+        ApiError: A namespace has no name.
     """
     found: list[tuple[str, str | None, FunctionTool]] = []
     for place, tool in enumerate(tools or ()):

@@ -1,4 +1,4 @@
-"""The answer of /v1/responses as a sequence of events, of which the last has all of it."""
+"""Answers of /v1/responses as events, the last of which has the complete response."""
 
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -23,12 +23,19 @@ Keep = Callable[[Response], Coroutine[Any, Any, None]]
 
 
 class ResponseWriter:
-    """Makes the events of one response; `response` is it as it is now."""
+    """Writer of one response; `response` is its current state."""
 
     def __init__(
         self, context: GenerationContext, body: ResponseBody, chat: ChatRequest, keep: Keep
     ) -> None:
-        """keep: told the response when it is over, before clients are."""
+        """Begin a response.
+
+        Args:
+            context: Parts of the server.
+            body: Body of the request.
+            chat: The chat that it asks for.
+            keep: Function that stores the response at its end, before clients see it.
+        """
         self._context, self._chat, self._keep = context, chat, keep
         self._output, self._reader = (
             ResponseOutput(apart(body.tools)),
@@ -40,15 +47,21 @@ class ResponseWriter:
         self.response = _fresh(body, chat)
 
     async def whole(self) -> Response:
-        """All at once; ApiError if there is no good end."""
+        """Return the complete response.
+
+        Raises:
+            ApiError: It failed.
+        """
         async with aclosing(self._run()) as events:
             async for _ in events:
                 pass
         return self.response
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Piece by piece. What goes wrong before the first token is an ApiError, what does later an
-        event.
+        """Yield the events of a stream.
+
+        Raises:
+            ApiError: It failed before the first token; later, an event says so.
         """
         begun = False
         try:
@@ -63,7 +76,7 @@ class ResponseWriter:
             yield self._numbered({"type": "response.failed", "response": dict(self.response)})
 
     async def background_events(self) -> AsyncGenerator[Event, None]:
-        """The same for one that nobody may wait for: everything that goes wrong is an event."""
+        """Yield the events of a response in the background, in which every failure is an event."""
         self.response["status"] = "queued"
         yield self._numbered({"type": "response.queued", "response": dict(self.response)})
         self.response["status"] = "in_progress"
@@ -76,7 +89,7 @@ class ResponseWriter:
             yield self._numbered({"type": "response.failed", "response": dict(self.response)})
 
     async def fail(self, fault: ApiError | CoserveError) -> None:
-        """It has come to a bad end; that is told also where it cannot be written down."""
+        """Mark the response as failed, even if that cannot be stored."""
         error = fault if isinstance(fault, ApiError) else as_api_error(fault)
         code = (
             "rate_limit_exceeded"
@@ -89,7 +102,7 @@ class ResponseWriter:
             await self._end("failed", error={"code": code, "message": error.message})
 
     async def cancel(self) -> None:
-        """Its client has ended it."""
+        """Mark the response as cancelled by its client."""
         await self._end("cancelled")
 
     async def _end(self, status: str, **more: Any) -> None:
@@ -153,7 +166,7 @@ class ResponseWriter:
 
 
 def _fresh(body: ResponseBody, chat: ChatRequest) -> Response:
-    """A response before its first token: what was asked for."""
+    """Return a response before its first token, with the fields of its request."""
     generation = chat.generation
     text = (
         {"format": {"type": "text"}}
@@ -196,6 +209,6 @@ def _fresh(body: ResponseBody, chat: ChatRequest) -> Response:
 
 
 def _shown(tool: FunctionTool) -> dict[str, Any]:
-    """As OpenAI gives it back."""
+    """Return a tool in the form of OpenAI's answers."""
     fields = tool.model_dump(exclude_none=True)
     return fields if tool.type == "namespace" else {"parameters": None, "strict": None, **fields}
