@@ -1,1 +1,1 @@
-"""An HTTP client of a running server, for the commands and the experiments."""
+"""HTTP client of a running server, for commands and experiments."""

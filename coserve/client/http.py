@@ -1,7 +1,7 @@
-"""The server from the other side: what the commands and the load generator say to it over HTTP.
+"""HTTP client of a server, for commands and the load generator.
 
-Small on purpose: programs of users speak through the `openai` client; this one needs nothing but
-httpx, and turns every failure into one line.
+It is deliberately small: users' programs use the `openai` client. This one needs only httpx, and
+turns every failure into one line.
 """
 
 import json
@@ -25,13 +25,20 @@ _PER_PAGE = 100
 
 
 class Client:
-    """One server, and the key for it. Every call raises ServerError with one line, and RequestError
-    for what cannot be sent; not to be shared by threads.
+    """Client of one server; it must not be shared by threads.
+
+    Methods raise ServerError with one line, and RequestError for a body that cannot be sent.
     """
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None) -> None:
-        """url: with or without `/v1` at its end. ServerError: it is no address, or the key is
-        none.
+        """Connect to a server.
+
+        Args:
+            url: URL of the server, with or without `/v1`.
+            api_key: API key, if the server needs one.
+
+        Raises:
+            ServerError: The URL or the key is invalid.
         """
         self.url = base_url(url)
         self._http = httpx.Client(
@@ -50,19 +57,17 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._http.close()
 
     def get(self, path: str, **params: Any) -> Any:
-        """The JSON of an answer; None in params is left out."""
+        """Return the JSON of an answer to GET; parameters that are None are left out."""
         return self._send(
             "GET", path, params={name: value for name, value in params.items() if value is not None}
         )
 
     def each(self, path: str) -> Iterator[dict[str, Any]]:
-        """Of a list of the API that comes in pages: the newest first, asked for as they are
-        wanted.
-        """
+        """Yield the items of a paginated list, the newest first; pages are fetched as needed."""
         after: str | None = None
         while True:
             page = self.get(path, after=after, limit=_PER_PAGE)
@@ -72,15 +77,15 @@ class Client:
             after = page["data"][-1]["id"]
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON of an answer."""
+        """Return the JSON of an answer to POST."""
         return self._send("POST", path, content=_encoded(body or {}), headers=_JSON)
 
     def delete(self, path: str) -> Any:
-        """The JSON of an answer."""
+        """Return the JSON of an answer to DELETE."""
         return self._send("DELETE", path)
 
     def content(self, file_id: str) -> bytes:
-        """What is in a file that the server keeps."""
+        """Return the content of a stored file."""
         try:
             answer = self._http.get(f"/v1/files/{file_id}/content")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -90,7 +95,11 @@ class Client:
         return answer.content
 
     def upload(self, path: Path, purpose: str = "fine-tune") -> dict[str, Any]:
-        """Give the server a file; returns its record. DataError: the file cannot be read here."""
+        """Upload a file, and return its record.
+
+        Raises:
+            DataError: The file cannot be read.
+        """
         try:
             with path.open("rb") as file:
                 record: dict[str, Any] = self._send(
@@ -104,7 +113,7 @@ class Client:
         return record
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of a streamed answer as they come; closing the iterator early cancels the
+        """Yield the chunks of a streamed answer as they arrive; closing the iterator cancels the
         request.
         """
         try:
@@ -142,7 +151,11 @@ class Client:
 
 
 def base_url(url: str) -> str:
-    """Without `/v1` and slashes at its end; ServerError if it is no address."""
+    """Return a URL without `/v1` and slashes at its end.
+
+    Raises:
+        ServerError: It is not a URL of a server.
+    """
     if not url.lower().startswith(("http://", "https://")):
         raise ServerError(
             f"{url!r} is not a URL of a server: it must begin with http:// or https://"
@@ -159,18 +172,22 @@ def base_url(url: str) -> str:
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
-    """As OpenAI's API has it; ServerError if a header cannot hold the key, which is not shown."""
+    """Return the authorization header of OpenAI's API.
+
+    Raises:
+        ServerError: A header cannot contain the key, which is not shown.
+    """
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise ServerError("the API key is invalid: a key must be ASCII without line breaks")
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def chunk_of(line: str) -> dict[str, Any] | None:
-    """What a line of a stream of server-sent events says; None for an empty one, a comment and the
-    last.
+    """Return the chunk of a line of server-sent events; None for empty lines, comments and the last
+    event.
 
     Raises:
-        ServerError: the stream says that the request failed.
+        ServerError: The stream says that the request failed.
     """
     if not line.startswith("data:"):
         return None
@@ -187,7 +204,11 @@ def chunk_of(line: str) -> dict[str, Any] | None:
 
 
 def _encoded(body: dict[str, Any]) -> bytes:
-    """As it is sent; RequestError with the field that JSON cannot hold."""
+    """Return a body as bytes.
+
+    Raises:
+        RequestError: JSON cannot represent a field; the message names it.
+    """
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
@@ -195,9 +216,7 @@ def _encoded(body: dict[str, Any]) -> bytes:
 
 
 def _faults(value: Any, place: str) -> Iterator[str]:
-    """What JSON does not have: numbers that are not finite, and text of bytes that were not
-    UTF-8.
-    """
+    """Yield what JSON cannot represent: numbers that are not finite, and text that is not UTF-8."""
     if isinstance(value, float) and not isfinite(value):
         yield f"{place} must be a finite number, not {value}"
     elif isinstance(value, str) and value.encode(errors="replace") != value.encode(
@@ -213,7 +232,7 @@ def _faults(value: Any, place: str) -> Iterator[str]:
 
 
 def refusal(status: int, content: bytes) -> ServerError:
-    """An error that was answered, in its own words."""
+    """Return the error of an answer, with the server's message."""
     try:
         message = _message(json.loads(content))
     except ValueError:

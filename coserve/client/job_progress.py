@@ -1,6 +1,4 @@
-"""A fine-tuning job as a client sees it, poll by poll: how far it is, and how the server fares
-meanwhile.
-"""
+"""Progress of a fine-tuning job and state of the server, as a client polls them."""
 
 import time
 from dataclasses import dataclass, field
@@ -15,15 +13,21 @@ ANSWERS = ("valid_exact_match", "valid_json_valid", "valid_json_match")
 
 @dataclass(kw_only=True)
 class JobProgress:
-    """What is known of a job, and of the server meanwhile; `take` adds to it."""
+    """State of a job and the server, as of the last poll."""
 
     job: dict[str, Any]
+    """The job, as the API returns it."""
     status: dict[str, Any] = field(default_factory=dict)
+    """State of the server, as /v1/status returns it."""
     losses: dict[int, float] = field(default_factory=dict)  # by step
     step: int = 0
+    """Optimizer steps so far."""
     num_steps: int | None = None
+    """Optimizer steps in all; None until known."""
     validation_loss: float | None = None
+    """Last validation loss."""
     tokens_per_s: float | None = None
+    """Last training speed."""
     reward_margin: float | None = None  # of a job that learns preferences
     answers: dict[str, float] = field(
         default_factory=dict
@@ -40,12 +44,12 @@ class JobProgress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the estimated end, if there is one."""
+        """Seconds until the estimated end; None without an estimate."""
         finish = self.job.get("estimated_finish")
         return None if finish is None or self.is_terminal else max(0.0, finish - time.time())
 
     def poll(self, client: Client) -> list[dict[str, Any]]:
-        """Ask the server once. Returns the events that are new, oldest first."""
+        """Ask the server once, and return new events, the oldest first."""
         self.job = client.get(f"/v1/fine_tuning/jobs/{self.job['id']}")
         known = self.job.get("coserve") or {}
         self.step, self.num_steps = (
@@ -72,7 +76,7 @@ class JobProgress:
         self.answers |= {name: data[name] for name in ANSWERS if data.get(name) is not None}
 
     def summary(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the state as JSON."""
         return {
             "job": self.job["id"],
             "status": self.job["status"],
@@ -86,6 +90,6 @@ class JobProgress:
 
 
 def events_after(client: Client, job_id: str, last: str | None) -> list[dict[str, Any]]:
-    """Events newer than one, oldest first."""
+    """Return events newer than one, the oldest first."""
     newest_first = client.each(f"/v1/fine_tuning/jobs/{job_id}/events")
     return list(takewhile(lambda event: event["id"] != last, newest_first))[::-1]

@@ -1,10 +1,10 @@
-"""Ports for servers that are started for a while."""
+"""Ports for temporary servers."""
 
 import socket
 
 
 def free_port() -> int:
-    """A port of this machine on which nothing listens now."""
+    """Return a port of this machine on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

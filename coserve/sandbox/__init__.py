@@ -1,3 +1,4 @@
-"""Sandbox: calls in processes of their own, with limits on memory, stack and time, so that a crash
-costs one call.
+"""Sandbox: calls in processes of their own, with limits on memory, stack and time.
+
+A crash fails only the one call.
 """

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, whatever either is doing."""
+"""Termination of a process together with the one that started it, even if it hangs."""
 
 import ctypes
 import os
@@ -10,11 +10,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, even if this process hangs (Linux:
-    prctl(2), PR_SET_PDEATHSIG; elsewhere nothing happens).
+    """Make the kernel kill this process when its parent ends (Linux: prctl(2), PR_SET_PDEATHSIG).
 
-    It counts from now on: a parent that has ended before must be found out by other means. The
-    parent is the thread that started this process, not its process.
+    Elsewhere nothing happens. It has no effect for a parent that has ended before. The parent is
+    the thread that started this process, not its process.
     """
     if sys.platform != "linux":
         return

@@ -1,5 +1,4 @@
-"""Runs calls of a task in processes of their own: a crash, an overrun or a leak there costs the one
-call.
+"""Runner of a task's calls in processes of their own, so that a crash or a leak fails one call.
 
 A template process (`template.py`) prepares the task once and forks a process for each call, which
 shares the prepared state and starts within milliseconds. It inherits no open files and only those
@@ -56,19 +55,21 @@ _MESSAGES: dict[Failure, str] = {
 
 
 def has_sandboxes() -> bool:
-    """Return whether this system has what a sandbox needs: Linux, as others enforce no limit of
-    memory on a process.
-    """
+    """Return whether sandboxes work on this system: only Linux enforces memory limits of processes."""
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 class Sandbox:
-    """A task's sandbox. Calls may come from several threads at once; each gets a process of its
-    own.
-    """
+    """Sandbox of one task; several threads may call it at once, each call in a process of its own."""
 
     def __init__(self, task: type[Task], setup: Any, limits: Limits | None = None) -> None:
-        """Start nothing yet. setup: what the task is made with."""
+        """Create a sandbox without starting a process.
+
+        Args:
+            task: Class of the task.
+            setup: Argument of its constructor.
+            limits: Limits of each call.
+        """
         self._task, self._limits = task, limits or Limits()
         self._setup = msgspec.msgpack.encode(setup)
         self._template: _Template | None = None
@@ -77,11 +78,15 @@ class Sandbox:
 
     @property
     def pid(self) -> int | None:
-        """The template's process, if there is one."""
+        """Process id of the template; None if it is not running."""
         return None if self._template is None else self._template.pid
 
     def run(self, call: Any) -> Any:
-        """Run one call, and return its reply; SandboxError if it has none. Blocks."""
+        """Run a call, and return its reply. Blocks.
+
+        Raises:
+            SandboxError: The call failed.
+        """
         sent = msgspec.msgpack.encode(call)
         with self._lock:
             self._num_calls += 1
@@ -103,7 +108,7 @@ class Sandbox:
         raise AssertionError
 
     def rest(self) -> None:
-        """End the template unless calls are under way; the next call starts another one."""
+        """End the template unless calls are running; the next call starts another one."""
         with self._lock:
             if self._num_calls or self._template is None:
                 return
@@ -111,7 +116,7 @@ class Sandbox:
         template.close()
 
     def close(self) -> None:
-        """End all processes; calls under way fail."""
+        """End all processes; running calls fail."""
         with self._lock:
             template, self._template = self._template, None
         if template is not None:
@@ -164,7 +169,7 @@ class Sandbox:
 
 
 class _Template:
-    """The template's process, as the one that started it sees it."""
+    """The template process, seen from the process that started it."""
 
     def __init__(self, task: type[Task], setup: bytes, limits: Limits) -> None:
         self._control, theirs = socket.socketpair()
@@ -196,8 +201,8 @@ class _Template:
         return self._process.pid
 
     def call(self, sent: bytes, limit_s: float) -> tuple[bytes, Ended] | None:
-        """Return a call's reply and how its process ended; None if the template has ended, or does
-        not answer.
+        """Return the reply of a call, and the exit of its process; None if the template does not
+        answer.
         """
         until_s = time.monotonic() + limit_s
         data, theirs = socket.socketpair()
@@ -226,7 +231,11 @@ def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
 
 
 def _exchanged(data: socket.socket, sent: bytes, until_s: float) -> bytes:
-    """Send a call, and return what comes back until the other end is closed; TimeoutError."""
+    """Send a call, and return all data until the other end is closed.
+
+    Raises:
+        TimeoutError: The time is over.
+    """
     data.setblocking(False)
     with suppress(BrokenPipeError, ConnectionResetError):
         rest = memoryview(sent)
@@ -238,7 +247,11 @@ def _exchanged(data: socket.socket, sent: bytes, until_s: float) -> bytes:
 
 
 def _read_until(file: int, until_s: float) -> bytes:
-    """Return all that comes until the other end is closed; TimeoutError."""
+    """Return all data until the other end is closed.
+
+    Raises:
+        TimeoutError: The time is over.
+    """
     found = bytearray()
     while True:
         _wait_for(file, select.POLLIN, until_s)
@@ -262,7 +275,9 @@ def _wait_for(file: int, event: int, until_s: float) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the processes; they find this package where this process has it."""
+    """Return the environment of the processes, in which they find this package where this process
+    does.
+    """
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     found = [str(Path(coserve.__file__).parents[1]), *filter(None, sys.path)]
     return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(found))}

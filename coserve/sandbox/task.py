@@ -1,6 +1,4 @@
-"""The interface between a sandbox and the code that runs in it: a task, and the limits of each of
-its calls.
-"""
+"""Interface between a sandbox and its code: a task, and the limits of each call."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,18 +15,20 @@ class Task(ABC):
     since each sandbox imports it anew.
     """
 
-    # Types of the data that goes in and comes out, for msgspec.
     setup_type: ClassVar[Any]
+    """Type of the constructor's argument, for msgspec."""
     call_type: ClassVar[Any]
+    """Type of a call, for msgspec."""
     reply_type: ClassVar[Any]
+    """Type of a reply, for msgspec."""
 
     @abstractmethod
     def __init__(self, setup: Any) -> None:
-        """Prepare what every call needs; setup is trusted, and is not limited."""
+        """Prepare what every call needs. The argument is trusted, and this is not limited."""
 
     @abstractmethod
     def run(self, call: Any) -> Any:
-        """Do one call in a process of its own; what it raises is a failure of the sandbox
+        """Run one call in a process of its own; an exception is a failure of the sandbox
         ("crashed").
         """
 
@@ -54,13 +54,14 @@ Failure = Literal["crashed", "memory", "time", "late", "killed", "unstarted"]
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The exit of a call's process, as the template tells it."""
+    """Exit of a call's process, as the template reports it."""
 
     # As of `os.waitstatus_to_exitcode`: the negative number of the signal that ended it.
     status: int
     # The end of its standard error.
     stderr: str
     peak_bytes: int
+    """Peak resident memory of the process."""
 
 
 def task_name(task: type[Task]) -> str:

@@ -1,7 +1,7 @@
-"""The template process of a sandbox: it prepares a task once, then forks a process for each call.
+"""Template process of a sandbox: it prepares a task once, then forks a process for each call.
 
-It runs nothing that a client wrote, has one thread, and ends when the process that started it does:
-the control socket closes then. Its children end with it.
+It runs no client's code, has one thread, and ends with the process that started it, when the
+control socket is closed. Its children end with it.
 """
 
 import gc
@@ -33,8 +33,9 @@ _NICENESS = 5
 
 
 def main() -> NoReturn:
-    """Serve calls until the control socket is closed. Arguments: its number, and the task's
-    name.
+    """Serve calls until the control socket is closed.
+
+    The arguments of the process are the number of the socket and the name of the task.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = msgspec.convert(msgspec.json.decode(sys.argv[3]), Limits)
@@ -74,12 +75,18 @@ class _Child:
     """The process of one call."""
 
     def __init__(self, pid: int, report: int, stderr: int) -> None:
-        """report: the file to which its end is written. stderr: the file of its standard error."""
+        """Watch a process.
+
+        Args:
+            pid: The process.
+            report: File to which its exit is written.
+            stderr: File of its standard error.
+        """
         self.pid, self.report, self.stderr = pid, report, stderr
         self.pidfd = os.pidfd_open(pid)
 
     def report_end(self) -> None:
-        """Wait for its end, and tell it."""
+        """Wait for the end of the process, and report it."""
         _, status, usage = os.wait4(self.pid, 0)
         size = os.lseek(self.stderr, 0, os.SEEK_END)
         said = os.pread(self.stderr, _STDERR_BYTES, max(0, size - _STDERR_BYTES))
@@ -122,7 +129,7 @@ def _forked(task: Task, limits: Limits, data: int, report: int) -> _Child:
 
 
 def _run_child(task: Task, limits: Limits, data: int, stderr: int, parent: int) -> NoReturn:
-    """Answer one call; never returns to the caller's stack."""
+    """Run one call; never returns to the caller's stack."""
     status = UNSTARTED
     try:
         end_with_parent()
@@ -160,9 +167,7 @@ def _address_space_bytes() -> int:
 
 
 def _run_on_thread(task: Task, data: int) -> int:
-    """Run the call on a thread, whose stack has the limit's size; returns the process's exit
-    status.
-    """
+    """Run the call in a thread with the limited stack, and return the exit status of the process."""
     statuses: list[int] = []
 
     def run() -> None:

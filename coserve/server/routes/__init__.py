@@ -1,1 +1,1 @@
-"""Routes, one file per group, found by the file: its `router`."""
+"""Routes: one file per group, whose `router` is found by the file."""

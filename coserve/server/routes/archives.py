@@ -1,6 +1,4 @@
-"""GET /v1/fine_tuning/jobs/{id}/archive: what a job has made as one ZIP file: its adapter, or a
-merged model.
-"""
+"""GET /v1/fine_tuning/jobs/{id}/archive: the adapter of a job, or a merged model, as a ZIP file."""
 
 import shutil
 from collections.abc import Iterator
@@ -39,9 +37,11 @@ async def retrieve_archive(
 ) -> Response:
     """Send the files that a job has made as a ZIP archive.
 
-    step: of a checkpoint (default: the newest). merge: the base model with the adapter in its
-    weights, in the types of its files and in Hugging Face's layout, instead of the adapter in
-    PEFT's.
+    Args:
+        step: Step of a checkpoint (default: the newest).
+        merge: Whether to send the base model with the adapter merged into its weights, in the data
+            types of its files and in Hugging Face's layout, instead of the adapter in PEFT's
+            format.
     """
     job = await run_in_threadpool(find_job, jobs, tenant, job_id)
     directory = await run_in_threadpool(adapter_directory, jobs, job, step)

@@ -1,4 +1,4 @@
-"""/v1/batches, as OpenAI has them."""
+"""Routes of /v1/batches, as in OpenAI's API."""
 
 import asyncio
 import time
@@ -30,27 +30,34 @@ _LONGEST_WINDOW_S = 30 * 24 * 3600
 
 
 class OutputExpiresAfter(Body):
-    """Of output and error file."""
+    """Expiry of output and error file."""
 
     anchor: Literal["created_at"]
+    """Time from which it counts."""
     seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+    """Seconds until the files expire."""
 
 
 class BatchBody(Body):
-    """POST /v1/batches. completion_window: "24h" as OpenAI has it, or another duration."""
+    """Body of POST /v1/batches."""
 
     input_file_id: Annotated[str, Field(max_length=256)]
+    """File with the requests."""
     endpoint: Annotated[str, Field(max_length=256)]
+    """Path of the requests."""
     completion_window: Annotated[str, Field(max_length=32)]
+    """Time within which they are answered: "24h" as in OpenAI's API, or another duration."""
     metadata: dict[str, Any] | None = None
+    """The client's own data."""
     output_expires_after: OutputExpiresAfter | None = None
+    """Expiry of output and error file (default: never)."""
 
 
 @router.post("/v1/batches")
 async def create_batch(
     body: BatchBody, jobs: JobsPart, batches: BatchesPart, limits: TenantLimits, tenant: Tenant
 ) -> Response:
-    """Take up the requests of a file."""
+    """Start a batch of the requests in a file."""
     check_texts(body.input_file_id, param="input_file_id")
     check_metadata(body.metadata)
     if body.endpoint not in ANSWERS:
@@ -90,7 +97,7 @@ async def list_batches(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """A page of them, the newest first."""
+    """List batches, the newest first."""
 
     def read() -> Page:
         with jobs.store.read() as transaction:
@@ -113,7 +120,7 @@ async def list_batches(
 async def retrieve_batch(
     batch_id: str, jobs: JobsPart, batches: BatchesPart, tenant: Tenant
 ) -> Response:
-    """One of them, with what has come of it so far."""
+    """Return a batch with its progress."""
     return json_response(_batch(batches.live(await _find(jobs, tenant, batch_id))))
 
 
@@ -121,7 +128,7 @@ async def retrieve_batch(
 async def cancel_batch(
     batch_id: str, jobs: JobsPart, batches: BatchesPart, tenant: Tenant
 ) -> Response:
-    """Ask no more of its requests; what has been answered is kept."""
+    """Cancel a batch; answers so far are kept."""
     record = await batches.cancel(await _find(jobs, tenant, batch_id))
     if record.status not in ("cancelling", "cancelled"):
         raise ApiError(

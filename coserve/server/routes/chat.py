@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Routes of /v1/chat/completions."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ async def chat_completions(
 async def chat_completions_batch(
     body: ChatBatchBody, request: Request, context: GenerationPart, tenant: Tenant
 ) -> Response:
-    """Answer several chats; the choices are theirs, in their order."""
+    """Answer several chats; each has one choice, in their order."""
     if body.stream:
         raise ApiError(
             "stream is not available for several chats",

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Route of /v1/completions."""
 
 import time
 
@@ -20,7 +20,7 @@ router = APIRouter(route_class=JsonRoute)
 async def completions(
     body: CompletionBody, request: Request, context: GenerationPart, tenant: Tenant
 ) -> Response:
-    """Continue with prompts."""
+    """Continue prompts."""
     completion = await completion_request(body, context, tenant, time.monotonic())
     writer = CompletionWriter(context, completion)
     note_completion(request, completion.generation.id)

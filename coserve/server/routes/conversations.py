@@ -1,4 +1,4 @@
-"""/v1/conversations, as OpenAI has them: items that responses follow, and add to."""
+"""Routes of /v1/conversations, as in OpenAI's API: items that responses continue and add to."""
 
 import time
 from typing import Annotated, Any, Literal
@@ -33,27 +33,31 @@ _MOST_ITEMS = 20
 
 
 class ConversationBody(Body):
-    """POST /v1/conversations."""
+    """Body of POST /v1/conversations."""
 
     items: Annotated[List[InputItem], Field(max_length=_MOST_ITEMS)] | None = None
+    """First items."""
     metadata: dict[str, Any] | None = None
+    """The client's own data."""
 
 
 class ChangeBody(Body):
-    """POST /v1/conversations/{conversation_id}."""
+    """Body of POST /v1/conversations/{conversation_id}."""
 
     metadata: dict[str, Any] | None
+    """The client's own data, which replaces the previous."""
 
 
 class ItemsBody(Body):
-    """POST /v1/conversations/{conversation_id}/items."""
+    """Body of POST /v1/conversations/{conversation_id}/items."""
 
     items: Annotated[List[InputItem], Field(min_length=1, max_length=_MOST_ITEMS)]
+    """New items."""
 
 
 @router.post("/v1/conversations")
 async def create(body: ConversationBody, responses: ResponsesPart, tenant: Tenant) -> Response:
-    """Begin one."""
+    """Create a conversation."""
     check_metadata(body.metadata)
     items = input_items(body.items or (), "items")
     check_new(items, (), param="items")
@@ -67,7 +71,7 @@ async def create(body: ConversationBody, responses: ResponsesPart, tenant: Tenan
 
 @router.get("/v1/conversations/{conversation_id}")
 async def retrieve(conversation_id: str, responses: ResponsesPart, tenant: Tenant) -> Response:
-    """One of them."""
+    """Return a conversation."""
     return json_response(_conversation(await find_conversation(responses, tenant, conversation_id)))
 
 
@@ -75,7 +79,7 @@ async def retrieve(conversation_id: str, responses: ResponsesPart, tenant: Tenan
 async def change(
     conversation_id: str, body: ChangeBody, responses: ResponsesPart, tenant: Tenant
 ) -> Response:
-    """Give it other metadata."""
+    """Replace the metadata of a conversation."""
     check_metadata(body.metadata)
     if (
         found := await label_conversation(responses, tenant, conversation_id, body.metadata or {})
@@ -86,7 +90,7 @@ async def change(
 
 @router.delete("/v1/conversations/{conversation_id}")
 async def delete(conversation_id: str, responses: ResponsesPart, tenant: Tenant) -> Response:
-    """Forget it, with its items; responses that were made in it stay."""
+    """Delete a conversation with its items; responses made in it remain."""
     if not await remove_conversation(responses, tenant, conversation_id):
         raise _no_conversation(conversation_id)
     return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
@@ -100,7 +104,7 @@ async def add_items(
     tenant: Tenant,
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
-    """Add some at its end."""
+    """Add items at the end of a conversation."""
     items = input_items(body.items, "items")
     if not await extend_conversation(responses, tenant, conversation_id, items):
         raise _no_conversation(conversation_id)
@@ -117,7 +121,7 @@ async def list_items(
     order: Literal["asc", "desc"] = "desc",
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
-    """What was said in it, in pages."""
+    """List the items of a conversation."""
     items = await items_of(responses, tenant, conversation_id)
     return json_response(page_of(items, order=order, after=after, limit=limit))
 
@@ -130,7 +134,7 @@ async def retrieve_item(
     tenant: Tenant,
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
-    """One of its items."""
+    """Return an item of a conversation."""
     items = await items_of(responses, tenant, conversation_id)
     found = next((item for item in items if item["id"] == item_id), None)
     if found is None:
@@ -142,7 +146,7 @@ async def retrieve_item(
 async def delete_item(
     conversation_id: str, item_id: str, responses: ResponsesPart, tenant: Tenant
 ) -> Response:
-    """Take one out of it."""
+    """Delete an item of a conversation."""
     record, was_there = await remove_item(responses, tenant, conversation_id, item_id)
     if record is None:
         raise _no_conversation(conversation_id)

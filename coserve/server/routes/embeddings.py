@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""Route of /v1/embeddings."""
 
 import time
 
@@ -18,7 +18,7 @@ router = APIRouter(route_class=JsonRoute)
 async def create_embeddings(
     body: EmbeddingBody, request: Request, context: GenerationPart, tenant: Tenant
 ) -> Response:
-    """A vector for each input."""
+    """Return a vector for each input."""
     generation = await embedding_request(body, context, tenant, time.monotonic())
     note_completion(request, generation.id)
     return await answer(request, whole=embeddings(body, generation, context), ignored=body.ignored)

@@ -1,4 +1,4 @@
-"""/v1/files: what clients upload, and what jobs make of it."""
+"""Routes of /v1/files: uploads of clients, and results of jobs and batches."""
 
 import base64
 from typing import Annotated, Any, Literal
@@ -29,7 +29,7 @@ _LONGEST_NAME = 255
 async def create_file(
     request: Request, jobs: JobsPart, limits: TenantLimits, tenant: Tenant
 ) -> Response:
-    """Upload: a form with `file` and `purpose`."""
+    """Upload a file, as a form with `file` and `purpose`."""
     async with request.form(max_files=1, max_fields=len(_FIELDS)) as form:
         for name in form:
             if name not in _FIELDS:
@@ -71,7 +71,7 @@ def list_files(
     order: Literal["asc", "desc"] = "desc",
     purpose: str | None = None,
 ) -> Response:
-    """A page of them."""
+    """List files."""
     with jobs.store.read() as transaction:
         page = transaction.files(
             tenant, purpose=purpose, after=after, limit=limit, newest_first=order == "desc"
@@ -90,7 +90,7 @@ def list_files(
 
 @router.get("/v1/files/{file_id}")
 def retrieve_file(file_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
-    """One of them."""
+    """Return a file's record."""
     return json_response(file_json(_find(jobs, tenant, file_id)))
 
 
@@ -102,8 +102,11 @@ def retrieve_content(
     tenant: Tenant,
     encoding: Literal["plain", "base64"] | None = None,
 ) -> Response:
-    """What it holds. encoding: of a job's result file, which OpenAI gives in base64 (default: as
-    --result-encoding says); others are given as they are.
+    """Return the content of a file.
+
+    Args:
+        encoding: Encoding of a job's result file, base64 in OpenAI's API (default:
+            --result-encoding); other files are returned as they are.
     """
     record = _find(jobs, tenant, file_id)
     try:
@@ -118,7 +121,7 @@ def retrieve_content(
 
 @router.delete("/v1/files/{file_id}")
 def delete_file(file_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
-    """Forget it, and what it holds."""
+    """Delete a file."""
     check_texts(file_id, param="file_id")
     if not jobs.files.delete(tenant, file_id):
         raise _missing_file(file_id)
@@ -137,7 +140,7 @@ def _missing_file(id: str) -> ApiError:
 
 
 def file_json(record: FileRecord) -> dict[str, Any]:
-    """As clients see it."""
+    """Return a file in OpenAI's form."""
     return {
         "id": record.id,
         "object": "file",

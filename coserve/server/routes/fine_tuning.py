@@ -1,4 +1,4 @@
-"""/v1/fine_tuning/jobs, and the deletion of the models that come of them."""
+"""Routes of /v1/fine_tuning/jobs, and the deletion of models made by jobs."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -40,7 +40,7 @@ async def create_job(
     limits: TenantLimits,
     tenant: Tenant,
 ) -> Response:
-    """A new job."""
+    """Create a fine-tuning job."""
     base, start, settings = await run_in_threadpool(
         read_job_request, body, tenant, jobs=jobs, models=models, num_nodes=engine.num_nodes
     )
@@ -63,8 +63,9 @@ async def create_job(
 def list_jobs(
     request: Request, jobs: JobsPart, tenant: Tenant, after: str | None = None, limit: _Limit = 20
 ) -> Response:
-    """A page of them, the newest first; `metadata[key]=value` asks for those with these,
-    `metadata=null` for those without any.
+    """List jobs, the newest first.
+
+    `metadata[key]=value` selects jobs with these pairs, `metadata=null` jobs without metadata.
     """
     metadata = {}
     for name, value in request.query_params.multi_items():
@@ -84,25 +85,25 @@ def list_jobs(
 
 @router.get(JOBS + "/{job_id}")
 def retrieve_job(job_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
-    """One of them."""
+    """Return a job."""
     return json_response(job_json(jobs, find_job(jobs, tenant, job_id)))
 
 
 @router.post(JOBS + "/{job_id}/cancel")
 async def cancel_job(job_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
-    """End it at once."""
+    """Cancel a job."""
     return await _changed(jobs.cancel, job_id, jobs, tenant)
 
 
 @router.post(JOBS + "/{job_id}/pause")
 async def pause_job(job_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
-    """Let it rest where it is."""
+    """Pause a job."""
     return await _changed(jobs.pause, job_id, jobs, tenant)
 
 
 @router.post(JOBS + "/{job_id}/resume")
 async def resume_job(job_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
-    """The inverse."""
+    """Resume a paused job."""
     return await _changed(jobs.resume, job_id, jobs, tenant)
 
 
@@ -110,7 +111,7 @@ async def resume_job(job_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
 def list_events(
     job_id: str, jobs: JobsPart, tenant: Tenant, after: str | None = None, limit: _Limit = 20
 ) -> Response:
-    """Its events, the newest first."""
+    """List a job's events, the newest first."""
     find_job(jobs, tenant, job_id)
     with jobs.store.read() as transaction:
         page = transaction.events(tenant, job_id, after=after, limit=limit)
@@ -121,7 +122,7 @@ def list_events(
 def list_checkpoints(
     job_id: str, jobs: JobsPart, tenant: Tenant, after: str | None = None, limit: _Limit = 10
 ) -> Response:
-    """Its checkpoints, the newest first."""
+    """List a job's checkpoints, the newest first."""
     find_job(jobs, tenant, job_id)
     with jobs.store.read() as transaction:
         page = transaction.checkpoints(tenant, job_id, after=after, limit=limit)
@@ -139,7 +140,8 @@ def list_adapter_files(
 ) -> Response:
     """List the files of the adapter that a job has made, in PEFT's format.
 
-    step: of a checkpoint (default: that of its model, or the newest).
+    Args:
+        step: Step of a checkpoint (default: that of its model, or the newest).
     """
     directory = adapter_directory(jobs, find_job(jobs, tenant, job_id), step)
     data = [
@@ -157,7 +159,7 @@ def retrieve_adapter_file(
     tenant: Tenant,
     step: Annotated[int, Query(ge=0)] | None = None,
 ) -> Response:
-    """One of these."""
+    """Return a file of the adapter that a job has made."""
     directory = adapter_directory(jobs, find_job(jobs, tenant, job_id), step)
     found = [path for path in adapter_files(directory) if path.name == name]
     if not found:
@@ -169,7 +171,7 @@ def retrieve_adapter_file(
 async def delete_model(
     model: str, jobs: JobsPart, models: ModelsPart, engine: EnginePart, tenant: Tenant
 ) -> Response:
-    """Forget a model that a job has made, with its checkpoints; or one of those."""
+    """Delete a model that a job has made with its checkpoints, or one of those."""
     name = unquote(model)
     if name in models.base_names or models.loaded.knows(tenant, name):
         raise ApiError(
@@ -193,7 +195,11 @@ async def _changed(
 
 
 def find_job(jobs: JobManager, tenant: str, id: str) -> JobRecord:
-    """Return a tenant's job; ApiError if it has none of this id. Blocks."""
+    """Return a tenant's job. Blocks.
+
+    Raises:
+        ApiError: The tenant has no job of this id.
+    """
     with jobs.store.read() as transaction:
         job = transaction.job(tenant, id)
     if job is None:
@@ -206,10 +212,15 @@ def find_job(jobs: JobManager, tenant: str, id: str) -> JobRecord:
 
 
 def adapter_directory(jobs: JobManager, job: JobRecord, step: int | None) -> Path:
-    """Return the directory of a job's checkpoint after a step; without one, that of its model, or
-    of the newest.
+    """Return the directory of a job's checkpoint. Blocks.
 
-    Blocks. ApiError if there is no such checkpoint.
+    Args:
+        jobs: Job manager.
+        job: The job.
+        step: Step of the checkpoint; None: that of its model, or the newest.
+
+    Raises:
+        ApiError: There is no such checkpoint.
     """
     with jobs.store.read() as transaction:
         listed = [

@@ -1,4 +1,4 @@
-"""/v1/messages, as Anthropic has it."""
+"""Routes of /v1/messages, as in Anthropic's API."""
 
 import time
 
@@ -31,7 +31,7 @@ async def create_message(
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, context: GenerationPart, tenant: Tenant) -> Response:
-    """How many tokens a conversation has."""
+    """Return the number of tokens of a conversation."""
     chat = await message_request(body, context, tenant, time.monotonic())
     count = {"input_tokens": len(chat.generation.prompts[0])}
     return json_response(count, headers=ignored_header(body.ignored))

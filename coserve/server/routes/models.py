@@ -1,6 +1,4 @@
-"""GET /v1/models: the base, and every adapter that the tenant can name; vLLM's routes that load and
-unload them.
-"""
+"""Routes of /v1/models, and vLLM's routes that load and unload adapters."""
 
 import stat
 from contextlib import suppress
@@ -39,8 +37,10 @@ async def list_models(
     tenant: Tenant,
     checkpoints: bool = False,
 ) -> Response:
-    """The base first. checkpoints: whether those of jobs are listed, too; they can be asked for in
-    any case.
+    """List the base model and all adapters that the tenant can name.
+
+    Args:
+        checkpoints: Whether checkpoints of jobs are listed; they can be asked for in any case.
     """
     known = [
         each
@@ -57,7 +57,7 @@ async def list_models(
 async def retrieve_model(
     model: str, models: ModelsPart, engine: EnginePart, config: ConfigPart, tenant: Tenant
 ) -> Response:
-    """One of them."""
+    """Return a model."""
     if model in models.base_names:
         return json_response(_base(models, engine, config.model))
     known = await models.look_up(tenant, unquote(model))
@@ -147,7 +147,7 @@ async def load_lora_adapter(
 async def unload_lora_adapter(
     body: UnloadAdapterBody, models: ModelsPart, engine: EnginePart, tenant: Tenant
 ) -> Response:
-    """Serve it no longer, nor after a restart; requests that use it run to their end."""
+    """Stop serving an adapter, also after a restart; requests that use it continue to their end."""
     if not body.lora_name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
     async with models.loaded.lock:
@@ -167,7 +167,11 @@ async def _unload(engine: EngineAccess, adapter: AdapterRecord) -> None:
 
 
 def _allowed(given: str, allowed: tuple[Path, ...]) -> Path:
-    """A directory that may be read, with all links followed. Blocks."""
+    """Return a directory that may be read, with all links resolved. Blocks.
+
+    Raises:
+        ApiError: It may not be read, or there is none.
+    """
     if not allowed:
         raise ApiError(
             "no path is allowed: start the server with --allow-adapter-paths",

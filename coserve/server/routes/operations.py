@@ -1,4 +1,4 @@
-"""For those who run the server: whether it is well, how it goes, and its metrics."""
+"""Routes for operators: health, status and metrics."""
 
 from typing import Annotated
 
@@ -28,8 +28,8 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(engine: EnginePart) -> Response:
-    """Answer 200 as long as the server's process answers; what an engine that is starting does is
-    in the body.
+    """Answer 200 while the server's process answers; the body has the progress of a starting
+    engine.
     """
     starting = start_json(engine.start_progress)
     return json_response({"status": "ok"} | ({} if starting is None else {"starting": starting}))
@@ -38,26 +38,27 @@ async def health(engine: EnginePart) -> Response:
 @router.get("/ping")
 @router.post("/ping")
 async def ping() -> Response:
-    """As /health, for those who ask so (Amazon SageMaker)."""
+    """Answer like /health (for Amazon SageMaker)."""
     return json_response({"status": "ok"})
 
 
 @router.get("/version")
 async def version() -> Response:
-    """Of coserve."""
+    """Return the version of coserve."""
     return json_response({"version": VERSION})
 
 
 @router.get("/load")
 async def load(ledger: LedgerPart, tenant: Tenant, is_operator: IsOperator) -> Response:
-    """Requests under way: a tenant's own, for operators all. As vLLM has it."""
+    """Return the number of open requests: the tenant's own, for operators all (vLLM)."""
     return json_response({"server_load": ledger.num_open(None if is_operator else tenant)})
 
 
 @router.get("/ready")
 async def ready(context: GenerationPart, readiness: ReadinessPart) -> Response:
-    """200 if requests are answered now: the engine has made a step in the last seconds, or makes
-    one for this; 503 otherwise.
+    """Answer 200 if requests are answered now, else 503.
+
+    The engine has made a step within the last seconds, or makes one for this request.
     """
     context.require_ready()
     await readiness.require()
@@ -74,7 +75,10 @@ async def status(
     tenant: Tenant,
     is_operator: IsOperator,
 ) -> Response:
-    """How it goes, over the last minute; of finished requests a tenant's own, for operators all."""
+    """Return the state of the server over the last minute.
+
+    Finished requests are the tenant's own, for operators all.
+    """
     whose = None if is_operator else tenant
     others = config.engine.trainable_models
     shown = board.status(engine.ready, models.name, whose, others, engine.start_progress)
@@ -90,11 +94,11 @@ async def steps(
     is_operator: IsOperator,
     after: Annotated[int, Query(ge=0)] = 0,
 ) -> Response:
-    """All steps after a cursor, and requests: a tenant's own, for operators all."""
+    """Return all steps after a cursor, and requests: the tenant's own, for operators all."""
     return json_response(board.steps(after, None if is_operator else tenant))
 
 
 @router.get("/metrics")
 async def metrics(registry: MetricsPart, tenant: Tenant, is_operator: IsOperator) -> Response:
-    """In Prometheus's format: for operators all, for others what has their own tenant's label."""
+    """Return Prometheus metrics: all for operators, for others those with their tenant's label."""
     return Response(registry.text(None if is_operator else tenant), media_type=CONTENT_TYPE_LATEST)

@@ -1,6 +1,4 @@
-"""The page at / and /ui, and what its script asks for beside OpenAI's routes: parts of it as they
-are now.
-"""
+"""Routes of the page at / and /ui, and of its parts that its script reloads."""
 
 from typing import Annotated, Any
 
@@ -31,7 +29,7 @@ _MAX_SPAN = len(SPANS) - 1
 @router.get("/")
 @router.get("/ui")
 async def page(request: Request, context: PagePart, keys: KeysPart, tenant: Tenant) -> Response:
-    """All of it; where keys are needed, without anything that the server knows."""
+    """Return the whole page; where keys are needed, without the server's data."""
     is_open = keys.ring.is_open
     live = await _live(context, tenant, is_operator=True, most_jobs=_FEW_JOBS) if is_open else None
     objectives = [name.replace("-", "_") for name in objective_names()]
@@ -48,8 +46,11 @@ async def live(
     jobs: Annotated[int, Query(ge=1, le=_MOST_JOBS)] = _FEW_JOBS,
     span: Annotated[int, Query(ge=0, le=_MAX_SPAN)] = 0,
 ) -> Response:
-    """Return the parts that change: how it goes, the newest jobs, and models. span: place in
-    `history.SPANS`.
+    """Return the parts that change: state, newest jobs, and models.
+
+    Args:
+        jobs: Maximum number of jobs.
+        span: Index in `history.SPANS`.
     """
     values = await _live(
         context, tenant, is_operator=request.state.is_operator, most_jobs=jobs, span=span
@@ -66,7 +67,7 @@ def examples(
     max_sequence_length: Annotated[int, Query(ge=2, le=1 << 20)] = 1024,
     method: Annotated[str, Query(max_length=64)] = SUPERVISED,
 ) -> Response:
-    """Show a file's first examples as a job with this method would read them."""
+    """Return a file's first examples as a job with this method would read them."""
     objective = method.replace("_", "-")
     if objective not in objective_names():
         raise ApiError(f"'method' must be one of {', '.join(objective_names())}.", param="method")
@@ -85,7 +86,7 @@ def examples(
 
 @router.get(assets.PATH + "{name}")
 def static(name: str, request: Request) -> Response:
-    """Style, script and icon."""
+    """Return style, script or icon."""
     found = assets.asset(name, request.headers.get("if-none-match"))
     if found is None:
         raise not_found(f"Invalid URL ({request.method} {request.url.path})")

@@ -1,4 +1,4 @@
-"""/v1/responses, as OpenAI has it."""
+"""Routes of /v1/responses, as in OpenAI's API."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -30,7 +30,7 @@ async def create_response(
     responses: ResponsesPart,
     tenant: Tenant,
 ) -> Response:
-    """Answer; at once, piece by piece, or in the background."""
+    """Create a response: complete, as a stream, or in the background."""
     arrival_s = time.monotonic()
     items = input_items(body.input)
     context.require_ready()
@@ -58,7 +58,7 @@ async def create_response(
 async def count_input_tokens(
     body: ResponseBody, context: GenerationPart, responses: ResponsesPart, tenant: Tenant
 ) -> Response:
-    """How many tokens the input of such a request has."""
+    """Return the number of tokens of the input of such a request."""
     items = input_items(body.input)
     context.require_ready()
     before = await items_before(responses, tenant, body, items)
@@ -79,7 +79,7 @@ async def retrieve_response(
     include_obfuscation: bool = False,
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
-    """One that is kept, or under way; one that is under way in the background also as a stream."""
+    """Return a stored or running response; one in the background can be streamed while it runs."""
     run = responses.runs.find(_key(tenant, response_id))
     if run is None:
         record = await find(responses, tenant, response_id)
@@ -100,7 +100,7 @@ async def retrieve_response(
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, responses: ResponsesPart, tenant: Tenant) -> Response:
-    """End one that runs in the background; one that is over stays as it is."""
+    """Cancel a response in the background; one that has ended remains as it is."""
     await responses.runs.cancel(_key(tenant, response_id))
     record = await find(responses, tenant, response_id)
     if not record.response["background"]:
@@ -110,7 +110,7 @@ async def cancel_response(response_id: str, responses: ResponsesPart, tenant: Te
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, responses: ResponsesPart, tenant: Tenant) -> Response:
-    """Forget it; what follows it cannot be continued any more."""
+    """Delete a response; later responses that follow it cannot be continued any more."""
     await responses.runs.cancel(_key(tenant, response_id))
     await forget(responses, tenant, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
@@ -126,7 +126,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
-    """What was new in its input; the items before it are those of `previous_response_id`."""
+    """List the new items of a response's input; earlier ones are those of `previous_response_id`."""
     record = await find(responses, tenant, response_id)
     return json_response(page_of(record.input, order=order, after=after, limit=limit))
 

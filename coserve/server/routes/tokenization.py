@@ -1,4 +1,4 @@
-"""vLLM's routes about text and tokens: POST /tokenize, POST /detokenize, GET /tokenizer_info."""
+"""Routes of vLLM for text and tokens: POST /tokenize, POST /detokenize, GET /tokenizer_info."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ _LARGEST = 2**53
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, context: GenerationPart, tenant: Tenant) -> Response:
-    """The token ids of a text, or of a chat as its template writes it."""
+    """Return the token ids of a text, or of a chat in its template."""
     reader, ready = await _reader(context, tenant, body.model)
     _require_tokenizer(context)
     if (body.prompt is None) == (body.messages is None):
@@ -58,7 +58,7 @@ async def tokenize(body: TokenizeBody, context: GenerationPart, tenant: Tenant) 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, context: GenerationPart, tenant: Tenant) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     reader, ready = await _reader(context, tenant, body.model)
     _require_tokenizer(context)
     if wrong := [token for token in body.tokens if not 0 <= token < ready.vocab_size]:
@@ -71,7 +71,7 @@ async def detokenize(body: DetokenizeBody, context: GenerationPart, tenant: Tena
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(context: GenerationPart) -> Response:
-    """What the tokenizer was made with, as in tokenizer_config.json."""
+    """Return the settings of the tokenizer, as in tokenizer_config.json."""
     context.require_ready()
     tokenizer = _require_tokenizer(context)
     added = {
@@ -97,8 +97,8 @@ async def tokenizer_info(context: GenerationPart) -> Response:
 async def _reader(
     context: GenerationContext, tenant: str, model: str | None
 ) -> tuple[Prompts, Ready]:
-    """Return what reads the texts of a model, the base if none is named, and the engine with its
-    vocabulary.
+    """Return the tokenizer of a model, by default of the base, and the engine with its vocabulary
+    size.
     """
     adapter = None if model is None else await find_model(context, tenant, model)
     return await context.models.reader_of(adapter, context.require_ready())
@@ -117,6 +117,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _added_token(token: Any) -> dict[str, Any]:
-    """An added token, as tokenizer_config.json has it."""
+    """Return an added token in the form of tokenizer_config.json."""
     flags = ("lstrip", "normalized", "rstrip", "single_word", "special")
     return {"content": token.content, **{name: bool(getattr(token, name)) for name in flags}}

@@ -1,4 +1,4 @@
-"""/v1/uploads: files that come in parts, as OpenAI has them."""
+"""Routes of /v1/uploads: files that are uploaded in parts, as in OpenAI's API."""
 
 from typing import Annotated, Any, Literal
 
@@ -27,32 +27,41 @@ _MOST_PARTS = 10_000
 
 
 class ExpiresAfter(Body):
-    """Of the file."""
+    """Expiry of the file."""
 
     anchor: Literal["created_at"]
+    """Time from which it counts."""
     seconds: Annotated[int, Field(ge=3600, le=2_592_000)]
+    """Seconds until the file expires."""
 
 
 class UploadBody(Body):
-    """POST /v1/uploads."""
+    """Body of POST /v1/uploads."""
 
     filename: Annotated[str, Field(min_length=1, max_length=255)]
+    """Name of the file."""
     bytes: Annotated[int, Field(ge=1, le=2**53)]
+    """Size of the file."""
     purpose: Literal[PURPOSES]  # type: ignore[valid-type]
+    """Purpose of the file."""
     mime_type: Annotated[str, Field(max_length=255)] = ""
+    """MIME type of the file."""
     expires_after: ExpiresAfter | None = None
+    """Expiry of the file (default: never)."""
 
 
 class CompleteBody(Body):
-    """POST /v1/uploads/{upload_id}/complete. md5: of the file."""
+    """Body of POST /v1/uploads/{upload_id}/complete."""
 
     part_ids: Annotated[List[str], Field(min_length=1, max_length=_MOST_PARTS)]
+    """Parts of the file, in order."""
     md5: str | None = None
+    """MD5 digest of the file, to check it."""
 
 
 @router.post("/v1/uploads")
 def create_upload(body: UploadBody, jobs: JobsPart, tenant: Tenant) -> Response:
-    """Begin: parts are to follow."""
+    """Begin an upload, whose parts follow."""
     for name in ("filename", "mime_type"):
         check_texts(getattr(body, name), param=name)
     record = _uploads(jobs).create(
@@ -70,7 +79,7 @@ def create_upload(body: UploadBody, jobs: JobsPart, tenant: Tenant) -> Response:
 async def add_part(
     upload_id: str, request: Request, jobs: JobsPart, limits: TenantLimits, tenant: Tenant
 ) -> Response:
-    """A part: a form with `data`."""
+    """Upload a part, as a form with `data`."""
     upload = await run_in_threadpool(_find, jobs, tenant, upload_id)
     async with request.form(max_files=1, max_fields=1) as form:
         if unknown := [name for name in form if name != "data"]:
@@ -101,7 +110,7 @@ async def add_part(
 def complete_upload(
     upload_id: str, body: CompleteBody, jobs: JobsPart, limits: TenantLimits, tenant: Tenant
 ) -> Response:
-    """Join the parts, in this order."""
+    """Join the parts to a file, in the given order."""
     for name in ("part_ids", "md5"):
         check_texts(getattr(body, name), param=name)
     _uploads(jobs).complete(
@@ -115,7 +124,7 @@ def complete_upload(
 
 @router.post("/v1/uploads/{upload_id}/cancel")
 def cancel_upload(upload_id: str, jobs: JobsPart, tenant: Tenant) -> Response:
-    """Forget the parts."""
+    """Cancel an upload, and delete its parts."""
     _uploads(jobs).cancel(_find(jobs, tenant, upload_id))
     return json_response(_upload(_find(jobs, tenant, upload_id), jobs))
 
