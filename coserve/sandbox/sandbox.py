@@ -55,12 +55,12 @@ _MESSAGES: dict[Failure, str] = {
 
 
 def has_sandboxes() -> bool:
-    """Return whether sandboxes work on this system: only Linux enforces memory limits of processes."""
+    """Return whether sandboxes work here: only Linux enforces memory limits of processes."""
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 class Sandbox:
-    """Sandbox of one task; several threads may call it at once, each call in a process of its own."""
+    """Sandbox of one task; threads may call it at once, each call in a process of its own."""
 
     def __init__(self, task: type[Task], setup: Any, limits: Limits | None = None) -> None:
         """Create a sandbox without starting a process.

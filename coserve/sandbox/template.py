@@ -167,7 +167,7 @@ def _address_space_bytes() -> int:
 
 
 def _run_on_thread(task: Task, data: int) -> int:
-    """Run the call in a thread with the limited stack, and return the exit status of the process."""
+    """Run the call in a thread with the limited stack; return the exit status of the process."""
     statuses: list[int] = []
 
     def run() -> None:

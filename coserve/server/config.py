@@ -37,7 +37,8 @@ class ServerConfig(ModelOptions, SchedulingOptions, TenantOptions, HttpOptions, 
             not name.strip() or "@" in name for name in names
         ):
             raise ValueError(
-                "trainable_models must have unique names without an @, which separates name and version"
+                "trainable_models must have unique names without an @, which separates name and "
+                "version"
             )
 
     @property

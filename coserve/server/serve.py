@@ -245,7 +245,8 @@ def _http_settings(config: ServerConfig, app: FastAPI) -> uvicorn.Config:
         access_log=False,
         backlog=ACCEPT_AT_ONCE,
         timeout_graceful_shutdown=_LAST_ANSWERS_S,
-        timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type]  # it is given to the event loop
+        # Given to the event loop, which takes a float.
+        timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type]
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
         lifespan="off",

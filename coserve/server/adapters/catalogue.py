@@ -61,7 +61,7 @@ class LoadedAdapters:
             try:
                 if not lies_in(Path(record.directory).resolve(), allowed):
                     raise AdapterError(
-                        f"{record.directory} is no longer below a directory of --allow-adapter-paths"
+                        f"{record.directory} is not below --allow-adapter-paths any more"
                     )
                 check_directory(record.directory)
             except (AdapterError, OSError, ValueError, RuntimeError) as error:

@@ -69,7 +69,7 @@ class LineFile:
             part.replace(self._path)
 
     def read(self) -> Iterator[Any]:
-        """Yield all lines; an incomplete last line is removed. Nothing may be appended meanwhile."""
+        """Yield all lines, and remove an incomplete last one. Nothing may be appended meanwhile."""
         if not self._path.exists():
             return
         num_bytes = 0
@@ -119,7 +119,7 @@ class BatchJournal:
         self._append(*_deaths_on_record(deaths))
 
     def read(self) -> tuple[set[str], dict[str, LineDeaths]]:
-        """Return the lines that are running, including answered ones, and the deaths of all lines."""
+        """Return the running lines, including answered ones, and the deaths of all lines."""
         with self._lock:
             return self._read()
 

@@ -96,7 +96,7 @@ class BatchRunner:
         return self._live.get(record.id, record)
 
     async def cancel(self, record: BatchRecord) -> BatchRecord:
-        """Start no more requests of a batch, and return its current state; results so far are kept."""
+        """Cancel a batch, and return its current state; results so far are kept."""
         if self._resuming is not None:
             await asyncio.wait([self._resuming])
         async with self._cancelling:  # another one may ask for it at the same time
@@ -229,7 +229,10 @@ class BatchRunner:
                 )
         message = f"The file {record.input_file} no longer exists."
         if record.num_total:
-            message += " Requests that are neither in the output file nor in the error file were not answered."
+            message += (
+                " Requests that are neither in the output file nor in the error file were not "
+                "answered."
+            )
         return [], [
             {"code": "invalid_file", "line": None, "message": message, "param": "input_file_id"}
         ]
@@ -285,10 +288,10 @@ class BatchRunner:
         for name, field in ((OUTPUT, "output_file"), (ERRORS, "error_file")):
             if getattr(self._live[id], field) is not None:  # a process that is gone has made it
                 continue
-            if (
-                file := await until_done(self._keep, self._live[id], results, name, field)
-            ) is not None:
-                self._live[id] = replace(self._live[id], **{field: file.id})  # type: ignore[arg-type]
+            file = await until_done(self._keep, self._live[id], results, name, field)
+            if file is not None:
+                changed: dict[str, Any] = {field: file.id}
+                self._live[id] = replace(self._live[id], **changed)
         await self._change(id, end, **values)
 
     def _keep(

@@ -1,4 +1,4 @@
-"""Turns of lines of all batches: suspects of a death (see `deaths`) run apart from all other lines."""
+"""Turns of all batches' lines: suspects of a death (see `deaths`) run apart from other lines."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping

@@ -55,7 +55,7 @@ def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[s
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise ApiError(
-            "continue_final_message and add_generation_prompt cannot be used together: leave one out",
+            "continue_final_message and add_generation_prompt cannot be combined: leave one out",
             param="continue_final_message",
         )
     if body.reasoning_effort is not None and "reasoning_effort" in template:

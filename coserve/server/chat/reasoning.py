@@ -43,7 +43,7 @@ class ThinkReader:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the next text is reasoning."""
+        """Return whether the next text is reasoning."""
         return self._inside
 
     def push(self, text: str) -> list[Part]:

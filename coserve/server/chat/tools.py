@@ -1,4 +1,4 @@
-"""Tools of a chat: those that the body offers, and the parser that finds their calls in the answer."""
+"""Tools of a chat: those of the body, and the parser that finds their calls in the answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

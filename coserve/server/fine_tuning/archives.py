@@ -66,7 +66,7 @@ class Merging:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an adapter is being merged."""
+        """Return whether an adapter is being merged."""
         return self._lock.locked()
 
     async def merge(self, model: str, adapter: Path, directory: Path) -> None:

@@ -80,7 +80,10 @@ def _num_virtual(start: AdapterRef) -> int:
 def _check_data_parallel(settings: JobSettings, num_nodes: int, *, base: str, serves: bool) -> None:
     asked = 1 if settings.data_parallel is None else settings.data_parallel.num_nodes
     if changes_model(settings.adapter) and num_nodes > 1 and asked != num_nodes:
-        wrong = f"full fine-tuning changes the weights that all nodes serve: ask for all {num_nodes} that are ready."
+        wrong = (
+            f"full fine-tuning changes the weights that all nodes serve: ask for all {num_nodes} "
+            f"that are ready."
+        )
     elif settings.data_parallel is None:
         return
     elif not serves:
@@ -161,7 +164,7 @@ def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
 def _start(
     jobs: JobManager, models: ServedModels, tenant: str, model: str
 ) -> tuple[str, AdapterRef | None]:
-    """Return the model underneath, and the adapter that a job trains further; None for a new one."""
+    """Return the base model, and the adapter that a job trains further; None for a new one."""
     if model in models.base_names:
         return jobs.models.served.name, None
     if model in jobs.models:

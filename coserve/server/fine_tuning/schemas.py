@@ -13,48 +13,54 @@ _Whole = int | Literal["auto"] | None
 
 
 def _hyphenated(suffix: str) -> str:
-    """Names have no spaces."""
+    """Return a suffix with hyphens in place of spaces, which names cannot have."""
     return "-".join(suffix.split())
 
 
 class Hyperparameters(Body):
-    """OpenAI's, of supervised fine-tuning; ranges are checked where they are used."""
+    """OpenAI's hyperparameters of supervised fine-tuning; their ranges are checked on use."""
 
     n_epochs: _Whole = None
+    """Number of epochs."""
     batch_size: _Whole = None
+    """Number of examples per optimizer step."""
     learning_rate_multiplier: float | Literal["auto"] | None = None
+    """Factor of the default learning rate."""
 
 
 class Supervised(Body):
-    """The method's settings."""
+    """Settings of supervised fine-tuning."""
 
     hyperparameters: Hyperparameters | None = None
+    """Hyperparameters."""
 
 
 class OfObjective(Body):
-    """The settings of any other method: the same hyperparameters, and the objective's own."""
+    """Settings of any other method."""
 
     hyperparameters: dict[str, Any] | None = None
+    """The same hyperparameters, and the objective's own."""
 
 
 class MethodBody(Body):
-    """What the methods of all objectives have in common."""
+    """Fields that the methods of all objectives share."""
 
     type: str
+    """Name of the method."""
     supervised: Supervised | None = None
+    """Settings of the method supervised."""
 
     @property
     def objective(self) -> str:
-        """The objective's name in `coserve.tuning.objectives`."""
+        """Name of the objective in `coserve.tuning.objectives`."""
         return self.type.replace("_", "-")
 
 
 def method_body() -> type[MethodBody]:
-    """Make the body of a method from the registry of objectives: each is a type, with settings of
-    that name.
+    """Return the class of a method's body, made from the registry of objectives.
 
-    OpenAI's `reinforcement` is a known name, too, so that the answer to it says which methods there
-    are.
+    Each objective is a type, with settings of that name. OpenAI's `reinforcement` is a known name,
+    too, so that the error about it lists the methods.
     """
     names = method_names()
     settings: dict[str, Any] = {
@@ -72,34 +78,50 @@ else:
 
 
 class Wandb(Body):
-    """A project of Weights & Biases, and how the job's run is called there."""
+    """A project of Weights & Biases."""
 
     project: Annotated[str, Field(min_length=1, max_length=128)]
+    """Name of the project."""
     name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Name of the job's run."""
     entity: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Owner of the project."""
     tags: (
         Annotated[List[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=50)]
         | None
     ) = None
+    """Tags of the job's run."""
 
 
 class Integration(Body):
-    """Where a job's metrics go as well."""
+    """Another destination of a job's metrics."""
 
     type: Literal["wandb"]
+    """Kind of the destination."""
     wandb: Wandb
+    """The project."""
 
 
 class CreateJobBody(Body):
-    """POST /v1/fine_tuning/jobs."""
+    """Body of POST /v1/fine_tuning/jobs."""
 
     model: Name
+    """Model or adapter to train."""
     training_file: Name
+    """File of examples."""
     validation_file: Name | None = None
+    """File of examples for validation."""
     suffix: Annotated[str, AfterValidator(_hyphenated)] | None = None
+    """Part of the new model's name."""
     seed: Annotated[int, Field(ge=0, le=MOST_SEED)] | None = None
+    """Seed of the order of examples and of new weights (default: random)."""
     metadata: Texts | None = None
+    """The client's own data."""
     method: Method | None = None
+    """Method, with its hyperparameters (default: supervised)."""
     hyperparameters: Hyperparameters | None = None
+    """Hyperparameters, by their older place."""
     integrations: Annotated[List[Integration], Field(max_length=_MOST_INTEGRATIONS)] | None = None
+    """Further destinations of metrics."""
     coserve: dict[str, Any] | None = None
+    """Settings beyond OpenAI's."""

@@ -1,4 +1,4 @@
-"""Answers of /v1/embeddings: the last hidden state of each input after the final norm, at length 1."""
+"""Answers of /v1/embeddings: each input's last hidden state after the final norm, at length 1."""
 
 import base64
 import math

@@ -12,7 +12,7 @@ from coserve.server.text.prompts import Prompts
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDetails:
-    """What an answer shows of its tokens."""
+    """Choice of what an answer shows of its tokens."""
 
     prompts: Prompts
     """Tokenizer of the adapter or the model."""

@@ -62,7 +62,7 @@ class Connections:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether there are more connections than `most`."""
+        """Return whether there are more connections than `most`."""
         return len(self.all) > self.most
 
     def end_idlest(self, newest: "HttpProtocol") -> None:
@@ -197,7 +197,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether everything received has been answered, so that a vanished client would go
+        """Return whether everything received has been answered, so that a vanished client would go
         unnoticed.
         """
         return self.transport.get_write_buffer_size() == 0 and (
@@ -215,12 +215,12 @@ class HttpProtocol(H11Protocol):
 
     @property
     def is_ending(self) -> bool:
-        """Whether all further input is discarded."""
+        """Return whether all further input is discarded."""
         return self._is_ending
 
     @property
     def is_unwanted(self) -> bool:
-        """Whether input belongs to a request that has been answered, or that never will be."""
+        """Return whether input belongs to a request that was answered, or that never will be."""
         return self._is_ending or (
             self.cycle is not None
             and self.cycle.response_complete

@@ -1,4 +1,4 @@
-"""Answers with the content of an open file, which remains readable even if it is deleted meanwhile."""
+"""Answers with the content of an open file, which may be deleted meanwhile."""
 
 from typing import Any, BinaryIO
 

@@ -283,7 +283,7 @@ class TracedAnswer:
 
 
 class TracingMiddleware:
-    """Middleware that makes a span for every completion, from its headers to the end of its answer."""
+    """Middleware that makes a span of each completion, from its headers to its last byte."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app, self._tracing = app, tracing

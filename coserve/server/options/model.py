@@ -71,8 +71,8 @@ class ModelOptions(OptionGroup):
     tool_call_parser: str = option(
         "auto",
         "--tool-call-parser",
-        f"Format in which the model writes tool calls: {', '.join(parser_names())}; auto: detect it "
-        f"from the chat template.",
+        f"Format in which the model writes tool calls: {', '.join(parser_names())}; auto: detect "
+        f"it from the chat template.",
     )
     chat_template: str | None = option(
         None,

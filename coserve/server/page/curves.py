@@ -151,7 +151,8 @@ def loss_curve(metrics: Mapping[int, Mapping[str, Any]], num_steps: int) -> Loss
     if not train:
         return None
     x, y = _steps(train, num_steps), Range.of(loss for _, loss in (*train, *valid))
-    words = f"Loss {train[0][1]:.3g} at step {train[0][0]:g}, {train[-1][1]:.3g} at step {train[-1][0]:g}"
+    (first_step, first), (last_step, last) = train[0], train[-1]
+    words = f"Loss {first:.3g} at step {first_step:g}, {last:.3g} at step {last_step:g}"
     if valid:
         words += f"; of validation {valid[-1][1]:.3g}"
     is_long = len(train) >= _MIN_SMOOTHED

@@ -38,7 +38,7 @@ class JobView:
 
     @property
     def title(self) -> str:
-        """Its name, or else one by which it can be told from others."""
+        """Name of the job: its suffix, or else one that tells it from others."""
         return self.job.suffix or self.job.id.removeprefix("ftjob-")[:8]
 
     @property

@@ -89,7 +89,7 @@ class BackgroundRuns:
             await asyncio.wait([run.task])
 
     async def close(self) -> None:
-        """Cancel all responses without calling `on_cancel`; the next start finds them unfinished."""
+        """Cancel all responses without `on_cancel`; the next start finds them unfinished."""
         runs = list(self._runs.values())
         for run in runs:
             run.on_cancel = _nothing

@@ -126,7 +126,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     include: Annotated[list[Includable] | None, Query()] = None,
 ) -> Response:
-    """List the new items of a response's input; earlier ones are those of `previous_response_id`."""
+    """List the new items of a response's input; `previous_response_id` has the earlier ones."""
     record = await find(responses, tenant, response_id)
     return json_response(page_of(record.input, order=order, after=after, limit=limit))
 

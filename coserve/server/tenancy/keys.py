@@ -68,7 +68,7 @@ class KeyRing:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests need no key."""
+        """Return whether requests need no key."""
         return not self.tenants
 
     def tenant_of(self, key: str) -> str | None:

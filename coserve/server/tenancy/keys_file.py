@@ -74,8 +74,8 @@ class Keys:
         self.ring = self._read()
         if not self.ring.is_open and not self.ring.operators:
             _log.warning(
-                "no tenant is an operator, so nobody can see the metrics of all tenants: name one with "
-                "--operator"
+                "no tenant is an operator, so nobody can see the metrics of all tenants: name one "
+                "with --operator"
             )
 
     def reload(self) -> None:
@@ -174,8 +174,8 @@ def _keys(found: Any) -> dict[str, str]:
             )
         if not isinstance(tenant, str) or not re.fullmatch(TENANT_NAME, tenant):
             raise ValueError(
-                f"{tenant!r} is not a valid name of a tenant: give 1 to 64 letters, digits, dots, hyphens, "
-                f"underscores"
+                f"{tenant!r} is not a valid name of a tenant: give 1 to 64 letters, digits, dots, "
+                f"hyphens, underscores"
             )
     return found
 

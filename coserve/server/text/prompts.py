@@ -191,7 +191,7 @@ class Prompts:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether `load` is done."""
+        """Return whether `load` is done."""
         return self._source is not None
 
     @property
@@ -207,7 +207,7 @@ class Prompts:
 
     @property
     def has_text(self) -> bool:
-        """Whether the model has a tokenizer."""
+        """Return whether the model has a tokenizer."""
         return self._tokenizer is not None
 
     @property

@@ -117,9 +117,8 @@ class ToolParser(ABC):
 class JsonCalls(ToolParser):
     """Parser of calls whose arguments are JSON, so that a grammar can enforce their schema."""
 
-    separator: ClassVar[str | None] = (
-        None  # what lies between two calls; None: an answer has one at most
-    )
+    separator: ClassVar[str | None] = None
+    """Text between calls; None: there is only one call."""
 
     @classmethod
     @abstractmethod

@@ -61,7 +61,7 @@ class Mistral(MarkedCalls, JsonCalls):
         return True
 
     def _step_to_call(self) -> bool:
-        """Read what precedes a call; return whether one begins. If none can, the marker was text."""
+        """Read up to a call; return whether one begins. If none can, the marker was text."""
         text = self._rest.lstrip()
         if not text:
             return False

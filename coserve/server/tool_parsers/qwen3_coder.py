@@ -102,7 +102,7 @@ class Qwen3Coder(MarkedCalls):
         return False if could_come or could_end else self._fail()
 
     def _fail(self) -> bool:
-        """Mark the text so far as no call; the rest is read as content, in which a call may follow."""
+        """Mark the text so far as no call; the rest is content, in which a call may follow."""
         self._add(CallFails(self._read) if self._name else Content(self._read))
         self._leave(failed=True)
         return True
