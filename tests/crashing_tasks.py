@@ -7,11 +7,11 @@ import time
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from coserve.sandbox.task import Task
+from coserve.sandbox.task import SandboxTask
 from coserve.sandbox.template import UNSTARTED
 
 
-class Obedient(Task):
+class Obedient(SandboxTask):
     """Runs a named deed with a number; the setup is a text that calls can have back."""
 
     setup_type: ClassVar[Any] = str

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any, Literal
 
 from coserve.client.http import Client
-from coserve.client.job_progress import JobProgress
+from coserve.client.job_progress import PolledJob
 from coserve.errors import JobError
 from coserve.workloads.arrivals import LogNormalLengths, bursty
 from coserve.workloads.load import LoadGenerator, chats
@@ -69,7 +69,7 @@ class Recording:
     planned_s: float
     start_s: float = field(default_factory=time.monotonic)
     load: LoadGenerator | None = None
-    progress: JobProgress | None = None
+    progress: PolledJob | None = None
     status: dict[str, Any] = field(default_factory=dict)
     steps: list[list[float]] = field(
         default_factory=list
@@ -196,7 +196,7 @@ class Demo:
             )
         return answers
 
-    def _served_model(self, progress: JobProgress) -> str | None:
+    def _served_model(self, progress: PolledJob) -> str | None:
         """What the job made: the model, or the last checkpoint of one that was stopped."""
         if progress.job.get("fine_tuned_model"):
             return str(progress.job["fine_tuned_model"])
@@ -216,7 +216,7 @@ class Demo:
         )
         if name != "requests":
             epochs = _MOST_EPOCHS if name == "job" else self._epochs()
-            recording.progress = JobProgress(job=self._start_job(base, uploaded, epochs))
+            recording.progress = PolledJob(job=self._start_job(base, uploaded, epochs))
             recording.job_start_s = recording.now_s
         player = None
         if name != "job":

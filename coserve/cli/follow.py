@@ -16,7 +16,7 @@ from rich.text import Text
 
 from coserve.cli.drawing import DIM, against, duration, progress_bar, resampled, sparkline
 from coserve.client.http import Client
-from coserve.client.job_progress import JobProgress
+from coserve.client.job_progress import PolledJob
 from coserve.errors import ServerError
 
 _POLL_S = 0.5
@@ -50,14 +50,14 @@ def ctrl_c() -> Iterator[Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def follow(client: Client, job: dict[str, Any], console: Console, stop: Event) -> JobProgress:
+def follow(client: Client, job: dict[str, Any], console: Console, stop: Event) -> PolledJob:
     """Show a job until it is over, or `stop` is set, which leaves it as it is. On a terminal a view
     that moves, elsewhere lines (`worth_a_line`).
 
     Raises:
         ServerError: the server is gone, and does not come back.
     """
-    progress = JobProgress(job=job)
+    progress = PolledJob(job=job)
     if not console.is_terminal:
         for event in worth_a_line(chain.from_iterable(_polls(client, progress, stop))):
             console.print(event_line(event), soft_wrap=True)
@@ -73,7 +73,7 @@ def follow(client: Client, job: dict[str, Any], console: Console, stop: Event) -
     return progress
 
 
-def view(progress: JobProgress, width: int) -> RenderableType:
+def view(progress: PolledJob, width: int) -> RenderableType:
     """A few lines: the job, its loss, the requests."""
     job, requests = progress.job, progress.status.get("requests")
     slos = progress.status.get("objectives") or {}
@@ -118,7 +118,7 @@ def _meanwhile(requests: dict[str, Any], slos: dict[str, Any]) -> Text:
     return text.append(", then ").append_text(against(means, slos.get("tpot_ms")))
 
 
-def _polls(client: Client, progress: JobProgress, stop: Event) -> Iterator[list[dict[str, Any]]]:
+def _polls(client: Client, progress: PolledJob, stop: Event) -> Iterator[list[dict[str, Any]]]:
     """The new events of each poll, until the job is over or `stop` is set; a server that is busy
     starting again is waited for.
     """

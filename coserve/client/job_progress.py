@@ -12,7 +12,7 @@ ANSWERS = ("valid_exact_match", "valid_json_valid", "valid_json_match")
 
 
 @dataclass(kw_only=True)
-class JobProgress:
+class PolledJob:
     """State of a job and the server, as of the last poll."""
 
     job: dict[str, Any]

@@ -24,7 +24,7 @@ import msgspec
 
 import coserve
 from coserve.errors import SandboxError
-from coserve.sandbox.task import Ended, Failure, Limits, Task, task_name
+from coserve.sandbox.task import CallExit, CallLimits, Failure, SandboxTask, task_name
 from coserve.sandbox.template import LENGTH, OUT_OF_MEMORY, UNSTARTED
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,9 @@ def has_sandboxes() -> bool:
 class Sandbox:
     """Sandbox of one task; threads may call it at once, each call in a process of its own."""
 
-    def __init__(self, task: type[Task], setup: Any, limits: Limits | None = None) -> None:
+    def __init__(
+        self, task: type[SandboxTask], setup: Any, limits: CallLimits | None = None
+    ) -> None:
         """Create a sandbox without starting a process.
 
         Args:
@@ -70,7 +72,7 @@ class Sandbox:
             setup: Argument of its constructor.
             limits: Limits of each call.
         """
-        self._task, self._limits = task, limits or Limits()
+        self._task, self._limits = task, limits or CallLimits()
         self._setup = msgspec.msgpack.encode(setup)
         self._template: _Template | None = None
         self._lock = Lock()
@@ -134,12 +136,12 @@ class Sandbox:
                 self._template = None
         ended.close()
 
-    def _read(self, reply: bytes, ended: Ended) -> Any:
+    def _read(self, reply: bytes, ended: CallExit) -> Any:
         if ended.status == 0:
             return msgspec.msgpack.decode(reply, type=self._task.reply_type)
         raise self._error(self._failure(ended), ended.stderr)
 
-    def _failure(self, ended: Ended) -> Failure:
+    def _failure(self, ended: CallExit) -> Failure:
         if ended.status == -signal.SIGXCPU:
             return "time"
         if ended.status == -signal.SIGKILL:
@@ -171,7 +173,7 @@ class Sandbox:
 class _Template:
     """The template process, seen from the process that started it."""
 
-    def __init__(self, task: type[Task], setup: bytes, limits: Limits) -> None:
+    def __init__(self, task: type[SandboxTask], setup: bytes, limits: CallLimits) -> None:
         self._control, theirs = socket.socketpair()
         name, bounds = task_name(task), msgspec.json.encode(limits).decode()
         with theirs:
@@ -200,7 +202,7 @@ class _Template:
     def pid(self) -> int:
         return self._process.pid
 
-    def call(self, sent: bytes, limit_s: float) -> tuple[bytes, Ended] | None:
+    def call(self, sent: bytes, limit_s: float) -> tuple[bytes, CallExit] | None:
         """Return the reply of a call, and the exit of its process; None if the template does not
         answer.
         """
@@ -220,7 +222,7 @@ class _Template:
             return None
         finally:
             os.close(report)
-        return (reply, msgspec.msgpack.decode(ended, type=Ended)) if ended else None
+        return (reply, msgspec.msgpack.decode(ended, type=CallExit)) if ended else None
 
 
 def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 
-class Task(ABC):
+class SandboxTask(ABC):
     """A function on plain data that keeps prepared state.
 
     A sandbox imports the class by its module and name, makes one instance, and forks a process for
@@ -34,7 +34,7 @@ class Task(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class CallLimits:
     """Bounds of one call."""
 
     # Bytes that the call may allocate beside what the prepared task has.
@@ -53,7 +53,7 @@ class Limits:
 Failure = Literal["crashed", "memory", "time", "late", "killed", "unstarted"]
 
 
-class Ended(msgspec.Struct, frozen=True):
+class CallExit(msgspec.Struct, frozen=True):
     """Exit of a call's process, as the template reports it."""
 
     # As of `os.waitstatus_to_exitcode`: the negative number of the signal that ended it.
@@ -64,6 +64,6 @@ class Ended(msgspec.Struct, frozen=True):
     """Peak resident memory of the process."""
 
 
-def task_name(task: type[Task]) -> str:
+def task_name(task: type[SandboxTask]) -> str:
     """Return the name by which a sandbox's process imports a task."""
     return f"{task.__module__}:{task.__qualname__}"

@@ -21,7 +21,7 @@ from typing import NoReturn
 import msgspec
 
 from coserve.sandbox.parent_death import end_with_parent
-from coserve.sandbox.task import Ended, Limits, Task
+from coserve.sandbox.task import CallExit, CallLimits, SandboxTask
 
 # A frame on the control socket: its length, then the data.
 LENGTH = struct.Struct("<Q")
@@ -38,7 +38,7 @@ def main() -> NoReturn:
     The arguments of the process are the number of the socket and the name of the task.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
-    limits = msgspec.convert(msgspec.json.decode(sys.argv[3]), Limits)
+    limits = msgspec.convert(msgspec.json.decode(sys.argv[3]), CallLimits)
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(limits.stack_bytes)
@@ -49,11 +49,11 @@ def main() -> NoReturn:
     os._exit(0)
 
 
-def _prepared(name: str, setup: bytes) -> Task:
+def _prepared(name: str, setup: bytes) -> SandboxTask:
     module, _, attribute = name.partition(":")
     kind = getattr(importlib.import_module(module), attribute)
-    assert issubclass(kind, Task), name
-    task: Task = kind(msgspec.msgpack.decode(setup, type=kind.setup_type))
+    assert issubclass(kind, SandboxTask), name
+    task: SandboxTask = kind(msgspec.msgpack.decode(setup, type=kind.setup_type))
     return task
 
 
@@ -90,7 +90,7 @@ class _Child:
         _, status, usage = os.wait4(self.pid, 0)
         size = os.lseek(self.stderr, 0, os.SEEK_END)
         said = os.pread(self.stderr, _STDERR_BYTES, max(0, size - _STDERR_BYTES))
-        ended = Ended(
+        ended = CallExit(
             os.waitstatus_to_exitcode(status), said.decode(errors="replace"), usage.ru_maxrss * 1024
         )
         with suppress(OSError):  # nobody waits for it any longer
@@ -99,7 +99,7 @@ class _Child:
             os.close(file)
 
 
-def _serve(control: socket.socket, task: Task, limits: Limits) -> None:
+def _serve(control: socket.socket, task: SandboxTask, limits: CallLimits) -> None:
     children: dict[int, _Child] = {}  # by the file that tells of their end
     while True:
         ready, _, _ = select.select([control.fileno(), *children], [], [])
@@ -116,7 +116,7 @@ def _serve(control: socket.socket, task: Task, limits: Limits) -> None:
         children[child.pidfd] = child
 
 
-def _forked(task: Task, limits: Limits, data: int, report: int) -> _Child:
+def _forked(task: SandboxTask, limits: CallLimits, data: int, report: int) -> _Child:
     stderr = os.memfd_create("stderr")
     parent = os.getpid()
     pid = os.fork()
@@ -128,7 +128,9 @@ def _forked(task: Task, limits: Limits, data: int, report: int) -> _Child:
 # -- the process of one call ----------------------------------------------------------------
 
 
-def _run_child(task: Task, limits: Limits, data: int, stderr: int, parent: int) -> NoReturn:
+def _run_child(
+    task: SandboxTask, limits: CallLimits, data: int, stderr: int, parent: int
+) -> NoReturn:
     """Run one call; never returns to the caller's stack."""
     status = UNSTARTED
     try:
@@ -149,7 +151,7 @@ def _close_all_but(kept: int) -> None:
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
 
 
-def _limit(limits: Limits) -> None:
+def _limit(limits: CallLimits) -> None:
     for number in (signal.SIGALRM, signal.SIGXCPU):
         signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
@@ -166,7 +168,7 @@ def _address_space_bytes() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _run_on_thread(task: Task, data: int) -> int:
+def _run_on_thread(task: SandboxTask, data: int) -> int:
     """Run the call in a thread with the limited stack; return the exit status of the process."""
     statuses: list[int] = []
 

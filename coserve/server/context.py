@@ -29,8 +29,8 @@ from coserve.server.responses.context import ResponsesContext
 from coserve.server.stored.opened import Opened
 from coserve.server.tenancy.admission import Admission
 from coserve.server.tenancy.keys_file import Keys
-from coserve.server.tenancy.ledger import Ledger
-from coserve.server.tenancy.limits import Limits
+from coserve.server.tenancy.ledger import RequestLedger
+from coserve.server.tenancy.limits import TenantLimits
 from coserve.server.tenancy.waiting import WaitingRequests
 from coserve.server.text.prompts import Prompts
 from coserve.server.text.public_prefixes import PublicPrefixes
@@ -68,7 +68,7 @@ class ServerContext:
         self.fields = FieldPolicy(config.unknown_fields)
         self.bodies = BodyReader(self.fields)
         self.keys = Keys(config)
-        self.ledger = Ledger()
+        self.ledger = RequestLedger()
         self.admission = Admission(self.keys, self.ledger)
         self.models = ServedModels(
             config.model, config.served_model_names, prompts=self.prompts, jobs=jobs
@@ -141,7 +141,7 @@ async def _is_operator(request: Request) -> bool:
     return cast(bool, request.state.is_operator)
 
 
-async def _limits(request: Request) -> Limits:
+async def _limits(request: Request) -> TenantLimits:
     context: ServerContext = request.app.state.context
     return context.keys.ring.limits_of(request.state.tenant)
 
@@ -149,11 +149,11 @@ async def _limits(request: Request) -> Limits:
 # Parameters of routes: who asks, and the parts of the server that they use.
 Tenant = Annotated[str, Depends(_tenant)]
 IsOperator = Annotated[bool, Depends(_is_operator)]
-TenantLimits = Annotated[Limits, Depends(_limits)]
+LimitsPart = Annotated[TenantLimits, Depends(_limits)]
 ConfigPart = Annotated[ServerConfig, part("config")]
 EnginePart = Annotated[EngineAccess, part("link")]
 KeysPart = Annotated[Keys, part("keys")]
-LedgerPart = Annotated[Ledger, part("ledger")]
+LedgerPart = Annotated[RequestLedger, part("ledger")]
 ModelsPart = Annotated[ServedModels, part("models")]
 GenerationPart = Annotated[GenerationContext, part("generation")]
 ResponsesPart = Annotated[ResponsesContext, part("responses")]

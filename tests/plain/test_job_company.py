@@ -8,7 +8,7 @@ from coserve.engine.records import EngineStats
 from coserve.protocol.messages import StepReport
 from coserve.scheduling.slo import Slo
 from coserve.server.observability.metrics import Metrics
-from coserve.server.tenancy.ledger import Ledger
+from coserve.server.tenancy.ledger import RequestLedger
 
 GROUPS = (("ftjob-a", "ftjob-c", "ftjob-d"), ("ftjob-b", "ftjob-e"))
 
@@ -45,7 +45,7 @@ def company(metrics: Metrics) -> dict[str, tuple[str, float]]:
 
 
 def test_metrics_say_with_whom_each_job_is_fused():
-    metrics = Metrics(Ledger())
+    metrics = Metrics(RequestLedger())
     metrics.engine_reported(StepReport(stats=stats_of(*GROUPS)))
     assert company(metrics) == {
         job: (group[0], len(group) - 1) for group in GROUPS for job in group

@@ -6,7 +6,7 @@ from coserve.protocol.messages import Ready, StepReport, decode_report, encode
 from coserve.scheduling.slo import Slo
 from coserve.server.observability.metrics import Metrics
 from coserve.server.observability.status import StatusBoard
-from coserve.server.tenancy.ledger import Ledger
+from coserve.server.tenancy.ledger import RequestLedger
 
 RANKS = (
     RankState(pid=11, device="cpu", memory_bytes=1 << 20, waited_s=0.5),
@@ -56,7 +56,7 @@ def report() -> StepReport:
 
 
 def test_the_status_has_each_rank_for_those_who_see_the_whole_server():
-    board = StatusBoard(Ledger())
+    board = StatusBoard(RequestLedger())
     board.engine_reported(report())
     status = board.status(READY, "none", None)
     assert status["tensor_parallel"] == 2
@@ -71,7 +71,7 @@ def test_the_status_has_each_rank_for_those_who_see_the_whole_server():
 
 
 def test_metrics_have_memory_and_waits_of_each_rank():
-    metrics = Metrics(Ledger())
+    metrics = Metrics(RequestLedger())
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(f"coserve_{name}", labels)

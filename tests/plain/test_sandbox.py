@@ -19,9 +19,9 @@ from coserve.devices.grammars.checker import GrammarChecker
 from coserve.devices.grammars.matching import Vocabulary
 from coserve.errors import RequestError, SandboxError
 from coserve.sandbox.sandbox import Sandbox
-from coserve.sandbox.task import Limits
+from coserve.sandbox.task import CallLimits
 
-LIMITS = Limits(memory_bytes=64 << 20, stack_bytes=256 << 10, cpu_s=1, wall_s=60.0)
+LIMITS = CallLimits(memory_bytes=64 << 20, stack_bytes=256 << 10, cpu_s=1, wall_s=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_nothing_secret_is_inherited(
 class OwnSandbox:
     """A sandbox that ends with the block."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    def __init__(self, limits: CallLimits = LIMITS) -> None:
         self.made = Sandbox(Obedient, "ab", limits)
 
     def __enter__(self) -> Sandbox:

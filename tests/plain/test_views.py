@@ -20,7 +20,7 @@ from coserve.cli.drawing import (
     stacked_bar,
 )
 from coserve.cli.follow import view, worth_a_line
-from coserve.client.job_progress import JobProgress
+from coserve.client.job_progress import PolledJob
 from coserve.workloads.load import LoadGenerator
 from coserve.workloads.summary import RequestOutcome
 
@@ -43,8 +43,8 @@ def shown(renderable, width: int) -> list[str]:
     return lines
 
 
-def progress(step: int = 45) -> JobProgress:
-    made = JobProgress(job={"id": "ftjob-1", "status": "running", "model": "tiny"}, status=STATUS)
+def progress(step: int = 45) -> PolledJob:
+    made = PolledJob(job={"id": "ftjob-1", "status": "running", "model": "tiny"}, status=STATUS)
     made.losses = {i + 1: 3 / (1 + i / 9) for i in range(step)}
     made.step, made.num_steps, made.tokens_per_s, made.validation_loss = step, 200, 812.4, 0.913
     return made
@@ -110,7 +110,7 @@ def test_a_job_that_is_followed_fits_and_says_what_requests_see(width):
     text = "\n".join(shown(view(progress(), width), width))
     assert "step 45 of 200" in text and "validation 0.913" in text and "812 tokens/s" in text
     assert "31 ms of 21 ms" in text and "70 ms of 2,000 ms" in text
-    assert "queued" in shown(view(JobProgress(job={"status": "queued"}), width), width)[0]
+    assert "queued" in shown(view(PolledJob(job={"status": "queued"}), width), width)[0]
 
 
 def test_lines_of_a_job_are_every_event_and_a_step_a_second():

@@ -21,7 +21,7 @@ from coserve.server.options import option_of
 from coserve.server.tenancy.admission import Admission
 from coserve.server.tenancy.keys import digest_of
 from coserve.server.tenancy.keys_file import Keys
-from coserve.server.tenancy.ledger import Ledger
+from coserve.server.tenancy.ledger import RequestLedger
 from coserve.server.units import bytes_of, seconds_of, slo_seconds
 
 
@@ -229,7 +229,7 @@ def test_a_file_more_is_a_group_of_routes_more(monkeypatch, tmp_path):
     config = ServerConfig()
     keys = Keys(config)
     context: Any = SimpleNamespace(
-        config=config, keys=keys, admission=Admission(keys, Ledger()), tracing=None
+        config=config, keys=keys, admission=Admission(keys, RequestLedger()), tracing=None
     )
     client = TestClient(create_app(context), base_url="http://localhost")
     monkeypatch.delitem(sys.modules, "coserve.server.routes.greeting")

@@ -17,7 +17,7 @@ from coserve.engine.commands import AddRequest, JobStart, StartJob
 from coserve.jobs.datasets.examples import write_examples_file
 from coserve.protocol.messages import StepReport
 from coserve.server.observability.status import StatusBoard
-from coserve.server.tenancy.ledger import Ledger
+from coserve.server.tenancy.ledger import RequestLedger
 from coserve.tuning.config import TuningConfig
 
 LORA = LoraConfig(r=2, target_modules="all-linear")
@@ -107,7 +107,7 @@ def test_a_paused_job_does_not_count_as_running():
     engine = make_engine()
     jobs = [engine.submit(examples_of((9,)), adapter=LORA) for _ in range(2)]
     engine.pause_job(jobs[0])
-    board = StatusBoard(Ledger())
+    board = StatusBoard(RequestLedger())
     board.engine_reported(StepReport(stats=engine.stats()))
     assert board.status(None, "none", None)["jobs"]["running"] == 1
     engine.resume_job(jobs[0])

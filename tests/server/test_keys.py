@@ -19,7 +19,7 @@ from coserve.errors import CoserveError
 from coserve.server.config import ServerConfig
 from coserve.server.tenancy.keys import KeyRing, digest_of, new_key
 from coserve.server.tenancy.keys_file import Keys
-from coserve.server.tenancy.limits import Limits
+from coserve.server.tenancy.limits import TenantLimits
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -50,8 +50,10 @@ def test_keys_come_from_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "": None,
     }
     assert ring.operators == {"ben", "dan"} and not ring.is_operator("ann")
-    assert ring.limits_of("ann") == Limits(tokens_per_minute=100)
-    assert ring.limits_of("dan") == Limits(tokens_per_minute=100, max_jobs=3, max_file_bytes=2000)
+    assert ring.limits_of("ann") == TenantLimits(tokens_per_minute=100)
+    assert ring.limits_of("dan") == TenantLimits(
+        tokens_per_minute=100, max_jobs=3, max_file_bytes=2000
+    )
     assert "COSERVE_API_KEYS" not in os.environ, "processes that are started do not have them"
 
 
@@ -74,7 +76,9 @@ def test_no_key_is_held(tmp_path: Path):
 
 def test_without_keys_everything_is_open():
     ring = Keys(ServerConfig()).ring
-    assert ring.is_open and ring.is_operator("default") and ring.limits_of("default") == Limits()
+    assert (
+        ring.is_open and ring.is_operator("default") and ring.limits_of("default") == TenantLimits()
+    )
     assert not KeyRing(tenants={digest_of("x"): "ann"}).is_operator("ann")
 
 

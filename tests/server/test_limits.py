@@ -15,8 +15,8 @@ from coserve.scheduling.slo import Slo
 from coserve.server.config import ServerConfig
 from coserve.server.tenancy.admission import Admission
 from coserve.server.tenancy.keys_file import Keys
-from coserve.server.tenancy.ledger import Entry, Ledger
-from coserve.server.tenancy.limits import Limits
+from coserve.server.tenancy.ledger import RequestEntry, RequestLedger
+from coserve.server.tenancy.limits import TenantLimits
 
 LINES = b'{"text": "serve and learn"}\n' * 8
 
@@ -30,8 +30,8 @@ class Clock:
         return self.now_s
 
 
-def admission(**limits: int) -> tuple[Admission, Clock, Ledger]:
-    clock, ledger = Clock(), Ledger()
+def admission(**limits: int) -> tuple[Admission, Clock, RequestLedger]:
+    clock, ledger = Clock(), RequestLedger()
     given: dict[str, Any] = {f"tenant_{name}": value for name, value in limits.items()}
     keys = Keys(ServerConfig(**given))
     return Admission(keys, ledger, clock), clock, ledger
@@ -41,9 +41,10 @@ def begin(gate: Admission, tenant: str = "ann", *, sequences: int = 1, prompt: i
     gate.begin(tenant, num_sequences=sequences, num_prompt_tokens=prompt)
 
 
-def report(ledger: Ledger, tenant: str, num_tokens: int) -> StepReport:
+def report(ledger: RequestLedger, tenant: str, num_tokens: int) -> StepReport:
     ledger.begin(
-        tenant, Entry(tenant=tenant, adapter=None, num_prompt_tokens=1, slo=Slo(ttft_s=1, tpot_s=1))
+        tenant,
+        RequestEntry(tenant=tenant, adapter=None, num_prompt_tokens=1, slo=Slo(ttft_s=1, tpot_s=1)),
     )
     return StepReport(chunks=[Chunk(request=tenant, index=0, tokens=(1,) * num_tokens)])
 
@@ -141,7 +142,7 @@ def tenant_config(name: str, value: int) -> ServerConfig:
 def test_limits_are_checked():
     for name in ("max_requests", "tokens_per_minute", "max_jobs", "max_file_bytes"):
         with pytest.raises(ValueError, match=name):
-            Limits(**{name: 0})
+            TenantLimits(**{name: 0})
         with pytest.raises(ValueError, match=name):
             tenant_config(name, -1)
 

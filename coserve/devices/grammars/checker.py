@@ -10,10 +10,10 @@ from coserve.devices.grammars.grammar import Grammar
 from coserve.devices.grammars.matching import GrammarCompiler, Vocabulary, library
 from coserve.errors import RequestError, SandboxError
 from coserve.sandbox.sandbox import Sandbox, has_sandboxes
-from coserve.sandbox.task import Limits, Task
+from coserve.sandbox.task import CallLimits, SandboxTask
 
 # The stack is a sixteenth of that of the threads that compile in the engine (`device_grammars.py`).
-LIMITS = Limits(memory_bytes=256 << 20, stack_bytes=1 << 20, cpu_s=5, wall_s=30.0)
+LIMITS = CallLimits(memory_bytes=256 << 20, stack_bytes=1 << 20, cpu_s=5, wall_s=30.0)
 # Of one compiled grammar.
 MAX_BYTES = 64 << 20
 _REASONS = {
@@ -34,7 +34,7 @@ class Verdict(msgspec.Struct, frozen=True):
     refused: str = ""
 
 
-class CheckGrammar(Task):
+class CheckGrammar(SandboxTask):
     """Compiles a grammar and follows it for some tokens."""
 
     setup_type: ClassVar[Any] = Vocabulary

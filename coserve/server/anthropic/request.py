@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from coserve.server.anthropic.schemas import (
+    AnthropicBlock,
     AnthropicMessage,
-    Block,
     CountBody,
     MessagesBody,
     ToolChoice,
@@ -133,7 +133,7 @@ def _messages(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
     return results if results and not (text or calls) else [*results, found]
 
 
-def _text(content: str | Sequence[Block], where: str) -> str:
+def _text(content: str | Sequence[AnthropicBlock], where: str) -> str:
     if isinstance(content, str):
         return content
     for place, block in enumerate(content):

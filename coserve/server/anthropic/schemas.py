@@ -9,7 +9,7 @@ from coserve.server.bodies.schemas import Body, List, Name, OpenBody, RequestBod
 _MAX_MESSAGES = 10_000
 
 
-class Block(Body):
+class AnthropicBlock(Body):
     """Block of a message: text, thinking, tool_use or tool_result.
 
     Other fields (`cache_control`, `signature`) are ignored.
@@ -31,7 +31,7 @@ class Block(Body):
     """Arguments of a call."""
     tool_use_id: Name | None = None
     """Call that a result answers."""
-    content: "str | List[Block] | None" = None
+    content: "str | List[AnthropicBlock] | None" = None
     """Result of a call."""
     is_error: bool | None = None
     """Whether the call failed."""
@@ -44,7 +44,7 @@ class AnthropicMessage(Body):
 
     role: Literal["user", "assistant", "system"]
     """Who wrote it."""
-    content: str | List[Block]
+    content: str | List[AnthropicBlock]
     """Text, or blocks."""
 
 
@@ -95,7 +95,7 @@ class CountBody(RequestBody):
     """Model or adapter."""
     messages: Annotated[List[AnthropicMessage], Field(min_length=1, max_length=_MAX_MESSAGES)]
     """The conversation."""
-    system: str | List[Block] | None = None
+    system: str | List[AnthropicBlock] | None = None
     """System message."""
     tools: List[AnthropicTool] | None = None
     """Functions that the answer may call."""

@@ -18,7 +18,7 @@ from coserve.server.observability.tracing import Tracing
 from coserve.server.stored.opened import Opened
 from coserve.server.tenancy.admission import Admission
 from coserve.server.tenancy.keys_file import Keys
-from coserve.server.tenancy.ledger import Entry, Ledger
+from coserve.server.tenancy.ledger import RequestEntry, RequestLedger
 from coserve.server.tenancy.waiting import WaitingRequests
 from coserve.server.text.prompts import Prompts
 from coserve.server.text.public_prefixes import PublicPrefixes
@@ -39,7 +39,7 @@ class GenerationContext:
     """Job manager; requests are refused until it is there."""
     keys: Keys
     """Keys in force, which say who is an operator."""
-    ledger: Ledger
+    ledger: RequestLedger
     """Tenant and adapter of each request."""
     admission: Admission
     """Limits of tenants on requests and tokens."""
@@ -130,7 +130,7 @@ class GenerationContext:
         for request in requests:
             if not is_batch:
                 self.waiting.begin(request.id, tenant)
-            entry = Entry(
+            entry = RequestEntry(
                 tenant=tenant,
                 adapter=adapter,
                 num_prompt_tokens=len(request.prompt),

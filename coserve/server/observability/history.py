@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class TimeSpan:
     """A time span that the page can show, divided into equal parts."""
 
     name: str  # as the page writes it
@@ -22,10 +22,10 @@ class Span:
 
 
 SPANS = (
-    Span(name="1 minute", length_s=60, part_s=1),
-    Span(name="5 minutes", length_s=300, part_s=1),
-    Span(name="1 hour", length_s=3600, part_s=10),
-    Span(name="1 day", length_s=86_400, part_s=300),
+    TimeSpan(name="1 minute", length_s=60, part_s=1),
+    TimeSpan(name="5 minutes", length_s=300, part_s=1),
+    TimeSpan(name="1 hour", length_s=3600, part_s=10),
+    TimeSpan(name="1 day", length_s=86_400, part_s=300),
 )
 
 
@@ -63,7 +63,7 @@ class TokenHistory:
             ring[-1].num_generated += num_generated
             ring[-1].num_trained += num_trained
 
-    def rates(self, span: Span, now_s: float) -> list[tuple[float, float]]:
+    def rates(self, span: TimeSpan, now_s: float) -> list[tuple[float, float]]:
         """Return generated and trained tokens per second in each full part of a span, the oldest
         first.
         """

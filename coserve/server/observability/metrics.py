@@ -10,7 +10,7 @@ from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
 from coserve.protocol.messages import Ready, StepReport
 from coserve.server.observability.vllm_metrics import VllmMetrics
-from coserve.server.tenancy.ledger import Ledger
+from coserve.server.tenancy.ledger import RequestLedger
 
 _STEPS = (1, 2, 3, 5, 7.5)
 # From half a millisecond, which a small model's step takes, to a minute.
@@ -23,7 +23,7 @@ _WHO = ("adapter", "tenant")
 class Metrics:
     """An `EngineListener` that keeps the metrics."""
 
-    def __init__(self, ledger: Ledger, model: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, ledger: RequestLedger, model: Callable[[], str] = lambda: "") -> None:
         """Create the metrics.
 
         Args:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from coserve.engine.grammars import MAX_BYTES, MAX_TENANT_BYTES
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.protocol.messages import Ready, StartProgress, StepRecord, StepReport
-from coserve.server.observability.history import Span, TokenHistory
-from coserve.server.tenancy.ledger import Ledger
+from coserve.server.observability.history import TimeSpan, TokenHistory
+from coserve.server.tenancy.ledger import RequestLedger
 
 WINDOW_S = 60.0
 _MOST_KEPT = 20_000
@@ -62,7 +62,7 @@ class _Moment(NamedTuple):
 class StatusBoard:
     """An `EngineListener` that keeps the newest steps, requests and states of the memory."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: RequestLedger) -> None:
         self._ledger = ledger
         self._start_s = time.monotonic()
         self._serial = 0
@@ -249,7 +249,7 @@ class StatusBoard:
             "memory": [(each.time_s, each.pages) for each in _after(self._moments, after)],
         }
 
-    def rates(self, span: Span) -> list[tuple[float, float]]:
+    def rates(self, span: TimeSpan) -> list[tuple[float, float]]:
         """Return generated and trained tokens per second in each part of a span, the oldest
         first.
         """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from coserve.server.options.option import OptionGroup, option
 from coserve.server.tenancy.keys import tenant_and_digest
-from coserve.server.tenancy.limits import Limits
+from coserve.server.tenancy.limits import TenantLimits
 from coserve.server.units import bytes_of
 
 
@@ -130,8 +130,8 @@ class TenantOptions(OptionGroup):
         return {digest: tenant for tenant, digest in map(tenant_and_digest, self.api_keys)}
 
     @property
-    def tenant_limits(self) -> Limits:
+    def tenant_limits(self) -> TenantLimits:
         """Limits of tenants that have none of their own."""
-        return Limits(
-            **{each.name: getattr(self, f"tenant_{each.name}") for each in fields(Limits)}
+        return TenantLimits(
+            **{each.name: getattr(self, f"tenant_{each.name}") for each in fields(TenantLimits)}
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import Any
 
-from coserve.server.observability.history import Span
+from coserve.server.observability.history import TimeSpan
 from coserve.server.page.words import number, seconds
 
 _BOX = 1000
@@ -195,7 +195,7 @@ def step_curve(
     return _chart(lines, [(name, points)], x, y, words=words, kind="step")
 
 
-def rate_chart(rates: Sequence[tuple[float, float]], span: Span) -> Chart | None:
+def rate_chart(rates: Sequence[tuple[float, float]], span: TimeSpan) -> Chart | None:
     """Return the chart of tokens per second over a time span until now; None if there were none.
 
     Args:

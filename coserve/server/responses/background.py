@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Run:
+class BackgroundRun:
     """One response that runs in the background."""
 
     state: Callable[[], dict[str, Any]]
@@ -57,7 +57,7 @@ class BackgroundRuns:
     """Running responses by key; it belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._runs: dict[tuple[str, ...], Run] = {}
+        self._runs: dict[tuple[str, ...], BackgroundRun] = {}
 
     def begin(
         self,
@@ -65,7 +65,7 @@ class BackgroundRuns:
         events: AsyncGenerator[dict[str, Any], None],
         state: Callable[[], dict[str, Any]],
         on_cancel: Callable[[], Awaitable[None]],
-    ) -> Run:
+    ) -> BackgroundRun:
         """Start a response in the background.
 
         Args:
@@ -74,11 +74,11 @@ class BackgroundRuns:
             state: Function that returns its current state.
             on_cancel: Function that is called when it was cancelled.
         """
-        run = self._runs[key] = Run(state, on_cancel)
+        run = self._runs[key] = BackgroundRun(state, on_cancel)
         run.task = asyncio.create_task(self._run(key, run, events))
         return run
 
-    def find(self, key: tuple[str, ...]) -> Run | None:
+    def find(self, key: tuple[str, ...]) -> BackgroundRun | None:
         """Return the running response of a key; None if there is none."""
         return self._runs.get(key)
 
@@ -100,7 +100,7 @@ class BackgroundRuns:
         )
 
     async def _run(
-        self, key: tuple[str, ...], run: Run, events: AsyncGenerator[dict[str, Any], None]
+        self, key: tuple[str, ...], run: BackgroundRun, events: AsyncGenerator[dict[str, Any], None]
     ) -> None:
         try:
             async with aclosing(events):

@@ -16,7 +16,7 @@ from coserve.server.batches.answers import ANSWERS
 from coserve.server.bodies.reader import JsonRoute
 from coserve.server.bodies.schemas import Body
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import BatchesPart, JobsPart, Tenant, TenantLimits
+from coserve.server.context import BatchesPart, JobsPart, LimitsPart, Tenant
 from coserve.server.errors import ApiError, not_found
 from coserve.server.http.responses import json_response
 from coserve.server.responses.request import check_metadata
@@ -55,7 +55,7 @@ class BatchBody(Body):
 
 @router.post("/v1/batches")
 async def create_batch(
-    body: BatchBody, jobs: JobsPart, batches: BatchesPart, limits: TenantLimits, tenant: Tenant
+    body: BatchBody, jobs: JobsPart, batches: BatchesPart, limits: LimitsPart, tenant: Tenant
 ) -> Response:
     """Start a batch of the requests in a file."""
     check_texts(body.input_file_id, param="input_file_id")

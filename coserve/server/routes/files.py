@@ -12,7 +12,7 @@ from coserve.jobs.files.blobs import PURPOSES, RESULTS
 from coserve.jobs.manager import JobManager
 from coserve.jobs.records import FileRecord
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import ConfigPart, JobsPart, Tenant, TenantLimits
+from coserve.server.context import ConfigPart, JobsPart, LimitsPart, Tenant
 from coserve.server.errors import ApiError, not_found
 from coserve.server.http.open_file import OpenFileResponse
 from coserve.server.http.responses import json_response
@@ -27,7 +27,7 @@ _LONGEST_NAME = 255
 
 @router.post("/v1/files")
 async def create_file(
-    request: Request, jobs: JobsPart, limits: TenantLimits, tenant: Tenant
+    request: Request, jobs: JobsPart, limits: LimitsPart, tenant: Tenant
 ) -> Response:
     """Upload a file, as a form with `file` and `purpose`."""
     async with request.form(max_files=1, max_fields=len(_FIELDS)) as form:

@@ -17,7 +17,7 @@ from coserve.jobs.files.shared_files import entries
 from coserve.jobs.manager import JobManager
 from coserve.jobs.records import JobRecord, Page
 from coserve.server.bodies.reader import JsonRoute
-from coserve.server.context import EnginePart, JobsPart, ModelsPart, Tenant, TenantLimits
+from coserve.server.context import EnginePart, JobsPart, LimitsPart, ModelsPart, Tenant
 from coserve.server.errors import ApiError, not_found
 from coserve.server.fine_tuning.job_json import checkpoint_json, event_json, job_json, jobs_json
 from coserve.server.fine_tuning.request import read_job_request
@@ -37,7 +37,7 @@ async def create_job(
     jobs: JobsPart,
     models: ModelsPart,
     engine: EnginePart,
-    limits: TenantLimits,
+    limits: LimitsPart,
     tenant: Tenant,
 ) -> Response:
     """Create a fine-tuning job."""

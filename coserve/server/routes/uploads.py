@@ -15,7 +15,7 @@ from coserve.jobs.records import UploadRecord
 from coserve.server.bodies.reader import JsonRoute
 from coserve.server.bodies.schemas import Body, List
 from coserve.server.bodies.texts import check_texts
-from coserve.server.context import JobsPart, Tenant, TenantLimits
+from coserve.server.context import JobsPart, LimitsPart, Tenant
 from coserve.server.errors import ApiError, not_found
 from coserve.server.http.responses import json_response
 from coserve.server.routes.files import file_json
@@ -77,7 +77,7 @@ def create_upload(body: UploadBody, jobs: JobsPart, tenant: Tenant) -> Response:
 
 @part_router.post("/v1/uploads/{upload_id}/parts")
 async def add_part(
-    upload_id: str, request: Request, jobs: JobsPart, limits: TenantLimits, tenant: Tenant
+    upload_id: str, request: Request, jobs: JobsPart, limits: LimitsPart, tenant: Tenant
 ) -> Response:
     """Upload a part, as a form with `data`."""
     upload = await run_in_threadpool(_find, jobs, tenant, upload_id)
@@ -108,7 +108,7 @@ async def add_part(
 
 @router.post("/v1/uploads/{upload_id}/complete")
 def complete_upload(
-    upload_id: str, body: CompleteBody, jobs: JobsPart, limits: TenantLimits, tenant: Tenant
+    upload_id: str, body: CompleteBody, jobs: JobsPart, limits: LimitsPart, tenant: Tenant
 ) -> Response:
     """Join the parts to a file, in the given order."""
     for name in ("part_ids", "md5"):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from coserve.errors import LimitError
 from coserve.protocol.messages import Ready, StepReport
 from coserve.server.tenancy.keys_file import Keys
-from coserve.server.tenancy.ledger import Ledger
+from coserve.server.tenancy.ledger import RequestLedger
 
 # When a request under way ends is not known; this soon it can be asked again.
 _RETRY_S = 1.0
@@ -39,7 +39,7 @@ class Admission:
     """
 
     def __init__(
-        self, keys: Keys, ledger: Ledger, clock: Callable[[], float] = time.monotonic
+        self, keys: Keys, ledger: RequestLedger, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._keys, self._ledger, self._clock = keys, ledger, clock
         self._num_open: Counter[str] = Counter()

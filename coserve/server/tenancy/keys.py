@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coserve.server.tenancy.limits import Limits
+from coserve.server.tenancy.limits import TenantLimits
 
 # The tenant of a server without keys.
 DEFAULT_TENANT = "default"
@@ -61,9 +61,9 @@ class KeyRing:
     """
     operators: frozenset[str] = frozenset()
     """Tenants that may see metrics and status of all tenants."""
-    limits: Mapping[str, Limits] = field(default_factory=dict)
+    limits: Mapping[str, TenantLimits] = field(default_factory=dict)
     """Limits of tenants that have their own."""
-    common: Limits = field(default_factory=Limits)
+    common: TenantLimits = field(default_factory=TenantLimits)
     """Limits of all other tenants."""
 
     @property
@@ -85,5 +85,5 @@ class KeyRing:
     def is_operator(self, tenant: str) -> bool:
         return self.is_open or tenant in self.operators
 
-    def limits_of(self, tenant: str) -> Limits:
+    def limits_of(self, tenant: str) -> TenantLimits:
         return self.limits.get(tenant, self.common)

@@ -26,13 +26,13 @@ from coserve.errors import CoserveError
 from coserve.home import is_trusted
 from coserve.secret_variables import SERVER_KEYS, take_variable
 from coserve.server.tenancy.keys import TENANT_NAME, KeyRing, is_digest, tenant_and_digest
-from coserve.server.tenancy.limits import Limits
+from coserve.server.tenancy.limits import TenantLimits
 from coserve.server.units import bytes_of
 from coserve.settings import is_number
 
 _log = logging.getLogger(__name__)
 
-_LIMITS = [each.name for each in fields(Limits)]
+_LIMITS = [each.name for each in fields(TenantLimits)]
 
 
 class KeySettings(Protocol):
@@ -49,7 +49,7 @@ class KeySettings(Protocol):
         ...
 
     @property
-    def tenant_limits(self) -> Limits:
+    def tenant_limits(self) -> TenantLimits:
         """Limits of tenants that have none of their own."""
         ...
 
@@ -91,7 +91,7 @@ class Keys:
         given = self._settings
         tenants = dict(given.tenants)
         _add(tenants, self._environment, SERVER_KEYS)
-        operators, limits = set(given.operators), dict[str, Limits]()
+        operators, limits = set(given.operators), dict[str, TenantLimits]()
         if given.api_keys_file is not None:
             held = _read_file(Path(given.api_keys_file))
             _add(tenants, held.pop("keys"), given.api_keys_file)
@@ -204,7 +204,7 @@ def _settings(name: str, given: Any) -> dict[str, Any]:
     try:
         if isinstance(size := found.get("max_file_bytes"), str):
             found["max_file_bytes"] = bytes_of(size)
-        Limits(**{key: value for key, value in found.items() if key in _LIMITS})
+        TenantLimits(**{key: value for key, value in found.items() if key in _LIMITS})
     except ValueError as error:
         raise ValueError(f"tenants.{name}: {error}") from None
     return found

@@ -11,7 +11,7 @@ _KEPT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class RequestEntry:
     """Origin of one request."""
 
     tenant: str
@@ -26,15 +26,15 @@ class Entry:
     """Whether it is batch work, without a client that waits."""
 
 
-class Ledger:
+class RequestLedger:
     """Origins of requests that are open, or ended a moment ago."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RequestEntry] = {}
         self._ended: deque[tuple[float, str]] = deque()
         self._open: set[str] = set()
 
-    def begin(self, request: str, entry: Entry) -> None:
+    def begin(self, request: str, entry: RequestEntry) -> None:
         """Add a request that has been sent to the engine."""
         self._entries[request] = entry
         self._open.add(request)
@@ -47,7 +47,7 @@ class Ledger:
         while self._ended[0][0] < now_s - _KEPT_S:
             self._entries.pop(self._ended.popleft()[1], None)
 
-    def find(self, request: str) -> Entry | None:
+    def find(self, request: str) -> RequestEntry | None:
         """Return the origin of a request; None if it ended long ago."""
         return self._entries.get(request)
 

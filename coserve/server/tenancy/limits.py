@@ -6,7 +6,7 @@ from coserve.settings import check_whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class TenantLimits:
     """Limits of one tenant; None: no limit.
 
     Raises:
