@@ -20,7 +20,7 @@ from coserve.errors import (
 _log = logging.getLogger(__name__)
 
 # Messages and names that repeat what a client sent are cut to these characters.
-_MOST_MESSAGE, _MOST_PARAM = 1000, 200
+_MAX_MESSAGE, _MAX_PARAM = 1000, 200
 
 
 class ApiError(Exception):
@@ -48,12 +48,12 @@ class ApiError(Exception):
         """
         super().__init__(message)
         self.message, self.status, self.kind, self.code = (
-            _cut(message, _MOST_MESSAGE),
+            _cut(message, _MAX_MESSAGE),
             status,
             kind,
             code,
         )
-        self.param = None if param is None else _cut(param, _MOST_PARAM)
+        self.param = None if param is None else _cut(param, _MAX_PARAM)
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:

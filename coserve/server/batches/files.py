@@ -14,8 +14,8 @@ from coserve.server.bodies.reader import named_once
 from coserve.server.bodies.texts import check_texts
 from coserve.server.errors import ApiError
 
-MOST_REQUESTS = 50_000
-_MOST_ERRORS = 10
+MAX_REQUESTS = 50_000
+_MAX_ERRORS = 10
 _LONGEST_ID = 512
 _LONGEST_LINE = 8 << 20
 _FIELDS = {"custom_id", "method", "url", "body"}
@@ -45,18 +45,14 @@ def read_input(path: Path, endpoint: str) -> tuple[list[BatchLine], list[dict[st
             if raw.strip():
                 try:
                     lines.append(_line(raw, start, endpoint, seen))
-                    if len(lines) > MOST_REQUESTS:
+                    if len(lines) > MAX_REQUESTS:
                         raise ApiError(
-                            f"the file has more than {MOST_REQUESTS} requests",
+                            f"the file has more than {MAX_REQUESTS} requests",
                             code="too_many_requests",
                         )
                 except ApiError as error:
                     errors.append(_error(error, number))
-            if (
-                len(errors) == _MOST_ERRORS
-                or len(lines) > MOST_REQUESTS
-                or len(raw) > _LONGEST_LINE
-            ):
+            if len(errors) == _MAX_ERRORS or len(lines) > MAX_REQUESTS or len(raw) > _LONGEST_LINE:
                 return lines, errors
             start += len(raw)
     if not lines and not errors:

@@ -25,7 +25,7 @@ from coserve.server.errors import ApiError
 
 # Bytes that are read sooner than a thread could begin to.
 SMALL_BODY_BYTES = 1 << 16
-_MOST_REASON = 200
+_MAX_REASON = 200
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -92,7 +92,7 @@ def read_body(kind: type[B], body: bytes, fields: FieldPolicy | None = None) -> 
     except UnicodeDecodeError as error:
         raise no_json(f"it is not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise no_json(str(error)[:_MOST_REASON]) from None
+        raise no_json(str(error)[:_MAX_REASON]) from None
     except ValueError:  # `int`, whose own words are for programmers
         raise no_json(f"a number has more than {sys.get_int_max_str_digits()} digits") from None
     return body_of(kind, value, fields)

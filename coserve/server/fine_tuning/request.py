@@ -16,10 +16,10 @@ from coserve.jobs.settings import JobSettings, job_settings
 from coserve.server.adapters.served import ServedModels
 from coserve.server.bodies.texts import check_texts
 from coserve.server.errors import ApiError, not_found
-from coserve.server.fine_tuning.schemas import MOST_SEED, CreateJobBody, MethodBody, OfObjective
+from coserve.server.fine_tuning.schemas import MAX_SEED, CreateJobBody, MethodBody, OfObjective
 from coserve.tuning.objectives import SUPERVISED, method_names
 
-_MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
+_MAX_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 
 
 def read_job_request(
@@ -53,7 +53,7 @@ def read_job_request(
     settings = job_settings(
         hyperparameters=_hyperparameters(body),
         extension=body.coserve or {},
-        seed=secrets.randbelow(MOST_SEED + 1) if body.seed is None else body.seed,
+        seed=secrets.randbelow(MAX_SEED + 1) if body.seed is None else body.seed,
         architecture=model.architecture,
         max_positions=model.max_positions,
         is_fresh=start is None,
@@ -117,9 +117,9 @@ def _check(body: CreateJobBody) -> None:
     if body.method is not None:
         _check_method(body.method)
     metadata = body.metadata or {}
-    if len(metadata) > _MOST_PAIRS:
+    if len(metadata) > _MAX_PAIRS:
         raise ApiError(
-            f"'metadata' has {len(metadata)} pairs; {_MOST_PAIRS} are allowed.", param="metadata"
+            f"'metadata' has {len(metadata)} pairs; {_MAX_PAIRS} are allowed.", param="metadata"
         )
     if any(
         len(key) > _LONGEST_KEY or len(value) > _LONGEST_VALUE for key, value in metadata.items()

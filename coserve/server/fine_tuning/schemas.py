@@ -7,8 +7,8 @@ from pydantic import AfterValidator, Field, create_model
 from coserve.server.bodies.schemas import Body, List, Name, Texts
 from coserve.tuning.objectives import SUPERVISED, method_names
 
-MOST_SEED = 2**31 - 1
-_MOST_INTEGRATIONS = 5
+MAX_SEED = 2**31 - 1
+_MAX_INTEGRATIONS = 5
 _Whole = int | Literal["auto"] | None
 
 
@@ -113,7 +113,7 @@ class CreateJobBody(Body):
     """File of examples for validation."""
     suffix: Annotated[str, AfterValidator(_hyphenated)] | None = None
     """Part of the new model's name."""
-    seed: Annotated[int, Field(ge=0, le=MOST_SEED)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Seed of the order of examples and of new weights (default: random)."""
     metadata: Texts | None = None
     """The client's own data."""
@@ -121,7 +121,7 @@ class CreateJobBody(Body):
     """Method, with its hyperparameters (default: supervised)."""
     hyperparameters: Hyperparameters | None = None
     """Hyperparameters, by their older place."""
-    integrations: Annotated[List[Integration], Field(max_length=_MOST_INTEGRATIONS)] | None = None
+    integrations: Annotated[List[Integration], Field(max_length=_MAX_INTEGRATIONS)] | None = None
     """Further destinations of metrics."""
     coserve: dict[str, Any] | None = None
     """Settings beyond OpenAI's."""

@@ -37,7 +37,7 @@ from coserve.server.text.prompts import TokenPiece
 # OpenAI's default.
 _MAX_TOKENS = 16
 # Of one request: prompts, each n times.
-_MOST_CHOICES = 2048
+_MAX_CHOICES = 2048
 # What a choice says of its prompt where that was asked for.
 _OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
@@ -125,9 +125,9 @@ async def _generation(
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens < 0 or (max_tokens == 0 and not body.echo):
         raise ApiError("max_tokens must be at least 1; 0 needs echo", param="max_tokens")
-    if len(prompts) * (body.n or 1) > _MOST_CHOICES:
+    if len(prompts) * (body.n or 1) > _MAX_CHOICES:
         raise ApiError(
-            f"{len(prompts)} prompts, n times each, are more than {_MOST_CHOICES} choices",
+            f"{len(prompts)} prompts, n times each, are more than {_MAX_CHOICES} choices",
             param="n",
         )
     for prompt in prompts if body.truncate_prompt_tokens is None else ():

@@ -25,7 +25,7 @@ from coserve.server.generation.generation import (
     priority_of,
 )
 
-_MOST_INPUTS = 2048
+_MAX_INPUTS = 2048
 
 
 class EmbeddingBody(RequestBody):
@@ -39,8 +39,8 @@ class EmbeddingBody(RequestBody):
     input: (
         str
         | Annotated[List[int], Field(min_length=1)]
-        | Annotated[List[str], Field(min_length=1, max_length=_MOST_INPUTS)]
-        | Annotated[List[List[int]], Field(min_length=1, max_length=_MOST_INPUTS)]
+        | Annotated[List[str], Field(min_length=1, max_length=_MAX_INPUTS)]
+        | Annotated[List[List[int]], Field(min_length=1, max_length=_MAX_INPUTS)]
     )
     """Text or token ids, or several of them."""
     encoding_format: Literal["float", "base64"] | None = None

@@ -45,9 +45,9 @@ _SAME = (
     "cache_salt",
 )
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
-_LEAST_LOGPROB = -9999.0
+_MIN_LOGPROB = -9999.0
 # Of what is wrong in one field, in one message.
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 class HasPriority(Protocol):
@@ -60,7 +60,7 @@ class HasPriority(Protocol):
 
 
 # OpenAI takes a top_p of 0, and means the likeliest token: so little probability only that one has.
-_LEAST_TOP_P = 1e-6
+_MIN_TOP_P = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ def sampling_params(
     if (top_k := given.get("top_k")) is not None:
         given["top_k"] = min(top_k, vocab_size)
     if given.get("top_p") == 0:
-        given["top_p"] = _LEAST_TOP_P
+        given["top_p"] = _MIN_TOP_P
     stop = () if body.stop is None else body.stop
     check_texts(stop, param="stop")
     check_texts(body.cache_salt, param="cache_salt")
@@ -200,7 +200,7 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     if wrong := [
         token for token in given if not (token.isascii() and token.isdigit() and len(token) < 20)
     ]:
-        named = ", ".join(map(repr, wrong[:_MOST_NAMED]))
+        named = ", ".join(map(repr, wrong[:_MAX_NAMED]))
         raise ValueError(f"logit_bias must map token ids to numbers, not {named}")
     return {int(token): bias for token, bias in given.items()}
 
@@ -420,7 +420,7 @@ class UsageOptions:
 
 def finite(logprob: float) -> float:
     """Return a log-probability that JSON can represent."""
-    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
+    return logprob if math.isfinite(logprob) else _MIN_LOGPROB
 
 
 def now_s() -> int:

@@ -24,9 +24,9 @@ _LONG_BODIES = (
 # All others hold settings.
 _SETTINGS_BYTES = 1_000_000
 # What a body may be slower than for as long as a pause may last, and no longer.
-_LEAST_BYTES_PER_S = 10_000
+_MIN_BYTES_PER_S = 10_000
 # Bodies of the longest kind that may be in memory at once, by their bytes.
-_MOST_LONG_BODIES = 8
+_MAX_LONG_BODIES = 8
 
 
 class BodyLimitMiddleware:
@@ -54,7 +54,7 @@ class BodyLimitMiddleware:
             max_body_bytes,
             max_upload_bytes + _AROUND_A_FILE,
         )
-        self._memory = _Memory(_MOST_LONG_BODIES * max_body_bytes)
+        self._memory = _Memory(_MAX_LONG_BODIES * max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, with its body limited."""
@@ -155,7 +155,7 @@ class _Body:
         self._num_held = 0
 
     async def _next(self) -> Message:
-        left_s = self._until_s + self._num_bytes / _LEAST_BYTES_PER_S - time.monotonic()
+        left_s = self._until_s + self._num_bytes / _MIN_BYTES_PER_S - time.monotonic()
         try:
             async with asyncio.timeout(left_s):
                 return await self._receive()

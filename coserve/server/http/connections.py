@@ -33,7 +33,7 @@ NUM_RESERVED = 32
 ACCEPT_AT_ONCE = 64
 # For the store, the engine, and what is being accepted.
 _OTHER_FILES = 64 + ACCEPT_AT_ONCE + NUM_RESERVED
-_LEAST_CONNECTIONS = 16
+_MIN_CONNECTIONS = 16
 # After this, a client that reads nothing of what is sent to it is dropped.
 _WRITE_STALL_S = 60.0
 _TOO_MANY = "The server has no free connection: all are busy; try again in a second."
@@ -85,7 +85,7 @@ def most_connections(wanted: int) -> int:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return wanted
-    possible = max(_LEAST_CONNECTIONS, files - len(os.listdir("/dev/fd")) - _OTHER_FILES)
+    possible = max(_MIN_CONNECTIONS, files - len(os.listdir("/dev/fd")) - _OTHER_FILES)
     if possible < wanted:
         _log.warning(
             "the limit on connections is %d instead of %d: the process may have only %d open files",

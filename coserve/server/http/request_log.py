@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 HEADER = "x-request-id"
 _SANE = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-_MOST_PATH = 500
+_MAX_PATH = 500
 # In a request's state.
 _IS_GIVEN, _COMPLETION = "request_id_is_given", "completion"
 
@@ -72,7 +72,7 @@ def _given(scope: Scope) -> str:
 
 def _write(scope: Scope, status: int, duration_s: float) -> None:
     """Log a request; the status is 0 if the client left before its answer began."""
-    path = scope["path"][:_MOST_PATH]
+    path = scope["path"][:_MAX_PATH]
     more = {
         "method": scope["method"],
         "path": path,

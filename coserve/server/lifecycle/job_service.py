@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Of batches, as many requests are under way as engines run at once; of more nodes than this, as
 # many as of these: they are in this process's memory.
-_MOST_NODES = 32
+_MAX_NODES = 32
 
 
 class _JobReports:
@@ -123,7 +123,7 @@ async def start_jobs(context: ServerContext) -> None:
         manager.files,
         config.directory / BATCHES_FOLDER,
         answer=lambda request: ANSWERS[request.endpoint](request, lines),
-        most=lambda: config.max_requests * min(max(1, context.link.num_nodes), _MOST_NODES),
+        most=lambda: config.max_requests * min(max(1, context.link.num_nodes), _MAX_NODES),
     )
     context.opened_batches.value = batches
     batches.start()

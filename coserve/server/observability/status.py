@@ -17,7 +17,7 @@ from coserve.server.observability.history import TimeSpan, TokenHistory
 from coserve.server.tenancy.ledger import RequestLedger
 
 WINDOW_S = 60.0
-_MOST_KEPT = 20_000
+_MAX_KEPT = 20_000
 
 
 class _Step(NamedTuple):
@@ -66,9 +66,9 @@ class StatusBoard:
         self._ledger = ledger
         self._start_s = time.monotonic()
         self._serial = 0
-        self._steps: deque[_Step] = deque(maxlen=_MOST_KEPT)
-        self._requests: deque[_Request] = deque(maxlen=_MOST_KEPT)
-        self._moments: deque[_Moment] = deque(maxlen=_MOST_KEPT)
+        self._steps: deque[_Step] = deque(maxlen=_MAX_KEPT)
+        self._requests: deque[_Request] = deque(maxlen=_MAX_KEPT)
+        self._moments: deque[_Moment] = deque(maxlen=_MAX_KEPT)
         self._stats: EngineStats | None = None
         self._num_generated = 0
         self._num_tuned = 0

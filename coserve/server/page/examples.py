@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Of a file, what is read at once: a moment's work. An array is one value, which has no beginning
 # that could be read.
-_MOST_BYTES, _MOST_ARRAY_BYTES = 1 << 18, 1 << 22
+_MAX_BYTES, _MAX_ARRAY_BYTES = 1 << 18, 1 << 22
 
 
 class Previews:
@@ -66,13 +66,13 @@ def _most_bytes(path: Path) -> int:
         DataError: The file is an array that is too long.
     """
     if not _begins_with_bracket(path):
-        return _MOST_BYTES
-    if (num_bytes := path.stat().st_size) > _MOST_ARRAY_BYTES:
+        return _MAX_BYTES
+    if (num_bytes := path.stat().st_size) > _MAX_ARRAY_BYTES:
         raise DataError(
             f"the file is one JSON array of {num_bytes} bytes; a job reads it, the page shows at "
-            f"most {_MOST_ARRAY_BYTES}: write one example a line"
+            f"most {_MAX_ARRAY_BYTES}: write one example a line"
         )
-    return _MOST_ARRAY_BYTES
+    return _MAX_ARRAY_BYTES
 
 
 def _begins_with_bracket(path: Path) -> bool:

@@ -12,7 +12,7 @@ from coserve.server.page.curves import Chart, LossCurve, loss_curve, step_curve
 from coserve.server.page.words import seconds, share
 
 # Of a curve; a job of many steps shows each n-th.
-_MOST_POINTS = 200
+_MAX_POINTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def newest_jobs(manager: JobManager, tenant: str, most: int) -> JobList:
 
 
 def _view(manager: JobManager, transaction: Transaction, job: JobRecord) -> JobView:
-    every = max(1, job.num_steps_done // _MOST_POINTS)
+    every = max(1, job.num_steps_done // _MAX_POINTS)
     metrics = by_step(transaction.metrics(job.id, every=every))
     finish = manager.estimated_finish(job)
     is_served = job.base == manager.models.served.name

@@ -28,7 +28,7 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 _NO_FIELDS_OF_CHATS = (*_NOT_THERE, "stream", "stream_options", "metadata")
-_MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
+_MAX_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 
 
 async def response_request(
@@ -143,9 +143,9 @@ def check_metadata(metadata: dict[str, Any] | None) -> None:
         isinstance(value, str) and len(key) <= _LONGEST_KEY and len(value) <= _LONGEST_VALUE
         for key, value in metadata.items()
     )
-    if len(metadata) > _MOST_METADATA or not is_short:
+    if len(metadata) > _MAX_METADATA or not is_short:
         raise ApiError(
-            f"metadata must have at most {_MOST_METADATA} entries, of strings of {_LONGEST_KEY} "
+            f"metadata must have at most {_MAX_METADATA} entries, of strings of {_LONGEST_KEY} "
             f"and {_LONGEST_VALUE} characters at most",
             param="metadata",
         )

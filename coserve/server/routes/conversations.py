@@ -29,13 +29,13 @@ from coserve.server.responses.schemas import Includable, InputItem
 
 router = APIRouter(route_class=JsonRoute)
 # As OpenAI has it.
-_MOST_ITEMS = 20
+_MAX_ITEMS = 20
 
 
 class ConversationBody(Body):
     """Body of POST /v1/conversations."""
 
-    items: Annotated[List[InputItem], Field(max_length=_MOST_ITEMS)] | None = None
+    items: Annotated[List[InputItem], Field(max_length=_MAX_ITEMS)] | None = None
     """First items."""
     metadata: dict[str, Any] | None = None
     """The client's own data."""
@@ -51,7 +51,7 @@ class ChangeBody(Body):
 class ItemsBody(Body):
     """Body of POST /v1/conversations/{conversation_id}/items."""
 
-    items: Annotated[List[InputItem], Field(min_length=1, max_length=_MOST_ITEMS)]
+    items: Annotated[List[InputItem], Field(min_length=1, max_length=_MAX_ITEMS)]
     """New items."""
 
 

@@ -22,7 +22,7 @@ from coserve.tuning.objectives import SUPERVISED, objective_names
 
 router = APIRouter(include_in_schema=False)
 
-_FEW_JOBS, _MOST_JOBS = 6, 200
+_FEW_JOBS, _MAX_JOBS = 6, 200
 _MAX_SPAN = len(SPANS) - 1
 
 
@@ -43,7 +43,7 @@ async def live(
     request: Request,
     context: PagePart,
     tenant: Tenant,
-    jobs: Annotated[int, Query(ge=1, le=_MOST_JOBS)] = _FEW_JOBS,
+    jobs: Annotated[int, Query(ge=1, le=_MAX_JOBS)] = _FEW_JOBS,
     span: Annotated[int, Query(ge=0, le=_MAX_SPAN)] = 0,
 ) -> Response:
     """Return the parts that change: state, newest jobs, and models.
@@ -113,6 +113,6 @@ async def _live(
         if manager is None
         else await run_in_threadpool(finished_models, manager, tenant),
         "most_jobs": most_jobs,
-        "more_jobs": min(_MOST_JOBS, 2 * most_jobs),
+        "more_jobs": min(_MAX_JOBS, 2 * most_jobs),
         "has_chat": bool(context.prompts.chat_template),
     }

@@ -19,7 +19,7 @@ from coserve.server.text.prompts import Prompts, num_characters
 
 router = APIRouter(route_class=JsonRoute)
 # Counted before the tokenizer sees them: it takes a second or two for as many.
-_MOST_CHARACTERS = 1_000_000
+_MAX_CHARACTERS = 1_000_000
 # What a JSON number can say exactly; transformers writes 1e30 for "no limit".
 _LARGEST = 2**53
 
@@ -41,8 +41,8 @@ async def tokenize(body: TokenizeBody, context: GenerationPart, tenant: Tenant) 
         template = template_arguments(
             chat, Tools(shown=tuple(body.tools or ())), context.prompts.chat_template
         )
-    if (length := num_characters(given)) > _MOST_CHARACTERS:
-        raise ApiError(f"the text has {length} characters; the limit is {_MOST_CHARACTERS}")
+    if (length := num_characters(given)) > _MAX_CHARACTERS:
+        raise ApiError(f"the text has {length} characters; the limit is {_MAX_CHARACTERS}")
     param = "prompt" if body.messages is None else "messages"
     tokens = await reader.tokens(given, template, body.add_special_tokens, param=param)
     return json_response(

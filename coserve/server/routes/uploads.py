@@ -23,7 +23,7 @@ from coserve.server.routes.files import file_json
 router = APIRouter(route_class=JsonRoute)
 part_router = APIRouter()
 
-_MOST_PARTS = 10_000
+_MAX_PARTS = 10_000
 
 
 class ExpiresAfter(Body):
@@ -53,7 +53,7 @@ class UploadBody(Body):
 class CompleteBody(Body):
     """Body of POST /v1/uploads/{upload_id}/complete."""
 
-    part_ids: Annotated[List[str], Field(min_length=1, max_length=_MOST_PARTS)]
+    part_ids: Annotated[List[str], Field(min_length=1, max_length=_MAX_PARTS)]
     """Parts of the file, in order."""
     md5: str | None = None
     """MD5 digest of the file, to check it."""
