@@ -254,17 +254,17 @@ def _read_until(file: int, until_s: float) -> bytes:
     Raises:
         TimeoutError: The time is over.
     """
-    found = bytearray()
+    received = bytearray()
     while True:
         _wait_for(file, select.POLLIN, until_s)
         try:
             some = os.read(file, 1 << 20)
         except ConnectionResetError:
-            return bytes(found)
-        found += some
+            return bytes(received)
+        received += some
         if not some:
-            return bytes(found)
-        if len(found) > _MAX_REPLY_BYTES:
+            return bytes(received)
+        if len(received) > _MAX_REPLY_BYTES:
             raise TimeoutError("the reply is incomplete")
 
 
@@ -281,5 +281,5 @@ def _environment() -> dict[str, str]:
     does.
     """
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-    found = [str(Path(coserve.__file__).parents[1]), *filter(None, sys.path)]
-    return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(found))}
+    paths = [str(Path(coserve.__file__).parents[1]), *filter(None, sys.path)]
+    return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

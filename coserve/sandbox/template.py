@@ -65,9 +65,9 @@ def _receive_frame(control: socket.socket) -> bytes:
 def _receive_exactly(control: socket.socket, length: int) -> bytes:
     data = bytearray()
     while len(data) < length:
-        if not (found := control.recv(min(1 << 20, length - len(data)))):
+        if not (piece := control.recv(min(1 << 20, length - len(data)))):
             os._exit(0)
-        data += found
+        data += piece
     return bytes(data)
 
 

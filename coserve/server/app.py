@@ -130,12 +130,12 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 def _allowed(request: Request) -> str:
     """Return the methods of all routes at a path; Starlette names only those of the first."""
-    found = [
+    methods = [
         method
         for method in _METHODS
         if _is_routed({**request.scope, "method": method}, request.app.routes)
     ]
-    return ", ".join([*found, "HEAD"] if "GET" in found else found)
+    return ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
 
 
 def _is_routed(scope: Scope, among: Sequence[BaseRoute]) -> bool:

@@ -45,13 +45,13 @@ class ServerConfig(ModelOptions, SchedulingOptions, TenantOptions, HttpOptions, 
     def engine(self) -> EngineConfig:
         """Configuration of the engine."""
         names = {each.name for each in fields(EngineConfig)} & {each.name for each in fields(self)}
-        given = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
         pairs: dict[str, dict[str, Any]] = {
             "policy_settings": _pairs_of("policy_settings", self.policy_settings, "KEY=VALUE"),
             "trainable_models": _pairs_of("trainable_models", self.trainable_models, "NAME=MODEL"),
             "tenant_weights": _weights_of(self.tenant_weights),
         }
-        return EngineConfig(**given | pairs)
+        return EngineConfig(**values | pairs)
 
 
 def _pairs_of(field: str, given: tuple[str, ...], form: str) -> dict[str, str]:
@@ -70,8 +70,8 @@ def _weights_of(given: tuple[str, ...]) -> dict[str, float]:
     Raises:
         ValueError: A text is not TENANT=NUMBER.
     """
-    found = _pairs_of("tenant_weights", given, "TENANT=NUMBER")
+    pairs = _pairs_of("tenant_weights", given, "TENANT=NUMBER")
     try:
-        return {tenant: float(text) for tenant, text in found.items()}
+        return {tenant: float(text) for tenant, text in pairs.items()}
     except ValueError:
         raise ValueError(f"tenant_weights must be TENANT=NUMBER, not {given[0]!r}") from None

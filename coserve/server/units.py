@@ -54,9 +54,9 @@ def slo_seconds(text: str) -> float:
 
 
 def _number_and_unit(text: str) -> tuple[float, str]:
-    if (found := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())) is None:
+    if (match := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())) is None:
         negative = text.strip().startswith("-")
         raise ValueError(
             f"{text!r} is negative" if negative else f"{text!r} is not a number with a unit"
         )
-    return float(found[1]), found[2].lower()
+    return float(match[1]), match[2].lower()

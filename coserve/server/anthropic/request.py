@@ -58,24 +58,24 @@ def _chat_body(body: CountBody) -> ChatBody:
         for each in _messages(message, f"messages[{n}]")
     ]
     tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools or ())]
-    given = {name: value for name in _SAME if (value := getattr(body, name, None)) is not None}
+    same = {name: value for name in _SAME if (value := getattr(body, name, None)) is not None}
     if body.thinking is not None and body.thinking.type != "adaptive":
-        given.setdefault("enable_thinking", body.thinking.type == "enabled")
+        same.setdefault("enable_thinking", body.thinking.type == "enabled")
     if isinstance(body, MessagesBody):
         if body.max_tokens < 1:
             raise ApiError(
                 f"max_tokens must be at least 1, not {body.max_tokens}", param="max_tokens"
             )
-        given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
+        same |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     else:
-        given["max_tokens"] = 1
+        same["max_tokens"] = 1
     last = messages[-1] if messages else {}
     if (
         last.get("role") == "assistant"
         and (last["content"] or "").strip()
         and "tool_calls" not in last
     ):
-        given |= {
+        same |= {
             "continue_final_message": True,
             "add_generation_prompt": False,
         }  # the answer has begun with it
@@ -89,7 +89,7 @@ def _chat_body(body: CountBody) -> ChatBody:
         "parallel_tool_calls": is_parallel,
     }
     return body_of(
-        ChatBody, {"model": body.model, "messages": [*system, *messages], **given, **fields}
+        ChatBody, {"model": body.model, "messages": [*system, *messages], **same, **fields}
     )
 
 
@@ -125,12 +125,12 @@ def _messages(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
             results.append({"role": "tool", "tool_call_id": id, "content": content})
         else:
             raise _unsupported(block.type, name)
-    found: dict[str, Any] = {"role": message.role, "content": text}
+    answer: dict[str, Any] = {"role": message.role, "content": text}
     if calls:
-        found |= {"tool_calls": calls, "content": text or None}
+        answer |= {"tool_calls": calls, "content": text or None}
     if thought:
-        found["reasoning_content"] = thought
-    return results if results and not (text or calls) else [*results, found]
+        answer["reasoning_content"] = thought
+    return results if results and not (text or calls) else [*results, answer]
 
 
 def _text(content: str | Sequence[AnthropicBlock], where: str) -> str:

@@ -221,12 +221,10 @@ class BatchRunner:
 
     async def _read(self, record: BatchRecord) -> tuple[list[BatchLine], list[dict[str, Any]]]:
         """Return the requests of a batch, and the errors of its input file."""
-        found = await until_done(self._files.find, record.tenant, record.input_file)
-        if found is not None:
+        file = await until_done(self._files.find, record.tenant, record.input_file)
+        if file is not None:
             with suppress(FileNotFoundError):
-                return await until_done(
-                    lambda: read_input(self._files.path(found), record.endpoint)
-                )
+                return await until_done(lambda: read_input(self._files.path(file), record.endpoint))
         message = f"The file {record.input_file} no longer exists."
         if record.num_total:
             message += (

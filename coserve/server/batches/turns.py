@@ -72,8 +72,8 @@ class BatchTurns:
 
     def charge(self, line: LineKey, *, num_lines: int) -> LineDeaths:
         """Charge a death at which `num_lines` lines ran to one of them, and return its deaths."""
-        found = self._deaths[line] = after_death(self._deaths.get(line), num_lines=num_lines)
-        return found
+        deaths = self._deaths[line] = after_death(self._deaths.get(line), num_lines=num_lines)
+        return deaths
 
     def _admit(self) -> None:
         if self._under_way and self._is_trial:

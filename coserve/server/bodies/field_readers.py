@@ -103,16 +103,16 @@ def reasoning(value: Any, given: Given) -> dict[str, Any]:
     known = ("effort", "enabled", "exclude", "max_tokens", "summary", "generate_summary")
     if unknown := [name for name in value if name not in known]:
         raise ValueError(f"has {unknown[0][:64]!r}; known: {', '.join(known)}")
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if (effort := value.get("effort")) is not None:
-        found["reasoning_effort"] = effort
+        fields["reasoning_effort"] = effort
     if (is_enabled := value.get("enabled")) is not None:
-        found["enable_thinking"] = is_enabled
+        fields["enable_thinking"] = is_enabled
     elif effort not in (None, "none") or value.get("max_tokens"):
-        found["enable_thinking"] = True
+        fields["enable_thinking"] = True
     if value.get("exclude"):
-        found["include_reasoning"] = False
-    return found
+        fields["include_reasoning"] = False
+    return fields
 
 
 def reasoning_format(value: Any, given: Given) -> dict[str, Any]:
@@ -133,8 +133,8 @@ def output_config(value: Any, given: Given) -> dict[str, Any]:
     """Read Anthropic's `output_config`: an effort and the format of the answer."""
     _require(dict, value)
     effort, asked = value.get("effort"), value.get("format")
-    found = {} if effort is None else {"reasoning_effort": effort}
-    return found if asked is None else {**found, **output_format(asked, given)}
+    fields = {} if effort is None else {"reasoning_effort": effort}
+    return fields if asked is None else {**fields, **output_format(asked, given)}
 
 
 def output_format(value: Any, given: Given) -> dict[str, Any]:

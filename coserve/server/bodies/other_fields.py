@@ -134,7 +134,7 @@ def _translate(
     if row.reader is None:
         return _refuse(row, value, row.name)
     try:
-        found = row.reader(value, data)
+        meaning = row.reader(value, data)
     except ValueError as error:
         raise ApiError(
             f"{row.name} {error}", param=row.name, code="unsupported_parameter"
@@ -144,7 +144,7 @@ def _translate(
         for key in row.ignored_keys
         if isinstance(value, dict) and value.get(key)
     ]
-    for target, meant in found.items():
+    for target, meant in meaning.items():
         name = body.renamed.get(target, target)
         own = fields.get(name)
         if name not in body.known:

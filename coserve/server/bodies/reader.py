@@ -126,13 +126,13 @@ def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ApiError: Two values have the same name.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ApiError(
             f"The request's body names {twice!r} twice in one object.", code="invalid_json"
         )
-    return found
+    return value
 
 
 class JsonRoute(APIRoute):

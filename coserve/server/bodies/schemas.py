@@ -120,7 +120,7 @@ def _unknown_within(body: Body, policy: FieldPolicy, prefix: str = "") -> list[s
     """Remove unknown keys from objects within a body; return their names, which begin with
     `prefix`.
     """
-    found: list[str] = []
+    names: list[str] = []
     for name in type(body).model_fields:
         inner = getattr(body, name)
         if not isinstance(inner, OpenBody):
@@ -128,12 +128,12 @@ def _unknown_within(body: Body, policy: FieldPolicy, prefix: str = "") -> list[s
         path = f"{prefix}{name}."
         known = [each.alias or key for key, each in type(inner).model_fields.items()]
         if inner.__pydantic_extra__:
-            found += policy.pass_over(
+            names += policy.pass_over(
                 inner.__pydantic_extra__, BodyFields(known=known, prefix=path)
             )
             inner.__pydantic_extra__.clear()
-        found += _unknown_within(inner, policy, path)
-    return found
+        names += _unknown_within(inner, policy, path)
+    return names
 
 
 class StreamOptions(OpenBody):

@@ -67,10 +67,10 @@ class AnswerReader:
             parts = self._think.push(text) + (self._think.finish() if is_last else [])
         if self._parser is None:
             return parts
-        found: list[Part] = []
+        read: list[Part] = []
         for part in parts:
-            found += self._parser.push(part.text) if isinstance(part, Content) else [part]
-        return found + (self._parser.finish() if is_last else [])
+            read += self._parser.push(part.text) if isinstance(part, Content) else [part]
+        return read + (self._parser.finish() if is_last else [])
 
     def _is_wanted(self, part: Part) -> bool:
         if isinstance(part, Reasoning):

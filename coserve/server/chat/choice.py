@@ -88,5 +88,5 @@ class ChatChoice:
         calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
         if not calls or calls[-1]["index"] != self._num_begun - 1:
             calls.append({"index": self._num_begun - 1, "function": {"arguments": ""}})
-        found: dict[str, Any] = calls[-1]["function"]
-        return found
+        function: dict[str, Any] = calls[-1]["function"]
+        return function

@@ -78,13 +78,13 @@ class ThinkReader:
     def _reasoning(self) -> list[Part]:
         if self._is_fresh:
             self._rest = self._rest.lstrip("\n")
-        text, found, after = self._rest.partition(END)
-        if not found:
+        text, end, after = self._rest.partition(END)
+        if not end:
             text = text[: len(text) - num_held(text, (END,))]
         shown = text.rstrip("\n")
         self._rest = self._rest[len(shown) :]
         self._is_fresh = self._is_fresh and not shown
-        if found:
+        if end:
             self._inside, self._outside, self._is_fresh, self._rest = False, True, True, after
         return [Reasoning(shown)] if shown else []
 

@@ -102,8 +102,8 @@ class ChatWriter:
     def _first_deltas(self) -> list[dict[str, Any]]:
         """Return the first deltas of all choices: the role, and the echoed message."""
         indices = range(len(self._choices))
-        found = [_delta(index, {"role": self._frame.role, "content": ""}) for index in indices]
-        return found + [
+        deltas = [_delta(index, {"role": self._frame.role, "content": ""}) for index in indices]
+        return deltas + [
             _delta(index, {"content": self._frame.echo}) for index in indices if self._frame.echo
         ]
 
@@ -123,14 +123,14 @@ class ChatWriter:
                 else [_delta(chunk.index, {}, reason=reason, stop=chunk.stop_reason)]
             )
         logprobs = logprobs_of(self._details, list(chunk.logprobs)) if self._with_logprobs else None
-        made = _delta(
+        new = _delta(
             chunk.index,
             delta or {"content": ""},
             logprobs=logprobs,
             reason=reason,
             stop=chunk.stop_reason,
         )
-        return [{**made, **self._details.ids(chunk.tokens)}]
+        return [{**new, **self._details.ids(chunk.tokens)}]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

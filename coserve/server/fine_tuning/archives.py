@@ -33,9 +33,9 @@ class _Sink(RawIOBase):
 
     def take(self) -> bytes:
         """Return what was written since the last call."""
-        taken = bytes(self._written)
+        written = bytes(self._written)
         self._written.clear()
-        return taken
+        return written
 
 
 def zipped(paths: Sequence[Path], *, folder: str) -> Iterator[bytes]:
@@ -104,12 +104,12 @@ class Merging:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             try:
-                _, told = await process.communicate()
+                _, stderr = await process.communicate()
             finally:
                 if process.returncode is None:
                     process.kill()
         if process.returncode:
-            lines = told.decode(errors="replace").strip().splitlines()
+            lines = stderr.decode(errors="replace").strip().splitlines()
             raise AdapterError(lines[-1] if lines else "the process that merged it was killed")
 
 

@@ -13,8 +13,8 @@ from coserve.jobs.settings import JobSettings
 
 def job_json(manager: JobManager, job: JobRecord) -> dict[str, Any]:
     """Return a job in OpenAI's form. Blocks."""
-    [found] = jobs_json(manager, [job])
-    return found
+    [shown] = jobs_json(manager, [job])
+    return shown
 
 
 def jobs_json(manager: JobManager, jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:

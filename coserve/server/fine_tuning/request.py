@@ -157,8 +157,8 @@ def _hyperparameters(body: CreateJobBody) -> dict[str, Any]:
             "alone.",
             param="hyperparameters",
         )
-    given = asked or body.hyperparameters
-    return {} if given is None else given.model_dump()
+    chosen = asked or body.hyperparameters
+    return {} if chosen is None else chosen.model_dump()
 
 
 def _start(

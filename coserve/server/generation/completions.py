@@ -256,10 +256,10 @@ class CompletionWriter:
                         piece |= self._details.prompt_logprobs(waiting.get(place, []))
                         if self._echoes is not None:
                             piece["text"] = self._echoes[place] + piece["text"]
-                            found = self._of_prompt(
+                            of_prompt = self._of_prompt(
                                 index, place, waiting.get(place, []), self._echoes[place]
                             )
-                            parts.append(found)
+                            parts.append(of_prompt)
                     parts.append(self._logprobs[index].of(chunk.logprobs))
                     if self._generation.params.logprobs is not None:
                         for part in parts:

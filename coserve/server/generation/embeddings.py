@@ -78,10 +78,10 @@ async def embedding_request(
     is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
     inputs: list[Any] = [body.input] if is_one else list(body.input)
     prompts = []
-    for given in inputs:
+    for prompt in inputs:
         if body.truncate_prompt_tokens is None:
-            check_length(reader, given, ready, param="input")
-        tokens = await reader.tokens(given, special=body.add_special_tokens, param="input")
+            check_length(reader, prompt, ready, param="input")
+        tokens = await reader.tokens(prompt, special=body.add_special_tokens, param="input")
         if (most := body.truncate_prompt_tokens) is not None:
             tokens = tokens[: most_tokens(ready) - 1 if most == -1 else most]
         check_prompt(tokens, 1, ready, param="input")
@@ -109,12 +109,12 @@ async def embeddings(
     Raises:
         ApiError: The engine's device has no hidden states.
     """
-    found: list[tuple[float, ...]] = [()] * len(generation.prompts)
+    vectors: list[tuple[float, ...]] = [()] * len(generation.prompts)
     async with aclosing(chunks_of(context, generation)) as batches:
         async for place, chunks in batches:
             for chunk in chunks:
-                found[place] = chunk.embedding or found[place]
-    if not all(found):
+                vectors[place] = chunk.embedding or vectors[place]
+    if not all(vectors):
         raise ApiError(
             f"The model `{generation.model}` has no embeddings on this server.",
             code="unsupported_parameter",
@@ -125,7 +125,7 @@ async def embeddings(
             "index": index,
             "embedding": _encoded(_normed(vector), body.encoding_format),
         }
-        for index, vector in enumerate(found)
+        for index, vector in enumerate(vectors)
     ]
     num_tokens = sum(map(len, generation.prompts))
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -165,14 +165,14 @@ def sampling_params(
     Raises:
         ApiError: A field is wrong.
     """
-    given = {
+    values = {
         **prompts.defaults,
         **{name: value for name in _SAME if (value := getattr(body, name)) is not None},
     }
-    if (top_k := given.get("top_k")) is not None:
-        given["top_k"] = min(top_k, vocab_size)
-    if given.get("top_p") == 0:
-        given["top_p"] = _MIN_TOP_P
+    if (top_k := values.get("top_k")) is not None:
+        values["top_k"] = min(top_k, vocab_size)
+    if values.get("top_p") == 0:
+        values["top_p"] = _MIN_TOP_P
     stop = () if body.stop is None else body.stop
     check_texts(stop, param="stop")
     check_texts(body.cache_salt, param="cache_salt")
@@ -186,7 +186,7 @@ def sampling_params(
             logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
             allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
             logit_bias=_logit_bias(body.logit_bias or {}),
-            **given,
+            **values,
             **more,
         )
         params.check_vocabulary(vocab_size)

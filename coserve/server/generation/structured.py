@@ -42,7 +42,7 @@ def _asked(body: SamplingBody) -> Grammar | None:
     white_space = body.guided_whitespace_pattern
     if asked is not None and (asked.whitespace_pattern or asked.disable_any_whitespace):
         white_space = asked.whitespace_pattern or _NO_WHITE_SPACE
-    found = [
+    grammars = [
         None if body.response_format is None else _of_format(body.response_format),
         None if asked is None else _of_structured_outputs(asked),
         None if body.guided_json is None else _json(body.guided_json),
@@ -50,7 +50,7 @@ def _asked(body: SamplingBody) -> Grammar | None:
         None if body.guided_choice is None else Grammar.choice(body.guided_choice),
         None if body.guided_grammar is None else Grammar.notation(body.guided_grammar),
     ]
-    grammar = _only([each for each in found if each is not None])
+    grammar = _only([each for each in grammars if each is not None])
     return (
         grammar if grammar is None or not white_space else _with_white_space(grammar, white_space)
     )
@@ -107,7 +107,7 @@ def _of_format(asked: ResponseFormat) -> Grammar | None:
 
 def _of_structured_outputs(asked: StructuredOutputs) -> Grammar:
     is_closed = bool(asked.disable_additional_properties)
-    found = [
+    kinds = [
         None if asked.json_ is None else _json(asked.json_, is_closed=is_closed),
         None if asked.regex is None else Grammar.regex(asked.regex),
         None if asked.choice is None else Grammar.choice(asked.choice),
@@ -115,7 +115,7 @@ def _of_structured_outputs(asked: StructuredOutputs) -> Grammar:
         Grammar.json_object() if asked.json_object else None,
         None if asked.structural_tag is None else _tags(_read(asked.structural_tag)),
     ]
-    given = [each for each in found if each is not None]
+    given = [each for each in kinds if each is not None]
     if len(given) != 1:
         raise ValueError(
             "structured_outputs needs exactly one of json, regex, choice, grammar, json_object and "

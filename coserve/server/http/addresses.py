@@ -90,8 +90,8 @@ class AddressMiddleware:
     def _is_allowed(self, header: str) -> bool:
         if ANY_HOST in self._hosts or not header:  # browsers always name a host
             return True
-        found = _HOST.fullmatch(header)
-        host = found[1].lower().removesuffix(".") if found else ""
+        match = _HOST.fullmatch(header)
+        host = match[1].lower().removesuffix(".") if match else ""
         return _is_number(host) or any(
             host == each or (each.startswith("*.") and host.endswith(each[1:]))
             for each in self._hosts

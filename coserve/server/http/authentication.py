@@ -65,9 +65,9 @@ class TenantMiddleware:
         if ring.is_open or path in _OPEN_PATHS or path.startswith(self._open_prefixes):
             return DEFAULT_TENANT
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"").decode("latin-1")
-        kind, _, key = given.partition(" ")
-        if not given and _ANTHROPIC in headers:
+        header = headers.get(b"authorization", b"").decode("latin-1")
+        kind, _, key = header.partition(" ")
+        if not header and _ANTHROPIC in headers:
             kind, key = "bearer", headers[_ANTHROPIC].decode("latin-1")
         if kind.lower() != "bearer" or not key.strip():
             raise _unauthorized(

@@ -67,11 +67,11 @@ class Connections:
 
     def end_idlest(self, newest: "HttpProtocol") -> None:
         """Close the connection that has been idle longest, if there is one."""
-        found = next(
+        idlest = next(
             (each for each in self.idle if each is not newest and each.awaits_client), None
         )
-        if found is not None:
-            found.drop()
+        if idlest is not None:
+            idlest.drop()
 
 
 def most_connections(wanted: int) -> int:

@@ -35,10 +35,10 @@ class RequestLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = _given(scope)
-        scope.setdefault("state", {})[_IS_GIVEN] = bool(given)
+        client_id = _given(scope)
+        scope.setdefault("state", {})[_IS_GIVEN] = bool(client_id)
         # Never taken back: the task ends with the request, and what uvicorn logs of it comes later.
-        request_id.set(given or f"req-{uuid4().hex}")
+        request_id.set(client_id or f"req-{uuid4().hex}")
         started_s, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:

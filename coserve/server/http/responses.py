@@ -59,8 +59,8 @@ def error_response(error: ApiError) -> ASGIApp:
     """Return an ASGI application that answers with an error."""
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-        made = json_response(error_body(error, scope["path"]), error.status, error.headers)
-        await made(scope, receive, send)
+        response = json_response(error_body(error, scope["path"]), error.status, error.headers)
+        await response(scope, receive, send)
 
     return respond
 

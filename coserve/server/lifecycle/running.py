@@ -40,8 +40,8 @@ def servers_directory() -> Path | None:
 
     None if the variable is empty: then servers leave no files, and commands find none.
     """
-    if (given := os.environ.get("COSERVE_RUN_DIR")) is not None:
-        return Path(given) if given else None
+    if (variable := os.environ.get("COSERVE_RUN_DIR")) is not None:
+        return Path(variable) if variable else None
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "coserve"
     return Path(tempfile.gettempdir()) / f"coserve-{os.geteuid()}"
@@ -78,13 +78,13 @@ def running_servers() -> list[RunningServer]:
     ended.
     """
     directory = servers_directory()
-    found = []
+    servers = []
     with suppress(OSError):
         if directory is not None and directory.stat().st_uid == os.geteuid():
-            found = [
+            servers = [
                 server for path in directory.glob("*.json") if (server := _read(path)) is not None
             ]
-    return sorted(found, key=lambda server: server.url)
+    return sorted(servers, key=lambda server: server.url)
 
 
 def _write(server: RunningServer, path: Path) -> IO[str] | None:

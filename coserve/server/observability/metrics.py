@@ -349,6 +349,6 @@ class _Own(Collector):
 
 
 def _of_tenant(registry: CollectorRegistry, tenant: str) -> CollectorRegistry:
-    found = CollectorRegistry()
-    found.register(_Own(registry, tenant))
-    return found
+    own = CollectorRegistry()
+    own.register(_Own(registry, tenant))
+    return own

@@ -332,8 +332,8 @@ def _request(each: _Request) -> dict[str, Any]:
 
 
 def _percentiles_ms(seconds: Iterable[float]) -> dict[str, float | None]:
-    found = [each * 1e3 for each in seconds]
-    return {"p50": quantile(found, 0.5), "p99": quantile(found, 0.99)}
+    values_ms = [each * 1e3 for each in seconds]
+    return {"p50": quantile(values_ms, 0.5), "p99": quantile(values_ms, 0.99)}
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

@@ -95,11 +95,11 @@ def _histogram(name: str, own: str, samples: dict[str, list[Sample]], who: list[
     buckets: dict[str, float] = defaultdict(float)
     for sample in samples[f"{own}_bucket"]:
         buckets[sample.labels["le"]] += sample.value
-    found = HistogramMetricFamily(f"vllm:{name}", f"{own}.", labels=_LABELS)
+    family = HistogramMetricFamily(f"vllm:{name}", f"{own}.", labels=_LABELS)
     if buckets:
         total = sum(sample.value for sample in samples[f"{own}_sum"])
-        found.add_metric(who, sorted(buckets.items(), key=lambda each: float(each[0])), total)
-    return found
+        family.add_metric(who, sorted(buckets.items(), key=lambda each: float(each[0])), total)
+    return family
 
 
 def _share_taken(pages: list[Sample]) -> float:

@@ -37,8 +37,8 @@ class Range:
     @classmethod
     def of(cls, values: Iterable[float], margin: float = _MARGIN) -> "Range":
         """Return the range from the smallest value to the largest, with some margin."""
-        found = list(values)
-        low, high = min(found), max(found)
+        listed = list(values)
+        low, high = min(listed), max(listed)
         room = margin * (high - low)
         return cls(low=low - room, high=high + room)
 
@@ -109,11 +109,11 @@ def polyline(points: Points, x: Range, y: Range) -> str:
 def smoothed(points: Points) -> list[tuple[float, float]]:
     """Return the exponential moving mean, which begins with the first value."""
     weight = 1 / min(_MAX_AVERAGED, max(1.0, _SHARE_AVERAGED * len(points)))
-    found: list[tuple[float, float]] = []
+    means: list[tuple[float, float]] = []
     for step, value in points:
-        before = found[-1][1] if found else value
-        found.append((step, before + weight * (value - before)))
-    return found
+        before = means[-1][1] if means else value
+        means.append((step, before + weight * (value - before)))
+    return means
 
 
 def ticks(y: Range) -> tuple[Tick, ...]:

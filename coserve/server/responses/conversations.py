@@ -115,10 +115,10 @@ async def remove_conversation(context: ResponsesContext, tenant: str, id: str) -
 
     def write() -> bool:
         with context.jobs.store.write() as transaction:
-            found = transaction.conversation(tenant, id)
-            if found is not None:
+            record = transaction.conversation(tenant, id)
+            if record is not None:
                 transaction.remove_conversation(id)
-        return found is not None
+        return record is not None
 
     return await asyncio.to_thread(write)
 
@@ -136,8 +136,8 @@ async def remove_item(
 
     def write() -> tuple[ConversationRecord | None, bool]:
         with context.jobs.store.write() as transaction:
-            found = transaction.conversation(tenant, id)
-            return found, found is not None and transaction.remove_conversation_item(id, item)
+            record = transaction.conversation(tenant, id)
+            return record, record is not None and transaction.remove_conversation_item(id, item)
 
     return await asyncio.to_thread(write)
 

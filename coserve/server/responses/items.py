@@ -102,12 +102,12 @@ def _item(item: InputItem, where: str) -> dict[str, Any]:
             param=f"{where}.type",
             code="unsupported_parameter",
         )
-    found: dict[str, Any] = {"id": item.id or new_item_id(kind), "type": kind}
+    full: dict[str, Any] = {"id": item.id or new_item_id(kind), "type": kind}
     if kind == "message":
         role = _required(item.role, f"{where}.role")
         shown = "output_text" if role == "assistant" else "input_text"
         return {
-            **found,
+            **full,
             "role": role,
             "status": "completed",
             "content": _parts(item.content, shown, f"{where}.content"),
@@ -115,22 +115,22 @@ def _item(item: InputItem, where: str) -> dict[str, Any]:
     if kind == "reasoning":
         content = _parts(item.content or [], "reasoning_text", f"{where}.content")
         return {
-            **found,
+            **full,
             "summary": _parts(item.summary or [], "summary_text", f"{where}.summary"),
             "content": content,
         }
-    found |= {"call_id": _required(item.call_id, f"{where}.call_id"), "status": "completed"}
+    full |= {"call_id": _required(item.call_id, f"{where}.call_id"), "status": "completed"}
     if kind == "function_call":
         return {
-            **found,
+            **full,
             "name": _required(item.name, f"{where}.name"),
             **({} if item.namespace is None else {"namespace": item.namespace}),
             "arguments": _required(item.arguments, f"{where}.arguments"),
         }
     output = _required(item.output, f"{where}.output")
     if isinstance(output, str):
-        return {**found, "output": output}
-    return {**found, "output": _parts(output, "input_text", f"{where}.output")}
+        return {**full, "output": output}
+    return {**full, "output": _parts(output, "input_text", f"{where}.output")}
 
 
 def _parts(

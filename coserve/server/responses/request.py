@@ -80,8 +80,8 @@ async def _longest_that_fits(
     Messages of the system stay.
     """
     places = [place for place, item in enumerate(items) if place and item.get("role") == "user"]
-    found, wrong = await _if_it_fits(asked, items)
-    first, last = 0, len(places) if found is None else 0
+    longest, wrong = await _if_it_fits(asked, items)
+    first, last = 0, len(places) if longest is None else 0
     while first < last:
         middle = (first + last) // 2
         said = [
@@ -91,11 +91,11 @@ async def _longest_that_fits(
         if request is None:
             wrong, first = error, middle + 1
         else:
-            found, last = request, middle
-    if found is None:
+            longest, last = request, middle
+    if longest is None:
         assert wrong is not None
         raise wrong
-    return found
+    return longest
 
 
 async def _if_it_fits(

@@ -114,10 +114,10 @@ async def items_up_to(
     check_texts(previous, param="previous_response_id")
 
     def read() -> list[ResponseRecord]:
-        found: list[ResponseRecord] = []
+        records: list[ResponseRecord] = []
         id: str | None = previous
         with context.jobs.store.read() as transaction:
-            while id is not None and len(found) < _LONGEST_CHAIN:
+            while id is not None and len(records) < _LONGEST_CHAIN:
                 record = transaction.response(tenant, id)
                 if record is None:
                     raise not_found(
@@ -125,9 +125,9 @@ async def items_up_to(
                         param="previous_response_id",
                         code="previous_response_not_found",
                     )
-                found.append(record)
+                records.append(record)
                 id = record.previous
-        return found
+        return records
 
     items: list[dict[str, Any]] = []
     for record in reversed(await asyncio.to_thread(read)):

@@ -24,7 +24,7 @@ def functions_of(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]:
     Raises:
         ApiError: A tool is not a function, or two have the same flat name.
     """
-    of_namespaces, found, names = apart(tools), [], set()
+    of_namespaces, functions, names = apart(tools), [], set()
     for where, namespace, tool in _each(tools):
         if tool.type != "function":
             raise ApiError(
@@ -44,8 +44,8 @@ def functions_of(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]:
         if name in names and name in of_namespaces:
             raise ApiError(f"{where}.name: two functions are named {name!r}", param=f"{where}.name")
         names.add(name)
-        found.append({"type": "function", "function": fields})
-    return found
+        functions.append({"type": "function", "function": fields})
+    return functions
 
 
 def apart(tools: Sequence[FunctionTool] | None) -> dict[str, dict[str, str]]:
@@ -86,16 +86,16 @@ def _each(tools: Sequence[FunctionTool] | None) -> list[tuple[str, str | None, F
     Raises:
         ApiError: A namespace has no name.
     """
-    found: list[tuple[str, str | None, FunctionTool]] = []
+    listed: list[tuple[str, str | None, FunctionTool]] = []
     for place, tool in enumerate(tools or ()):
         where = f"tools[{place}]"
         if tool.type != "namespace":
-            found.append((where, None, tool))
+            listed.append((where, None, tool))
         elif not tool.name:
             raise ApiError(f"{where}.name is missing", param=f"{where}.name")
         else:
-            found += [
+            listed += [
                 (f"{where}.tools[{n}]", tool.name, inner)
                 for n, inner in enumerate(tool.tools or ())
             ]
-    return found
+    return listed

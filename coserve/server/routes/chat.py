@@ -70,14 +70,14 @@ async def chat_completions_batch(
             tasks = [group.create_task(ChatWriter(context, chat).whole()) for chat in chats]
         answers = [task.result() for task in tasks]
         usage: dict[str, Any] = {}
-        for place, found in enumerate(answers):
-            found["choices"][0]["index"] = place
+        for place, one in enumerate(answers):
+            one["choices"][0]["index"] = place
             for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-                usage[name] = usage.get(name, 0) + found["usage"][name]
+                usage[name] = usage.get(name, 0) + one["usage"][name]
         return {
             **answers[0],
             "id": id,
-            "choices": [found["choices"][0] for found in answers],
+            "choices": [one["choices"][0] for one in answers],
             "usage": usage,
         }
 

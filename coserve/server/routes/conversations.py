@@ -82,10 +82,10 @@ async def change(
     """Replace the metadata of a conversation."""
     check_metadata(body.metadata)
     if (
-        found := await label_conversation(responses, tenant, conversation_id, body.metadata or {})
+        record := await label_conversation(responses, tenant, conversation_id, body.metadata or {})
     ) is None:
         raise _no_conversation(conversation_id)
-    return json_response(_conversation(found))
+    return json_response(_conversation(record))
 
 
 @router.delete("/v1/conversations/{conversation_id}")
@@ -136,10 +136,10 @@ async def retrieve_item(
 ) -> Response:
     """Return an item of a conversation."""
     items = await items_of(responses, tenant, conversation_id)
-    found = next((item for item in items if item["id"] == item_id), None)
-    if found is None:
+    match = next((item for item in items if item["id"] == item_id), None)
+    if match is None:
         raise _no_item(item_id)
-    return json_response(found)
+    return json_response(match)
 
 
 @router.delete("/v1/conversations/{conversation_id}/items/{item_id}")

@@ -160,17 +160,17 @@ def _expires_after_s(form: FormData) -> int | None:
         return None
     if anchor != "created_at":
         raise ApiError("'expires_after[anchor]' must be 'created_at'.", param=_ANCHOR)
-    given = str(seconds)
+    digits = str(seconds)
     if (
-        len(given) > 8
-        or not (given.isascii() and given.isdecimal())
-        or int(given) not in _EXPIRES_S
+        len(digits) > 8
+        or not (digits.isascii() and digits.isdecimal())
+        or int(digits) not in _EXPIRES_S
     ):
         bounds = f"{_EXPIRES_S.start} to {_EXPIRES_S.stop - 1}"
         raise ApiError(
             f"'expires_after[seconds]' must be a whole number from {bounds}.", param=_SECONDS
         )
-    return int(given)
+    return int(digits)
 
 
 def _missing(name: str) -> ApiError:

@@ -69,8 +69,8 @@ def list_jobs(
     """
     metadata = {}
     for name, value in request.query_params.multi_items():
-        if (found := re.fullmatch(r"metadata\[(.*)\]", name, re.DOTALL)) is not None:
-            metadata[found[1]] = value
+        if (match := re.fullmatch(r"metadata\[(.*)\]", name, re.DOTALL)) is not None:
+            metadata[match[1]] = value
     bare = request.query_params.get("metadata")
     if bare not in (None, "null"):
         raise ApiError(
@@ -161,10 +161,10 @@ def retrieve_adapter_file(
 ) -> Response:
     """Return a file of the adapter that a job has made."""
     directory = adapter_directory(jobs, find_job(jobs, tenant, job_id), step)
-    found = [path for path in adapter_files(directory) if path.name == name]
-    if not found:
+    paths = [path for path in adapter_files(directory) if path.name == name]
+    if not paths:
         raise not_found(f"The adapter has no file {name!r}", param="name")
-    return FileResponse(found[0], media_type="application/octet-stream")
+    return FileResponse(paths[0], media_type="application/octet-stream")
 
 
 @router.delete("/v1/models/{model:path}")

@@ -87,10 +87,10 @@ def examples(
 @router.get(assets.PATH + "{name}")
 def static(name: str, request: Request) -> Response:
     """Return style, script or icon."""
-    found = assets.asset(name, request.headers.get("if-none-match"))
-    if found is None:
+    response = assets.asset(name, request.headers.get("if-none-match"))
+    if response is None:
         raise not_found(f"Invalid URL ({request.method} {request.url.path})")
-    return found
+    return response
 
 
 async def _live(

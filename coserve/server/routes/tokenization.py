@@ -32,19 +32,19 @@ async def tokenize(body: TokenizeBody, context: GenerationPart, tenant: Tenant) 
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("give exactly one of prompt and messages", param="prompt")
     template: Any = None
-    given: Any = body.prompt
+    prompt: Any = body.prompt
     if body.messages is not None:
-        given = [plain_message(message) for message in body.messages]
+        prompt = [plain_message(message) for message in body.messages]
         chat = ChatBody.model_construct(
             **body.model_dump(exclude={"messages"}), messages=body.messages
         )
         template = template_arguments(
             chat, Tools(shown=tuple(body.tools or ())), context.prompts.chat_template
         )
-    if (length := num_characters(given)) > _MAX_CHARACTERS:
+    if (length := num_characters(prompt)) > _MAX_CHARACTERS:
         raise ApiError(f"the text has {length} characters; the limit is {_MAX_CHARACTERS}")
     param = "prompt" if body.messages is None else "messages"
-    tokens = await reader.tokens(given, template, body.add_special_tokens, param=param)
+    tokens = await reader.tokens(prompt, template, body.add_special_tokens, param=param)
     return json_response(
         {
             "count": len(tokens),
@@ -77,7 +77,7 @@ async def tokenizer_info(context: GenerationPart) -> Response:
     added = {
         str(token): _added_token(each) for token, each in tokenizer.added_tokens_decoder.items()
     }
-    told = {name: value for name, value in tokenizer.init_kwargs.items() if _is_plain(value)}
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if _is_plain(value)}
     names = {
         name: str(token)
         for name, token in tokenizer.special_tokens_map.items()
@@ -85,7 +85,7 @@ async def tokenizer_info(context: GenerationPart) -> Response:
     }
     info = {
         "tokenizer_class": type(tokenizer).__name__,
-        **told,
+        **settings,
         **names,
         "added_tokens_decoder": added,
     }

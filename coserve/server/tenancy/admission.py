@@ -67,14 +67,16 @@ class Admission:
 
     def headers(self, tenant: str) -> dict[str, str]:
         """Return OpenAI's headers about what is left of a tenant's limits."""
-        limits, found = self._keys.ring.limits_of(tenant), dict[str, str]()
+        limits, headers = self._keys.ring.limits_of(tenant), dict[str, str]()
         if (most := limits.max_requests) is not None:
             left = max(0, most - self._num_open[tenant])
-            found |= _headers("requests", most, left, 0.0 if left else _RETRY_S)
+            headers |= _headers("requests", most, left, 0.0 if left else _RETRY_S)
         if (rate := limits.tokens_per_minute) is not None:
             level = self._bucket(tenant, rate).level
-            found |= _headers("tokens", rate, max(0, math.floor(level)), (rate - level) * 60 / rate)
-        return found
+            headers |= _headers(
+                "tokens", rate, max(0, math.floor(level)), (rate - level) * 60 / rate
+            )
+        return headers
 
     def _check_requests(self, tenant: str, number: int, most: int) -> None:
         there = self._num_open[tenant]

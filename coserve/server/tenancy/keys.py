@@ -76,11 +76,11 @@ class KeyRing:
 
         All keys are compared, each in constant time, so that the duration reveals nothing.
         """
-        given, found = digest_of(key), None
+        wanted, owner = digest_of(key), None
         for digest, tenant in self.tenants.items():
-            if hmac.compare_digest(digest, given):
-                found = tenant
-        return found
+            if hmac.compare_digest(digest, wanted):
+                owner = tenant
+        return owner
 
     def is_operator(self, tenant: str) -> bool:
         return self.is_open or tenant in self.operators

@@ -88,21 +88,21 @@ class Keys:
             _log.warning("the keys file was read again: there are %d keys", len(self.ring.tenants))
 
     def _read(self) -> KeyRing:
-        given = self._settings
-        tenants = dict(given.tenants)
+        options = self._settings
+        tenants = dict(options.tenants)
         _add(tenants, self._environment, SERVER_KEYS)
-        operators, limits = set(given.operators), dict[str, TenantLimits]()
-        if given.api_keys_file is not None:
-            held = _read_file(Path(given.api_keys_file))
-            _add(tenants, held.pop("keys"), given.api_keys_file)
+        operators, limits = set(options.operators), dict[str, TenantLimits]()
+        if options.api_keys_file is not None:
+            held = _read_file(Path(options.api_keys_file))
+            _add(tenants, held.pop("keys"), options.api_keys_file)
             for name, settings in held["tenants"].items():
                 if settings.pop("operator", False):
                     operators.add(name)
                 settings.pop("weight", None)
-                limits[name] = replace(given.tenant_limits, **settings)
+                limits[name] = replace(options.tenant_limits, **settings)
         for where, named in (
-            ("--operator", given.operators),
-            (f"[tenants] of {given.api_keys_file}", limits),
+            ("--operator", options.operators),
+            (f"[tenants] of {options.api_keys_file}", limits),
         ):
             for name in named:
                 if name not in tenants.values():
@@ -113,7 +113,7 @@ class Keys:
             tenants=tenants,
             operators=frozenset(operators),
             limits=limits,
-            common=given.tenant_limits,
+            common=options.tenant_limits,
         )
 
 
@@ -191,20 +191,22 @@ def _tenants(found: Any, others: Mapping[str, Any]) -> dict[str, dict[str, Any]]
 def _settings(name: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"tenants.{name} must be a table")
-    found: dict[str, Any] = dict(given)
+    checked: dict[str, Any] = dict(given)
     known = ("operator", "weight", *_LIMITS)
-    if unknown := [key for key in found if key not in known]:
+    if unknown := [key for key in checked if key not in known]:
         raise ValueError(
             f"tenants.{name} has {unknown[0]!r}, which is not one of {', '.join(known)}"
         )
-    if not isinstance(found.get("operator", False), bool):
+    if not isinstance(checked.get("operator", False), bool):
         raise ValueError(f"tenants.{name}.operator must be true or false")
-    if "weight" in found and not (is_number(found["weight"]) and found["weight"] > 0):
-        raise ValueError(f"tenants.{name}.weight must be a number above 0, not {found['weight']!r}")
+    if "weight" in checked and not (is_number(checked["weight"]) and checked["weight"] > 0):
+        raise ValueError(
+            f"tenants.{name}.weight must be a number above 0, not {checked['weight']!r}"
+        )
     try:
-        if isinstance(size := found.get("max_file_bytes"), str):
-            found["max_file_bytes"] = bytes_of(size)
-        TenantLimits(**{key: value for key, value in found.items() if key in _LIMITS})
+        if isinstance(size := checked.get("max_file_bytes"), str):
+            checked["max_file_bytes"] = bytes_of(size)
+        TenantLimits(**{key: value for key, value in checked.items() if key in _LIMITS})
     except ValueError as error:
         raise ValueError(f"tenants.{name}: {error}") from None
-    return found
+    return checked

@@ -31,12 +31,12 @@ class AdapterReaders:
 
     def of(self, directory: str) -> tuple[Prompts, int]:
         """Return the tokenizer of an adapter, and the vocabulary size of its model. Blocks."""
-        found = self._vocabularies.of(directory, self._architecture)
-        added = tuple(token for token in found.added if token.id < found.vocab_size)
+        vocabulary = self._vocabularies.of(directory, self._architecture)
+        added = tuple(token for token in vocabulary.added if token.id < vocabulary.vocab_size)
         with self._lock:
             if added not in self._kept:
                 self._kept[added] = self._prompts.with_tokens(added)
             self._kept.move_to_end(added)
             while len(self._kept) > _NUM_KEPT:
                 self._kept.popitem(last=False)
-            return self._kept[added], found.vocab_size
+            return self._kept[added], vocabulary.vocab_size

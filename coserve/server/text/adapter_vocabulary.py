@@ -63,14 +63,14 @@ class AdapterVocabularies:
             if (known := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return known
-        found = AdapterVocabulary(
+        vocabulary = AdapterVocabulary(
             vocab_size=_vocab_size(path, architecture), added=_added_tokens(path)
         )
         with self._lock:
-            self._kept[key] = found
+            self._kept[key] = vocabulary
             while len(self._kept) > _NUM_KEPT:
                 self._kept.popitem(last=False)
-        return found
+        return vocabulary
 
 
 def _changed_at(path: Path) -> int:
@@ -91,8 +91,8 @@ def _vocab_size(path: Path, architecture: Architecture) -> int:
 def _added_tokens(path: Path) -> tuple[AddedToken, ...]:
     try:
         content = read_small_file(path / _TOKENIZER_FILE, _MAX_TOKENIZER_BYTES)
-        given = json.loads(content or b"{}")
-        found = [_added(each) for each in given.get("added_tokens", ())]
+        data = json.loads(content or b"{}")
+        tokens = [_added(each) for each in data.get("added_tokens", ())]
     except (
         AdapterError,
         OSError,
@@ -103,7 +103,7 @@ def _added_tokens(path: Path) -> tuple[AddedToken, ...]:
         RecursionError,
     ):
         return ()
-    return tuple(sorted(found, key=lambda token: token.id)) if len(found) <= _MAX_ADDED else ()
+    return tuple(sorted(tokens, key=lambda token: token.id)) if len(tokens) <= _MAX_ADDED else ()
 
 
 def _added(fields: Any) -> AddedToken:

@@ -41,9 +41,9 @@ def read_defaults(model: Path | None, choice: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    given = json.loads(path.read_text())
-    if not isinstance(given, dict):
+    data = json.loads(path.read_text())
+    if not isinstance(data, dict):
         raise ValueError("it must contain a JSON object")
-    found = {name: given[name] for name in _NAMES if given.get(name) is not None}
-    SamplingParams(**found)  # checks them
-    return found
+    defaults = {name: data[name] for name in _NAMES if data.get(name) is not None}
+    SamplingParams(**defaults)  # checks them
+    return defaults

@@ -115,16 +115,19 @@ class Prompts:
         new = [token for token in added if token.content not in known]
         if self._tokenizer is None or not new:
             return self
-        found = copy.copy(self)
-        found._tokenizer = tokenizer = self.tokenizer
+        extended = copy.copy(self)
+        extended._tokenizer = tokenizer = self.tokenizer
         assert tokenizer is not None
         tokenizer.add_tokens([_library_token(token) for token in new])
         if any(tokenizer.convert_tokens_to_ids(token.content) != token.id for token in new):
             return self
-        found._copies, found._pieces = threading.local(), {}
-        found.text_tokenizer, found._token_bytes = copy.deepcopy(tokenizer), TokenBytes(tokenizer)
-        found.longest_token = max(self.longest_token, *(len(token.content) for token in new))
-        return found
+        extended._copies, extended._pieces = threading.local(), {}
+        extended.text_tokenizer, extended._token_bytes = (
+            copy.deepcopy(tokenizer),
+            TokenBytes(tokenizer),
+        )
+        extended.longest_token = max(self.longest_token, *(len(token.content) for token in new))
+        return extended
 
     async def vocabulary(self, vocab_size: int) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
         """Return the bytes of all tokens, and the special ones; see `TokenBytes.all`.
@@ -134,10 +137,10 @@ class Prompts:
         """
         if self._token_bytes is None:
             raise RequestError("structured output needs a tokenizer, and this model has none")
-        found: tuple[tuple[bytes, ...], tuple[int, ...]] = await self._run(
+        vocabulary: tuple[tuple[bytes, ...], tuple[int, ...]] = await self._run(
             self._slow_threads, self._token_bytes.all, vocab_size
         )
-        return found
+        return vocabulary
 
     def close(self) -> None:
         """End the threads."""
@@ -213,8 +216,8 @@ class Prompts:
     @property
     def chat_template(self) -> str:
         """The chat template, all of them if there are several by name; "" without one."""
-        found = getattr(self._tokenizer, "chat_template", None) or ""
-        return found if isinstance(found, str) else "\n".join(found.values())
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
 
     async def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of words, each with its spellings; see `_spellings`.
@@ -224,8 +227,8 @@ class Prompts:
         """
         if not words:
             return ()
-        found: tuple[tuple[int, ...], ...] = await self._run(self._thread, self._words, words)
-        return found
+        tokens: tuple[tuple[int, ...], ...] = await self._run(self._thread, self._words, words)
+        return tokens
 
     def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if self._tokenizer is None:
@@ -266,16 +269,16 @@ class Prompts:
 
     def piece(self, token: int) -> "TokenPiece":
         """Return the text and bytes of a single token."""
-        found = self._pieces.get(token)
-        if found is None:
+        piece = self._pieces.get(token)
+        if piece is None:
             known = self._token_bytes
             raw = str(token).encode() if known is None else known.of(token)
             special = known is not None and token in known.special
-            found = TokenPiece(
+            piece = TokenPiece(
                 text=raw.decode("utf-8", "replace"), raw=list(raw), is_special=special
             )
-            self._pieces[token] = found
-        return found
+            self._pieces[token] = piece
+        return piece
 
     async def _run(self, threads: TenantTurns, function: Any, *arguments: Any) -> Any:
         return await threads.run(partial(function, *arguments))

@@ -23,8 +23,8 @@ def parser_class(name: str) -> type[ToolParser]:
     """
     if name not in parser_names():
         raise ValueError(f"tool call parser {name!r} is not one of {', '.join(parser_names())}")
-    found: type[ToolParser] = variant_class(__name__, name, ToolParser)
-    return found
+    parser: type[ToolParser] = variant_class(__name__, name, ToolParser)
+    return parser
 
 
 @cache

@@ -197,10 +197,10 @@ class JsonCall:
 
 def _string(value: str) -> str | None:
     try:
-        found = json.loads(value)
+        decoded = json.loads(value)
     except ValueError:
         return None
-    return found if isinstance(found, str) else None
+    return decoded if isinstance(decoded, str) else None
 
 
 def _is_object(text: str) -> bool:

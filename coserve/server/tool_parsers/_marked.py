@@ -23,11 +23,11 @@ class MarkedCalls(ToolParser):
 
     def _step_in_content(self) -> bool:
         place = self._rest.find(self._begin)
-        found = place >= 0
-        end = place if found else len(self._rest) - num_held(self._rest, (self._begin,))
+        begins = place >= 0
+        end = place if begins else len(self._rest) - num_held(self._rest, (self._begin,))
         text = self._rest[:end]
         if self._is_blank and not text.strip():
-            if found:
+            if begins:
                 text = ""
             else:
                 end, text = 0, ""  # it may come before a call
@@ -35,11 +35,11 @@ class MarkedCalls(ToolParser):
             self._add(Content(text))
             self._is_blank = False
         self._rest = self._rest[end:]
-        if found:
+        if begins:
             self._rest = self._rest[len(self._begin) :]
             self._in_call = True
             self._enter()
-        return found
+        return begins
 
     def _leave(self, *, failed: bool) -> None:
         """Leave a call."""

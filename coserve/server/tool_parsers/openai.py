@@ -45,8 +45,8 @@ class OpenAI(JsonCalls):
         if not self._num_messages and not self._can_be_head():
             self._in_head = False  # no channels at all: plain text
             return True
-        head, found, rest = self._rest.partition(_MESSAGE)
-        if not found:
+        head, marker, rest = self._rest.partition(_MESSAGE)
+        if not marker:
             return False
         self._rest, self._in_head = rest, False
         self._num_messages += 1

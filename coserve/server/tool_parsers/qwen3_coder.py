@@ -50,18 +50,18 @@ class Qwen3Coder(MarkedCalls):
             self._add(Arguments("}" if self._num_parameters else "{}"))
             self._is_closed = True
             return True
-        if (found := re.match(f"{_PARAMETER}{_NAME}>", self._rest)) is not None:
-            return self._step_over_parameter(found[1], found.end())
+        if (match := re.match(f"{_PARAMETER}{_NAME}>", self._rest)) is not None:
+            return self._step_over_parameter(match[1], match.end())
         return self._wait_or_fail(_PARAMETER, _FUNCTION_END)
 
     def _step_to_function(self) -> bool:
-        found = re.match(f"{_FUNCTION}{_NAME}>", self._rest)
-        if found is None:
+        match = re.match(f"{_FUNCTION}{_NAME}>", self._rest)
+        if match is None:
             return self._wait_or_fail(_FUNCTION)
-        if found[1] not in self._names:
+        if match[1] not in self._names:
             return self._fail()
-        self._name = found[1]
-        self._take_text(found.end())
+        self._name = match[1]
+        self._take_text(match.end())
         self._add(CallBegins(self._name))
         return True
 
@@ -112,8 +112,8 @@ class Qwen3Coder(MarkedCalls):
 
     def _schema(self, key: str) -> Mapping[str, Any]:
         properties = self._schemas[self._name].get("properties")
-        found = properties.get(key) if isinstance(properties, dict) else None
-        return found if isinstance(found, dict) else {}
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        return schema if isinstance(schema, dict) else {}
 
 
 def _json(value: str, schema: Mapping[str, Any]) -> str:
