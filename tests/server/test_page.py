@@ -49,7 +49,8 @@ def test_the_page_is_whole_without_its_script(served, path):
     answer = served.get(path)
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     page = answer.text
-    assert "<strong>small</strong>" in page and "Harvest" in page and "Time to first token" in page
+    assert "<strong>small</strong>" in page
+    assert "Fine-tuning" in page and "Time to first token" in page
     assert served.get("/").text.count("<main") == 1
     for name in re.findall(r'(?:src|href)="(ui/static/[^"]+)"', page):
         assert served.get(f"/{name}").status_code == 200, name
@@ -167,7 +168,7 @@ def test_with_keys_the_page_tells_nothing_before_the_key(tmp_path):
     with serving("--api-keys-file", str(path), "--cors-origin", "https://chat.example") as served:
         page = served.get("/")
         assert page.status_code == 200 and 'id="signin"' in page.text
-        assert "small" not in page.text and "Harvest" not in page.text
+        assert "small" not in page.text and "Fine-tuning" not in page.text
         assert served.get("/ui/static/page.js").status_code == 200
         for closed in ("/ui/live", "/ui/files/file-x/examples", "/ui/staticx", "/ui/static"):
             assert served.get(closed).status_code == 401, closed

@@ -97,7 +97,7 @@ async function start() {
 const DONE = { pause: "paused", resume: "resumed", cancel: "cancelled" };
 
 async function change({ job, action }) {
-  if (action === "cancel" && !confirm("End this job? What it has learned stays in its checkpoints.")) return;
+  if (action === "cancel" && !confirm("Cancel this job? Its checkpoints remain.")) return;
   try {
     await askJson(`v1/fine_tuning/jobs/${job}/${action}`, { method: "POST" });
     say(`The job is ${DONE[action]}`);
