@@ -44,14 +44,13 @@ class TokenHistory:
     """Counter of generated and trained tokens by time, in bounded memory."""
 
     def __init__(self) -> None:
-        # Part lengths, each with as many parts as the longest span that uses it.
-        longest = {
-            part_s: max(s.num_parts for s in SPANS if s.part_s == part_s)
-            for part_s in {s.part_s for s in SPANS}
-        }
+        # For each length of parts, as many parts as the longest span that uses it.
+        num_parts: dict[int, int] = {}
+        for span in SPANS:
+            num_parts[span.part_s] = max(num_parts.get(span.part_s, 0), span.num_parts)
         # One more than is shown: the newest part isn't over yet.
         self._rings = {
-            part_s: deque[_Part](maxlen=number + 1) for part_s, number in longest.items()
+            part_s: deque[_Part](maxlen=number + 1) for part_s, number in num_parts.items()
         }
 
     def add(self, now_s: float, *, num_generated: int, num_trained: int) -> None:

@@ -202,19 +202,18 @@ def rate_chart(rates: Sequence[tuple[float, float]], span: TimeSpan) -> Chart | 
         rates: Generated and trained tokens per second of each part of the span, the oldest first.
         span: The time span.
     """
-    highest = max((each for pair in rates for each in pair), default=0.0)
+    highest = max(map(max, rates), default=0.0)
     if highest <= 0:
         return None
-    ago_s = [(len(rates) - 1 - index) * span.part_s for index in range(len(rates))]
-    x, y = Range(low=-max(1, ago_s[0]), high=0), Range(low=0, high=highest / (1 - _MARGIN))
-    series = [
-        (name, [(float(-ago), pair[which]) for ago, pair in zip(ago_s, rates, strict=True)])
-        for which, name in enumerate(("generated", "trained"))
-    ]
-    styles = {"generated": "one", "trained": "two"}
+    # Seconds until now, at most 0, of the end of each part.
+    times_s = [float((index + 1 - len(rates)) * span.part_s) for index in range(len(rates))]
+    x, y = Range(low=min(-1, times_s[0]), high=0), Range(low=0, high=highest / (1 - _MARGIN))
+    generated = [(time_s, pair[0]) for time_s, pair in zip(times_s, rates, strict=True)]
+    trained = [(time_s, pair[1]) for time_s, pair in zip(times_s, rates, strict=True)]
+    series = [("generated", generated), ("trained", trained)]
     lines = [
-        Line(name=name, style=styles[name], points=polyline(points, x, y))
-        for name, points in series
+        Line(name="generated", style="one", points=polyline(generated, x, y)),
+        Line(name="trained", style="two", points=polyline(trained, x, y)),
     ]
     words = f"Tokens per second over the last {span.name}: at most {highest:.3g}"
     return _chart(lines[::-1], series, x, y, words=words, kind="ago")
@@ -256,10 +255,10 @@ def _data(series: Sequence[tuple[str, Points]], x: Range, kind: str) -> str:
         x: Range of the horizontal axis.
         kind: Whether x are steps ("step") or seconds until now, at most 0 ("ago").
     """
-    lines = [
-        {"name": name, "points": [(round(at, 1), float(f"{value:.4g}")) for at, value in points]}
-        for name, points in series
-    ]
+    lines = []
+    for name, points in series:
+        rounded = [(round(at, 1), float(f"{value:.4g}")) for at, value in points]
+        lines.append({"name": name, "points": rounded})
     return json.dumps(
         {"kind": kind, "low": x.low, "high": x.high, "lines": lines}, separators=(",", ":")
     )

@@ -140,7 +140,8 @@ class ResponseOutput:
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of an item, which may still change."""
-    return {
-        name: [dict(part) for part in value] if isinstance(value, list) else value
-        for name, value in item.items()
-    }
+    copy = dict(item)
+    for name, value in item.items():
+        if isinstance(value, list):
+            copy[name] = [dict(part) for part in value]
+    return copy
