@@ -107,14 +107,14 @@ def test_what_is_wrong_is_named(served):
         refused(post(served, "/tokenize", prompt="a", messages=CHAT))
         == "give exactly one of prompt and messages"
     )
-    assert "at most 1000000 are tokenized" in refused(
+    assert "the limit is 1000000" in refused(
         post(served, "/tokenize", prompt="a" * 1_000_001)
     )
     assert "lone surrogate" in refused(
         served.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=JSON)
     )
     assert "tokens has 99999; the model has" in refused(post(served, "/detokenize", tokens=[99999]))
-    assert "exclude each other" in refused(
+    assert "cannot be combined" in refused(
         post(
             served,
             "/tokenize",

@@ -284,7 +284,7 @@ def test_a_message_is_continued_and_echoed(client: OpenAI):
         assert (choice.message.content or "", calls_of(choice)) == (text, [("weather", WEATHER)])
         events = client.chat.completions.create(**settings, extra_body=body, stream=True)
         assert "".join(event.choices[0].delta.content or "" for event in events) == text
-    with pytest.raises(BadRequestError, match="exclude each other"):
+    with pytest.raises(BadRequestError, match="cannot be combined"):
         chat(
             client,
             "",
