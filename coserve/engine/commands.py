@@ -252,14 +252,21 @@ class FlushCommands(msgspec.Struct, tag=True, frozen=True):
     """
 
 
-# fmt: off
-EngineCommand = (
-    Step | AddRequest | UseVocabulary | CancelRequest | StopSequence | HoldRequest | DeliverBlocks
-    | LoadAdapter | UnloadAdapter | SaveVersion
-    | StartJob | PauseJob | ResumeJob | CancelJob | CombineJob | CopyCheckpoint | CopyContribution | ForgetJob
-    | FlushCommands
+RequestCommand = (
+    AddRequest | UseVocabulary | CancelRequest | StopSequence | HoldRequest | DeliverBlocks
 )
-# fmt: on
+AdapterCommand = LoadAdapter | UnloadAdapter | SaveVersion
+JobCommand = (
+    StartJob
+    | PauseJob
+    | ResumeJob
+    | CancelJob
+    | CombineJob
+    | CopyCheckpoint
+    | CopyContribution
+    | ForgetJob
+)
+EngineCommand = Step | FlushCommands | RequestCommand | AdapterCommand | JobCommand
 
 
 @dataclass(frozen=True, kw_only=True)

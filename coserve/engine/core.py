@@ -18,11 +18,19 @@ from coserve.engine import commands
 from coserve.engine.calibration import Calibration
 from coserve.engine.checks import check_adapter_name
 from coserve.engine.command_log import CommandLog
-from coserve.engine.commands import EngineCommand, JobExamples, JobStart
+from coserve.engine.commands import (
+    AdapterCommand,
+    EngineCommand,
+    JobCommand,
+    JobExamples,
+    JobStart,
+    RequestCommand,
+)
 from coserve.engine.config import EngineConfig
 from coserve.engine.grammars import FindPieces, Grammars
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.jobs.answers import Answers, Decode
+from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
 from coserve.engine.jobs.job_set import JobSet
 from coserve.engine.jobs.opening import JobOpener, path_of
 from coserve.engine.outbox import Event, Outbox
@@ -291,7 +299,7 @@ class EngineCore:
 
     # -- commands -------------------------------------------------------------------
 
-    def handle(self, command: EngineCommand, read: AdapterLoad | JobExamples | None = None) -> Any:  # noqa: C901
+    def handle(self, command: EngineCommand, read: AdapterLoad | JobExamples | None = None) -> Any:
         """Do a command between two steps.
 
         Args:
@@ -306,35 +314,78 @@ class EngineCore:
         Raises:
             CoserveError: the command is refused, and has changed nothing.
         """
+        if isinstance(command, commands.Step):
+            return self.loop.begin()
+        if isinstance(command, RequestCommand):
+            return self._handle_request(command)
+        if isinstance(command, AdapterCommand):
+            assert not isinstance(read, JobExamples)
+            return self._handle_adapter(command, read)
+        if isinstance(command, JobCommand):
+            assert not isinstance(read, AdapterLoad)
+            return self._handle_job(command, read)
+        self.log.flush()  # `FlushCommands`
+        return None
+
+    def _handle_request(self, command: RequestCommand) -> bool | None:
+        """Return whether a request that was to end was there."""
         match command:
-            case commands.Step():
-                return self.loop.begin()
             case commands.AddRequest():
-                return self._add_request(command)
-            case commands.CancelRequest():
-                return self._ended(self._serving.cancel(command.id))
-            case commands.StopSequence():
-                return self._ended(
-                    self._serving.stop(command.id, command.index, command.num_tokens)
+                self._serving.add(
+                    command.id,
+                    command.prompt,
+                    command.params,
+                    adapter=None if command.adapter is None else command.adapter.name,
+                    slo=command.slo,
+                    arrival_s=command.arrival_s,
+                    tenant=command.tenant,
+                    priority=command.priority,
+                    batch_due_s=command.batch_due_s,
+                    without_jobs=command.without_jobs,
                 )
+            case commands.CancelRequest():
+                was_there = self._serving.cancel(command.id)
+                self.loop.drop_unread_versions()
+                return was_there
+            case commands.StopSequence():
+                was_there = self._serving.stop(command.id, command.index, command.num_tokens)
+                self.loop.drop_unread_versions()
+                return was_there
             case commands.HoldRequest():
                 self.requests.hold(command.id)
             case commands.DeliverBlocks():
                 self.requests.arrive(command.id, command.blocks)
             case commands.UseVocabulary():
                 self.grammars.use_vocabulary(command.pieces, command.special)
+            case _:
+                assert_never(command)
+        return None
+
+    def _handle_adapter(
+        self, command: AdapterCommand, load: AdapterLoad | None
+    ) -> AdapterVersion | None:
+        """Return the version of an adapter that was loaded."""
+        match command:
             case commands.LoadAdapter():
-                assert not isinstance(read, JobExamples)
-                return self._load_adapter(command, read)
+                return self._load_adapter(command, load)
             case commands.UnloadAdapter():
                 if command.name in self.versions:
                     self.adapters.unload(command.name)
                     self.loop.drop_unread_versions()
             case commands.SaveVersion():
                 self.adapters.save(command.label, command.directory)
+            case _:
+                assert_never(command)
+        return None
+
+    def _handle_job(
+        self, command: JobCommand, data: JobExamples | None
+    ) -> Checkpoint | TakenCopy | None:
+        """Return the copy of a job that was taken."""
+        match command:
             case commands.StartJob():
-                assert isinstance(read, JobExamples)
-                self._start_job(command.job, read)
+                assert data is not None
+                self._start_job(command.job, data)
             case commands.PauseJob():
                 self.jobs.pause(command.id)
             case commands.ResumeJob():
@@ -349,8 +400,6 @@ class EngineCore:
                 return self.jobs.contribution(command.id)
             case commands.ForgetJob():
                 self.jobs.forget(command.id)
-            case commands.FlushCommands():
-                self.log.flush()
             case _:
                 assert_never(command)
         return None
@@ -359,25 +408,6 @@ class EngineCore:
         """Wait for the device, and book what came of the step. Returns all events so far."""
         self.loop.finish()
         return self.outbox.take_all()
-
-    def _ended(self, was_there: bool) -> bool:
-        """Let go of versions that a request which has just ended was the last to read."""
-        self.loop.drop_unread_versions()
-        return was_there
-
-    def _add_request(self, command: commands.AddRequest) -> None:
-        self._serving.add(
-            command.id,
-            command.prompt,
-            command.params,
-            adapter=None if command.adapter is None else command.adapter.name,
-            slo=command.slo,
-            arrival_s=command.arrival_s,
-            tenant=command.tenant,
-            priority=command.priority,
-            batch_due_s=command.batch_due_s,
-            without_jobs=command.without_jobs,
-        )
 
     def begin_load(self, name: str, directory: str) -> AdapterLoad | None:
         """Return an adapter whose `read` any thread may call beside steps, before a `LoadAdapter`

@@ -18,13 +18,13 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NoReturn
 
-from coserve.adapters.base import AdapterConfig
-from coserve.adapters.peft_directory import adapter_config
 from coserve.devices.messages.jobs import ReadContributions
 from coserve.engine.commands import (
+    NO_CALL,
     AdapterRef,
     CancelJob,
     CombineJob,
+    JobExamples,
     JobStart,
     PauseJob,
     ResumeJob,
@@ -39,7 +39,7 @@ from coserve.jobs.files.shared_files import SharedFiles
 from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.protocol.messages import Reply
 from coserve.worker.activity import Activity
-from coserve.worker.job_files import JobFiles
+from coserve.worker.job_files import read_job_files
 from coserve.worker.job_reports import JobLane, JobReports, PendingReport
 
 _log = logging.getLogger(__name__)
@@ -88,12 +88,12 @@ class JobCommands:
 
     # -- commands -------------------------------------------------------------------
 
-    def read_files(self, job: JobStart) -> JobFiles:
+    def read_files(self, job: JobStart) -> JobExamples:
         """What the files of a job hold; from any thread. DataError."""
         if job.config.evaluation.asks:
             self._engine.answers_tokenizer()  # here, and not within the first step that needs it
         with self._activity.files_of(job.id):
-            read = JobFiles.read(job, self._shared)
+            read = read_job_files(job, self._shared)
         self._shared.trim(self._needed())
         return read
 
@@ -126,60 +126,50 @@ class JobCommands:
         Raises:
             JobOverError: the job has ended. CoserveError: it is refused.
         """
-        if isinstance(command, StartJob):
-            self._start(command.job, read() if read is not None else self.read_files(command.job))
-            self._tell(command.job.id, Reply(command.call))
-            return
-        lane = self._lanes.get(command.id)
-        if lane is None or lane.start is None:
-            raise JobOverError(
-                f"the engine does not have the job {command.id!r}: it is over, or was never started"
-            )
-        if isinstance(command, ResumeJob):
-            lane.take_time()
-            self._engine.resume_job(command.id)
-        elif isinstance(command, PauseJob):
-            lane.hurry()
-            self._engine.pause_job(command.id)
-            lane.is_held = False
-            self._checkpoint(command.id, listed=False)
-        elif isinstance(command, CombineJob):
-            if read is not None:
-                read()
-            self._engine.combine(command.id, command.combination)
-        else:
-            lane.hurry()
-            if command.keeps:  # before the end, which the optimizer's state does not outlive
+        match command:
+            case StartJob(job=job):
+                self._start(command, read() if read is not None else self.read_files(job))
+                self._tell(job.id, Reply(command.call))
+                return
+            case ResumeJob():
+                self._living_lane(command.id).take_time()
+                self._engine.handle(command)
+            case PauseJob():
+                lane = self._living_lane(command.id)
+                lane.hurry()
+                self._engine.handle(command)
+                lane.is_held = False
                 self._checkpoint(command.id, listed=False)
-            for event in self._cancel(command.id):
-                self._tell_event(event)
+            case CombineJob():
+                self._living_lane(command.id)
+                if read is not None:
+                    read()
+                self._engine.handle(command)
+            case CancelJob():
+                self._living_lane(command.id).hurry()
+                if command.keeps:  # before the end, which the optimizer's state does not outlive
+                    self._checkpoint(command.id, listed=False)
+                for event in self._cancel(command):
+                    self._tell_event(event)
         self._tell(command.id, Reply(command.call))
 
-    def _start(self, job: JobStart, files: JobFiles) -> None:
+    def _living_lane(self, job: str) -> JobLane:
+        """Return the lane of a job that the engine has; JobOverError if it has ended."""
+        lane = self._lanes.get(job)
+        if lane is None or lane.start is None:
+            raise JobOverError(
+                f"the engine does not have the job {job!r}: it is over, or was never started"
+            )
+        return lane
+
+    def _start(self, command: StartJob, data: JobExamples) -> None:
+        job = command.job
         if job.start is not None and job.checkpoint is None and job.start.directory is not None:
             self._engine.ensure_adapter(job.start.name, job.start.directory, job.model)
         if job.shard is not None:
-            self.unload_adapter(
-                job.name
-            )  # of an attempt before, whose part here came to its end and others did not
-        adapter: AdapterConfig | str | None = None
-        if job.adapter is not None:
-            adapter = adapter_config(job.adapter)
-        elif job.start is not None:
-            adapter = job.start.name
-        self._engine.submit_examples(
-            files.examples,
-            job.config,
-            adapter=adapter,
-            name=job.name,
-            validation=files.validation,
-            job_id=job.id,
-            checkpoint=job.checkpoint,
-            tenant=job.tenant,
-            alone_until_step=job.alone_until_step,
-            model=job.model,
-            shard=job.shard,
-        )
+            # An earlier attempt may have ended here, and not on other nodes.
+            self.unload_adapter(job.name)
+        self._engine.handle(command, data)
         if job.model and job.start is not None:
             self.unload_adapter(job.start.name)  # nobody else can use it
         self._lane(job.id).begin(job)
@@ -390,7 +380,7 @@ class JobCommands:
     def _fail(self, job: str, message: str) -> JobEvent:
         """End a job that cannot be continued; what is to be told of it."""
         step = self._engine.job(job).num_steps_done
-        self._cancel(job)
+        self._cancel(CancelJob(NO_CALL, job))
         return JobEvent(
             job=job,
             kind="failed",
@@ -399,11 +389,12 @@ class JobCommands:
             message=message,
         )
 
-    def _cancel(self, job: str) -> list[JobEvent]:
-        """Returns what the next step would tell of it: the job may have been started again by
-        then.
+    def _cancel(self, command: CancelJob) -> list[JobEvent]:
+        """Cancel a job and return its events, which must not wait for the next step: by then, the
+        job may have been started again.
         """
-        self._engine.cancel_job(job)
+        job = command.id
+        self._engine.handle(command)
         events = self._engine.outbox.take(
             lambda event: isinstance(event, JobEvent) and event.job == job
         )

@@ -34,9 +34,9 @@ TorchTrainer.update = deadly
 DEADLY_FILES = {
     "read": """
 import os
-from coserve.worker.job_files import JobFiles
+from coserve.worker import job_commands
 
-JobFiles.read = lambda job: os._exit(3)
+job_commands.read_job_files = lambda *arguments: os._exit(3)
 """,
     "written": """
 import os, time
