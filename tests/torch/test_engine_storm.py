@@ -4,9 +4,9 @@ and everything is free.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Any
 
@@ -216,6 +216,19 @@ class Storm:
         self.asked: dict[str, tuple[list[int], SamplingParams, str | None]] = {}
         self.chunks: list[Chunk] = []
         self.job_events: list[JobEvent] = []
+        self._actions: dict[str, Callable[[], None]] = {
+            "add": self._add,
+            "add-many": partial(self._add, may_have_many=True),
+            "burst": self._add_burst,
+            "cancel": self._cancel,
+            "submit": self._submit,
+            "submit-from": partial(self._submit, from_served=True),
+            "load": self._load,
+            "unload": self._unload,
+            "pause": partial(self._change_job, self.engine.pause_job),
+            "resume": partial(self._change_job, self.engine.resume_job),
+            "cancel-job": partial(self._change_job, self.engine.cancel_job),
+        }
 
     def step(self) -> None:
         try:
@@ -229,48 +242,57 @@ class Storm:
                 self.job_events.append(event)
         self.engine.check_integrity()
 
-    def do(self, operation: str) -> None:  # noqa: C901
-        engine, rng = self.engine, self.rng
-        if operation == "burst":
-            for _ in range(5):
-                self.do("add")
-        elif operation.startswith("add"):
-            prompt = rng.choice(PROMPTS)
-            n = rng.choice((1, 2, 3)) if operation == "add-many" else 1
-            params = SamplingParams(max_tokens=rng.choice((1, 9, 30)), temperature=0.0, n=n)
-            label = rng.choice([None, rng.choice(engine.versions.labels() or [None])])
-            self.asked[engine.add_tokens(prompt, params, adapter=label)] = (prompt, params, label)
-        elif operation == "cancel" and engine.has_requests:
-            engine.cancel(rng.choice(sorted({request.request for request in engine.requests})))
-        elif operation.startswith("submit"):
-            labels = engine.versions.labels()
-            adapter: LoraConfig | str = LoraConfig(
-                r=rng.choice((1, 4)), target_modules=rng.choice(("all-linear", ("v_proj",)))
-            )
-            if operation == "submit-from" and labels:
-                adapter = rng.choice(labels)
-            engine.submit_examples(
-                examples_of((5, 9, 3), rng.randrange(3)),
-                JOBS[rng.choice(list(JOBS))],
-                adapter=adapter,
-                validation=examples_of((4, 8)) if rng.random() < 0.5 else (),
-            )
-        elif operation == "load":
-            engine.load_adapter(f"adapter-{rng.randrange(4)}", _directory())
-        elif operation == "unload" and engine.versions.labels():
-            engine.unload_adapter(rng.choice(engine.versions.labels()).split("@")[0])
-        elif operation in ("pause", "resume", "cancel-job"):
-            if jobs := [job for job in engine.jobs.values() if not job.is_terminal]:
-                act = {
-                    "pause": engine.pause_job,
-                    "resume": engine.resume_job,
-                    "cancel-job": engine.cancel_job,
-                }
-                act[operation](rng.choice(jobs).id)
-        elif operation.startswith("fail-"):
+    def do(self, operation: str) -> None:
+        """Do one of `OPERATIONS`, as far as it is possible now, and up to a few steps."""
+        if operation.startswith("fail-"):
             self.failing.fail(operation.removeprefix("fail-"))
-        for _ in range(rng.randrange(8) if operation == "steps" else rng.randrange(2)):
+        elif operation in self._actions:
+            self._actions[operation]()
+        for _ in range(self.rng.randrange(8) if operation == "steps" else self.rng.randrange(2)):
             self.step()
+
+    def _add(self, *, may_have_many: bool = False) -> None:
+        rng = self.rng
+        prompt = rng.choice(PROMPTS)
+        n = rng.choice((1, 2, 3)) if may_have_many else 1
+        params = SamplingParams(max_tokens=rng.choice((1, 9, 30)), temperature=0.0, n=n)
+        label = rng.choice([None, rng.choice(self.engine.versions.labels() or [None])])
+        name = self.engine.add_tokens(prompt, params, adapter=label)
+        self.asked[name] = (prompt, params, label)
+
+    def _add_burst(self) -> None:
+        for _ in range(5):
+            self.do("add")
+
+    def _cancel(self) -> None:
+        if self.engine.has_requests:
+            names = sorted({request.request for request in self.engine.requests})
+            self.engine.cancel(self.rng.choice(names))
+
+    def _submit(self, *, from_served: bool = False) -> None:
+        rng, labels = self.rng, self.engine.versions.labels()
+        adapter: LoraConfig | str = LoraConfig(
+            r=rng.choice((1, 4)), target_modules=rng.choice(("all-linear", ("v_proj",)))
+        )
+        if from_served and labels:
+            adapter = rng.choice(labels)
+        self.engine.submit_examples(
+            examples_of((5, 9, 3), rng.randrange(3)),
+            JOBS[rng.choice(list(JOBS))],
+            adapter=adapter,
+            validation=examples_of((4, 8)) if rng.random() < 0.5 else (),
+        )
+
+    def _load(self) -> None:
+        self.engine.load_adapter(f"adapter-{self.rng.randrange(4)}", _directory())
+
+    def _unload(self) -> None:
+        if labels := self.engine.versions.labels():
+            self.engine.unload_adapter(self.rng.choice(labels).split("@")[0])
+
+    def _change_job(self, change: Callable[[str], None]) -> None:
+        if jobs := [job for job in self.engine.jobs.values() if not job.is_terminal]:
+            change(self.rng.choice(jobs).id)
 
     def calm(self) -> None:
         """No more failures: everything comes to its end."""
