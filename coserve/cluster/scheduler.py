@@ -219,7 +219,7 @@ class ClusterScheduler:
         self._waiting[task.kind][task.id], self._queues[task.kind] = task, None
         self._order.add(task)
         if self._counters is not None and not task.trains:
-            self._counters.arrive(task.tenant)
+            self._counters.arrive(task.tenant, task.id)
         if not task.trains and not task.is_batch:
             self._arrivals_s.append(task.arrival_s)
 
@@ -300,7 +300,7 @@ class ClusterScheduler:
     def _stop_waiting(self, task: Task) -> None:
         self._order.remove(task)
         if self._counters is not None and not task.trains:
-            self._counters.leave(task.tenant)
+            self._counters.leave(task.tenant, task.id)
 
     def _queue(self, kind: TaskKind) -> tuple[Task, ...]:
         """Tasks of a kind that wait; made anew only where they have changed."""

@@ -349,13 +349,13 @@ class RequestQueue:
         )
         self.waiting[request.id] = request
         self._progress[request.id] = self._look_up(request)
-        self._counters.arrive(request.info.tenant)
+        self._counters.arrive(request.info.tenant, request.id)
 
     def _stop_waiting(self, request: Request) -> None:
         del self.waiting[request.id], self._keys[request.id], self._progress[request.id]
         self._swap.release(request.id)
         self._imports.release(request.id)
-        self._counters.leave(request.info.tenant)
+        self._counters.leave(request.info.tenant, request.id)
 
     def _look_up(self, request: Request) -> RequestProgress:
         keys, num_tokens = self._keys[request.id], len(request.tokens)

@@ -10,7 +10,7 @@ than 2 max(w_p L, max(w_q, w_r) M), with L the longest prompt and M the most tok
 once.
 """
 
-from collections import Counter
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from coserve.scheduling.plan import TenantView
@@ -42,32 +42,36 @@ class TokenCounters:
         """weights: those of the policy (`Policy.token_weights`)."""
         self.weights = weights or TokenWeights()
         self._served: dict[str, float] = {}
-        self._queued: Counter[str] = Counter()
+        self._queued: dict[str, set[Hashable]] = {}
         self._last_left: str | None = None
 
-    def arrive(self, tenant: str) -> None:
-        """A request of a tenant joins the queue, or a job. Lifts the tenant's counter if nothing of
-        it was there.
+    def arrive(self, tenant: str, item: Hashable) -> None:
+        """Note that a request or a job of a tenant has joined the queue; no effect if it is there.
+
+        If nothing of the tenant was there, its counter is lifted.
         """
         served = self._served.setdefault(tenant, 0.0)
-        if not self._queued[tenant]:
-            queued = [self._served[each] for each, number in self._queued.items() if number]
+        if not self._queued.get(tenant):
+            queued = [self._served[each] for each, items in self._queued.items() if items]
             if queued:
                 served = max(served, min(queued))
             elif self._last_left is not None:
                 served = max(served, self._served[self._last_left])
             self._served[tenant] = served
-        self._queued[tenant] += 1
+        self._queued.setdefault(tenant, set()).add(item)
 
-    def leave(self, tenant: str) -> None:
-        """A request leaves the queue (it was admitted, or has ended), or a job (it has ended, or
-        was paused).
+    def leave(self, tenant: str, item: Hashable) -> None:
+        """Note that a request has left the queue (it was admitted, or has ended), or a job (it has
+        ended, or was paused); no effect if it is not there, so that a caller that was interrupted
+        can call again.
         """
-        assert self._queued[tenant] > 0, f"nothing of tenant {tenant!r} is queued"
-        self._queued[tenant] -= 1
-        if not self._queued[tenant]:
-            del self._queued[tenant]
+        items = self._queued.get(tenant)
+        if items is None:
+            return
+        items.discard(item)
+        if not items:
             self._last_left = tenant
+            del self._queued[tenant]
 
     def charge(self, tenant: str, *, prompt: int = 0, output: int = 0, tuning: float = 0.0) -> None:
         """A tenant was served: a prompt (when it is admitted), tokens of outputs, rows of jobs in

@@ -105,7 +105,7 @@ def served(counters: TokenCounters) -> dict[str, float]:
 
 def test_counters_add_up_what_tenants_were_served():
     counters = TokenCounters(TokenWeights(prompt=1.0, output=2.0, tuning=0.5))
-    counters.arrive("a")
+    counters.arrive("a", 1)
     counters.charge("a", prompt=10, output=3, tuning=4)
     assert (
         served(counters) == {"a": 18.0}
@@ -118,27 +118,40 @@ def test_who_returns_is_lifted_to_the_least_of_those_that_queue():
     """Algorithm 4, line 11: idling saves up no credit."""
     counters = TokenCounters()
     for tenant in ("a", "b", "c"):
-        counters.arrive(tenant)
-    counters.leave("c")
+        counters.arrive(tenant, 1)
+    counters.leave("c", 1)
     counters.charge("a", prompt=100)
     counters.charge("b", prompt=70)
-    counters.arrive("c")
+    counters.arrive("c", 1)
     assert served(counters) == {"a": 100.0, "b": 70.0, "c": 70.0}
-    counters.arrive("c")  # not alone: nothing changes
+    counters.arrive("c", 2)  # not alone: nothing changes
     counters.charge("b", prompt=500)
-    counters.leave("c")
-    counters.arrive("c")
+    counters.leave("c", 2)
+    counters.arrive("c", 2)
     assert served(counters)["c"] == 70.0
 
 
 def test_who_finds_an_empty_queue_is_lifted_to_the_last_that_left_it():
     """Algorithm 4, lines 7 to 9."""
     counters = TokenCounters()
-    counters.arrive("a")
+    counters.arrive("a", 1)
     counters.charge("a", prompt=100)
-    counters.leave("a")
-    counters.arrive("b")
+    counters.leave("a", 1)
+    counters.arrive("b", 1)
     assert served(counters) == {"b": 100.0}
-    counters.leave("b")
-    counters.arrive("a")
+    counters.leave("b", 1)
+    counters.arrive("a", 1)
     assert served(counters) == {"a": 100.0}, "and nobody is lowered"
+
+
+def test_work_that_leaves_or_arrives_again_counts_once():
+    """A caller that was interrupted calls again."""
+    counters = TokenCounters()
+    for item in (1, 1, 2):
+        counters.arrive("a", item)
+    counters.leave("a", 1)
+    counters.leave("a", 1)
+    assert served(counters) == {"a": 0.0}
+    counters.leave("a", 2)
+    counters.leave("a", 2)
+    assert served(counters) == {}

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from coserve.adapters import LoraConfig
 from coserve.engine import jobs
 from coserve.engine.engine import Engine
+from coserve.engine.jobs.events import JobEvent
 from coserve.engine.jobs.job import Job
 from coserve.tuning.config import TuningConfig
 
@@ -142,4 +143,48 @@ def test_a_job_whose_pause_is_interrupted_has_no_pack_on_pages_of_others_and_tra
     while not job.is_terminal:
         engine.step()
     assert job.state == "succeeded"
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("where", "is_done"),
+    [
+        ("pages", True),
+        *((where, is_done) for where in ("counters", "swap", "log") for is_done in (False, True)),
+    ],
+)
+def test_a_job_whose_end_is_interrupted_ends_once_and_leaves_nothing(monkeypatch, where, is_done):
+    """Before or after the call, of each thing that a job gives back when it ends."""
+    engine = make_engine()
+    job = engine.job(engine.submit(examples_of((9, 14, 5, 20)), CONFIG, adapter=LORA, name="a"))
+    while not job.has_pack:
+        engine.step()
+    begun = job.progress.begun
+    assert begun is not None
+    owner, name = {
+        "pages": (begun.pages, "release"),
+        "counters": (engine.counters, "leave"),
+        "swap": (engine.swap, "release_tensors"),
+        "log": (engine.log, "send"),
+    }[where]
+    call = getattr(owner, name)
+    times: list[None] = []
+
+    def interrupted(*arguments: Any) -> None:
+        times.append(None)
+        if len(times) > 1:
+            call(*arguments)
+            return
+        if is_done:
+            call(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.cancel_job(job.id)
+    events = [*engine.step(), *engine.step()]
+    ends = [event for event in events if isinstance(event, JobEvent) and event.kind == "cancelled"]
+    assert len(ends) == 1
+    assert engine.counters.views() == (), "nothing of the tenant is queued"
+    engine.forget_job(job.id)
     engine.check_integrity()

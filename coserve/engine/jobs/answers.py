@@ -156,6 +156,7 @@ class Answers:
         return self._decode(tokens[:end])
 
     def _end(self, job: Job) -> None:
-        asked = self._rounds.pop(job.id)
-        if asked.own is not None:
-            self._adapters.unload(asked.own)
+        own = self._rounds[job.id].own
+        if own is not None and own in self._adapters.versions:
+            self._adapters.unload(own)
+        del self._rounds[job.id]

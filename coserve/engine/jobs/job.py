@@ -149,6 +149,11 @@ class Job:
         return self.progress.checkpoint_step
 
     @property
+    def queue_item(self) -> tuple[str, str]:
+        """Return what the tenant's queue has the job as (`TokenCounters`)."""
+        return "job", self.id
+
+    @property
     def is_alone(self) -> bool:
         """Return whether the steps of the engine that work for the job work for no other job."""
         return self.progress.num_steps_done < self.alone_until_step
@@ -403,6 +408,13 @@ class Job:
     def end(self, status: JobEnd, error: str | None) -> None:
         """End the job: its pages go back. error: why it has failed."""
         self._leave_pages(self.progress.ended(status, error))
+
+    def finish_end(self, now_s: float) -> JobEvent:
+        """Note that all that follows from the end has been done; return the event of the end."""
+        status, error = self.progress.status, self.progress.error
+        assert status != "running" and status != "paused"
+        self.progress = replace(self.progress, end_due=False)
+        return self.event(status, now_s, message=(error or "") if status == "failed" else "")
 
     def _leave_pages(self, after: TrainingProgress) -> None:
         """Give the pages of the pack in memory back, and take over a state without them.

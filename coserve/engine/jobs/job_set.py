@@ -218,7 +218,7 @@ class JobSet(Mapping[str, Job]):
         )  # of one that is resumed: another engine's
         self._jobs[job.id] = job
         self._lifecycle.note_change(job)  # to what it resumes from
-        self._counters.arrive(job.tenant)
+        self._counters.arrive(job.tenant, job.queue_item)
         self._lifecycle.serve_again(job)
         self._memory.place_moments(job)
         self.catch_up()
@@ -230,12 +230,8 @@ class JobSet(Mapping[str, Job]):
         job = self._living(job_id)
         if job.has_pack:
             self._memory.put_pack_away(job)
-        was_running = job.state == "running"
-        job.set_status(
-            "paused"
-        )  # first: an interruption must not have the tenant counted out twice
-        if was_running:
-            self._counters.leave(job.tenant)
+        job.set_status("paused")
+        self._counters.leave(job.tenant, job.queue_item)
         self._answers.cancel(job)
         self._memory.put_moments_away(job)
         self._log.flush()
@@ -243,10 +239,8 @@ class JobSet(Mapping[str, Job]):
     def resume(self, job_id: str) -> None:
         """Resume a paused job."""
         job = self._living(job_id)
-        was_paused = job.state == "paused"
         job.set_status("running")
-        if was_paused:
-            self._counters.arrive(job.tenant)
+        self._counters.arrive(job.tenant, job.queue_item)
 
     def cancel(self, job_id: str) -> None:
         """End a job at once; versions that it has published stay."""
@@ -258,6 +252,7 @@ class JobSet(Mapping[str, Job]):
         job = self.find(job_id)
         if not job.is_terminal:
             raise JobError(f"job {job_id!r} is {job.state}: cancel it first")
+        self._lifecycle.follow_end(job)
         self._num_tokens_forgotten += job.num_tokens_trained
         self._num_drops_forgotten += job.num_drops
         del self._jobs[job_id]
@@ -294,6 +289,7 @@ class JobSet(Mapping[str, Job]):
         for job in list(self._jobs.values()):
             progress = job.progress
             if progress.is_terminal:
+                self._lifecycle.follow_end(job)
                 continue
             # Of most jobs in most steps nothing is due.
             if progress.optimizer_away or progress.exchange is not None or not progress.packs:

@@ -337,14 +337,22 @@ class JobLifecycle:
             self.end(job, "failed", job.memory_failures.reason(message))
 
     def end(self, job: Job, status: JobEnd, message: str = "") -> None:
-        """End a job: the device lets go of what it has of it. message: why it has failed."""
-        if job.state == "running":
-            self._counters.leave(job.tenant)
+        """End a job, and do what follows from its end. message: why it has failed."""
         job.end(status, message or None)
+        self.follow_end(job)
+
+    def follow_end(self, job: Job) -> None:
+        """Do what follows from the end of a job, unless that was done: whatever it holds goes back.
+
+        A caller that was interrupted calls again, so each statement but the last may run twice.
+        """
+        if not job.progress.end_due:
+            return
+        self._counters.leave(job.tenant, job.queue_item)
         self._answers.cancel(job)
         self._memory.release(job, self._jobs.values())
         self._log.send(CloseTrainer(job.id))
-        self._emit(job.event(status, self._clock.now(), message=message))
+        self._emit(job.finish_end(self._clock.now()))
 
 
 def _begun(job: Job) -> BegunPack:

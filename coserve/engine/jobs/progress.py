@@ -178,6 +178,8 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
     status: JobStatus = "running"
     error: str | None = None
     """Why the job has failed, or is about to."""
+    end_due: bool = False
+    """Whether the job has ended, and what follows from that has not been done yet."""
     stage: JobStage = "packs"
     """What comes next: the packs of an optimizer step and the step itself; what follows from it
     (`after_step`: a contribution, a version); the packs of the validation set; or answers to its
@@ -431,4 +433,5 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
             num_rows_counted=0.0,
             is_evaluated=is_evaluated,
             error=error or self.error,
+            end_due=True,
         )
