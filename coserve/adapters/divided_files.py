@@ -22,7 +22,7 @@ from coserve.adapters.tensor_files import TensorFile
 from coserve.graph.layouts import WHOLE, AnyState
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.base import Ranks
-from coserve.models.regions import View, marked_blocks, region_blocks
+from coserve.models.regions import TensorView, marked_blocks, region_blocks
 from coserve.models.shared_files import FileTensor, write_shared_bytes, write_shared_tensors
 
 
@@ -143,7 +143,7 @@ class DividedAdapter:
                 shapes[name] = tuple(tensor.shape)
                 base = tensor if tensor._base is None else tensor._base
                 if (owner := owners.get(id(base))) is not None and (
-                    view := View.of(tensor, base)
+                    view := TensorView.of(tensor, base)
                 ) is not None:
                     viewed[name] = _Viewed(parameter=owner, view=view)
         return viewed, shapes
@@ -168,7 +168,7 @@ class _Viewed:
     """A tensor of PEFT's file that is a view of a parameter."""
 
     parameter: str
-    view: View
+    view: TensorView
 
 
 def _owned_marks(own: Tensor, state: AnyState, rank: int) -> Tensor:

@@ -15,7 +15,7 @@ from coserve.adapters.tensor_files import TensorFile, write_tensors
 from coserve.graph.layouts import WHOLE, AnyState
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.base import Ranks
-from coserve.models.regions import View, region_blocks
+from coserve.models.regions import TensorView, region_blocks
 from coserve.models.shared_files import FileTensor, write_shared_tensors
 
 
@@ -52,7 +52,7 @@ class HeldTensors:
     def _written(self, name: str, tensor: Tensor) -> FileTensor:
         state = self._state(name, tensor.ndim)
         shape = whole_shape(tuple(tensor.shape), state)
-        regions = partial(View.all_of(shape).owned_regions, tensor, state, self.ranks.rank)
+        regions = partial(TensorView.all_of(shape).owned_regions, tensor, state, self.ranks.rank)
         return FileTensor(shape=shape, dtype=tensor.dtype, blocks=region_blocks(regions, shape))
 
     def whole_shape(self, parameter: str, own: Tensor) -> tuple[int, ...]:
@@ -74,7 +74,9 @@ class HeldTensors:
         state = self._state(name, len(shape))
         if state is WHOLE:
             return file.read(name) if finite_in is None else file.read_finite(name, finite_in)
-        return read_piece(file, name, View.all_of(shape), shape, state, self.ranks.rank, finite_in)
+        return read_piece(
+            file, name, TensorView.all_of(shape), shape, state, self.ranks.rank, finite_in
+        )
 
     def _state(self, name: str, num_dims: int) -> AnyState:
         return (
@@ -87,7 +89,7 @@ class HeldTensors:
 def read_piece(
     file: TensorFile,
     name: str,
-    view: View,
+    view: TensorView,
     shape: tuple[int, ...],
     state: AnyState,
     rank: int,

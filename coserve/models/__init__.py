@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coserve.models.backbone import Backbone, load_backbone
-    from coserve.models.batch import Span, forward
+    from coserve.models.batch import RowSpan, forward
     from coserve.models.head import logits
     from coserve.models.sequence import CachedSequence
 
 _MODULE = {
     **dict.fromkeys(("Backbone", "load_backbone"), "coserve.models.backbone"),
-    **dict.fromkeys(("Span", "forward"), "coserve.models.batch"),
+    **dict.fromkeys(("RowSpan", "forward"), "coserve.models.batch"),
     "logits": "coserve.models.head",
     "CachedSequence": "coserve.models.sequence",
 }
-__all__ = ["Backbone", "CachedSequence", "Span", "forward", "load_backbone", "logits"]
+__all__ = ["Backbone", "CachedSequence", "RowSpan", "forward", "load_backbone", "logits"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ attention, adapters (their bypasses run on their rows, and add to the site's out
 Saving is one mechanism for all: a training window keeps its program's saved set, and a request
 keeps K and V, which is its KV cache. What these three need is prepared once per step, for all
 layers, and none of them loops over requests: the rows of all requests of a cache are one group
-(`BatchRows`), and what LoRAs of any ranks add to sites that read the same rows is one call.
+(`RowGroup`), and what LoRAs of any ranks add to sites that read the same rows is one call.
 """
 
 from abc import ABC, abstractmethod
@@ -53,7 +53,7 @@ class Keep:
     only_kept: Mapping[str, Node] = field(default_factory=dict)
 
 
-class BatchRows(ABC):
+class RowGroup(ABC):
     """Neighbouring rows of a batch, of one span or of several, with what they need in every part of
     the model.
 
@@ -107,11 +107,11 @@ class BatchRows(ABC):
         return {}
 
 
-class Span(ABC):
+class RowSpan(ABC):
     """Consecutive rows of a batch that belong to one request or one training window.
 
     bypasses: of the adapter that the rows use, or None. group: neighbours of an equal group are one
-    `BatchRows`; None: alone.
+    `RowGroup`; None: alone.
     """
 
     num_rows: int
@@ -119,7 +119,7 @@ class Span(ABC):
     group: Hashable = None
 
     @abstractmethod
-    def gather(self, others: Sequence[Any]) -> BatchRows:
+    def gather(self, others: Sequence[Any]) -> RowGroup:
         """The rows of this span and of others of its group after it."""
 
     def run_captured(self) -> Tensor | None:
@@ -129,7 +129,7 @@ class Span(ABC):
         return None
 
 
-def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
+def forward(backbone: Backbone, spans: Sequence[RowSpan]) -> Tensor:
     """Run the spans through the embedding and all blocks: [n, hidden_size] for the head, rows in
     the spans' order.
     """
@@ -146,7 +146,7 @@ def forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     return torch.cat([next(own) if rows is None else rows for rows in found])
 
 
-def _forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
+def _forward(backbone: Backbone, spans: Sequence[RowSpan]) -> Tensor:
     """The same as one batch."""
     batch = _Batch(backbone, spans)
     first, *blocks = backbone.local.parts[:-1]
@@ -158,7 +158,9 @@ def _forward(backbone: Backbone, spans: Sequence[Span]) -> Tensor:
     return x
 
 
-def forward_part(backbone: Backbone, spans: Sequence[Span], part: Part, x: Tensor | None) -> Tensor:
+def forward_part(
+    backbone: Backbone, spans: Sequence[RowSpan], part: Part, x: Tensor | None
+) -> Tensor:
     """Run the spans through one part before the head: x [n, hidden_size] (None: the embedding) ->
     [n, hidden_size].
     """
@@ -174,7 +176,7 @@ def row_context(backbone: Backbone) -> Context:
 class _Keeper:
     """A group's rows in a batch, and whom they attend to."""
 
-    own: BatchRows
+    own: RowGroup
     rows: slice
     attention: AttentionBatch
 
@@ -182,10 +184,10 @@ class _Keeper:
 class _Batch:
     """Spans as one batch, with all that does not depend on the part of the model."""
 
-    def __init__(self, backbone: Backbone, spans: Sequence[Span]) -> None:
+    def __init__(self, backbone: Backbone, spans: Sequence[RowSpan]) -> None:
         self._backbone = backbone
         self._keepers: list[_Keeper] = []
-        users: list[tuple[int, Bypasses | None, BatchRows | None]] = []
+        users: list[tuple[int, Bypasses | None, RowGroup | None]] = []
         start = 0
         for _, found in groupby(
             spans, key=lambda span: id(span) if span.group is None else span.group
@@ -264,7 +266,7 @@ class _Batch:
 class _Saved:
     """What a group keeps of a part."""
 
-    own: BatchRows
+    own: RowGroup
     rows: slice
     keep: Keep
 

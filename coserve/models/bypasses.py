@@ -237,7 +237,7 @@ class BypassGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Member:
-    """A span's rows in the batch, its adapter, and the `BatchRows` that it is part of."""
+    """A span's rows in the batch, its adapter, and the `RowGroup` that it is part of."""
 
     rows: range
     bypasses: Bypasses
@@ -257,7 +257,7 @@ class RowAdapters:
         *,
         apart: bool = False,
     ) -> None:
-        """users: (number of rows, bypasses, the `BatchRows` of the span). apart: one group per
+        """users: (number of rows, bypasses, the `RowGroup` of the span). apart: one group per
         adapter, so that no row's results depend on which others there are.
         """
         self._device, self._apart = device, apart
@@ -311,7 +311,7 @@ class RowAdapters:
 def _groups_of(
     users: Sequence[tuple[range, Bypasses, Any]], device: torch.device, *, apart: bool = False
 ) -> list[BypassGroup]:
-    """Groups of rows. users: (rows, bypasses, the `BatchRows` of the span). apart: one per
+    """Groups of rows. users: (rows, bypasses, the `RowGroup` of the span). apart: one per
     adapter.
     """
     found: dict[Hashable, list[_Member]] = {}

@@ -14,7 +14,7 @@ from coserve.models.stored import Index, PerExpert
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file, by the file's header. name: its own, there. parts: of a quantised weight,
     those that it is made from, by what their names end with. at: where in a tensor of all experts
     it lies, if it is a part of one.
@@ -24,7 +24,7 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     kind: str  # as safetensors writes it: F32, BF16, I8, …
-    parts: "dict[str, Entry]" = field(default_factory=dict)
+    parts: "dict[str, TensorEntry]" = field(default_factory=dict)
     at: tuple[int, slice] | None = None
 
     def read(self, reader: Any, index: Index = ()) -> Tensor:
@@ -57,12 +57,12 @@ def within(outer: slice, inner: int | slice, length: int) -> slice:
     return slice(outer.start + first, outer.start + stop)
 
 
-def entries_of(file: Path) -> Iterator[Entry]:
+def entries_of(file: Path) -> Iterator[TensorEntry]:
     """All of a file."""
     with open_file(file) as reader:
         for name in reader.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
             tensor = reader.get_slice(name)
-            yield Entry(
+            yield TensorEntry(
                 file=file, name=name, shape=tuple(tensor.get_shape()), kind=tensor.get_dtype()
             )
 
@@ -73,7 +73,7 @@ def tensors_of_all_experts(architecture: Architecture) -> dict[str, PerExpert]:
     return {each.whole: each for each in experts if each.whole is not None}
 
 
-def of_experts(entry: Entry, stored: PerExpert) -> dict[str, Entry]:
+def of_experts(entry: TensorEntry, stored: PerExpert) -> dict[str, TensorEntry]:
     """One tensor of all experts as the tensors that others have for each."""
     num_parts = len(stored.patterns)
     if len(entry.shape) != 3 or entry.shape[0] != stored.num_experts or entry.shape[1] % num_parts:

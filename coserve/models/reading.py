@@ -19,7 +19,7 @@ from coserve.errors import WeightsError
 from coserve.graph.layouts import FIRST
 from coserve.kernels.cuts import Cut
 from coserve.kernels.weights import Weight
-from coserve.models.entries import Entry, open_file
+from coserve.models.entries import TensorEntry, open_file
 from coserve.models.files import some_of
 from coserve.models.local import LocalModel
 from coserve.models.quantised.base import Quantisation
@@ -222,11 +222,11 @@ class Rounding:
 
 
 def _dequantised(
-    entry: Entry, reader: Any, quantisation: Quantisation, device: torch.device
+    entry: TensorEntry, reader: Any, quantisation: Quantisation, device: torch.device
 ) -> Tensor:
     """A quantised weight in float32. reader: of the entry's file."""
 
-    def read(part: Entry) -> Tensor:
+    def read(part: TensorEntry) -> Tensor:
         if part.file == entry.file:
             tensor: Tensor = reader.get_tensor(part.name)
             return tensor.to(device)

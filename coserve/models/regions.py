@@ -26,7 +26,7 @@ class Region:
     part: Tensor
     """A view of the rank's tensor that has the shape of the block."""
 
-    def blocks(self, shape: tuple[int, ...]) -> Iterator["Block"]:
+    def blocks(self, shape: tuple[int, ...]) -> Iterator["ElementRuns"]:
         """Yield the region's elements as neighbours in a file's tensor of this shape."""
         sizes = [each.stop - each.start for each in self.at]
         # After the last dimension of which the block has only a part, elements are neighbours.
@@ -37,11 +37,11 @@ class Region:
             numbers = range(own.start, own.stop if each < dim else own.start + 1)
             starts = [start + number * stride for start in starts for number in numbers]
         if self.part.numel():
-            yield Block(starts=starts, rows=self.part.reshape(len(starts), -1))
+            yield ElementRuns(starts=starts, rows=self.part.reshape(len(starts), -1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class ElementRuns:
     """Runs of neighbouring elements of a file's tensor, all of one length."""
 
     starts: Sequence[int]
@@ -50,11 +50,11 @@ class Block:
     """The elements, [runs, length]."""
 
 
-Blocks = Callable[[], Iterator[Block]]
+Blocks = Callable[[], Iterator[ElementRuns]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class TensorView:
     """A tensor of a file as a view of a whole tensor."""
 
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class View:
     """By dimension of the whole tensor, the first entry that is in the file's."""
 
     @classmethod
-    def of(cls, tensor: Tensor, whole: Tensor) -> "View | None":
+    def of(cls, tensor: Tensor, whole: Tensor) -> "TensorView | None":
         """Return how a tensor views another one, which is contiguous; None if it does not, or takes
         its dimensions apart or together.
         """
@@ -92,7 +92,7 @@ class View:
         return cls(shape=tuple(tensor.shape), dims=tuple(dims), starts=tuple(starts))
 
     @classmethod
-    def all_of(cls, shape: tuple[int, ...]) -> "View":
+    def all_of(cls, shape: tuple[int, ...]) -> "TensorView":
         """Return the view of a tensor of this shape as it is."""
         return cls(shape=shape, dims=tuple(range(len(shape))), starts=(0,) * len(shape))
 
@@ -185,7 +185,7 @@ def owned_runs(cut: Cut, rank: int) -> list[tuple[Run, int]]:
     return found
 
 
-def marked_blocks(values: Tensor, marks: Tensor) -> Iterator[Block]:
+def marked_blocks(values: Tensor, marks: Tensor) -> Iterator[ElementRuns]:
     """Yield the elements of a file's tensor that are marked, run by run.
 
     Args:
@@ -199,7 +199,7 @@ def marked_blocks(values: Tensor, marks: Tensor) -> Iterator[Block]:
         .tolist()
     )
     for start, stop in zip(steps[::2], steps[1::2], strict=True):
-        yield Block(starts=[start], rows=values[None, start:stop])
+        yield ElementRuns(starts=[start], rows=values[None, start:stop])
 
 
 def region_blocks(regions: Callable[[], Iterator[Region]], shape: tuple[int, ...]) -> Blocks:

@@ -12,7 +12,7 @@ from coserve.graph.layouts import WHOLE, AnyState
 from coserve.kernels.cuts import Cut
 from coserve.models.base import Architecture
 from coserve.models.entries import open_file
-from coserve.models.regions import View
+from coserve.models.regions import TensorView
 from coserve.models.source import ModelSource
 from coserve.models.weights import find_weights
 
@@ -37,7 +37,7 @@ class HeldWeights:
             stored, state = architecture.stored_as(name), self.states.get(name, WHOLE)
             with torch.inference_mode(False):  # within, views do not say what they are of
                 whole = torch.empty(architecture.weight_shapes[name], device="meta")
-                views = [View.of(each, whole) for each in stored.views(whole)]
+                views = [TensorView.of(each, whole) for each in stored.views(whole)]
             for tensor, view in zip(stored.names, views, strict=True):
                 assert view is not None, f"{tensor} is no view of {name}"
                 found[tensor] = StoredPiece(weight=name, piece=weight, view=view, state=state)
@@ -54,7 +54,7 @@ class StoredPiece:
     """Full name of the weight."""
     piece: Tensor
     """What the rank holds of it."""
-    view: View
+    view: TensorView
     """The checkpoint's tensor."""
     state: AnyState
     """How ranks divide the weight."""

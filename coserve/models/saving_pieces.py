@@ -13,9 +13,9 @@ from coserve.errors import ModelError
 from coserve.graph.layouts import WHOLE
 from coserve.kernels.groups.base import Ranks
 from coserve.models.base import Architecture
-from coserve.models.entries import Entry, entries_of, open_file, tensors_of_all_experts
+from coserve.models.entries import TensorEntry, entries_of, open_file, tensors_of_all_experts
 from coserve.models.files import weight_files
-from coserve.models.regions import Block, Blocks, View, region_blocks
+from coserve.models.regions import Blocks, ElementRuns, TensorView, region_blocks
 from coserve.models.restoring import HeldWeights, StoredPiece
 from coserve.models.saving import files_of, no_place, small_files, stored_name
 from coserve.models.shared_files import (
@@ -85,7 +85,7 @@ def _write_file(
             names = experts[entry.name].names if entry.name in experts else (name,)
             each, view = pieces.get(names[0]), None
             if each is not None:
-                view = View.all_of(entry.shape) if entry.name in experts else each.view
+                view = TensorView.all_of(entry.shape) if entry.name in experts else each.view
                 written.update(names)
             tensors[entry.name] = _tensor(entry, reader, each, view, ranks.rank)
         write_shared_tensors(target, tensors, ranks)
@@ -93,7 +93,7 @@ def _write_file(
 
 
 def _tensor(
-    entry: Entry, reader: Any, each: StoredPiece | None, view: View | None, rank: int
+    entry: TensorEntry, reader: Any, each: StoredPiece | None, view: TensorView | None, rank: int
 ) -> FileTensor:
     """Return a tensor of a file as a rank writes it.
 
@@ -116,10 +116,10 @@ def _tensor(
     return FileTensor(shape=entry.shape, dtype=dtype, blocks=blocks)
 
 
-def _unchanged(entry: Entry, reader: Any, rank: int) -> Iterator[Block]:
+def _unchanged(entry: TensorEntry, reader: Any, rank: int) -> Iterator[ElementRuns]:
     """Yield a tensor as the model's own file has it, on rank 0."""
     if rank == 0:
         tensor: Tensor = entry.read(reader)
         yield from region_blocks(
-            partial(View.all_of(entry.shape).owned_regions, tensor, WHOLE, 0), entry.shape
+            partial(TensorView.all_of(entry.shape).owned_regions, tensor, WHOLE, 0), entry.shape
         )()

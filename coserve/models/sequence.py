@@ -11,7 +11,7 @@ from coserve.graph.states import StateRows, StateRun, TensorStates
 from coserve.kernels.attention import Segment
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.batch import BatchRows, Keep, Span
+from coserve.models.batch import Keep, RowGroup, RowSpan
 from coserve.models.bypasses import Bypasses
 
 
@@ -39,7 +39,7 @@ class CachedSequence:
                 for name in graph.kv_tensors
             }
 
-    def extend(self, tokens: Tensor) -> Span:
+    def extend(self, tokens: Tensor) -> RowSpan:
         """A span that runs the next tokens (int64 [n]): a prefill chunk, or one decoded token."""
         start, end = self.length, self.length + tokens.shape[0]
         if end > self.capacity:
@@ -50,7 +50,7 @@ class CachedSequence:
         return _CachedRows(self, tokens.to(self._device), start, end)
 
 
-class _CachedRows(Span, BatchRows):
+class _CachedRows(RowSpan, RowGroup):
     def __init__(self, sequence: CachedSequence, tokens: Tensor, start: int, end: int) -> None:
         self.tokens, self.bypasses, self.num_rows = tokens, sequence.bypasses, end - start
         self.positions = torch.arange(start, end, device=tokens.device)
@@ -59,7 +59,7 @@ class _CachedRows(Span, BatchRows):
         self._cache, self._start, self._end = sequence.cache, start, end
         self._states = sequence.states
 
-    def gather(self, others: Sequence[Any]) -> BatchRows:
+    def gather(self, others: Sequence[Any]) -> RowGroup:
         return self
 
     def keep(self, part: Part) -> Keep:

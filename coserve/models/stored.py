@@ -22,7 +22,7 @@ _ALL: int | slice = slice(None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TensorPlace:
     """Where in a weight one of a checkpoint's tensors lies."""
 
     at: Index = ()
@@ -34,7 +34,9 @@ class Place:
         found = weight[self.at] if self.at else weight
         return found.mT if self.is_transposed else found
 
-    def of_rank(self, shape: tuple[int, ...], cut: Cut, rank: int) -> list[tuple[Index, "Place"]]:
+    def of_rank(
+        self, shape: tuple[int, ...], cut: Cut, rank: int
+    ) -> list[tuple[Index, "TensorPlace"]]:
         """Return what a rank needs of the tensor, and where that lies in the rank's piece of the
         weight.
 
@@ -47,7 +49,7 @@ class Place:
         dim = len(shape) + cut.dim
         own = given[dim]
         first, stop = (own, own + 1) if isinstance(own, int) else own.indices(shape[dim])[:2]
-        found, start = list[tuple[Index, Place]](), 0
+        found, start = list[tuple[Index, TensorPlace]](), 0
         for run in cut.runs[rank]:
             low, high = max(run.start, first), min(run.stop, stop)
             if low < high:
@@ -65,15 +67,15 @@ class Place:
                 if self.is_transposed:
                     needed[-2:] = reversed(needed[-2:])
                 found.append(
-                    (tuple(needed), Place(at=tuple(target), is_transposed=self.is_transposed))
+                    (tuple(needed), TensorPlace(at=tuple(target), is_transposed=self.is_transposed))
                 )
             start += run.stop - run.start
         return found
 
 
 # What is needed of a tensor, piece by piece, and where each lies in what is made of them.
-Pieces: TypeAlias = Sequence[tuple[Index, Place]]
-WHOLE_TENSOR: Pieces = (((), Place()),)
+Pieces: TypeAlias = Sequence[tuple[Index, TensorPlace]]
+WHOLE_TENSOR: Pieces = (((), TensorPlace()),)
 
 
 class Stored(ABC):
@@ -85,7 +87,7 @@ class Stored(ABC):
         """Of the tensors, in the order of `places`."""
 
     @abstractmethod
-    def places(self, shape: tuple[int, ...]) -> Sequence[Place]:
+    def places(self, shape: tuple[int, ...]) -> Sequence[TensorPlace]:
         """Return where in a weight of this shape each of the tensors lies."""
 
     def views(self, weight: Tensor) -> list[Tensor]:
@@ -103,16 +105,16 @@ class AsItIs(Stored):
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
-    def places(self, shape: tuple[int, ...]) -> Sequence[Place]:
-        return (Place(),)
+    def places(self, shape: tuple[int, ...]) -> Sequence[TensorPlace]:
+        return (TensorPlace(),)
 
 
 @dataclass(frozen=True)
 class Transposed(AsItIs):
     """One tensor [..., in, out], as transformers' Conv1D has it; the weight is [..., out, in]."""
 
-    def places(self, shape: tuple[int, ...]) -> Sequence[Place]:
-        return (Place(is_transposed=True),)
+    def places(self, shape: tuple[int, ...]) -> Sequence[TensorPlace]:
+        return (TensorPlace(is_transposed=True),)
 
 
 @dataclass(frozen=True)
@@ -134,10 +136,10 @@ class PerExpert(Stored):
             pattern.format(e) for e in range(self.num_experts) for pattern in self.patterns
         )
 
-    def places(self, shape: tuple[int, ...]) -> Sequence[Place]:
+    def places(self, shape: tuple[int, ...]) -> Sequence[TensorPlace]:
         rows = shape[-2] // len(self.patterns)
         return [
-            Place(at=(expert, slice(number * rows, (number + 1) * rows)))
+            TensorPlace(at=(expert, slice(number * rows, (number + 1) * rows)))
             for expert in range(self.num_experts)
             for number in range(len(self.patterns))
         ]

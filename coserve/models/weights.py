@@ -20,7 +20,13 @@ from coserve.kernels.base import Backend
 from coserve.kernels.cuts import Cut
 from coserve.kernels.weights import DenseWeight, Weight, join, weight_class
 from coserve.models.base import HEAD, Architecture, Part
-from coserve.models.entries import Entry, entries_of, of_experts, open_file, tensors_of_all_experts
+from coserve.models.entries import (
+    TensorEntry,
+    entries_of,
+    of_experts,
+    open_file,
+    tensors_of_all_experts,
+)
 from coserve.models.files import some_of, weight_files
 from coserve.models.local import LocalModel
 from coserve.models.quantised import quantisation_of
@@ -79,11 +85,11 @@ class WeightStorage:
         return tensor.contiguous() if architecture.is_tied_table(name) else tensor
 
 
-def find_weights(architecture: Architecture, directory: Path) -> dict[str, Entry]:
+def find_weights(architecture: Architecture, directory: Path) -> dict[str, TensorEntry]:
     """A checkpoint's tensors by the names that the model has for them, none of which is read;
     WeightsError if they are not the model's.
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, TensorEntry] = {}
     whole = tensors_of_all_experts(architecture)
     quantisation = quantisation_of_model(architecture)
     if quantisation is not None:
@@ -116,11 +122,11 @@ def quantisation_of_model(architecture: Architecture) -> Quantisation | None:
 
 
 def _whole(
-    found: dict[str, Entry], quantisation: Quantisation, architecture: Architecture
-) -> dict[str, Entry]:
+    found: dict[str, TensorEntry], quantisation: Quantisation, architecture: Architecture
+) -> dict[str, TensorEntry]:
     """With one entry in place of those of the tensors that a quantised weight is made from."""
-    groups: dict[str, dict[str, Entry]] = {}
-    plain: dict[str, Entry] = {}
+    groups: dict[str, dict[str, TensorEntry]] = {}
+    plain: dict[str, TensorEntry] = {}
     for name, entry in found.items():
         if (split := quantisation.split(name)) is None:
             plain[name] = entry
@@ -137,7 +143,7 @@ def _whole(
         first = parts[quantisation.needed[0]]
         shape = quantisation.shape({part: each.shape for part, each in parts.items()})
         shape = shape or architecture.stored_shapes.get(name, ())
-        plain[name] = Entry(file=first.file, name=name, shape=shape, kind="F32", parts=parts)
+        plain[name] = TensorEntry(file=first.file, name=name, shape=shape, kind="F32", parts=parts)
     return dict(sorted(plain.items(), key=lambda item: str(item[1].file)))
 
 
@@ -156,7 +162,7 @@ def stored_head(architecture: Architecture) -> str:
     return architecture.stored_as(HEAD).names[0]
 
 
-def _check(architecture: Architecture, found: dict[str, Entry], directory: Path) -> None:
+def _check(architecture: Architecture, found: dict[str, TensorEntry], directory: Path) -> None:
     shapes, family = architecture.stored_shapes, architecture.config.model_type
     if missing := [name for name in shapes if name not in found]:
         bare = all(name != entry.name for name, entry in found.items())
@@ -187,7 +193,7 @@ def _check(architecture: Architecture, found: dict[str, Entry], directory: Path)
             )
 
 
-def check_tied_head(head: Entry, table: Tensor, pieces: Pieces = WHOLE_TENSOR) -> None:
+def check_tied_head(head: TensorEntry, table: Tensor, pieces: Pieces = WHOLE_TENSOR) -> None:
     """Compare the head that a tied checkpoint may store, too, with the embedding, which it must be.
 
     Args:

@@ -25,7 +25,7 @@ from coserve.kernels.dropout import dropout_ids_of_part, dropout_row_ids
 from coserve.kernels.transfer import on_device
 from coserve.memory.tensors.activations import ActivationMemory, DeviceMemory
 from coserve.models.base import Part
-from coserve.models.batch import BatchRows, Keep, Span, forward, forward_part
+from coserve.models.batch import Keep, RowGroup, RowSpan, forward, forward_part
 from coserve.models.traced import InWindow, KeptTensors
 from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.cursor import Cursor
@@ -123,7 +123,7 @@ class TrainingPass:
     def forward_done(self) -> bool:
         return self.cursor.forward_done
 
-    def next_window(self, max_rows: int) -> Span:
+    def next_window(self, max_rows: int) -> RowSpan:
         """The next window of at most this many rows, as a span of a forward batch; `finish_window`
         must follow the batch.
         """
@@ -396,7 +396,7 @@ def _made(constants: Mapping[str, Callable[[], Tensor]]) -> dict[str, Tensor]:
     return {name: make() for name, make in constants.items()}
 
 
-class _Window(Span, BatchRows):
+class _Window(RowSpan, RowGroup):
     """A forward window: saves its program's set, and attends within the pack's sequences."""
 
     keeps_inside = True
@@ -408,7 +408,7 @@ class _Window(Span, BatchRows):
         self.segments, self.block_tokens = training._segments(start, end), training.pack.num_rows
         self._pass, self._rows = training, rows
 
-    def gather(self, others: Sequence[Any]) -> BatchRows:
+    def gather(self, others: Sequence[Any]) -> RowGroup:
         return self
 
     def keep(self, part: Part) -> Keep:
@@ -438,7 +438,7 @@ class _Window(Span, BatchRows):
         return self._pass._forward_states(layer, self._rows.start, self._rows.stop)
 
 
-def window_of(training: TrainingPass, start: int, end: int) -> Span:
+def window_of(training: TrainingPass, start: int, end: int) -> RowSpan:
     """Rows of a pack as a span of a forward batch, through any parts."""
     return _Window(training, start, end)
 

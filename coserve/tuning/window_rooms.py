@@ -19,7 +19,7 @@ from coserve.kernels.row_copies import RowCopies
 from coserve.kernels.transfer import on_device
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.batch import BatchRows, Keep, Span
+from coserve.models.batch import Keep, RowGroup, RowSpan
 from coserve.models.bypasses import Bypasses
 from coserve.tuning.sums import zeros_like_all
 
@@ -174,7 +174,7 @@ class WindowRoom:
         return self._sums
 
 
-class RoomRows(Span, BatchRows):
+class RoomRows(RowSpan, RowGroup):
     """The rows of a room, as a window of a block."""
 
     keeps_inside = True
@@ -186,7 +186,7 @@ class RoomRows(Span, BatchRows):
         self.bypasses = bypasses
         self._room, self._program, self._part = room, program, part
 
-    def gather(self, others: Sequence[Any]) -> BatchRows:
+    def gather(self, others: Sequence[Any]) -> RowGroup:
         return self
 
     def attention(self, backend: Backend) -> AttentionBatch:

@@ -31,7 +31,7 @@ from coserve.kernels.groups.base import Ranks
 from coserve.kernels.groups.threads import run_ranks
 from coserve.models import CachedSequence, forward, load_backbone, logits
 from coserve.models.dividing import divided_backbone
-from coserve.models.regions import View, owned_runs, region_blocks
+from coserve.models.regions import TensorView, owned_runs, region_blocks
 from coserve.models.shared_files import (
     FileTensor,
     named_when_written,
@@ -290,7 +290,7 @@ def whole_file(tensors):
             shape=tuple(each.shape),
             dtype=each.dtype,
             blocks=region_blocks(
-                partial(View.all_of(tuple(each.shape)).owned_regions, each, WHOLE, 0),
+                partial(TensorView.all_of(tuple(each.shape)).owned_regions, each, WHOLE, 0),
                 tuple(each.shape),
             ),
         )
@@ -338,7 +338,7 @@ def test_ranks_write_each_element_once_and_read_their_own(view, cut, dim):
     cut = CUTS[cut].along(dim)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     absent = torch.empty(shape, device="meta")
-    views = [View.of(each, absent) for each in VIEWS[view](absent)]
+    views = [TensorView.of(each, absent) for each in VIEWS[view](absent)]
     expected = VIEWS[view](whole)
     pieces = [cut.take(whole, rank) for rank in range(cut.size)]
     read = [torch.zeros_like(each) for each in pieces]
@@ -359,7 +359,7 @@ def test_ranks_write_each_element_once_and_read_their_own(view, cut, dim):
 
 
 def test_what_rank_0_alone_holds_is_written_and_read_by_it():
-    view = View.all_of((3,))
+    view = TensorView.all_of((3,))
     whole, none = torch.ones(3), torch.zeros(3)
     assert [region.at for region in view.owned_regions(whole, FIRST, 0)] == [(slice(0, 3),)]
     assert not list(view.owned_regions(none, FIRST, 1)) and not list(view.regions(none, FIRST, 1))
@@ -371,9 +371,9 @@ def test_what_rank_0_alone_holds_is_written_and_read_by_it():
 
 def test_dimensions_that_are_taken_together_are_no_view():
     absent = torch.empty(3, 4, 5, device="meta")
-    assert View.of(absent.flatten(0, 1), absent) is None
-    assert View.of(torch.empty(3, 4, 5, device="meta"), absent) is None
-    assert View.of(absent.contiguous().clone(), absent) is None
+    assert TensorView.of(absent.flatten(0, 1), absent) is None
+    assert TensorView.of(torch.empty(3, 4, 5, device="meta"), absent) is None
+    assert TensorView.of(absent.contiguous().clone(), absent) is None
 
 
 def test_runs_of_entries_belong_to_the_first_rank_that_has_them():

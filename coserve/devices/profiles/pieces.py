@@ -19,7 +19,7 @@ from coserve.memory.tensors.host_pages import HostPages
 from coserve.memory.tensors.paged_kv import PagedKv, kv_page_bytes
 from coserve.memory.tensors.paged_states import num_state_pages
 from coserve.models.backbone import Backbone
-from coserve.models.batch import Span, forward
+from coserve.models.batch import RowSpan, forward
 from coserve.models.bypasses import Bypasses
 from coserve.models.head import likeliest_on_rank_0, logits_on_rank_0
 from coserve.tuning.captured import CapturedWindows
@@ -112,7 +112,7 @@ class ProfiledPieces:
         training = self._pass(rows)
 
         def run() -> None:
-            spans: list[Span] = [training.next_window(rows)]
+            spans: list[RowSpan] = [training.next_window(rows)]
             forward(self.backbone, spans)
 
         seconds = yield from self._time(("window", rows), run)

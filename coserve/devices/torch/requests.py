@@ -27,7 +27,7 @@ from coserve.kernels.attention import PageTables
 from coserve.kernels.transfer import int_tensor, on_device
 from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models.backbone import Backbone
-from coserve.models.batch import Span
+from coserve.models.batch import RowSpan
 from coserve.models.bypasses import Bypasses
 from coserve.models.head import final_states, likeliest_on_rank_0, logits_on_rank_0
 from coserve.tuning.objective import chunk_rows
@@ -204,7 +204,7 @@ class TorchRequests:
             handle.pages = array("q", [targets.get(page, page) for page in handle.pages])
         self._forget_tables()
 
-    def spans(self, requests: Sequence[RequestRows]) -> list[Span]:
+    def spans(self, requests: Sequence[RequestRows]) -> list[RowSpan]:
         """The rows as spans of a forward batch, one for each adapter."""
         if not requests:
             return []

@@ -30,7 +30,7 @@ from coserve.devices.torch.trainer import TorchTrainer
 from coserve.errors import DeviceMemoryError, RankError, WeightsError
 from coserve.memory.tensors.host_pages import HostPages
 from coserve.models.backbone import Backbone
-from coserve.models.batch import Span, forward
+from coserve.models.batch import RowSpan, forward
 from coserve.scheduling.plan import Partition
 from coserve.tuning.blockwise import BlockwisePass
 from coserve.tuning.joined import joined_tasklet, run_losses
@@ -71,7 +71,7 @@ class TorchStep:
             others.take_resized_s(),
         )
         self._rows = [rows for rows in batch.requests if rows.tokens]
-        self._spans: list[Span] = []
+        self._spans: list[RowSpan] = []
         self._timer: StepTimer = step_timer(backbone.device)
         self._readout = Readout()
         self._turns = tasklet_turns(batch.tasklets, lambda job: self._pass(job).num_parts_done)

@@ -23,7 +23,7 @@ from coserve.kernels.transfer import int_tensor, on_device
 from coserve.memory.tensors.paged_states import PagedStates, num_state_pages, state_runs
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.batch import BatchRows, Keep, Span, forward
+from coserve.models.batch import Keep, RowGroup, RowSpan, forward
 from coserve.models.bypasses import Bypasses
 from coserve.models.local import LocalModel, local_model
 from coserve.models.traced import InPages, PageStores
@@ -83,7 +83,7 @@ class PagedKv:
             layers={layer: (own[0], own[1]) for layer, own in zip(layers, self.pages, strict=True)}
         )
 
-    def rows(self, sequences: Sequence[SequenceRows], bypasses: Bypasses | None = None) -> Span:
+    def rows(self, sequences: Sequence[SequenceRows], bypasses: Bypasses | None = None) -> RowSpan:
         """A span of the rows of some sequences that use one adapter."""
         return _PagedRows(
             self,
@@ -99,11 +99,11 @@ class PagedKv:
         starts: Sequence[int],
         tokens: Sequence[Sequence[int]],
         users: Sequence[tuple[int, Bypasses | None]],
-    ) -> list[Span]:
+    ) -> list[RowSpan]:
         """Spans of the rows of some sequences (see `SequenceRows`), one for each of their adapters.
         users: of how many of the sequences, one after another, each adapter is.
         """
-        found: list[Span] = []
+        found: list[RowSpan] = []
         first = 0
         for number, bypasses in users:
             own = slice(first, first + number)
@@ -156,7 +156,7 @@ class _Rows:
         self.target[self.pages, self.offsets] = value
 
 
-class _PagedRows(Span):
+class _PagedRows(RowSpan):
     """The next rows of some sequences."""
 
     def __init__(
@@ -172,7 +172,7 @@ class _PagedRows(Span):
         self.tables, self.starts, self.tokens, self.bypasses = tables, starts, tokens, bypasses
         self.num_rows = sum(map(len, tokens))
 
-    def gather(self, others: Sequence["_PagedRows"]) -> BatchRows:
+    def gather(self, others: Sequence["_PagedRows"]) -> RowGroup:
         spans = (self, *others)
         tables = list(dict.fromkeys([span.tables for span in spans]))
         return _CacheRows(
@@ -183,7 +183,7 @@ class _PagedRows(Span):
         )
 
 
-class _CacheRows(BatchRows):
+class _CacheRows(RowGroup):
     """The rows of all requests of a step, whose keys and values lie in the pages of one cache.
 
     Most steps have one row of each of some hundred sequences: what is done for each of those is
