@@ -17,7 +17,14 @@ from coserve.engine.commands import AddRequest, JobStart
 from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
 from coserve.errors import EngineGoneError
-from coserve.protocol.messages import Ready, Reply, StepRecord, StepReport, decode_command, encode
+from coserve.protocol.messages import (
+    CallReply,
+    Ready,
+    StepRecord,
+    StepReport,
+    decode_command,
+    encode,
+)
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.fairness import TokenWeights
 from coserve.scheduling.profile import Curve, Profile
@@ -168,7 +175,7 @@ class ScriptedNode:
             if hasattr(command, "call"):
                 self.before_reply(command)
                 wrong = self.answers(command)
-                self.say(Reply(command.call, wrong, None if wrong is None else "AdapterError"))
+                self.say(CallReply(command.call, wrong, None if wrong is None else "AdapterError"))
 
     async def reports(self, session: str, after: int, wait_s: float) -> NodeReports:
         self._check(session)

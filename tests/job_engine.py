@@ -26,7 +26,7 @@ from coserve.jobs.models import BaseModel, JobModels
 from coserve.jobs.records import DEFAULT_TENANT, JobRecord
 from coserve.jobs.settings import job_settings
 from coserve.jobs.sql.store import Store
-from coserve.protocol.messages import Reply
+from coserve.protocol.messages import CallReply
 from coserve.tuning.objectives import SUPERVISED
 from coserve.worker.job_commands import JobCommands
 
@@ -116,7 +116,9 @@ class EngineThread:
             try:
                 jobs.handle(command)
             except CoserveError as error:
-                self._on_loop(self._reply, Reply(command.call, str(error), type(error).__name__))
+                self._on_loop(
+                    self._reply, CallReply(command.call, str(error), type(error).__name__)
+                )
 
     def _tell(self, jobs: JobCommands) -> None:
         news = jobs.take_pending()
@@ -136,7 +138,7 @@ class EngineThread:
         for reply in news.replies:
             self._reply(reply)
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: CallReply) -> None:
         call = self._calls.pop(reply.call)
         if call.done():
             return

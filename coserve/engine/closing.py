@@ -7,7 +7,7 @@ from typing import Self
 from coserve.devices.base import Device
 
 
-class HoldsDevice:
+class DeviceOwner:
     """An owner of a device, which lets go of it when it is closed, or at the end of a `with`
     block.
     """

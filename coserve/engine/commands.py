@@ -3,7 +3,7 @@ other (`EngineCore`).
 
 The server's process sends most of them over the wire (`coserve.protocol`), a library's caller makes
 them by the methods of `Engine`, and a recording has them as they were handled. Those with a `call`
-are answered by one `Reply` with the same number where a server has sent them.
+are answered by one `CallReply` with the same number where a server has sent them.
 """
 
 from collections.abc import Sequence

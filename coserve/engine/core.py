@@ -30,13 +30,14 @@ from coserve.engine.config import EngineConfig
 from coserve.engine.grammars import FindPieces, Grammars
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.jobs.answers import Answers, Decode
-from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.jobs.checkpoint import Checkpoint, DeviceCopy
 from coserve.engine.jobs.job_set import JobSet
-from coserve.engine.jobs.opening import JobOpener, path_of
+from coserve.engine.jobs.opening import JobOpener, trainable_model_path
 from coserve.engine.outbox import Event, Outbox
-from coserve.engine.page_broker import PageBroker
+from coserve.engine.page_manager import PageManager
 from coserve.engine.records import EngineStats, RequestRecord
 from coserve.engine.request import Chunk
+from coserve.engine.request_lifecycle import RequestLifecycle, TextStreamMaker
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import (
     AdapterLoad,
@@ -44,7 +45,6 @@ from coserve.engine.served_adapters import (
     AdapterVersions,
     ServedAdapters,
 )
-from coserve.engine.serving import Serving, TextStreamMaker
 from coserve.engine.step_loop import StepLoop
 from coserve.memory.pages.allocator import PageAllocator
 from coserve.memory.pages.kv_cache import KvCache
@@ -93,7 +93,7 @@ class EngineCore:
         send = self.log.send
         self.calibration = Calibration(self.log, info, latency, self._default_slo)
         self.counters = TokenCounters(policy.token_weights)
-        self.pages = PageBroker(
+        self.pages = PageManager(
             num_pages=info.num_pages,
             page_bytes=info.page_bytes,
             block_tokens=info.block_tokens,
@@ -106,7 +106,7 @@ class EngineCore:
         self.adapters = ServedAdapters(device, self.log, self.swap, most=config.max_adapters)
         ends = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
         self.grammars = Grammars(device, ends, find_pieces)
-        self._serving = Serving(
+        self._serving = RequestLifecycle(
             device,
             self.requests,
             self.adapters.versions,
@@ -309,7 +309,7 @@ class EngineCore:
         Returns:
             What its caller in this process gets, where it has one: whether there is a step to
             `finish_step`, whether the request was there, the loaded `AdapterVersion`, the
-            `Checkpoint`, the `TakenCopy`.
+            `Checkpoint`, the `DeviceCopy`.
 
         Raises:
             CoserveError: the command is refused, and has changed nothing.
@@ -380,7 +380,7 @@ class EngineCore:
 
     def _handle_job(
         self, command: JobCommand, data: JobExamples | None
-    ) -> Checkpoint | TakenCopy | None:
+    ) -> Checkpoint | DeviceCopy | None:
         """Return the copy of a job that was taken."""
         match command:
             case commands.StartJob():
@@ -430,7 +430,7 @@ class EngineCore:
             version = self.adapters.finish_load(load)
         elif directory is not None and (command.stays or name not in self.versions):
             check_adapter_name(name, self.jobs.values(), self.versions)
-            path = path_of(command.model, self.config.trainable_models)
+            path = trainable_model_path(command.model, self.config.trainable_models)
             version = self.adapters.load(name, directory, model=command.model, path=path)
         if directory is not None and not command.stays:
             self.adapters.keep_from_disk(name)

@@ -18,7 +18,7 @@ from coserve.devices.process.child import StartProcess, start_program
 from coserve.devices.profiles.store import correct_profile
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import LoadProgress
-from coserve.engine.closing import HoldsDevice, closed_on_error
+from coserve.engine.closing import DeviceOwner, closed_on_error
 from coserve.engine.config import EngineConfig
 from coserve.engine.device_opening import device_settings, open_device_of
 from coserve.engine.jobs.events import JobEvent
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from coserve.models.backbone import Backbone
 
 # Steps in a row without a plan, after which a request or a job is not waited for any longer.
-_MOST_EMPTY_STEPS = 1000
+_MAX_EMPTY_STEPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Completion:
     stop_reason: str | int | None
 
 
-class Engine(TokenEngine, HoldsDevice):
+class Engine(TokenEngine, DeviceOwner):
     """One model on one device, serving and fine-tuning, with text in and out. Not to be shared
     between threads.
     """
@@ -348,7 +348,7 @@ class Engine(TokenEngine, HoldsDevice):
         num_empty = 0
         while not self.jobs[job_id].is_terminal:
             num_empty = self._turn(num_empty)
-            if num_empty == _MOST_EMPTY_STEPS:
+            if num_empty == _MAX_EMPTY_STEPS:
                 self.cancel_job(job_id)
                 raise JobError(
                     f"job {job_id} does not move on: policy {self.config.policy} runs no jobs"
@@ -371,7 +371,7 @@ class Engine(TokenEngine, HoldsDevice):
     def _serve(self, num_empty: int) -> int:
         """The same for requests; RequestError once it is clear that they are not run."""
         num_empty = self._turn(num_empty)
-        if num_empty == _MOST_EMPTY_STEPS:
+        if num_empty == _MAX_EMPTY_STEPS:
             raise RequestError(
                 f"the request does not move on: policy {self.config.policy} runs no requests"
             )

@@ -22,8 +22,8 @@ from coserve.memory.pages.window_pages import OWNER as WINDOW_OWNER
 class WindowNeed(NamedTuple):
     """Pages of weights that a pack needs, and that it could use."""
 
-    least_pages: int
-    most_pages: int
+    min_pages: int
+    max_pages: int
 
 
 class MomentsNeed(NamedTuple):
@@ -33,7 +33,7 @@ class MomentsNeed(NamedTuple):
     num_pages: int
 
 
-class PageBroker:
+class PageManager:
     """One pool of pages, and what it is lent for. num_moved: pages of requests that were copied to
     others.
     """
@@ -135,8 +135,8 @@ class PageBroker:
         sizes, window = tuple([size for size in group_pages if size is not None]), self.window
         runs: list[range] = []
         self.cache.optimizers.lend(self.pool.num_pages)
-        if len(window.run) >= need.least_pages:
-            window.require(need.least_pages)
+        if len(window.run) >= need.min_pages:
+            window.require(need.min_pages)
             # Before the pack, whose runs would lie in its way, and so far that they find room
             # elsewhere.
             self._grow_window(need, num_kept=sum(sizes), may_move=self.on_move is not None)
@@ -147,11 +147,11 @@ class PageBroker:
                     runs = self._take_sizes(sizes)
         if not runs:  # it is too small, or in the way
             window.clear()
-            *runs, run = self._take_sizes((*sizes, need.least_pages))
+            *runs, run = self._take_sizes((*sizes, need.min_pages))
             self.pool.give_back_runs(PACK_OWNER, [run])
             self.pool.take_these(WINDOW_OWNER, run)
             window.begin(run)
-            window.require(need.least_pages)
+            window.require(need.min_pages)
         # Nothing may fail from here on: what was taken would be lost.
         self._grow_window(need, num_kept=0, may_move=False)
         self._window_grew_at = self.cache.prefixes.num_released
@@ -167,7 +167,7 @@ class PageBroker:
         most = max(0, pool.num_free + len(unused) - num_kept)
 
         def room(usable: Collection[int]) -> range:
-            found = window.room_below(need.most_pages, usable)
+            found = window.room_below(need.max_pages, usable)
             return found[max(0, len(found) - most) :]
 
         below = room(unused)

@@ -34,7 +34,7 @@ _MAX_TOKENS = 1 << 31
 _MAX_PROFILE_NUMBER = 1e30
 
 
-class Header(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class RecordingHeader(msgspec.Struct, tag="Header", frozen=True, kw_only=True):
     """The first frame of a recording: the format, the device, and the engine's configuration."""
 
     format: int
@@ -44,7 +44,7 @@ class Header(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     has_tokenizer: bool
 
 
-class Read(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class ReadFiles(msgspec.Struct, tag="Read", frozen=True, kw_only=True):
     """What the command in the next frame has read from disk: a replay reads nothing else."""
 
     directories: tuple[Files, ...] = ()
@@ -55,10 +55,10 @@ class Read(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     validation: list[Example] = []
 
 
-Frame = DeviceFrame | EngineCommand | Read
+Frame = DeviceFrame | EngineCommand | ReadFiles
 
 
-def read_recording(path: str | Path) -> tuple[Header, Iterator[Frame]]:
+def read_recording(path: str | Path) -> tuple[RecordingHeader, Iterator[Frame]]:
     """Read a recording's header, and return it with an iterator over the other frames.
 
     Raises:
@@ -67,7 +67,7 @@ def read_recording(path: str | Path) -> tuple[Header, Iterator[Frame]]:
     """
     try:
         frames = read_frames(path)
-        header = msgspec.msgpack.decode(next(frames, b""), type=Header)
+        header = msgspec.msgpack.decode(next(frames, b""), type=RecordingHeader)
         _check_device(header.info)
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is no recording of `coserve up --record`: {error}") from None

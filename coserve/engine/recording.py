@@ -23,7 +23,7 @@ from coserve.engine.commands import (
     StartJob,
 )
 from coserve.engine.engine import Engine
-from coserve.engine.recorded_lines import FORMAT, Header, Read
+from coserve.engine.recorded_lines import FORMAT, ReadFiles, RecordingHeader
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import DataError
 
@@ -38,7 +38,7 @@ class RecordingEngine(Engine):
         self._writer, self._plain_device = writer, plain.device
         self._recorded = RecordingDevice(plain.device, writer)
         writer.write(
-            Header(
+            RecordingHeader(
                 format=FORMAT,
                 info=plain.device.info,
                 config=plain.config,
@@ -84,27 +84,29 @@ class RecordingEngine(Engine):
 
     def _what_it_reads(
         self, command: EngineCommand, read: AdapterLoad | JobExamples | None
-    ) -> Read | None:
+    ) -> ReadFiles | None:
         """Return the contents of the files that a command names, and what was read for it; None if
         it reads none.
         """
         if isinstance(read, AdapterLoad):
-            return Read(directories=(files_in(read.directory),), version=read.key)
+            return ReadFiles(directories=(files_in(read.directory),), version=read.key)
         match command:
             case LoadAdapter(adapter=adapter):
                 is_read = adapter.directory is not None and (
                     command.stays or adapter.name not in self.versions
                 )
-                return Read(directories=(files_in(adapter.directory or ""),)) if is_read else None
+                return (
+                    ReadFiles(directories=(files_in(adapter.directory or ""),)) if is_read else None
+                )
             case StartJob(job=job):
                 assert isinstance(read, JobExamples)
-                return Read(
+                return ReadFiles(
                     directories=() if job.checkpoint is None else (files_in(job.checkpoint),),
                     examples=list(read.examples),
                     validation=list(read.validation),
                 )
             case CombineJob():
-                return Read(directories=self._recorded.contributions.pop(command.id, ()))
+                return ReadFiles(directories=self._recorded.contributions.pop(command.id, ()))
         return None
 
 

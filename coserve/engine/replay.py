@@ -34,7 +34,7 @@ from coserve.engine.commands import (
 from coserve.engine.core import EngineCore
 from coserve.engine.engine import Engine
 from coserve.engine.prompts import load_tokenizer
-from coserve.engine.recorded_lines import Header, Read
+from coserve.engine.recorded_lines import ReadFiles, RecordingHeader
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import CoserveError, DataError, ModelError
 from coserve.models.source import find_here, find_model
@@ -65,7 +65,7 @@ class ReplayReport:
     diverged: str | None = None
 
 
-def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayReport:
+def replay(header: RecordingHeader, lines: Iterator[object], device: Device) -> ReplayReport:
     """Run a recording again, up to its end or to where the engine does something else.
 
     Args:
@@ -84,8 +84,8 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
     try:
         engine = _engine(header, replayed)
         while (line := stream.take()) is not None:
-            read = line if isinstance(line, Read) else Read()
-            command = stream.take() if isinstance(line, Read) else line
+            read = line if isinstance(line, ReadFiles) else ReadFiles()
+            command = stream.take() if isinstance(line, ReadFiles) else line
             if command is None:  # its process was killed between the two frames
                 break
             if not isinstance(command, EngineCommand):
@@ -104,7 +104,7 @@ def replay(header: Header, lines: Iterator[object], device: Device) -> ReplayRep
     )
 
 
-def with_models_here(header: Header) -> Header:
+def with_models_here(header: RecordingHeader) -> RecordingHeader:
     """Return the header with the directories of its models on this machine, so that nothing is
     fetched for it.
 
@@ -162,7 +162,7 @@ def _why_it_ended(error: Exception) -> str | None:
     return f"the engine raised {type(error).__name__}, and did not when it was recorded: {reason}"
 
 
-def _engine(header: Header, device: ReplayDevice) -> Engine:
+def _engine(header: RecordingHeader, device: ReplayDevice) -> Engine:
     if not header.has_tokenizer:
         return Engine(device, header.config, end_tokens=header.end_tokens)
     tokenizer = load_tokenizer(find_model(header.info.model, with_weights=False))
@@ -174,7 +174,7 @@ def _engine(header: Header, device: ReplayDevice) -> Engine:
 
 
 def _handle_again(
-    engine: EngineCore, command: EngineCommand, read: Read, device: ReplayDevice
+    engine: EngineCore, command: EngineCommand, read: ReadFiles, device: ReplayDevice
 ) -> None:
     """Have the engine handle a command. Errors are as they were then: what they depend on is
     compared.
@@ -195,7 +195,7 @@ def _handle_again(
 
 
 def _handle(
-    engine: EngineCore, command: EngineCommand, read: Read, directories: Sequence[str]
+    engine: EngineCore, command: EngineCommand, read: ReadFiles, directories: Sequence[str]
 ) -> None:
     """Have the engine handle a command, with directories that take the place of those that it
     names.

@@ -39,7 +39,7 @@ def sample_seed(seed: int, index: int) -> int:
     return Random(f"{seed} {index}").getrandbits(63) if index else seed
 
 
-class Serving:
+class RequestLifecycle:
     """Requests from their arrival to their last chunk; `queue` has them meanwhile."""
 
     def __init__(

@@ -191,7 +191,7 @@ class AdapterVersions:
             self._forget(version)
 
     @contextmanager
-    def given_up(self, key: str) -> Iterator[None]:
+    def dropped_on_interruption(self, key: str) -> Iterator[None]:
         """While a version to come is made on the device: if that is interrupted, nobody knows
         whether it is there.
         """
@@ -203,7 +203,7 @@ class AdapterVersions:
             self._gone.append(key)
             raise
 
-    def take_gone(self) -> list[str]:
+    def take_unreferenced(self) -> list[str]:
         """Keys that no request reads and no name finds any more, once each."""
         gone, self._gone = self._gone, []
         return gone
@@ -242,7 +242,7 @@ class AdapterLoad:
         """Read it onto the device, beside steps; AdapterError for its files. changed_by: see
         `OpenVersion`.
         """
-        with self.versions.given_up(self.key):
+        with self.versions.dropped_on_interruption(self.key):
             loaded = self.device.execute(
                 OpenVersion(self.key, self.directory, self.model, changed_by)
             )
@@ -309,7 +309,7 @@ class ServedAdapters:
         saved); DeviceMemoryError if there is no room for the copy.
         """
         key = self.versions.new_key(name, step)
-        with self.versions.given_up(key):
+        with self.versions.dropped_on_interruption(key):
             self._log.execute(PublishVersion(job, key))
         return self.versions.publish(
             name,
@@ -356,7 +356,7 @@ class ServedAdapters:
         """What the device is to let go of: versions that no request reads and no name finds any
         more.
         """
-        gone = self.versions.take_gone()
+        gone = self.versions.take_unreferenced()
         for key in gone:
             self._away.pop(key, None)
             self._swap.release_tensors(("version", key))

@@ -40,7 +40,7 @@ from coserve.scheduling.plan import (
 Piece = TypeVar("Piece", PlannedRows, PlannedLoss, PlannedTasklets)
 
 
-def carry_out(
+def prepare_plan(
     plan: Plan,
     requests: RequestQueue,
     jobs: JobSet,
@@ -220,7 +220,7 @@ def build_batch(
     )
 
 
-def observe(
+def update_latency_model(
     latency: LatencyModel,
     plan: Plan,
     result: StepResult,

@@ -2,7 +2,7 @@
 
 A policy decides: who is admitted, preempted, begun and dropped, and which rows run. The loop checks
 that pages allow it, tells the device, and books what came of it; what that means for requests is in
-`serving.py`, for jobs in `job_set.py`.
+`request_lifecycle.py`, for jobs in `job_set.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from coserve.engine.command_log import CommandLog
 from coserve.engine.config import EngineConfig
 from coserve.engine.host_swap import HostSwap
 from coserve.engine.jobs.job_set import JobSet
-from coserve.engine.page_broker import PageBroker
+from coserve.engine.page_manager import PageManager
+from coserve.engine.request_lifecycle import RequestLifecycle
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import ServedAdapters
-from coserve.engine.serving import Serving
-from coserve.engine.step_batch import build_batch, carry_out, observe
+from coserve.engine.step_batch import build_batch, prepare_plan, update_latency_model
 from coserve.engine.tenant_charges import TenantCharges
 from coserve.errors import DeviceMemoryError
 from coserve.scheduling.fairness import TokenCounters
@@ -64,10 +64,10 @@ class StepLoop:
         policy: Policy,
         default_slo: DefaultSlo,
         log: CommandLog,
-        pages: PageBroker,
+        pages: PageManager,
         swap: HostSwap,
         requests: RequestQueue,
-        serving: Serving,
+        serving: RequestLifecycle,
         adapters: ServedAdapters,
         jobs: JobSet,
         counters: TokenCounters,
@@ -223,7 +223,7 @@ class StepLoop:
         while True:
             view = self._view(now_s, without=failed)
             view, planned = self._ask_policy(view)
-            plan = carry_out(
+            plan = prepare_plan(
                 planned,
                 self._requests,
                 self._jobs,
@@ -263,7 +263,7 @@ class StepLoop:
         return view, msgspec.structs.replace(planned, drop=drop)
 
     def _move_pages(self, targets: Mapping[int, int]) -> bool:
-        """Of requests that run, to free pages (`PageBroker.on_move`); False, nothing has moved, if
+        """Of requests that run, to free pages (`PageManager.on_move`); False, nothing has moved, if
         there is no memory for it.
         """
         try:
@@ -337,7 +337,9 @@ class StepLoop:
             if plan.tasklets
             else {}
         )
-        observe(self._latency, plan, result, parameters, models, step_s=now_s - started_s)
+        update_latency_model(
+            self._latency, plan, result, parameters, models, step_s=now_s - started_s
+        )
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._serving.headroom.add_step(plan, taken, started_s=started_s, ended_s=now_s)

@@ -31,7 +31,7 @@ from coserve.engine.commands import (
     UseVocabulary,
 )
 from coserve.engine.core import EngineCore
-from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.jobs.checkpoint import Checkpoint, DeviceCopy
 from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.opening import PeftFields, fields_of
 from coserve.engine.outbox import Event
@@ -248,9 +248,9 @@ class TokenEngine(EngineCore):
         taken: Checkpoint = self.handle(CopyCheckpoint(job_id))
         return taken
 
-    def contribution(self, job_id: str) -> TakenCopy:
+    def contribution(self, job_id: str) -> DeviceCopy:
         """Copy what the other nodes of a job are to have, when its event says that it is due."""
-        taken: TakenCopy = self.handle(CopyContribution(job_id))
+        taken: DeviceCopy = self.handle(CopyContribution(job_id))
         return taken
 
     def combine(self, job_id: str, combination: Combination) -> None:

@@ -38,10 +38,10 @@ from coserve.engine_client.streams import RequestStream
 from coserve.engine_client.supervisor import EngineOwner, Supervisor
 from coserve.errors import CoserveError, EngineGoneError, error_of_kind
 from coserve.protocol.messages import (
+    CallReply,
     EngineSettings,
     Ready,
-    Refused,
-    Reply,
+    RequestRefused,
     Shutdown,
     StartProgress,
     StepReport,
@@ -255,9 +255,9 @@ class EngineLink:
         """See `EngineOwner`."""
         if isinstance(report, StepReport):
             self._reported(report)
-        elif isinstance(report, Reply):
+        elif isinstance(report, CallReply):
             self._reply(report)
-        elif isinstance(report, Refused):
+        elif isinstance(report, RequestRefused):
             if (stream := self._streams.pop(report.id, None)) is not None:
                 stream.fail(_error(report.kind, report.error))
         elif isinstance(report, Ready):
@@ -298,7 +298,7 @@ class EngineLink:
             self._host.send(stop)
         return found
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: CallReply) -> None:
         call = self._calls.pop(reply.call, None)
         if call is None or call.done():
             return

@@ -1,8 +1,8 @@
 """What the server's process and the engine's say to each other: msgpack over one ZeroMQ pair
 socket.
 
-The server says what to do (`Command`: of those that `coserve.engine.commands` describes, and two
-more), the engine what came of it (`Report`). Commands with a `call` are answered by one `Reply`
+The server says what to do (`ServerCommand`: of those that `coserve.engine.commands` describes, and two
+more), the engine what came of it (`Report`). Commands with a `call` are answered by one `CallReply`
 with the same number; a request is answered by its chunks, and a job by its events. Times are
 seconds of the monotonic clock, which both processes share. Nothing but tokens, settings and paths
 crosses: no tensor ever does.
@@ -85,7 +85,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 
 
 # fmt: off
-Command = (
+ServerCommand = (
     AddRequest | UseVocabulary | CancelRequest | StopSequence | LoadAdapter | UnloadAdapter
     | StartJob | PauseJob | ResumeJob | CancelJob | CombineJob | Ping | Shutdown
 )
@@ -151,7 +151,7 @@ class StartFailed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-class Reply(msgspec.Struct, tag=True, frozen=True):
+class CallReply(msgspec.Struct, tag=True, frozen=True):
     """A command is done, or refused with an error in one line of a kind (the name of its class in
     coserve.errors).
     """
@@ -161,8 +161,8 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     kind: str | None = None
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request cannot be served at all; error and kind as in `Reply`."""
+class RequestRefused(msgspec.Struct, tag=True, frozen=True):
+    """A request cannot be served at all; error and kind as in `CallReply`."""
 
     id: str
     error: str
@@ -203,15 +203,15 @@ class StepReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     stats: EngineStats | None = None
 
 
-Report = StartProgress | Ready | Pong | StartFailed | Reply | Refused | StepReport
+Report = StartProgress | Ready | Pong | StartFailed | CallReply | RequestRefused | StepReport
 
-_command_decoder = msgspec.msgpack.Decoder(Command)
+_command_decoder = msgspec.msgpack.Decoder(ServerCommand)
 _report_decoder = msgspec.msgpack.Decoder(Report)
 encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_command(message: bytes) -> Any:
-    """A `Command`."""
+    """A `ServerCommand`."""
     return _command_decoder.decode(message)
 
 

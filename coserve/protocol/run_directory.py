@@ -10,7 +10,7 @@ from pathlib import Path
 from coserve.home import is_disk_full, make_private
 
 # Linux: sun_path has 108 bytes with the zero at its end; macOS: 104 (unix(7)).
-_MOST_ADDRESS_BYTES = 103
+_MAX_ADDRESS_BYTES = 103
 _SOCKET, _PAGES = "engine", "pages"
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -28,7 +28,7 @@ def make_socket_directory(home: Path) -> Path:
         if not is_disk_full(error):
             raise
         return Path(tempfile.mkdtemp(prefix="coserve-"))
-    if len(os.fsencode(directory / _SOCKET)) > _MOST_ADDRESS_BYTES:
+    if len(os.fsencode(directory / _SOCKET)) > _MAX_ADDRESS_BYTES:
         directory.rmdir()
         directory.symlink_to(tempfile.mkdtemp(prefix="coserve-"))
     return directory

@@ -25,7 +25,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import AdapterError, CoserveError
 from coserve.handover.base import Alone, HandoverEnd
-from coserve.protocol.messages import Refused, Reply
+from coserve.protocol.messages import CallReply, RequestRefused
 from coserve.worker.activity import Activity
 from coserve.worker.command_queue import CommandQueue, Reading
 from coserve.worker.job_commands import JobCommands
@@ -194,7 +194,7 @@ class Commands:
     def _refuse(self, command: Any, error: CoserveError) -> None:
         match command:
             case AddRequest() | _Compiled():
-                self._send(Refused(command.id, str(error), type(error).__name__))
+                self._send(RequestRefused(command.id, str(error), type(error).__name__))
             case UseVocabulary():
                 pass  # requests with grammars will be told
             case _:
@@ -203,7 +203,9 @@ class Commands:
     def _reply(self, call: int, error: CoserveError | None = None) -> None:
         if call == NO_CALL:
             return
-        self._send(Reply(call) if error is None else Reply(call, str(error), type(error).__name__))
+        self._send(
+            CallReply(call) if error is None else CallReply(call, str(error), type(error).__name__)
+        )
 
 
 class _Compiled:

@@ -37,7 +37,7 @@ from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import AdapterError, CoserveError, DiskFullError, JobOverError
 from coserve.jobs.files.shared_files import SharedFiles
 from coserve.jobs.messages import Checkpointed, Contributed
-from coserve.protocol.messages import Reply
+from coserve.protocol.messages import CallReply
 from coserve.worker.activity import Activity
 from coserve.worker.job_files import read_job_files
 from coserve.worker.job_reports import JobLane, JobReports, PendingReport
@@ -129,7 +129,7 @@ class JobCommands:
         match command:
             case StartJob(job=job):
                 self._start(command, read() if read is not None else self.read_files(job))
-                self._tell(job.id, Reply(command.call))
+                self._tell(job.id, CallReply(command.call))
                 return
             case ResumeJob():
                 self._living_lane(command.id).take_time()
@@ -151,7 +151,7 @@ class JobCommands:
                     self._checkpoint(command.id, listed=False)
                 for event in self._cancel(command):
                     self._tell_event(event)
-        self._tell(command.id, Reply(command.call))
+        self._tell(command.id, CallReply(command.call))
 
     def _living_lane(self, job: str) -> JobLane:
         """Return the lane of a job that the engine has; JobOverError if it has ended."""
@@ -182,7 +182,7 @@ class JobCommands:
         for id in self._started():
             self._checkpoint(id, listed=False)
         wait([written for lane in self._lanes.values() for written in lane.unwritten()])
-        self._tell("", Reply(call))
+        self._tell("", CallReply(call))
 
     # -- what comes of steps ----------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class JobCommands:
                 replace(done.event, kind="failed", message=str(error)) if failed else done.event
             )
         if done.call is not None:
-            pending.replies.append(Reply(done.call))
+            pending.replies.append(CallReply(done.call))
 
     def _lane(self, job: str) -> JobLane:
         return self._lanes.setdefault(job, JobLane())
@@ -299,7 +299,7 @@ class JobCommands:
         """Return the jobs that the engine has."""
         return [id for id, lane in self._lanes.items() if lane.start is not None]
 
-    def _tell(self, job: str, reply: Reply) -> None:
+    def _tell(self, job: str, reply: CallReply) -> None:
         """Have a command answered after all that waits of this job."""
         self._lane(job).append(PendingReport(job=job, call=reply.call))
 

@@ -18,7 +18,7 @@ from coserve.engine.commands import JobStart
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import DiskFullError
 from coserve.jobs.messages import Checkpointed, Contributed
-from coserve.protocol.messages import Reply
+from coserve.protocol.messages import CallReply
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class JobReports:
     events: list[JobEvent] = field(default_factory=list)
     checkpoints: list[Checkpointed] = field(default_factory=list)
     contributions: list[Contributed] = field(default_factory=list)
-    replies: list[Reply] = field(default_factory=list)
+    replies: list[CallReply] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.events or self.checkpoints or self.contributions or self.replies)

@@ -6,7 +6,7 @@ import pytest
 
 from coserve.devices.messages.commands import Command
 from coserve.devices.messages.jobs import PlaceOptimizer, ResizeWindow
-from coserve.engine.page_broker import MomentsNeed, PageBroker, WindowNeed
+from coserve.engine.page_manager import MomentsNeed, PageManager, WindowNeed
 from coserve.errors import BudgetError
 from coserve.memory.pages.allocator import PageAllocator
 from coserve.memory.pages.prefix_index import PrefixOwner
@@ -16,10 +16,10 @@ from coserve.tuning.cursor import Cursor
 BLOCK, PAGE_BYTES = 4, 64
 
 
-def broker_with_prefixes(num_pages: int, lengths: list[int]) -> PageBroker:
+def broker_with_prefixes(num_pages: int, lengths: list[int]) -> PageManager:
     """A pool in which requests with this many whole blocks each have been answered, one after
     another."""
-    broker = PageBroker(
+    broker = PageManager(
         num_pages=num_pages, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append
     )
     opened = []
@@ -34,7 +34,7 @@ def broker_with_prefixes(num_pages: int, lengths: list[int]) -> PageBroker:
     return broker
 
 
-def known_blocks(broker: PageBroker, number: int, num_blocks: int) -> int:
+def known_blocks(broker: PageManager, number: int, num_blocks: int) -> int:
     """How many blocks of one of those prefixes are still known."""
     tokens = [number] * (num_blocks * BLOCK + 1)
     return len(
@@ -54,7 +54,7 @@ def test_a_run_of_neighbours_forgets_no_more_prefixes_than_lie_in_it():
 
 def test_requests_and_packs_take_the_pages_of_optimizers_as_if_they_were_free():
     sent: list[Command] = []
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
+    broker = PageManager(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
     for job, num_pages in (("first", 6), ("second", 3)):
         broker.place_optimizer(job, num_pages * PAGE_BYTES, num_pack_pages=4)
     assert broker.cache.optimizers.runs == {"first": range(14, 20), "second": range(11, 14)}
@@ -73,7 +73,7 @@ def test_requests_and_packs_take_the_pages_of_optimizers_as_if_they_were_free():
 
 
 def test_optimizers_get_no_pages_that_others_would_take_at_once():
-    broker = PageBroker(
+    broker = PageManager(
         num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append
     )
     for num_pages, num_pack_pages in (
@@ -89,7 +89,7 @@ def test_optimizers_get_no_pages_that_others_would_take_at_once():
 
 def test_the_device_hears_in_order_where_optimizers_lie():
     sent: list[Command] = []
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
+    broker = PageManager(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
     for job in ("first", "second", "third"):
         broker.place_optimizer(job, 3 * PAGE_BYTES, num_pack_pages=0)
     assert sent == [
@@ -108,7 +108,7 @@ def test_the_device_hears_in_order_where_optimizers_lie():
 
 def test_the_device_hears_of_each_size_of_the_window():
     sent: list[Command] = []
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
+    broker = PageManager(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
     broker.window.clear()
     assert not sent, "there is no window to end"
     pack = broker.take_pack([4], 1, WindowNeed(3, 8))
@@ -121,7 +121,7 @@ def test_the_device_hears_of_each_size_of_the_window():
 
 def test_moments_that_lie_in_the_way_of_their_own_pack_get_pages_with_it():
     sent: list[Command] = []
-    broker = PageBroker(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
+    broker = PageManager(num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=sent.append)
     broker.place_optimizer("above", 6 * PAGE_BYTES, num_pack_pages=0)
     broker.place_optimizer("job", 3 * PAGE_BYTES, num_pack_pages=0, needs_pages=True)
     broker.cache.optimizers.release("above")
@@ -138,7 +138,7 @@ def test_moments_that_lie_in_the_way_of_their_own_pack_get_pages_with_it():
 
 
 def test_pages_that_are_held_are_nobody_elses():
-    broker = PageBroker(
+    broker = PageManager(
         num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append
     )
     for job in ("first", "second"):
@@ -256,7 +256,7 @@ def test_each_run_is_the_cheapest_that_there_is_and_of_these_the_highest(seed: i
 
 
 def test_a_packs_groups_go_back_as_it_moves_on():
-    broker = PageBroker(
+    broker = PageManager(
         num_pages=20, page_bytes=PAGE_BYTES, block_tokens=BLOCK, send=list[object]().append
     )
     pack = broker.take_pack(

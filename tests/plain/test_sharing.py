@@ -12,7 +12,7 @@ from msgspec import structs
 
 from coserve.devices.messages.steps import RequestRows, StepBatch, StepResult, Tasklets
 from coserve.devices.recording.replay import as_it_ran
-from coserve.engine.step_batch import observe
+from coserve.engine.step_batch import update_latency_model
 from coserve.scheduling.counts import JobCounts, ModelCounts
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Partition, Plan, PlannedRows, PlannedTasklets, Prediction
@@ -214,7 +214,7 @@ def test_a_divided_step_teaches_the_speeds_and_nothing_else():
     )
     assert result.seconds == pytest.approx(0.159)
     before = model.sharing.speeds(HALVES, forward_rows=1, tasklet_rows=256)
-    observe(model, PLANNED, result, [], step_s=result.seconds)
+    update_latency_model(model, PLANNED, result, [], step_s=result.seconds)
     after = model.sharing.speeds(HALVES, forward_rows=1, tasklet_rows=256)
     weight = 0.15 * (1 - 0.002**2)  # a step has passed since, for these rows and for the side
     assert after[0] / before[0] == pytest.approx((0.06 / 0.12 / 0.6) ** weight)
@@ -237,7 +237,7 @@ def test_speeds_stay_what_steps_reach_though_plans_ask_for_other_rows_than_steps
         )
         ran = {"j": 1}
         result = StepResult(step=0, num_tasklets=ran, num_beside=ran, forward_s=0.3, beside_s=0.3)
-        observe(model, plan, result, [], step_s=0.3)
+        update_latency_model(model, plan, result, [], step_s=0.3)
         for rows in (asked, run):
             assert 0.39 < model.sharing.speeds(HALVES, forward_rows=1, tasklet_rows=rows)[1] < 0.57
 

@@ -13,7 +13,7 @@ from coserve.engine.commands import CancelJob, JobStart, PauseJob, ResumeJob, St
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import AdapterError, JobOverError
 from coserve.jobs.datasets.examples import write_examples_file
-from coserve.protocol.messages import Reply
+from coserve.protocol.messages import CallReply
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.shard import Shard
 from coserve.worker.job_commands import JobCommands
@@ -125,7 +125,7 @@ def test_a_pause_holds_although_its_checkpoint_cannot_be_written(
     process.run(3)
     process.commands.handle(PauseJob(2, "j"))
     process.hear_all()
-    assert process.news.replies == [Reply(1), Reply(2)]
+    assert process.news.replies == [CallReply(1), CallReply(2)]
     assert (process.news.checkpoints, process.engine.job("j").state) == ([], "paused")
     assert "cannot write a checkpoint" in caplog.text
     process.commands.handle(ResumeJob(3, "j"))
@@ -186,7 +186,7 @@ def test_the_end_of_a_cancelled_job_is_told_before_the_reply_and_not_again(
     process.commands.handle(CancelJob(2, "j", keeps=False))
     process.hear_all()
     assert process.kinds() == ["cancelled"]
-    assert process.news.replies == [Reply(2)]
+    assert process.news.replies == [CallReply(2)]
     process.commands.handle(StartJob(3, job(tmp_path)))
     process.news = JobReports()
     process.run()

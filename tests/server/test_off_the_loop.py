@@ -33,7 +33,7 @@ from coserve.engine.request import Chunk
 from coserve.engine_client.streams import RequestStream
 from coserve.errors import RequestError
 from coserve.jobs.datasets.examples import write_examples_file
-from coserve.protocol.messages import Refused, Reply
+from coserve.protocol.messages import CallReply, RequestRefused
 from coserve.tuning.config import TuningConfig
 from coserve.worker.command_queue import CommandQueue
 from coserve.worker.commands import Commands
@@ -160,8 +160,8 @@ def test_commands_for_one_adapter_stay_in_order(
     assert worker.said == []
     disk.let_go()
     worker.until(lambda: not worker.commands.is_waiting and worker.ends("before"))
-    assert [each.call for each in worker.said if isinstance(each, Reply)] == [1, 2]
-    assert [each.id for each in worker.said if isinstance(each, Refused)] == ["after"]
+    assert [each.call for each in worker.said if isinstance(each, CallReply)] == [1, 2]
+    assert [each.id for each in worker.said if isinstance(each, RequestRefused)] == ["after"]
     assert worker.ends("given up") == []
 
 
@@ -227,7 +227,7 @@ def test_examples_are_read_beside_steps(
     assert worker.said == []
     disk.let_go()
     worker.until(lambda: worker.said)
-    assert worker.said == [Reply(1)]
+    assert worker.said == [CallReply(1)]
 
 
 def test_what_is_slow_comes_one_at_a_time_after_what_is_not():
@@ -307,7 +307,7 @@ def test_a_job_that_is_faster_than_the_disk_is_held_back_alone(
     assert len(worker.answer("bare")) == 5
     worker.commands.take(StartJob(3, job(tmp_path, "other", checkpoint_every_steps=0, paused=True)))
     worker.commands.take(PauseJob(4, "other"))
-    worker.until(lambda: Reply(4) in worker.said)
+    worker.until(lambda: CallReply(4) in worker.said)
     assert len(list((tmp_path / "other-checkpoints").iterdir())) == 1, (
         "written, while another job's disk takes nothing"
     )

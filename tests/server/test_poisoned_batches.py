@@ -20,16 +20,16 @@ pytestmark = pytest.mark.long
 # native library.
 DEADLY_FOR_ENGINES = """
 import os
-from coserve.engine.serving import Serving
+from coserve.engine.request_lifecycle import RequestLifecycle
 
-add = Serving.add
+add = RequestLifecycle.add
 
 def deadly(self, name, prompt, *arguments, **more):
     if len(prompt) == 77:
         os._exit(3)
     return add(self, name, prompt, *arguments, **more)
 
-Serving.add = deadly
+RequestLifecycle.add = deadly
 """
 DEADLY_FOR_SERVERS = """
 import os, signal

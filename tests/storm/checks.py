@@ -5,7 +5,7 @@ from collections import Counter
 from storm.ledger import Adapter
 from storm.world import END_TOKENS, Asked, Submitted, World
 
-from coserve.engine.serving import sample_seed
+from coserve.engine.request_lifecycle import sample_seed
 from coserve.tuning.examples import epoch_order
 
 # -- after every action -----------------------------------------------------------------------

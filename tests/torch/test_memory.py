@@ -18,7 +18,7 @@ from support import (
     worst_error,
 )
 
-from coserve.engine.page_broker import PageBroker, WindowNeed
+from coserve.engine.page_manager import PageManager, WindowNeed
 from coserve.errors import BudgetError
 from coserve.memory.pages.allocator import PageAllocator
 from coserve.memory.pages.kv_cache import KvCache, PagedSequence
@@ -26,7 +26,7 @@ from coserve.memory.pages.prefix_index import PrefixIndex, PrefixOwner
 from coserve.memory.tensors.activations import LentRuns, group_bytes
 from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models import CachedSequence, forward, logits
-from coserve.models.batch import Span
+from coserve.models.batch import RowSpan
 from coserve.models.bypasses import Bypasses
 from coserve.tuning import TrainingPass, make_pack, run_alone, training_programs
 from coserve.tuning.pass_memory import saved_shapes, workspace_shapes
@@ -55,7 +55,7 @@ class Cache(KvCache):
 
     def extend(
         self, sequence: PagedSequence, tokens: torch.Tensor, bypasses: Bypasses | None = None
-    ) -> Span:
+    ) -> RowSpan:
         """A span of a sequence's next tokens, in pages that it takes for them."""
         sequence.reserve(len(tokens))
         return self.tensors.rows([(sequence.pages, sequence.length, tokens.tolist())], bypasses)
@@ -396,7 +396,9 @@ def test_what_was_dropped_never_touches_pages_that_are_no_longer_its_own():
 
 
 def test_a_job_gets_the_pages_of_prefixes_that_no_request_uses():
-    broker = PageBroker(num_pages=60, page_bytes=64, block_tokens=BLOCK, send=list[object]().append)
+    broker = PageManager(
+        num_pages=60, page_bytes=64, block_tokens=BLOCK, send=list[object]().append
+    )
     for seed in range(20):
         tokens = random_tokens(16, seed).tolist()
         sequence = broker.cache.open((), 16)
@@ -418,7 +420,7 @@ def test_the_window_of_weights_grows_into_prefixes_that_no_request_uses():
     time, the next pack has all of it again.
     """
     broker, need = (
-        PageBroker(num_pages=60, page_bytes=64, block_tokens=BLOCK, send=list[object]().append),
+        PageManager(num_pages=60, page_bytes=64, block_tokens=BLOCK, send=list[object]().append),
         WindowNeed(5, 40),
     )
     pack = broker.take_pack([8], 0, need)
@@ -449,7 +451,7 @@ def test_the_window_of_weights_grows_past_pages_of_requests():
     own runs come to lie where the window does not grow to.
     """
     broker, need = (
-        PageBroker(num_pages=80, page_bytes=64, block_tokens=BLOCK, send=list[object]().append),
+        PageManager(num_pages=80, page_bytes=64, block_tokens=BLOCK, send=list[object]().append),
         WindowNeed(5, 40),
     )
     open_sequences: list[PagedSequence] = []

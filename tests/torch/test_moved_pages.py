@@ -26,7 +26,7 @@ from coserve.devices.messages.commands import Command, Reply
 from coserve.devices.messages.pages import MovePages
 from coserve.engine.engine import Engine
 from coserve.engine.outbox import Event
-from coserve.engine.page_broker import PageBroker
+from coserve.engine.page_manager import PageManager
 from coserve.engine.request import Chunk
 from coserve.errors import BudgetError, DeviceMemoryError
 from coserve.memory.pages.kv_cache import PagedSequence
@@ -129,7 +129,7 @@ def test_requests_continue_in_other_pages_beside_the_pack_that_has_theirs(
     assert_nothing_is_held(engine)
 
 
-def scattered(broker: PageBroker, num_sequences: int, num_blocks: int) -> list[PagedSequence]:
+def scattered(broker: PageManager, num_sequences: int, num_blocks: int) -> list[PagedSequence]:
     """Sequences whose pages lie in turns."""
     sequences = [broker.cache.open((), num_blocks * BLOCK) for _ in range(num_sequences)]
     for block in range(1, num_blocks + 1):
@@ -142,7 +142,7 @@ def held(sequences: list[PagedSequence]) -> set[int]:
     return {page for sequence in sequences for page in sequence.pages}
 
 
-def follow(broker: PageBroker, sequences: list[PagedSequence]) -> list[dict[int, int]]:
+def follow(broker: PageManager, sequences: list[PagedSequence]) -> list[dict[int, int]]:
     """Sequences go where the broker moves their pages; what it moved."""
     found: list[dict[int, int]] = []
 
@@ -159,7 +159,9 @@ def follow(broker: PageBroker, sequences: list[PagedSequence]) -> list[dict[int,
 @pytest.mark.parametrize("known", [True, False], ids=["prefixes", "free"])
 @pytest.mark.parametrize("sizes", [[8, 4], [1, 2], [4, 8], [2, 2, 2, 2, 2]])
 def test_a_pack_gets_its_runs_where_every_second_page_is_a_request_s(known, sizes):
-    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append)
+    broker = PageManager(
+        num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append
+    )
     sequences = scattered(broker, 4, 10)
     for number, sequence in enumerate(sequences if known else ()):
         sequence.commit(10 * BLOCK, [number] * (10 * BLOCK), PrefixOwner(""))
@@ -190,7 +192,9 @@ def test_a_pack_gets_its_runs_where_every_second_page_is_a_request_s(known, size
 
 
 def test_pages_of_requests_stay_where_prefixes_alone_leave_room():
-    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append)
+    broker = PageManager(
+        num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append
+    )
     one, other = (broker.cache.open((), 20 * BLOCK) for _ in range(2))
     for number, sequence in enumerate((one, other)):
         sequence.reserve(20 * BLOCK)
@@ -204,7 +208,9 @@ def test_pages_of_requests_stay_where_prefixes_alone_leave_room():
 
 @pytest.mark.parametrize("sizes", [[2], [17]], ids=["packs are in the way", "there are too few"])
 def test_nothing_moves_where_that_would_not_help(sizes):
-    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append)
+    broker = PageManager(
+        num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append
+    )
     packs = [broker.take_pack([1], 0) for _ in range(40)]
     for pack in packs[::2]:
         pack.release()
@@ -217,7 +223,9 @@ def test_nothing_moves_where_that_would_not_help(sizes):
 
 
 def test_a_device_that_has_no_memory_to_move_pages_leaves_all_as_it_was():
-    broker = PageBroker(num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append)
+    broker = PageManager(
+        num_pages=40, page_bytes=64, block_tokens=BLOCK, send=list[object]().append
+    )
     sequences = scattered(broker, 4, 10)
     for sequence in sequences[::2]:
         sequence.close()

@@ -44,7 +44,7 @@ from coserve.engine.replay import replay
 from coserve.jobs.datasets.examples import write_examples_file
 from coserve.jobs.messages import Contributed
 from coserve.memory.tensors.paged_kv import kv_page_bytes
-from coserve.protocol.messages import Reply, StepReport
+from coserve.protocol.messages import CallReply, StepReport
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.config import OptimizerConfig, TuningConfig
@@ -97,7 +97,7 @@ class Node:
 
     def answers(self, call: int) -> Iterator[None]:
         """Wait for a reply, which is no error."""
-        yield from looks_until(lambda: Reply(call) in self.reports)
+        yield from looks_until(lambda: CallReply(call) in self.reports)
 
     @property
     def contributed(self) -> list[Contributed]:

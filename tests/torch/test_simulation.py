@@ -339,7 +339,7 @@ def test_noise_is_averaged_however_many_jobs_have_pieces_in_a_step():
     corrections, num_pieces = [], 0
     for _ in Simulation(engine, []).run(8.0):
         num_pieces = max(num_pieces, len(engine.last_plan.tasklets))
-        view = next(view for job in engine.jobs.values() if (view := job.seen(0.0, 0)))
+        view = next(view for job in engine.jobs.values() if (view := job.view(0.0, 0)))
         corrections.append(engine.latency.tasklet_s(view, 128) / untaught.tasklet_s(view, 128))
     assert num_pieces > 8 and len(corrections) > 30
     assert stdev(corrections[10:]) < 0.08 and mean(corrections[10:]) == pytest.approx(1.0, abs=0.08)

@@ -12,7 +12,7 @@ from coserve.errors import DataError
 
 if TYPE_CHECKING:
     from coserve.devices.base import Device
-    from coserve.engine.recorded_lines import Header
+    from coserve.engine.recorded_lines import RecordingHeader
 
 
 class On(StrEnum):
@@ -69,7 +69,7 @@ def replay(
         raise typer.Exit(1)
 
 
-def _open(header: "Header", device: On) -> "Device":
+def _open(header: "RecordingHeader", device: On) -> "Device":
     """Open the recorded device, or one like it."""
     from coserve.devices.settings import DeviceSettings
 
@@ -111,7 +111,7 @@ def _open(header: "Header", device: On) -> "Device":
     return open_device(settings)
 
 
-def _check_before_loading(header: "Header") -> None:
+def _check_before_loading(header: "RecordingHeader") -> None:
     """Raise DataError, before any memory is taken, if the recorded device is not one of the
     model's, or needs more memory than there is.
     """

@@ -14,8 +14,8 @@ from coserve.devices.base import Device
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.jobs.job import Job
 from coserve.engine.request import Chunk
+from coserve.engine.request_lifecycle import RequestLifecycle
 from coserve.engine.served_adapters import ServedAdapters
-from coserve.engine.serving import Serving
 from coserve.errors import AdapterError, RequestError
 from coserve.tuning.evaluation import is_right
 
@@ -44,7 +44,12 @@ class Answers:
     """Of all jobs that are being evaluated."""
 
     def __init__(
-        self, adapters: ServedAdapters, serving: Serving, device: Device, *, decode: Decode | None
+        self,
+        adapters: ServedAdapters,
+        serving: RequestLifecycle,
+        device: Device,
+        *,
+        decode: Decode | None,
     ) -> None:
         """decode: None: answers are written, and not judged (a recording that is run again has no
         use for it).

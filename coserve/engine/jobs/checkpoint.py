@@ -96,7 +96,7 @@ class TrainerState(Protocol):
         ...
 
 
-class TakenCopy:
+class DeviceCopy:
     """A copy that a device keeps until it is dropped, which happens when the last reference to this
     is gone.
     """
@@ -147,16 +147,16 @@ class Checkpoint:
             shutil.rmtree(part, ignore_errors=True)
 
 
-class CopyTaker:
+class DeviceCopies:
     """Has a device copy the tensors of jobs."""
 
     def __init__(self, device: Device, log: CommandLog) -> None:
         self._device, self._log = device, log
         self._numbers = count()
 
-    def new(self, job: str) -> TakenCopy:
+    def new(self, job: str) -> DeviceCopy:
         """Return a copy of a job's tensors that is still to be taken."""
-        return TakenCopy(self._device, f"{job}/{next(self._numbers)}", self._log.send)
+        return DeviceCopy(self._device, f"{job}/{next(self._numbers)}", self._log.send)
 
     def checkpoint(self, job: str, position: JobPosition) -> Checkpoint:
         """Copy a job after its last whole optimizer step, at which it has this position."""

@@ -204,7 +204,7 @@ class Job:
             return progress.place.cursor.phase
         return "pack" if progress.packs else "update" if progress.update_due else None
 
-    def seen(self, now_s: float, num_pages: int) -> JobProgress | None:
+    def view(self, now_s: float, num_pages: int) -> JobProgress | None:
         """Return what a policy may do with it now; None: nothing. num_pages: of the pack in memory,
         or the next one.
         """

@@ -10,12 +10,12 @@ from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.jobs.answers import Answers
-from coserve.engine.jobs.checkpoint import Checkpoint, TakenCopy
+from coserve.engine.jobs.checkpoint import Checkpoint, DeviceCopy
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.lifecycle import JobLifecycle
 from coserve.engine.jobs.memory import JobMemory
-from coserve.engine.page_broker import PageBroker
+from coserve.engine.page_manager import PageManager
 from coserve.engine.records import WindowUse
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.errors import DeviceMemoryError, JobError
@@ -75,7 +75,7 @@ class JobSet(Mapping[str, Job]):
     def __init__(
         self,
         device: Device,
-        pages: PageBroker,
+        pages: PageManager,
         swap: HostSwap,
         adapters: ServedAdapters,
         counters: TokenCounters,
@@ -191,7 +191,7 @@ class JobSet(Mapping[str, Job]):
             if not self._memory.has_moments(job) and progress.update_due:
                 continue  # others have the pages of its moments
             is_one_alone |= progress.num_steps_done < job.alone_until_step
-            if (seen := job.seen(now_s, self._memory.num_pack_pages(job))) is not None:
+            if (seen := job.view(now_s, self._memory.num_pack_pages(job))) is not None:
                 found.append(seen)
         served = self._served.of(jobs, [each.id for each in found])
         if len(found) > 1:
@@ -268,7 +268,7 @@ class JobSet(Mapping[str, Job]):
         """
         return self._lifecycle.checkpoint(self.find(job_id))
 
-    def contribution(self, job_id: str) -> TakenCopy:
+    def contribution(self, job_id: str) -> DeviceCopy:
         """Return a copy of what the other nodes of a job are to have, when its event reports that
         it is due.
         """

@@ -16,7 +16,7 @@ from coserve.devices.messages.jobs import CloseTrainer, CombineContributions, Ta
 from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.engine.command_log import CommandLog
 from coserve.engine.jobs.answers import Answers
-from coserve.engine.jobs.checkpoint import Checkpoint, CopyTaker, TakenCopy
+from coserve.engine.jobs.checkpoint import Checkpoint, DeviceCopies, DeviceCopy
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.memory import JobMemory
@@ -54,7 +54,7 @@ class JobLifecycle:
             counters,
         )
         self._log, self._answers, self._emit, self._jobs = log, answers, emit, jobs
-        self._copies = CopyTaker(device, log)
+        self._copies = DeviceCopies(device, log)
         self.window_use = WindowUse()
         """What came of the window of weights so far."""
 
@@ -243,7 +243,7 @@ class JobLifecycle:
             return job.exchange.common
         return self._copies.checkpoint(job.id, job.position())
 
-    def contribution(self, job: Job) -> TakenCopy:
+    def contribution(self, job: Job) -> DeviceCopy:
         """Return a copy of what the other nodes of a job are to have.
 
         Gradients can be taken once: until their combination comes, a caller that asks again gets

@@ -17,7 +17,7 @@ from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.pack import BegunPack
-from coserve.engine.page_broker import MomentsNeed, PageBroker
+from coserve.engine.page_manager import MomentsNeed, PageManager
 from coserve.errors import BudgetError
 from coserve.memory.pages.pack_pages import PackPages
 from coserve.scheduling.latency import LatencyModel
@@ -31,7 +31,7 @@ class JobMemory:
         self,
         clock: Clock,
         log: CommandLog,
-        pages: PageBroker,
+        pages: PageManager,
         swap: HostSwap,
         latency: LatencyModel,
         emit: Callable[[JobEvent], None],
@@ -103,7 +103,7 @@ class JobMemory:
         """Take the pages of the job's pack, which goes to the host if that is worth it."""
         begun = job.progress.begun
         assert begun is not None
-        seen = job.seen(self._clock.now(), begun.pages.num_pages)
+        seen = job.view(self._clock.now(), begun.pages.num_pages)
         if seen is not None and self._swap.keep_pack(seen, begun.pages.pages):
             job.swap_pack_out()
         else:
@@ -121,7 +121,7 @@ class JobMemory:
     def _num_other_pages(self, job: Job) -> int:
         """Return the pages of weights and moments without which it cannot have a pack."""
         other, moments = job.costs.other, self._moments_need(job)
-        num_pages = 0 if other is None else self._pages.window_need(other).least_pages
+        num_pages = 0 if other is None else self._pages.window_need(other).min_pages
         return num_pages + (0 if moments is None else moments.num_pages)
 
     # -- moments --------------------------------------------------------------------

@@ -23,7 +23,7 @@ from coserve.engine.checks import check_adapter_name, check_examples, with_virtu
 from coserve.engine.command_log import CommandLog
 from coserve.engine.jobs.checkpoint import read_position
 from coserve.engine.jobs.job import Job
-from coserve.engine.page_broker import PageBroker
+from coserve.engine.page_manager import PageManager
 from coserve.engine.served_adapters import AdapterVersions, ServedAdapters
 from coserve.errors import AdapterError, DataError, DeviceGoneError, JobError
 from coserve.settings import shown
@@ -48,7 +48,7 @@ class JobOpener:
     def __init__(
         self,
         device: Device,
-        pages: PageBroker,
+        pages: PageManager,
         adapters: ServedAdapters,
         log: CommandLog,
         trainable_models: Mapping[str, str],
@@ -86,7 +86,7 @@ class JobOpener:
         if is_checked:
             check_examples([*examples, *validation], self._device.info)
         num_tokens = sum(len(example.tokens) for example in examples)
-        path = path_of(model, self._trainable_models)
+        path = trainable_model_path(model, self._trainable_models)
         if checkpoint is None and adapter is None:
             raise JobError("a job needs an adapter to begin with, or a checkpoint to resume from")
         trainer = OpenTrainer(
@@ -187,7 +187,7 @@ def _questions(
         raise JobError(f"the validation set: {error}") from None
 
 
-def path_of(model: str, trainable_models: Mapping[str, str]) -> str:
+def trainable_model_path(model: str, trainable_models: Mapping[str, str]) -> str:
     """Return the path of a model that jobs may train, by its name; "" for "", the one that serves.
     JobError if there is none.
     """
@@ -200,11 +200,11 @@ def path_of(model: str, trainable_models: Mapping[str, str]) -> str:
     return trainable_models[model] if model else ""
 
 
-def _window_pages(other: OtherModel, pages: PageBroker, model: str) -> int:
+def _window_pages(other: OtherModel, pages: PageManager, model: str) -> int:
     """Return the fewest pages that its weights need; JobError if the window may not have as
     many.
     """
-    least, most_bytes = pages.window_need(other).least_pages, pages.max_window_bytes
+    least, most_bytes = pages.window_need(other).min_pages, pages.max_window_bytes
     if least * pages.pool.page_bytes > most_bytes:
         raise JobError(
             f"two parts of model {model!r} side by side need {least * pages.pool.page_bytes} "
@@ -221,7 +221,7 @@ def _named(model: str) -> str:
 def with_pack_size(
     config: TuningConfig,
     costs: TrainerOpened,
-    pages: PageBroker,
+    pages: PageManager,
     examples: Sequence[Example],
     model: str = "",
 ) -> TuningConfig:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from coserve.devices.messages.steps import PackSums
 from coserve.engine.host_swap import SwappedPack
-from coserve.engine.jobs.checkpoint import Checkpoint, JobPosition, TakenCopy
+from coserve.engine.jobs.checkpoint import Checkpoint, DeviceCopy, JobPosition
 from coserve.engine.jobs.events import StepSeconds
 from coserve.engine.jobs.pack import BegunPack
 from coserve.tuning.early_stopping import BestEvaluation
@@ -28,7 +28,7 @@ JobStatus = Literal["running", "paused", "succeeded", "failed", "cancelled"]
 JobEnd = Literal["succeeded", "failed", "cancelled"]
 JobStage = Literal["packs", "after_step", "evaluation", "answers"]
 
-MOST_FAILURES = 10
+MAX_FAILURES = 10
 
 
 class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
@@ -50,7 +50,7 @@ class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
     @property
     def too_many(self) -> bool:
         """Return whether the job will not get any further."""
-        return self.num_in_a_row >= MOST_FAILURES
+        return self.num_in_a_row >= MAX_FAILURES
 
     def reason(self, message: str) -> str:
         """Return why the job fails then, and what would be right; message: of the last failure."""
@@ -118,7 +118,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """Contributions that the device has taken in since the job was opened."""
     num_before: int = 0
     """Contributions of earlier combinations, of num_taken_in."""
-    taking: TakenCopy | None = None
+    taking: DeviceCopy | None = None
     """The copy of what this node contributes, until the combination comes, for all who ask for
     it."""
 

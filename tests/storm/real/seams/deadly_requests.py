@@ -17,7 +17,7 @@ from typing import Any
 PROMPT = [1] * 77
 # Names the file that has a byte for each process that died of the prompt.
 DEATHS_VARIABLE = "STORM_DEATHS"
-_TARGET = "coserve.engine.serving"
+_TARGET = "coserve.engine.request_lifecycle"
 
 
 class _Finder:
@@ -33,7 +33,7 @@ class _Finder:
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                _make_deadly(module.Serving)
+                _make_deadly(module.RequestLifecycle)
 
             loader.exec_module = exec_module  # type: ignore[method-assign]
         return found
