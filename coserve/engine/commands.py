@@ -1,9 +1,10 @@
-"""What an engine is commanded: every change of its state is one of these, handled one after the
-other (`EngineCore`).
+"""Commands of an engine: every change of its state is one of these, and `EngineCore` handles them
+one after the other.
 
-The server's process sends most of them over the wire (`coserve.protocol`), a library's caller makes
-them by the methods of `Engine`, and a recording has them as they were handled. Those with a `call`
-are answered by one `CallReply` with the same number where a server has sent them.
+A server's process sends most of them over the wire (`coserve.protocol`), the methods of `Engine`
+make them for a caller in the same process, and a recording holds them in the order in which they
+were handled. A command from a server that has a `call` is answered by one `CallReply` with the same
+number.
 """
 
 from collections.abc import Sequence
@@ -26,228 +27,299 @@ NO_CALL = -1
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRef:
-    """An adapter by the name under which the engine serves it; directory: where to load it from if
-    it is not on the device.
-    """
+    """A reference to an adapter that requests or jobs use."""
 
     name: str
+    """Name under which the engine serves the adapter."""
     directory: str | None = None
+    """PEFT directory from which the adapter is loaded if it is not on the device; None: it must be
+    there.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStart:
-    """All that an engine needs to start a job, or to resume it where a checkpoint was taken.
+    """Settings with which an engine starts a job, or resumes it from a checkpoint.
 
-    name: of the adapter that it makes, and serves when it is done (when live, from the first step
-    on). examples, validation: files that `coserve.jobs.datasets.examples` wrote ("" where a library's caller
-    has the examples). adapter: a fresh one, by its configuration in PEFT's format; or start: one to
-    train further. checkpoint: a directory that a `Checkpointed` named; then neither is used.
-    checkpoints: the directory in which the engine writes `step-<n>`: every `checkpoint_every_steps`
-    optimizer steps (0: not while it runs), at a pause, at a cancellation, and at the end. paused:
-    it waits to be resumed. tenant: whose it is. alone_until_step: until then, no step of the engine
-    works for another job as well. model: that it trains, by the engine's name for it, if that is
-    not the one that serves. data_parallel: how it is to be divided among nodes; None: not at all,
-    and an engine alone trains all of it in any case. shard: the part that this engine gets.
+    A job begins with `adapter`, with `start`, or at a `checkpoint`; with a checkpoint, `adapter` is
+    used only where the checkpoint's PEFT directory does not describe it completely.
     """
 
     id: str
+    """Id of the job."""
     name: str
+    """Name of the adapter that the job trains; it is served at the end, and from the first step on
+    if the job is live.
+    """
     examples: str = ""
+    """File of training examples, written by `coserve.jobs.examples`; "" where the caller passes
+    them in memory.
+    """
     validation: str | None = None
+    """File of validation examples, in the same format."""
     config: TuningConfig
+    """Hyperparameters of the job."""
     adapter: dict[str, Any] | None = None
+    """Configuration of a fresh adapter, in PEFT's format."""
     start: AdapterRef | None = None
+    """Adapter that is trained further."""
     checkpoint: str | None = None
+    """Checkpoint directory, as named by a `Checkpointed`, from which the job resumes."""
     checkpoints: str = ""
+    """Directory in which the engine writes checkpoints, as `step-<n>`: every
+    `checkpoint_every_steps` steps, at a pause, at a cancellation, and at the end.
+    """
     checkpoint_every_steps: int = 0
-    # Whether the model is the checkpoint of the best evaluation, and not the last one.
+    """Number of optimizer steps between checkpoints; 0: none while the job runs."""
     keep_best: bool = False
+    """Whether the resulting model is the checkpoint of the best evaluation, and not the last one.
+    """
     paused: bool = False
+    """Whether the job starts paused."""
     tenant: str = ""
+    """Owner of the job."""
     alone_until_step: int = 0
+    """Optimizer step until which no engine step that works for this job works for another one, so
+    that a crash can be attributed.
+    """
     model: str = ""
+    """Name of the trained model, one of the config's `trainable_models`; "" for the one that
+    serves.
+    """
     data_parallel: DataParallel | None = None
+    """Division of the job among nodes; None: one node. A single engine ignores it, and trains
+    everything.
+    """
     shard: Shard | None = None
+    """Part of the job that this engine trains; None: all of it."""
 
     @property
     def changes_model(self) -> bool:
-        """Whether it trains the weights that serve."""
-        from coserve.adapters.methods import (
-            changes_model,
-        )  # with torch, which not all that pass jobs on have
+        """Return whether the job trains the weights that serve."""
+        # Here, since it imports torch, which not every process that passes jobs on has.
+        from coserve.adapters.methods import changes_model
 
         return changes_model(self.adapter)
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Answered by chunks, the last of each sequence with a finish_reason; or by `Refused`, if it
-    cannot be served.
+    """Queue a request.
 
-    Chunks have tokens and no text, and params no stop strings: text is made where the tokens come
-    out. priority, batch_due_s, without_jobs: see `TokenEngine.add_tokens`.
+    It is answered by chunks, the last of each sequence with a finish_reason, or by `RequestRefused`
+    if it cannot be served. Chunks on the wire carry tokens without text, and the params carry no
+    stop strings: the server's process makes the text.
     """
 
     id: str
+    """Id of the request."""
     prompt: Sequence[int]
+    """Token ids of the prompt."""
     params: SamplingParams
+    """Sampling parameters."""
     arrival_s: float | None
     """Time of arrival; None: now."""
     slo: Slo | None = None
+    """Latency objective; None: the engine's default."""
     adapter: AdapterRef | None = None
+    """Adapter that answers; None: the bare model."""
     tenant: str = ""
+    """Owner of the request."""
     priority: int = 0
+    """Priority; lower values are served first."""
     batch_due_s: float | None = None
+    """Time at which batch work should be done; it runs in capacity that other requests leave over,
+    and has no SLO. None: not batch work.
+    """
     without_jobs: bool = False
+    """Whether no job may have a step beside the request."""
 
     def by_clock(self, ahead_s: float) -> "AddRequest":
-        """With its times by another clock, which is this much ahead."""
+        """Return the request with its times by another clock, which is `ahead_s` seconds ahead."""
         arrival_s = None if self.arrival_s is None else self.arrival_s + ahead_s
         due_s = None if self.batch_due_s is None else self.batch_due_s + ahead_s
         return structs.replace(self, arrival_s=arrival_s, batch_due_s=due_s)
 
 
 class UseVocabulary(msgspec.Struct, tag=True, frozen=True):
-    """Say what tokens stand for, before the first request with a grammar; see `Vocabulary`."""
+    """Set what tokens stand for, before the first request with a grammar."""
 
     pieces: Sequence[bytes]
+    """Bytes of each token, by id."""
     special: Sequence[int]
+    """Ids of special tokens, whose bytes are a name and not text."""
 
 
 class CancelRequest(msgspec.Struct, tag=True, frozen=True):
-    """End a request; its last chunks say "cancelled"."""
+    """End a request; the last chunk of each of its sequences has the finish_reason "cancelled"."""
 
     id: str
+    """Id of the request."""
 
 
 class StopSequence(msgspec.Struct, tag=True, frozen=True):
-    """End a sequence with its first `num_tokens` tokens: its text has a stop string. What the
-    engine has run beyond that does not count; its last chunk, without tokens, says "stop".
+    """End a sequence whose text has reached a stop string.
+
+    Tokens that the engine has generated beyond it are not counted; the last chunk has no tokens,
+    and the finish_reason "stop".
     """
 
     id: str
+    """Id of the request."""
     index: int
+    """Index of the sequence among the request's `n`."""
     num_tokens: int
+    """Number of tokens that the sequence keeps."""
 
 
 class HoldRequest(msgspec.Struct, tag=True, frozen=True):
-    """Keep a request that waits from starting before `DeliverBlocks`: another instance computes its
+    """Hold a waiting request back until `DeliverBlocks`, while another instance computes its
     prompt.
     """
 
     id: str
+    """Id of the request."""
 
 
 class DeliverBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Deliver the handed-over blocks of a held request; None means that the handover failed. The
-    file must exist until the request is admitted.
-    """
+    """Deliver the handed-over KV blocks of a held request, which may start from now on."""
 
     id: str
+    """Id of the request."""
     blocks: ImportedBlocks | None
+    """Blocks in a page file, which must exist until the request is admitted; None: the handover
+    failed, and the prompt is computed here.
+    """
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Put an adapter on the device under its name, unless it is there; it was used now.
+    """Load an adapter under its name, unless it is on the device; it counts as used now.
 
-    changed_by: see `OpenVersion`. Where a thread has read the adapter beside steps,
-    `EngineCore.handle` is given what came of that.
+    Where a thread has read the adapter beside steps, `EngineCore.handle` is passed the
+    `AdapterLoad`.
     """
 
     call: int
+    """Number of the call, or `NO_CALL`."""
     adapter: AdapterRef
+    """Name and directory of the adapter."""
     changed_by: str = ""
+    """Job whose full fine-tuning has written the directory, which then holds a model and no adapter
+    (see `OpenVersion`); "" otherwise.
+    """
     model: str = ""
-    """Name of the model that the adapter is of, one of the config's `trainable_models`; "" for the
-    one that serves."""
+    """Model that the adapter belongs to, one of the config's `trainable_models`; "" for the one
+    that serves.
+    """
     stays: bool = False
-    """Whether it is never evicted. Then an adapter of that name must not be there."""
+    """Whether the adapter is never evicted. It is an error then if an adapter of that name is
+    loaded already.
+    """
 
 
 class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Withdraw an adapter: no new request finds it; no error if it was not there."""
+    """Withdraw an adapter: new requests cannot use it. Nothing happens if it is not loaded."""
 
     call: int
+    """Number of the call, or `NO_CALL`."""
     name: str
+    """Name of the adapter."""
 
 
 class SaveVersion(msgspec.Struct, tag=True, frozen=True):
-    """Write a version (`name` or `name@step`) in PEFT's format."""
+    """Write an adapter version in PEFT's format."""
 
     label: str
+    """Name of the adapter, for its newest version, or `name@step`."""
     directory: str
+    """Directory to write to."""
 
 
 class StartJob(msgspec.Struct, tag=True, frozen=True):
-    """Start a job, or resume it. `EngineCore.handle` is given its examples, which are read beside
-    steps.
+    """Start a job, or resume it from a checkpoint. `EngineCore.handle` is passed its examples,
+    which are read beside steps.
     """
 
     call: int
+    """Number of the call, or `NO_CALL`."""
     job: JobStart
+    """Settings of the job."""
 
 
 class PauseJob(msgspec.Struct, tag=True, frozen=True):
-    """Pause a job; its current pack is discarded and begun again on resume. A server's engine
-    writes a checkpoint.
+    """Pause a job; its current pack goes to the host, or is discarded and restarted on resume. A
+    server's engine writes a checkpoint.
     """
 
     call: int
+    """Number of the call, or `NO_CALL`."""
     id: str
+    """Id of the job."""
 
 
 class ResumeJob(msgspec.Struct, tag=True, frozen=True):
     """Resume a paused job."""
 
     call: int
+    """Number of the call, or `NO_CALL`."""
     id: str
+    """Id of the job."""
 
 
 class CancelJob(msgspec.Struct, tag=True, frozen=True):
-    """End a job; versions that it has published stay. A server's engine writes a checkpoint, if it
-    is wanted.
-    """
+    """End a job; adapter versions that it has published stay."""
 
     call: int
+    """Number of the call, or `NO_CALL`."""
     id: str
+    """Id of the job."""
     keeps: bool = True
+    """Whether a server's engine writes a last checkpoint."""
 
 
 class CombineJob(msgspec.Struct, tag=True, frozen=True):
-    """Take in what the nodes of a job have contributed, and continue; after a `Contributed`,
+    """Apply the contributions of a divided job's nodes, and continue. It follows each `Contributed`
     once.
     """
 
     call: int
+    """Number of the call, or `NO_CALL`."""
     id: str
+    """Id of the job."""
     combination: Combination
+    """Contributions to apply."""
 
 
 class CopyCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Copy a job as it is after its last whole optimizer step (one that is over: without the
-    optimizer's state).
+    """Copy a job's state after its last whole optimizer step. A job that is over has no optimizer
+    state.
     """
 
     id: str
+    """Id of the job."""
 
 
 class CopyContribution(msgspec.Struct, tag=True, frozen=True):
-    """Copy what the other nodes of a job are to have, when its event says that it is due."""
+    """Copy what this node contributes to a divided job, when its event reports that a contribution
+    is due.
+    """
 
     id: str
+    """Id of the job."""
 
 
 class ForgetJob(msgspec.Struct, tag=True, frozen=True):
-    """Forget a job that is over; versions that it has published stay."""
+    """Forget a job that is over; adapter versions that it has published stay."""
 
     id: str
+    """Id of the job."""
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Plan, and have the device begin a step."""
+    """Plan a step, and have the device begin it."""
 
 
 class FlushCommands(msgspec.Struct, tag=True, frozen=True):
-    """Carry out what is in the log to the device now: where no step is coming, or an unrecorded
+    """Carry out the commands in the device's log now, because no step is coming or an unrecorded
     command follows.
     """
 
@@ -271,7 +343,9 @@ EngineCommand = Step | FlushCommands | RequestCommand | AdapterCommand | JobComm
 
 @dataclass(frozen=True, kw_only=True)
 class JobExamples:
-    """The data of a job, as its files have it."""
+    """Tokenized data of a job."""
 
     examples: Sequence[Example]
+    """Training examples."""
     validation: Sequence[Example] = ()
+    """Validation examples."""

@@ -1,4 +1,4 @@
-"""How an engine is set up."""
+"""Configuration of an engine: policy, memory, limits and default objectives."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,48 +14,64 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """ValueError when created names the field and its range.
+    """Options of an engine.
 
-    policy, policy_settings: see `coserve.scheduling.policies`; settings by name, as values or as
-    text. ttft_s: SLO of requests that bring none, seconds to the first token. tpot_s: likewise,
-    mean seconds between later tokens; None: what `coserve.scheduling.slo` makes of a decode step
-    alone on this device. memory_bytes: of the page pool, for keys and values and fine-tuning's
-    activations; None: a share of what is free. host_memory_bytes: for keys and values of preempted
-    requests and packs that gave way, which come back from there where that is quicker than
-    computing them again; for the optimizers of paused jobs, and for adapters that no request reads;
-    0: none. block_tokens: tokens of a page. max_requests: sequences that run at once.
-    max_step_rows: rows of a forward pass. max_adapters: how many of those that lie on disk stay on
-    the device; with host memory, how many of all, as far as there is room for the others.
-    deterministic: answers and adapters are the same bit for bit, whatever runs beside them; steps
-    take longer (docs/engine.md). trainable_models: directories or hub ids of models that jobs may
-    train beside the one that serves, by the names that jobs give. tenant_weights: the parts of the
-    device that tenants have beside one another, of those whose part is not 1. share_prefixes:
-    whether all tenants share what is known of prompts' beginnings; otherwise each has its own, but
-    for those that are public. weight_window_bytes: of the page pool, that the weights of trainable
-    models may take at once; None: all that requests and packs leave.
+    Raises:
+        ValueError: when created; the message names the field and its range.
     """
 
     policy: str = DEFAULT_POLICY
+    """Name of the scheduling policy (see `coserve.scheduling.policies`)."""
     policy_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the policy by name, as values or as text."""
     ttft_s: float = 2.0
+    """Default time to first token, in seconds, for requests without an SLO."""
     tpot_s: float | None = None
+    """Default mean time between later tokens, in seconds; None: a multiple of what a decode step
+    takes alone on the device (`default_tpot_s`).
+    """
     memory_bytes: int | None = None
+    """Size of the page pool, for keys and values and for activations of fine-tuning; None: a share
+    of the free memory. With several ranks, the size on each.
+    """
     host_memory_bytes: int = 0
+    """Size of the swap space in host memory; 0: none. It holds keys and values of preempted
+    requests and packs of jobs, where copying them back is faster than recomputing them; optimizer
+    states of paused jobs; and adapters that no request reads. With several ranks, the size for
+    each.
+    """
     block_tokens: int = 16
+    """Number of tokens whose keys and values fit in a page."""
     max_requests: int = 256
+    """Maximum number of sequences that run at once."""
     max_step_rows: int = 2048
+    """Maximum number of rows in a forward pass."""
     max_adapters: int = 64
+    """Maximum number of adapters on the device that can be loaded from disk again. With host
+    memory, the maximum of all adapter versions, as far as the others fit there.
+    """
     deterministic: bool = False
+    """Whether answers and adapters are bitwise the same, whatever runs beside them; steps take
+    longer (docs/engine.md).
+    """
     trainable_models: Mapping[str, str] = field(default_factory=dict)
+    """Models that jobs may train beside the one that serves: directories or hub ids, by the names
+    that jobs use.
+    """
     weight_window_bytes: int | None = None
+    """Maximum part of the page pool, in bytes, that weights of trainable models take at once; None:
+    all that requests and packs leave.
+    """
     tensor_parallel: int = 1
     """Number of ranks: processes that hold the model together, each on a device of its own
     (docs/parallel.md).
-
-    `memory_bytes` and `host_memory_bytes` are then those of each rank.
     """
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights by which tenants share the device, of tenants whose weight is not 1."""
     share_prefixes: bool = False
+    """Whether all tenants share cached prompt prefixes; otherwise each tenant has its own, except
+    for public prefixes.
+    """
 
     def __post_init__(self) -> None:
         make_policy(self.policy, self.policy_settings)

@@ -1,3 +1,3 @@
-"""The wire between a server and the engine's process: messages, and where in the home both ends
-meet.
+"""The wire between a server and the engine's process: messages, and the files in the home where
+both ends meet.
 """

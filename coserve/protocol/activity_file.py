@@ -1,7 +1,8 @@
-"""The layout of the file by which an engine's process leaves word of the jobs that it works for.
+"""Layout of the file in which an engine's process notes the jobs that it works for, for when it
+dies.
 
-A head, then two slots of ids, each of which ends with a zero: the process may die while it writes
-one of them.
+A header is followed by two slots of ids, each terminated by a zero: the process may die while it
+writes one of them.
 """
 
 import struct

@@ -1,11 +1,9 @@
-"""What the server's process and the engine's say to each other: msgpack over one ZeroMQ pair
-socket.
+"""Messages between the server's process and the engine's: msgpack over one ZeroMQ pair socket.
 
-The server says what to do (`ServerCommand`: of those that `coserve.engine.commands` describes, and two
-more), the engine what came of it (`Report`). Commands with a `call` are answered by one `CallReply`
-with the same number; a request is answered by its chunks, and a job by its events. Times are
-seconds of the monotonic clock, which both processes share. Nothing but tokens, settings and paths
-crosses: no tensor ever does.
+The server sends commands (`ServerCommand`: most of `coserve.engine.commands`, and two more), the
+engine sends reports (`Report`). A command with a `call` is answered by one `CallReply` with the
+same number; a request is answered by its chunks, and a job by its events. Times are seconds of the
+monotonic clock, which both processes share. Only tokens, settings and paths cross, never a tensor.
 """
 
 from typing import Any
@@ -40,48 +38,64 @@ _MAX_COUNTED_PARTS = 100
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine's process is to be, as JSON. address: of the socket that the server has
-    bound. activity: a file for `coserve.worker.activity`. threads: of the CPU; None: as many as the
-    model is worth. record: a file to write all that the engine does to. role, prefill_socket,
-    prefill_min_tokens: see `coserve.worker.handover`. max_model_len: tokens of a request, prompt
-    and answer, and of an example; None: as many as the model has positions. log_format, log_level:
-    see `coserve.logs`. files_url, files_cache_bytes: see `coserve.jobs.files.remote_files`; the process's
-    home is the directory here.
-    """
+    """Settings of an engine's process, sent as JSON on the first line of its standard input."""
 
     address: str
+    """Address of the socket that the server has bound."""
     activity: str | None = None
+    """File in which the process notes whose work it does (`coserve.worker.activity`)."""
     model: str
+    """Directory or hub id of the model, or a `dummy:` preset."""
     dtype: str
+    """Data type of weights and activations, or "auto" for the model's own."""
     weights: str = "dense"
+    """Storage of linear weights: "dense" or "int8"."""
     device: str
+    """Device, such as "cpu" or "cuda:0", or "auto"."""
     threads: int | None = None
+    """Number of CPU threads; None: as many as pay for the model's size."""
     record: str | None = None
+    """File to which everything that the engine does is recorded."""
     role: str = "both"
+    """Role in a prefill/decode split: "prefill", "decode" or "both"."""
     prefill_socket: str | None = None
+    """Address at which prefill and decode instances connect (`coserve.worker.handover`)."""
     prefill_min_tokens: int | None = None
+    """Minimum number of unknown prompt tokens for which a decode instance asks for a prefill."""
     max_model_len: int | None = None
+    """Maximum number of tokens of a request, prompt and answer, and of an example; None: the
+    model's positions.
+    """
     log_format: str = "text"
+    """Format of log lines: "text" or "json" (`coserve.logs`)."""
     log_level: str = "warning"
+    """Lowest level that is logged."""
     files_url: str | None = None
+    """URL of the store of shared files (`coserve.jobs.remote_files`); None: files are on this
+    machine.
+    """
     files_cache_bytes: int | None = None
+    """Maximum size of the local cache of shared files, in the process's home."""
     measures_first: bool = True
-    """Whether a device without a measured profile is measured before it serves, or beside
-    requests."""
+    """Whether a device without a measured profile is measured before it serves, and not beside
+    requests.
+    """
     engine: EngineConfig
+    """Configuration of the engine."""
 
 
 # -- commands: server to engine ---------------------------------------------------------
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Say that the step loop is alive, by a `Pong`."""
+    """Check that the step loop is alive; it answers by a `Pong`."""
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Write a checkpoint of every job that is not over, reply, and end the process."""
 
     call: int
+    """Number of the call."""
 
 
 # fmt: off
@@ -100,8 +114,9 @@ class StartProgress(msgspec.Struct, tag=True, frozen=True):
     stage: str
     """The stage, such as "loading weights"."""
     done: int
+    """Parts of the stage that are finished."""
     total: int
-    """Parts of the stage; 0 if that is not known."""
+    """Parts of the stage; 0 if the number is not known."""
 
     def __str__(self) -> str:
         if not self.total:
@@ -112,26 +127,39 @@ class StartProgress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The engine takes commands. threads: of the CPU. slo: of requests that bring none; it follows
-    what steps take. num_state_pages, fingerprint: see `DeviceInfo`. hardware: kind of device.
-    profile: what it takes for the pieces of a step; None: not known.
-    """
+    """Notice that the engine takes commands, with what the server has to know of it."""
 
     model: str
+    """Name of the model."""
     dtype: str
+    """Data type of weights and activations."""
     device: str
+    """Device, such as "cpu" or "cuda:0"."""
     threads: int
+    """Number of CPU threads."""
     slo: Slo
+    """Default SLO; it follows measured step times."""
     vocab_size: int
+    """Number of tokens in the vocabulary."""
     max_positions: int
+    """Maximum number of tokens of a sequence."""
     num_pages: int
+    """Number of pages in the pool."""
     page_bytes: int
+    """Size of a page."""
     block_tokens: int
+    """Number of tokens whose keys and values fit in a page."""
     weight_bytes: int
+    """Size of the weights."""
     num_state_pages: int = 0
+    """Number of pages that each request takes for its recurrent state, beside its keys and values.
+    """
     hardware: str = ""
+    """Kind of the device."""
     profile: Profile | None = None
+    """Measured times of the pieces of a step; None: not known."""
     fingerprint: str = ""
+    """Fingerprint of the weights, which is equal on devices that hold the same model."""
     num_ranks: int = 1
     """Number of processes that hold the model together; sizes in bytes and pages are those of
     each."""
@@ -142,47 +170,57 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):
-    """The step loop has come round: the answer to a `Ping`."""
+    """Answer of the step loop to a `Ping`."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
-    """The engine cannot start as it was asked; starting it again would not help."""
+    """Notice that the engine cannot start with its settings; another attempt would not help."""
 
     error: str
+    """Reason, in one line."""
 
 
 class CallReply(msgspec.Struct, tag=True, frozen=True):
-    """A command is done, or refused with an error in one line of a kind (the name of its class in
-    coserve.errors).
-    """
+    """Answer to a command that has a call number: it is done, or refused."""
 
     call: int
+    """Number of the call."""
     error: str | None = None
+    """Reason of the refusal, in one line; None: the command is done."""
     kind: str | None = None
+    """Class name of the error in coserve.errors."""
 
 
 class RequestRefused(msgspec.Struct, tag=True, frozen=True):
-    """A request cannot be served at all; error and kind as in `CallReply`."""
+    """Notice that a request cannot be served at all."""
 
     id: str
+    """Id of the request."""
     error: str
+    """Reason, in one line."""
     kind: str
+    """Class name of the error in coserve.errors."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One step: when it ended, what it took and was believed to take, and the rows in it by kind.
-
-    backward_rows: rows through the loss and of tasklets, over all blocks and the head, divided by
-    the number of these.
-    """
+    """Times and rows of one step."""
 
     end_s: float
+    """Time at which the step ended."""
     step_s: float
+    """Duration of the step."""
     predicted_s: float
+    """Predicted duration."""
     decode_rows: int
+    """Number of decode rows."""
     prefill_rows: int
+    """Number of prefill rows."""
     window_rows: int
+    """Number of forward rows of fine-tuning."""
     backward_rows: float
+    """Number of rows through the loss and of tasklets, summed over all blocks and the head and
+    divided by their number.
+    """
 
 
 # What no client waits for is reported this often.
@@ -190,17 +228,26 @@ STATS_S = 0.2
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What steps brought. Chunks come at once, all else every `STATS_S` seconds, with events of
-    jobs, and when there is nothing left to do.
+    """Results of steps.
+
+    Chunks are sent at once; the rest every `STATS_S` seconds, with events of jobs, and when there
+    is nothing left to do.
     """
 
     chunks: list[Chunk] = []
+    """Chunks of requests."""
     job_events: list[JobEvent] = []
+    """Events of jobs."""
     checkpoints: list[Checkpointed] = []
+    """Checkpoints that are on disk."""
     contributions: list[Contributed] = []
+    """Contributions of divided jobs that are on disk."""
     records: list[RequestRecord] = []
+    """Records of requests that have ended."""
     steps: list[StepRecord] = []
+    """Records of steps."""
     stats: EngineStats | None = None
+    """Counts as of now."""
 
 
 Report = StartProgress | Ready | Pong | StartFailed | CallReply | RequestRefused | StepReport
@@ -211,10 +258,18 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_command(message: bytes) -> Any:
-    """A `ServerCommand`."""
+    """Decode a `ServerCommand`.
+
+    Raises:
+        msgspec.DecodeError: the message is none.
+    """
     return _command_decoder.decode(message)
 
 
 def decode_report(message: bytes) -> Any:
-    """A `Report`."""
+    """Decode a `Report`.
+
+    Raises:
+        msgspec.DecodeError: the message is none.
+    """
     return _report_decoder.decode(message)

@@ -1,5 +1,5 @@
-"""Where the socket between server and engine lies, and pages that an engine shares: in the home, or
-linked from there, so that what a killed server leaves is found and removed at the next start.
+"""Places of an engine's socket and of the pages that it shares: in the home or linked from there,
+so that the next start finds and removes what a killed server has left.
 """
 
 import os
@@ -16,9 +16,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def make_socket_directory(home: Path) -> Path:
-    """A new directory that only this user can enter. Where the home's path is too long for the
-    address of a socket it lies elsewhere, and this is a link to it. Where the home's disk is full
-    it lies elsewhere without a link.
+    """Make a new directory that only this user can enter.
+
+    Where the home's path is too long for the address of a socket, the directory lies elsewhere, and
+    a link to it is returned. Where the home's disk is full, it lies elsewhere without a link.
     """
     run = home / "run"
     try:
@@ -35,19 +36,23 @@ def make_socket_directory(home: Path) -> Path:
 
 
 def socket_address(directory: Path) -> str:
-    """As ZeroMQ names it."""
+    """Return the ZeroMQ address of the engine's socket in a directory."""
     return f"ipc://{directory.resolve() / _SOCKET}"
 
 
 def activity_file(directory: Path) -> Path:
-    """Where the engine says which jobs it works for."""
+    """Return the file in which the engine notes the jobs that it works for."""
     return directory.resolve() / "activity"
 
 
 def make_pages_directory(address: str) -> Path:
-    """Where an engine keeps pages that go from process to process; address: of its socket. In
-    memory where the system has a place for that, with a link in the socket's directory, so that it
-    goes with that.
+    """Make the directory of an engine's page files, which go from process to process.
+
+    It lies in memory where the system has a place for that, with a link in the socket's directory,
+    so that both are removed together.
+
+    Args:
+        address: Address of the engine's socket.
     """
     link = Path(address.removeprefix("ipc://")).parent / _PAGES
     if not os.access(_SHARED_MEMORY, os.W_OK):
@@ -59,7 +64,7 @@ def make_pages_directory(address: str) -> Path:
 
 
 def remove_socket_directory(directory: Path) -> None:
-    """With its link, if it has one, and the pages that an engine kept."""
+    """Remove a socket's directory with its link, if it has one, and with the engine's pages."""
     pages = directory.resolve() / _PAGES
     if pages.is_symlink():
         shutil.rmtree(pages.resolve(), ignore_errors=True)
@@ -69,7 +74,7 @@ def remove_socket_directory(directory: Path) -> None:
 
 
 def clear_socket_directories(home: Path) -> None:
-    """Remove all of them: nobody else may use this home now."""
+    """Remove all socket directories of a home, which nobody else may use now."""
     run = home / "run"
     for directory in run.iterdir() if run.is_dir() else ():
         remove_socket_directory(directory)
