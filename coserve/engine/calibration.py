@@ -1,5 +1,5 @@
-"""The profile that predictions rest on: measured before the engine served, or measured while it
-serves.
+"""Calibration of the profile that predictions rest on: measured before the engine serves, or while
+it serves.
 """
 
 from coserve.devices.messages.commands import DeviceInfo, DeviceMeasured, MeasureDevice
@@ -9,8 +9,8 @@ from coserve.scheduling.slo import DefaultSlo
 
 
 class Calibration:
-    """Replaces a provisional profile by a measured one, piece by piece, whenever its caller has
-    time for a piece.
+    """A provisional profile's replacement by a measured one, piece by piece, whenever the caller
+    has time for a piece.
     """
 
     def __init__(
@@ -21,11 +21,11 @@ class Calibration:
         """Return whether predictions still rest on a quick and cautious profile."""
 
     def run_piece(self) -> tuple[int, int]:
-        """Run one more piece of the device's measurement; only while it is provisional, and between
-        two steps.
+        """Run one more piece of the device's measurement; only while the profile is provisional,
+        and between two steps.
 
         Returns:
-            How many measurements are finished, and about how many there are. With the last one,
+            The number of finished measurements, and about how many there are. With the last one,
             predictions and the default SLO follow what was measured.
         """
         measured = self._log.execute(MeasureDevice())

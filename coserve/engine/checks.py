@@ -1,4 +1,4 @@
-"""What could never be served or trained, said before anything is queued."""
+"""Checks of requests, examples and adapter names, before anything is queued."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,8 +22,14 @@ def check_request(
     *,
     has_text: bool,
 ) -> None:
-    """Raise RequestError with what is wrong, and what would be right. version: of the request's
-    adapter. has_text: whether there is a tokenizer.
+    """Check that a request can be served at all.
+
+    Args:
+        version: Version of the request's adapter.
+        has_text: Whether there is a tokenizer.
+
+    Raises:
+        RequestError: the message says what is wrong, and what would be right.
     """
     num_virtual = 0 if version is None else version.num_virtual_tokens
     vocab_size = (
@@ -60,8 +66,14 @@ def check_request(
 def check_examples(
     examples: Sequence[Example], info: DeviceInfo | OtherModel, *, vocab_size: int = 0
 ) -> None:
-    """Raise JobError with the example, and what would be right. info: of the model that they are
-    for. vocab_size: of the adapter that is trained further, where it has its own.
+    """Check that examples can be trained on.
+
+    Args:
+        info: The model that they are for.
+        vocab_size: Vocabulary of the adapter that is trained further, where it has its own.
+
+    Raises:
+        JobError: the message names the example, and what would be right.
     """
     vocab_size = vocab_size or info.vocab_size
     for index, example in enumerate(examples):
@@ -80,8 +92,11 @@ def check_examples(
 def with_virtual_tokens(
     examples: Sequence[Example], number: int, max_positions: int
 ) -> Sequence[Example]:
-    """Examples after the virtual tokens of an adapter, none of which has a target; JobError for one
-    too long.
+    """Return examples with the virtual tokens of an adapter before each sequence, none of which has
+    a target.
+
+    Raises:
+        JobError: an example is too long then.
     """
     if not number:
         return examples
@@ -107,7 +122,11 @@ def with_virtual_tokens(
 
 
 def check_adapter_name(name: str, jobs: Iterable[Job], versions: AdapterVersions) -> None:
-    """AdapterError if no adapter can have it, or one has it, or will."""
+    """Check that a new adapter can have a name.
+
+    Raises:
+        AdapterError: the name is not valid, or it is taken by an adapter or a job.
+    """
     if not isinstance(name, str) or not name or "@" in name:
         raise AdapterError(
             f"{shown(name)} is no name for an adapter: it must not be empty, nor have an @"

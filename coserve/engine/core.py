@@ -1,9 +1,9 @@
 """The engine without text: it handles commands on requests of token ids, adapters and jobs, one
 after the other.
 
-Requests, jobs and pages by number; a device has the tensors. It is plain Python, and deterministic:
-the same commands, clock readings and results of the device give the same steps. The loop that takes
-them is `coserve.engine.step_loop`.
+It handles requests, jobs and pages by number; the device has the tensors. It is plain Python, and
+deterministic: the same commands, clock readings and results of the device give the same steps. Its
+step loop is `coserve.engine.step_loop`.
 """
 
 from collections import deque
@@ -58,7 +58,7 @@ from coserve.scheduling.slo import DefaultSlo, Slo
 
 
 class EngineCore:
-    """Requests of token ids, and jobs of tokenized examples, on a device."""
+    """Core of an engine: requests of token ids, and jobs of tokenized examples, on a device."""
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class EngineCore:
         find_pieces: FindPieces | None = None,
         keep_profile: Callable[[Profile], None] | None = None,
     ) -> None:
-        """Make the parts of an engine, each with those that it works with.
+        """Make the parts of an engine.
 
         Args:
-            end_tokens: ids that end every request.
-            text_stream: makes text of a request's tokens, given its prompt and params; None: no
+            end_tokens: Ids that end every request.
+            text_stream: Makes the text of a request's tokens, from its prompt and params; None: no
                 text, no stop strings.
-            decode: the text of answers to validation sets.
-            find_pieces: what tokens stand for, asked with the first grammar unless `UseVocabulary`
-                has told.
-            keep_profile: called with a corrected profile once measured step times have drifted from
+            decode: Decodes answers to validation sets.
+            find_pieces: Returns what tokens stand for; called with the first grammar, unless
+                `UseVocabulary` came before.
+            keep_profile: Called with a corrected profile once measured step times have drifted from
                 the device's.
         """
         self.device, self.latency, self.config = device, latency, config
@@ -160,7 +160,7 @@ class EngineCore:
 
     @property
     def policy(self) -> Policy:
-        """Another one begins without a history."""
+        """Scheduling policy; one that is set begins without a history."""
         return self.loop.policy
 
     @policy.setter
@@ -169,9 +169,7 @@ class EngineCore:
 
     @property
     def slo(self) -> Slo:
-        """Of requests that bring none; unless the config says it, or it was set, its TPOT follows
-        what steps take.
-        """
+        """Default SLO. Unless it is configured or set, its TPOT follows measured step times."""
         return self._default_slo.value
 
     @slo.setter
@@ -180,17 +178,17 @@ class EngineCore:
 
     @property
     def num_steps(self) -> int:
-        """Steps that the device has done."""
+        """Return the number of steps that the device has done."""
         return self.loop.num_steps
 
     @property
     def last_plan(self) -> Plan:
-        """What the last step was to do, as far as it could be done."""
+        """Return the last plan, as far as it could be carried out."""
         return self.loop.last_plan
 
     @property
     def last_result(self) -> StepResult | None:
-        """Of the last plan; None if that ran nothing, or the device failed."""
+        """Return the result of the last plan; None if that ran nothing, or the device failed."""
         return self.loop.last_result
 
     @property
@@ -203,41 +201,41 @@ class EngineCore:
 
     @property
     def versions(self) -> AdapterVersions:
-        """Adapters that requests can name."""
+        """Return the adapters that requests can name."""
         return self.adapters.versions
 
     @property
     def num_preemptions(self) -> int:
-        """How often a request's pages were taken."""
+        """Return the number of preemptions of requests so far."""
         return self.requests.num_preemptions
 
     @property
     def records(self) -> deque[RequestRecord]:
-        """How recent requests were served, the last one last; a reader may clear it."""
+        """Return the records of recent requests, the last one last; a reader may clear them."""
         return self._serving.records
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Ids that end every request, of those that the model has."""
+        """Return the ids that end every request, of those that the model has."""
         return self._serving.end_tokens
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """What tokens stand for, once that is known."""
+        """Return what tokens stand for, once that is known."""
         return self.grammars.vocabulary
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request is waiting or running."""
+        """Return whether a request is waiting or running."""
         return bool(self.requests)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could bring anything."""
+        """Return whether a step could bring anything."""
         return bool(self.requests or self.outbox or self.jobs.num_running)
 
     def stats(self) -> EngineStats:
-        """Count everything as of now; see `EngineStats`."""
+        """Return counts as of now."""
         loop, requests, jobs, pages, swap = (
             self.loop,
             self.requests,
@@ -282,9 +280,7 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        """Assert that every page, here and on the host, is free, or owned by somebody who knows of
-        it.
-        """
+        """Assert that every page, here and on the host, is free or has a known owner."""
         self.requests.check_integrity()
         self.swap.check_integrity(
             [*self.requests.waiting, *self.jobs.on_host, *self.adapters.on_host]
@@ -300,16 +296,16 @@ class EngineCore:
     # -- commands -------------------------------------------------------------------
 
     def handle(self, command: EngineCommand, read: AdapterLoad | JobExamples | None = None) -> Any:
-        """Do a command between two steps.
+        """Handle a command between two steps.
 
         Args:
-            read: what was read for the command beside steps: the examples of a job that starts, or
+            read: What was read for the command beside steps: the examples of a job that starts, or
                 an adapter.
 
         Returns:
-            What its caller in this process gets, where it has one: whether there is a step to
-            `finish_step`, whether the request was there, the loaded `AdapterVersion`, the
-            `Checkpoint`, the `DeviceCopy`.
+            The result for a caller in this process, if the command has one: whether there is a step
+                to `finish_step`, whether the request was there, the loaded `AdapterVersion`, the
+                `Checkpoint`, the `DeviceCopy`.
 
         Raises:
             CoserveError: the command is refused, and has changed nothing.
@@ -405,16 +401,16 @@ class EngineCore:
         return None
 
     def finish_step(self) -> list[Event]:
-        """Wait for the device, and book what came of the step. Returns all events so far."""
+        """Wait for the device, and apply the result of the step. Returns all events so far."""
         self.loop.finish()
         return self.outbox.take_all()
 
     def begin_load(self, name: str, directory: str) -> AdapterLoad | None:
-        """Return an adapter whose `read` any thread may call beside steps, before a `LoadAdapter`
-        is handled with it; None if there is nothing to load.
+        """Return a load whose `read` any thread may call beside steps, before a `LoadAdapter` is
+        handled with it; None if the adapter is loaded already.
 
         Raises:
-            AdapterError: it cannot have this name.
+            AdapterError: the adapter cannot have this name.
         """
         if name in self.versions:
             return None

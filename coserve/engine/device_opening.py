@@ -1,4 +1,4 @@
-"""Opens the device of an engine: torch in this process, or a group of ranks, each a process of its
+"""Opening of an engine's device: torch in this process, or a group of ranks, each a process of its
 own.
 """
 
@@ -23,14 +23,16 @@ def open_device_of(
     """Load a model that has been found, in this process or on as many ranks as the settings say.
 
     Args:
-        source: the settings' model.
-        progress: told what is being done, how much of it is done, and how much there is.
-        start_rank: starts the process of a rank.
+        source: The settings' model.
+        progress: Called with what is being done, how much of it is done, and how much there is.
+        start_rank: Starts the process of a rank.
 
     Raises:
         ModelError: the device is not there, or the model cannot be used on it; or there are too few
-            devices for the ranks. ValueError: the number of threads. BudgetError,
-            DeviceMemoryError: as `coserve.devices.loading.open_device`.
+            devices for the ranks.
+        ValueError: the number of threads is not valid.
+        BudgetError: see `coserve.devices.loading.open_device`.
+        DeviceMemoryError: see `coserve.devices.loading.open_device`.
     """
     from coserve.devices.ranks.places import check_places, crowding
 
@@ -52,7 +54,7 @@ def open_device_of(
 
 
 def device_settings(config: EngineConfig, model: str) -> DeviceSettings:
-    """Return what an engine's config says of its device."""
+    """Return the device's settings by an engine's configuration."""
     return DeviceSettings(
         model=model,
         memory_bytes=config.memory_bytes,

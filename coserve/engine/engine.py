@@ -1,5 +1,5 @@
 """The engine as a library: text in, text out, jobs from files; on torch, in this process or on
-ranks of their own.
+several ranks.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -48,19 +48,26 @@ _MAX_EMPTY_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sequence of a request, when it is over. text: "" without a tokenizer."""
+    """One finished sequence of a request."""
 
     request: str
+    """Id of the request."""
     index: int
+    """Index of the sequence among the request's `n`."""
     text: str
+    """Generated text; "" without a tokenizer."""
     tokens: tuple[int, ...]
+    """Generated tokens."""
     logprobs: tuple[TokenLogprob, ...]
+    """Log-probabilities of the tokens, if they were requested."""
     finish_reason: FinishReason
+    """Reason for the end."""
     stop_reason: str | int | None
+    """Stop string or token id that has ended the sequence."""
 
 
 class Engine(TokenEngine, DeviceOwner):
-    """One model on one device, serving and fine-tuning, with text in and out. Not to be shared
+    """One model on one device, serving and fine-tuning, with text in and out. It must not be shared
     between threads.
     """
 
@@ -74,11 +81,14 @@ class Engine(TokenEngine, DeviceOwner):
         end_tokens: Iterable[int] = (),
         latency: LatencyModel | None = None,
     ) -> None:
-        """device: whose memory and pages are those that the config asks for (`open_device`).
+        """Make an engine on a device whose memory and pages are those of the config
+        (`open_device`).
 
-        answers_tokenizer: reads one for answers to validation sets, where the engine has none for
-        text otherwise. end_tokens: ids that end a text; those that the model does not have are of
-        no effect. latency: default, what the device's profile says.
+        Args:
+            answers_tokenizer: Returns a tokenizer for answers to validation sets, where the engine
+                has none for text otherwise.
+            end_tokens: Ids that end a text; those that the model does not have are ignored.
+            latency: Latency model; None: that of the device's profile.
         """
         self.tokenizer = tokenizer
         self.answers_tokenizer = cache(answers_tokenizer or (lambda: tokenizer))
@@ -110,16 +120,16 @@ class Engine(TokenEngine, DeviceOwner):
         progress: LoadProgress | None = None,
         wrap: Callable[[Device], Device] | None = None,
     ) -> Self:
-        """Make an engine on torch, in this process, with weights that are there.
+        """Make an engine on torch, in this process, with weights that are loaded.
 
         Args:
-            may_be_provisional: whether a quick and cautious profile, which `calibration` replaces,
-                will do.
-            wrap: puts something between the engine and the device.
+            may_be_provisional: Whether a quick and cautious profile is enough, which `calibration`
+                replaces.
+            wrap: Wraps the device, for the engine to use in its place.
 
         Raises:
             BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page.
-                ValueError: the config asks for several ranks, which `load` starts.
+            ValueError: the config asks for several ranks, which `load` starts.
         """
         from coserve.devices.loading import device_on
 
@@ -168,24 +178,26 @@ class Engine(TokenEngine, DeviceOwner):
 
         Args:
             dtype: "float32", "bfloat16", "float16", or "auto" for the model's own.
-            weights: how those of linear layers are stored: "dense" in the dtype, or quantised to
-                "int8".
-            device: such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one. Several ranks
-                take "cpu" or "cuda", as many cores or GPUs as there are ranks.
-            threads: number of CPU threads of each rank; None leaves one rank those that PyTorch
+            weights: Storage of linear weights: "dense" in the dtype, or quantised to "int8".
+            device: Device, such as "cpu" or "cuda:0"; "auto" takes a GPU if there is one. Several
+                ranks take "cpu" or "cuda", as many cores or GPUs as there are ranks.
+            threads: Number of CPU threads of each rank; None leaves one rank those that PyTorch
                 has, and gives several ranks an equal share of them, or one each for a small model.
-            max_positions: tokens of the longest sequence, prompt and answer or an example; None: as
-                many as the model was made for. Of a model with LongRoPE it decides which of its two
-                sets of factors is used.
-            with_text: whether chunks have text; without, there are token ids alone, in and out, and
+            max_positions: Number of tokens of the longest sequence, prompt and answer or an
+                example; None: as many as the model was made for. For a model with LongRoPE it
+                decides which of its two sets of factors is used.
+            with_text: Whether chunks have text; without, there are only token ids, in and out, and
                 no stop strings.
-            may_be_provisional, wrap: see `from_backbone`.
-            progress: told what is being done, how much of it is done, and how much there is.
-            start_rank: starts the process of each of several ranks.
+            may_be_provisional: See `from_backbone`.
+            progress: Called with what is being done, how much of it is done, and how much there is.
+            start_rank: Starts the process of each of several ranks.
+            wrap: See `from_backbone`.
 
         Raises:
             ModelError: there is no such model or device, or it cannot be used; or there are too few
-                devices for the ranks. BudgetError, DeviceMemoryError: see `from_backbone`.
+                devices for the ranks.
+            BudgetError: see `from_backbone`.
+            DeviceMemoryError: the device has too little memory for the model.
         """
         config = check_kind("config", config, EngineConfig) or EngineConfig()
         source = find_model(model)
@@ -221,7 +233,7 @@ class Engine(TokenEngine, DeviceOwner):
         slo: Slo | None = None,
         request_id: str | None = None,
     ) -> str:
-        """Queue a request (see `add_tokens`); `step` brings its chunks."""
+        """Queue a request (see `add_tokens`); `step` returns its chunks."""
         params = SamplingParams() if params is None else params
         return self.add_tokens(
             self.tokens_of(prompt), params, adapter=adapter, slo=slo, request_id=request_id
@@ -234,14 +246,14 @@ class Engine(TokenEngine, DeviceOwner):
         *,
         adapter: str | None = None,
     ) -> list[Completion]:
-        """Answer prompts, all at once; jobs run meanwhile. Of each prompt, its `n` completions one
-        after the other.
+        """Answer prompts, all at once, while jobs run. Returns the `n` completions of each prompt,
+        one prompt after the other.
 
-        What else happens meanwhile comes out of the next `step`; so it is with `stream` and `tune`.
+        Other events are kept, and come out of the next `step`; so it is with `stream` and `tune`.
 
         Raises:
-            RequestError: one of them cannot be served, the device failed it, or the policy never
-                runs it; then none is.
+            RequestError: one of the prompts cannot be served, the device failed it, or the policy
+                never runs it; then none is answered.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise RequestError("generate takes a list of prompts; for one prompt, a list of one")
@@ -265,9 +277,10 @@ class Engine(TokenEngine, DeviceOwner):
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Generator[Chunk, None, None]:
-        """The chunks of one request as they come; closing the iterator early cancels it.
+        """Yield the chunks of one request as they come; closing the iterator early cancels it.
 
-        RequestError as in `generate`.
+        Raises:
+            RequestError: as in `generate`.
         """
         name = self.add(prompt, params, adapter=adapter)
 
@@ -288,7 +301,11 @@ class Engine(TokenEngine, DeviceOwner):
             take()
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt."""
+        """Return a prompt's token ids.
+
+        Raises:
+            RequestError: the prompt is text, and there is no tokenizer; or it is not a prompt.
+        """
         return tokens_of(prompt, self.tokenizer, self.device.info.model)
 
     # -- adapters and jobs ------------------------------------------------------------
@@ -303,18 +320,19 @@ class Engine(TokenEngine, DeviceOwner):
         validation: Data | None = None,
         model: str = "",
     ) -> str:
-        """Start a fine-tuning job on data; `step` brings its events. Returns its id.
+        """Start a fine-tuning job on data; `step` returns its events. Returns its id.
 
         Args:
-            adapter: a fresh one of this kind (default: LoRA at every linear layer), or the label of
-                one to continue.
-            name: of the adapter that it publishes; requests name it, or `name@step`.
-            model: that it trains, one of the config's `trainable_models`; see `submit_examples`.
-                Its own tokenizer reads the data.
+            adapter: Configuration of a fresh adapter (default: LoRA at every linear layer), or the
+                label of one to train further.
+            name: Name of the adapter that it publishes; requests name it, or `name@step`.
+            model: Model that it trains, one of the config's `trainable_models`; see
+                `submit_examples`. Its own tokenizer reads the data.
 
         Raises:
-            DataError: lines that cannot be used, by number. JobError, AdapterError: see
-                `submit_examples`.
+            DataError: some lines cannot be used; the message names them by number.
+            JobError: see `submit_examples`.
+            AdapterError: see `submit_examples`.
         """
         config = check_kind("config", config, TuningConfig) or TuningConfig()
         return self.submit_examples(
@@ -336,10 +354,10 @@ class Engine(TokenEngine, DeviceOwner):
         validation: Data | None = None,
         model: str = "",
     ) -> list[JobEvent]:
-        """Run a job to its end; other requests are served meanwhile. Returns its events.
+        """Run a job to its end while other requests are served. Returns its events.
 
         Raises:
-            JobError: it failed; and as `submit`.
+            JobError: it failed; otherwise as `submit`.
         """
         job_id = self.submit(
             data, config, adapter=adapter, name=name, validation=validation, model=model
@@ -363,13 +381,17 @@ class Engine(TokenEngine, DeviceOwner):
         return [event for event in events if isinstance(event, JobEvent)]
 
     def _turn(self, num_empty: int) -> int:
-        """A step. Returns how many steps in a row have run nothing; num_empty: before this one."""
+        """Run a step. Returns how many steps in a row have run nothing; num_empty: before this one."""
         self.begin_step()
         self.loop.finish()
         return num_empty + 1 if self.last_plan.runs_nothing else 0
 
     def _serve(self, num_empty: int) -> int:
-        """The same for requests; RequestError once it is clear that they are not run."""
+        """Run a step as `_turn` does.
+
+        Raises:
+            RequestError: no step runs anything, though a request waits.
+        """
         num_empty = self._turn(num_empty)
         if num_empty == _MAX_EMPTY_STEPS:
             raise RequestError(
@@ -391,7 +413,7 @@ class Engine(TokenEngine, DeviceOwner):
 
 
 class _Collector:
-    """Puts the chunks of some requests together."""
+    """A collector of the chunks of some requests."""
 
     def __init__(self) -> None:
         self._chunks: dict[str, dict[int, list[Chunk]]] = {}
@@ -401,7 +423,7 @@ class _Collector:
         return list(self._chunks)
 
     def expect(self, name: str) -> None:
-        """Its chunks are wanted."""
+        """Collect the chunks of a request."""
         self._chunks[name] = {}
 
     def wants(self, event: Event) -> bool:

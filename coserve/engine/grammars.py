@@ -1,13 +1,13 @@
-"""Grammars of requests: which of them the device keeps compiled, counted in bytes.
+"""Compiled grammars of requests that the device keeps, bounded in bytes.
 
-A grammar is compiled ahead of its request, held while the request is under way, and kept for the
-next one as far as there is room: for all tenants, and for each of them. `rest` gives all back.
+A grammar is compiled ahead of its request, held while the request runs, and kept for the next one
+as far as there is room: for all tenants, and for each of them. `rest` gives all back.
 
 Its bytes are measured when it is tried in a sandbox. Then it grows with the texts that follow it:
 its lexer makes states as they are needed, and keeps them. That cannot be measured beside other
-work. So it may make a number of states that there is room for, and counts from the beginning as if
-it had made them; where there is little room, it gets fewer. A request that needs more states than
-its grammar has ends with an error.
+work. So each grammar gets a number of states for which there is room, and is counted from the
+beginning as if it had made them; where there is little room, it gets fewer. A request that needs
+more states than its grammar has ends with an error.
 """
 
 from collections import Counter, OrderedDict
@@ -39,31 +39,35 @@ _PART_OF_ROOM, MIN_STATES = 8, 500
 
 @dataclass(kw_only=True)
 class _Compiled:
-    """A grammar that the device has."""
+    """A grammar that the device has compiled."""
 
     # As measured.
     own_bytes: int
+    """Measured bytes."""
     # States that its lexer may make.
     max_states: int
+    """Number of states that its lexer may make."""
     # Whose request it was compiled for last: it counts as that tenant's.
     tenant: str
+    """Tenant whose request it was compiled for last, and as whose it counts."""
     # Requests under way that follow it.
     requests: set[str] = field(default_factory=set)
+    """Requests under way that follow it."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes as measured, and those by which it may grow."""
+        """Return the measured bytes, with those by which it may grow."""
         return self.own_bytes + self.max_states * STATE_BYTES
 
 
 class Grammars:
-    """The compiled grammars of one device. `prepare` may be called from any thread."""
+    """The compiled grammars of one device. Any thread may call `prepare`."""
 
     def __init__(
         self, device: Device, end_tokens: frozenset[int], find_pieces: FindPieces | None
     ) -> None:
-        """find_pieces: asked with the first grammar, unless somebody has told; None if there is no
-        tokenizer to ask.
+        """Begin without grammars. find_pieces: called with the first grammar, unless the vocabulary
+        was set; None if there is no tokenizer.
         """
         self._device, self._end_tokens, self._find_pieces = device, end_tokens, find_pieces
         self.vocabulary: Vocabulary | None = None
@@ -83,7 +87,7 @@ class Grammars:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all compiled grammars."""
+        """Return the bytes of all compiled grammars."""
         return sum(self.num_bytes_by_tenant().values())
 
     def num_bytes_by_tenant(self) -> Mapping[str, int]:
@@ -94,7 +98,11 @@ class Grammars:
     # -- verbs ------------------------------------------------------------------------
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
-        """See `TokenEngine.use_vocabulary`."""
+        """Set what tokens stand for.
+
+        Raises:
+            RequestError: the device has no library for grammars.
+        """
         vocabulary = Vocabulary(tuple(pieces), tuple(special), tuple(sorted(self._end_tokens)))
         self._device.execute(SetVocabulary(vocabulary))
         self.vocabulary = vocabulary
@@ -103,11 +111,11 @@ class Grammars:
         """Have a grammar compiled and counted, so that no step has to wait for it.
 
         Args:
-            request: A request that follows it, for which it is held from then on; "" for none.
+            request: Request that follows it, for which it is held from then on; "" for none.
 
         Raises:
-            RequestError: it cannot be used. GrammarMemoryError: grammars under way take all that
-                there is room for.
+            RequestError: the grammar cannot be used.
+            GrammarMemoryError: grammars under way take all the room.
         """
         with self._lock:
             if self._use(grammar, tenant, request):
@@ -132,7 +140,7 @@ class Grammars:
             raise GrammarMemoryError(f"{too_much}; try again when some of them are done")
 
     def open(self, request: str, grammar: Grammar, tenant: str) -> None:
-        """Hold a grammar for a request that follows it; errors as of `prepare`."""
+        """Hold a grammar for a request that follows it. Raises as `prepare` does."""
         if self.vocabulary is None:
             if self._find_pieces is None:
                 raise RequestError("a grammar needs a tokenizer, and this model has none")
@@ -155,9 +163,7 @@ class Grammars:
         self._close(evicted)
 
     def rest(self) -> bool:
-        """Give all back, as no request is under way now; returns whether there was anything to
-        give.
-        """
+        """Give all grammars back, as no request is under way now. Returns whether there were any."""
         with self._lock:
             for each in self._compiled.values():
                 each.requests.clear()  # of a request whose opening was interrupted
@@ -167,8 +173,8 @@ class Grammars:
         return bool(evicted)
 
     def _use(self, grammar: Grammar, tenant: str, request: str) -> bool:
-        """Return whether a grammar is compiled; if so, it is the one used last, and held for the
-        request, if any.
+        """Mark a grammar as used now, and hold it for the request, if any. Returns False if it is
+        not compiled.
         """
         if (known := self._compiled.get(grammar)) is None:
             return False
@@ -193,7 +199,7 @@ class Grammars:
         return min(MAX_STATES, max(MIN_STATES, room // _PART_OF_ROOM // STATE_BYTES))
 
     def _opened_bytes(self, grammar: Grammar, max_states: int) -> int:
-        """Have the device compile a grammar; returns its bytes. Errors as of `prepare`."""
+        """Have the device compile a grammar, and return its bytes. Raises as `prepare` does."""
         try:
             opened = self._device.execute(OpenGrammar(grammar, max_states))
         except RequestError as error:
@@ -216,8 +222,8 @@ class Grammars:
     def _evicted(
         self, most: int, most_of_tenant: int, kept: Grammar | None = None
     ) -> list[Grammar]:
-        """Forget grammars that no request follows, the longest unused first, until the others are
-        within bounds.
+        """Forget grammars that no request follows, the ones unused longest first, until the others
+        are within bounds; return those that were forgotten.
         """
         evicted = []
         by_tenant = self._by_tenant()
@@ -243,8 +249,8 @@ class Grammars:
         return evicted
 
     def _excess(self, tenant: str) -> str:
-        """Return which bound the grammars are beyond that nothing could be evicted for; empty if
-        they are within.
+        """Return which bound the grammars exceed though nothing more can be evicted; "" if they are
+        within bounds.
         """
         by_tenant = self._by_tenant()
         if by_tenant[tenant] > MAX_TENANT_BYTES:

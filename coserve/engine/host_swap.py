@@ -1,16 +1,16 @@
-"""What gave way and lies on the host: keys and values of preempted requests, packs of jobs, and
-tensors that nothing runs with: adapters that no request reads, moments of the optimizers of paused
+"""Swapping to the host: keys and values of preempted requests, packs of jobs, and tensors that
+nothing runs with, which are adapters that no request reads and moments of the optimizers of paused
 jobs.
 
-A request that is preempted leaves its full blocks on the device, as prefixes that nobody uses:
-often it is back before they are needed. So a block is copied to the host only when its page goes to
-somebody else, and only where that is worth it (`scheduling.swapping`). When the request is
-admitted, what it still finds on the device is shared, what lies on the host is copied back, and the
-rest is computed again; so are the tokens after its last full block.
+A preempted request leaves its full blocks on the device, as prefixes that nobody uses: often it is
+back before they are evicted. So a block is copied to the host only when its page is given to
+somebody else, and only where that pays (`scheduling.swapping`). When the request is admitted,
+blocks that are still on the device are shared, those on the host are copied back, and the rest is
+computed again; so are the tokens after its last full block.
 
 A pack that gives way goes to the host at once, or not at all; it comes back to any pages. So do
-tensors, whether they lie in pages or beside them: the commands for them are their owners'
-(`optimizer_swap.py`, `served_adapters.py`).
+tensors, whether they lie in pages or beside them: their owners send the commands for them
+(`jobs/memory.py`, `served_adapters.py`).
 """
 
 from collections import deque
@@ -33,12 +33,12 @@ HostOwner = tuple[Literal["pack", "optimizer", "version"], str]
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedPack:
-    """A pack that lies on the host: how far it has come, and the pages that it needs, by group of
-    tensors (None: one that it has let go).
-    """
+    """A pack that lies on the host."""
 
     cursor: Cursor
+    """Progress of the pack."""
     group_pages: Sequence[int | None]
+    """Number of pages of each group of tensors that it needs; None: the group has been released."""
 
     @property
     def num_pages(self) -> int:
@@ -50,11 +50,13 @@ _NUM_WAITS = 64
 
 
 class HostSwap:
-    """num_swapped_out, num_swapped_in: pages that were copied so far. give_back_s: within how many
-    seconds pages were somebody else's: the most that a step has waited lately for copies to the
-    host, for optimizers to leave their pages, and for weights of other models to leave their
-    window; 0 if there were none of these: a pack that is dropped, or a prefix that is forgotten, is
-    free at once.
+    """The host's memory for pages that gave way.
+
+    `num_swapped_out` and `num_swapped_in` count the pages copied so far. `give_back_s` is how long
+    it takes to give pages back: the longest that a recent step has waited for copies to the host,
+    for optimizers to leave their pages, and for weights of other models to leave their window; 0 if
+    there were none of these, since a pack that is dropped, or a prefix that is evicted, is free at
+    once.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class HostSwap:
         latency: LatencyModel,
         send: Callable[[Command], None],
     ) -> None:
-        """send: has the device make the copies, in the order in which they are asked for."""
+        """Begin with nothing on the host. send: has the device make the copies, in this order."""
         self._blocks, self._block_tokens = HostBlocks(info.num_host_pages), cache.block_tokens
         self._page_bytes, self._latency = info.page_bytes, latency
         self._send = send
@@ -77,19 +79,25 @@ class HostSwap:
 
     @property
     def num_pages(self) -> int:
-        """That the host has room for."""
+        """Return the number of pages that fit on the host."""
         return self._blocks.num_slots
 
     @property
     def num_pages_used(self) -> int:
-        """Of the host: those of requests that wait, of packs, and of tensors."""
+        """Return the number of the host's pages that are taken: by waiting requests, packs, and
+        tensors.
+        """
         return self._blocks.num_used
 
     # -- requests -------------------------------------------------------------------
 
     def keep(self, request: str, keys: Sequence[bytes], num_tokens: int) -> None:
-        """A request with this many tokens in the cache was preempted: its blocks go to the host
-        when their pages go, if that pays and there is room for them. keys: of its blocks.
+        """Keep the blocks of a preempted request: they are copied to the host when their pages are
+        reused, if that pays and there is room.
+
+        Args:
+            keys: Keys of its blocks.
+            num_tokens: Number of its tokens in the cache.
         """
         keys = keys[: num_tokens // self._block_tokens]
         if keys and self._blocks.num_slots:
@@ -100,15 +108,13 @@ class HostSwap:
                 self._blocks.want(request, keys)
 
     def num_tokens_kept(self, keys: Sequence[bytes], num_known: int, num_tokens: int) -> int:
-        """Of a sequence of num_tokens tokens, those on the host that follow the first num_known
-        ones.
+        """Return how many of a sequence's num_tokens tokens lie on the host after the first
+        num_known ones.
         """
         return len(self._slots(keys, num_known, num_tokens)) * self._block_tokens
 
     def bring_back(self, sequence: PagedSequence, keys: Sequence[bytes], num_tokens: int) -> None:
-        """Copy what follows the sequence's tokens and lies on the host into its pages, which it has
-        taken.
-        """
+        """Copy the blocks that follow the sequence's tokens from the host into its pages."""
         slots = self._slots(keys, sequence.length, num_tokens)
         if slots:
             first = sequence.length // self._block_tokens
@@ -117,14 +123,14 @@ class HostSwap:
             self.num_swapped_in += len(slots)
 
     def release(self, request: str) -> None:
-        """A request waits no more: its places on the host are free. No error if it has none."""
+        """Free the host's places of a request that waits no more; no error if it has none."""
         self._blocks.release(request)
 
     # -- packs ----------------------------------------------------------------------
 
     def keep_pack(self, job: JobProgress, pages: Sequence[int]) -> bool:
-        """A job's pack gives these pages back: copy them, if that pays and there is room. Returns
-        whether.
+        """Copy the pages that a job's pack gives back, if that pays and there is room. Returns
+        whether it was done.
         """
         owner, num_bytes = ("pack", job.id), len(pages) * self._page_bytes
         if not self.num_pages or not pack_swap_pays(self._latency, job, num_bytes=num_bytes):
@@ -135,20 +141,22 @@ class HostSwap:
         return True
 
     def command_to_bring_back_pack(self, job: str, pages: Sequence[int]) -> SwapIn:
-        """Return the command that copies it to these pages. It has its places on the host until
-        `release_pack`.
+        """Return the command that copies a pack to these pages. It keeps its places on the host
+        until `release_pack`.
         """
         self.num_swapped_in += len(pages)
         return SwapIn(tuple(pages), tuple(self._blocks.slots_of(_keys(("pack", job), len(pages)))))
 
     def release_pack(self, job: str) -> None:
-        """Its places on the host are free. No error if it has none."""
+        """Free the host's places of a pack; no error if it has none."""
         self._blocks.release(("pack", job))
 
     # -- tensors --------------------------------------------------------------------
 
     def keep_tensors(self, owner: HostOwner, num_bytes: int) -> tuple[int, ...] | None:
-        """Slots for tensors of this size, if there is room; else None. They count as copied now."""
+        """Reserve slots for tensors of this size, and count them as copied; None if there is no
+        room.
+        """
         keys = _keys(owner, -(-num_bytes // self._page_bytes))
         if not self._blocks.want(owner, keys):
             return None
@@ -157,20 +165,22 @@ class HostSwap:
         return self.tensor_slots(owner)
 
     def tensor_slots(self, owner: HostOwner) -> tuple[int, ...]:
-        """Those that these tensors have."""
+        """Return the slots that an owner's tensors have."""
         return tuple(self._blocks.slots_of_owner(owner))
 
     def note_tensors_back(self, owner: HostOwner) -> None:
-        """They are on the device again."""
+        """Note that tensors are on the device again, and free their slots."""
         self.num_swapped_in += len(self.tensor_slots(owner))
         self.release_tensors(owner)
 
     def release_tensors(self, owner: HostOwner) -> None:
-        """Their slots are free. No error if they have none."""
+        """Free the slots of tensors; no error if they have none."""
         self._blocks.release(owner)
 
     def _slots(self, keys: Sequence[bytes], num_known: int, num_tokens: int) -> list[int]:
-        """At least one token is left to compute."""
+        """Return the host's slots of the blocks after the known tokens; at least one token is left
+        to compute.
+        """
         if not self._blocks.num_used:
             return []
         return self._blocks.slots_of(
@@ -178,7 +188,7 @@ class HostSwap:
         )
 
     def _store(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
-        """The pages that hold this are somebody else's from now on."""
+        """Copy these pages out where their contents are wanted: they are reused from now on."""
         if found := self._blocks.store(keys):
             self._send(
                 SwapOut(tuple([pages[place] for place, _ in found]), tuple([to for _, to in found]))
@@ -189,8 +199,8 @@ class HostSwap:
     # -- the device -----------------------------------------------------------------
 
     def note_step(self, copy_s: float, weights_s: float, *, have_left: bool = False) -> None:
-        """A step has waited since the one before: for copies, and for weights that made room.
-        have_left: whether moments of optimizers left pages.
+        """Note how long a step has waited for copies, and for weights that made room. have_left:
+        whether moments of optimizers left pages.
         """
         has_copied = self._has_copied_out or have_left
         if has_copied or weights_s:
@@ -199,12 +209,12 @@ class HostSwap:
             self._has_copied_out = False
 
     def check_integrity(self, owners: Iterable[Hashable]) -> None:
-        """Assert that each page of the host is free, or wanted by these: ids of requests that wait,
-        `HostOwner`s.
+        """Assert that each page of the host is free, or has one of these owners: ids of waiting
+        requests, `HostOwner`s.
         """
         self._blocks.check_integrity(owners)
 
 
 def _keys(owner: Hashable, number: int) -> list[Hashable]:
-    """Of the places of what has no keys of its own."""
+    """Return keys for the places of an owner whose contents have none of their own."""
     return [(owner, place) for place in range(number)]

@@ -1,4 +1,4 @@
-"""What came of steps, until somebody takes it."""
+"""Events of steps that wait for their reader."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ Event = Chunk | JobEvent
 
 
 class Outbox:
-    """Events in the order in which they happened."""
+    """A queue of events, in the order in which they happened."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -19,13 +19,13 @@ class Outbox:
         return bool(self._events)
 
     def take_all(self) -> list[Event]:
-        """All of them; none is left."""
+        """Remove and return all events."""
         events = self._events.copy()
         self._events.clear()
         return events
 
     def take(self, is_wanted: Callable[[Event], bool]) -> list[Event]:
-        """Those that are wanted; the others stay."""
+        """Remove and return the events that are wanted."""
         events = [event for event in self._events if is_wanted(event)]
         self._events[:] = [event for event in self._events if not is_wanted(event)]
         return events

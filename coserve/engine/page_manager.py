@@ -1,5 +1,5 @@
-"""Who holds which pages: requests' keys and values, packs and optimizers of jobs, and prefixes that
-may be shared again.
+"""Allocation of the page pool: keys and values of requests, packs and optimizers of jobs, weights
+of other models, and prefixes that may be shared again.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,22 +20,26 @@ from coserve.memory.pages.window_pages import OWNER as WINDOW_OWNER
 
 
 class WindowNeed(NamedTuple):
-    """Pages of weights that a pack needs, and that it could use."""
+    """Pages that a pack needs for weights of another model."""
 
     min_pages: int
+    """Number of pages without which the pack cannot run."""
     max_pages: int
+    """Number of pages beyond which more are of no use."""
 
 
 class MomentsNeed(NamedTuple):
-    """Pages without which a job's moments do not let it have a pack."""
+    """Pages that a job's optimizer moments need before it can have a pack."""
 
     job: str
+    """Id of the job."""
     num_pages: int
+    """Number of pages."""
 
 
 class PageManager:
-    """One pool of pages, and what it is lent for. num_moved: pages of requests that were copied to
-    others.
+    """The allocator of one pool of pages. `num_moved` counts the pages of requests that were copied
+    to others.
     """
 
     def __init__(
@@ -48,8 +52,12 @@ class PageManager:
         num_state_pages: int = 0,
         max_window_bytes: int | None = None,
     ) -> None:
-        """send: has the device follow with moments and weights. num_state_pages: see `KvCache`.
-        max_window_bytes: of the window of weights; None: of the whole pool.
+        """Make a pool with all pages free.
+
+        Args:
+            send: Sends the device commands for moments and weights.
+            num_state_pages: See `KvCache`.
+            max_window_bytes: Maximum size of the window of weights; None: that of the pool.
         """
         self.max_window_bytes = (
             num_pages * page_bytes if max_window_bytes is None else max_window_bytes
@@ -73,17 +81,17 @@ class PageManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that could be had now: free ones, those of prefixes that no request uses, and what
-        the window of weights and the optimizers of jobs can lend.
+        """Return the number of pages that could be had now: free ones, those of prefixes that no
+        request uses, and what the window of weights and the optimizers of jobs can lend.
         """
         return self.cache.num_available
 
     def num_pages(self, num_bytes: int) -> int:
-        """Pages of a run of this many bytes."""
+        """Return the number of pages of a run of this many bytes."""
         return -(-num_bytes // self.pool.page_bytes)
 
     def window_need(self, other: OtherModel) -> WindowNeed:
-        """Of packs of a job on another model."""
+        """Return what packs of a job on another model need."""
         least, most = self.num_pages(other.least_bytes), self.num_pages(other.all_bytes)
         return WindowNeed(
             least, max(least, min(most, self.max_window_bytes // self.pool.page_bytes))
@@ -96,17 +104,23 @@ class PageManager:
         window: WindowNeed | None = None,
         moments: MomentsNeed | None = None,
     ) -> PackPages:
-        """Runs for a pack's groups (None: for this one none); BudgetError, and nothing is taken, if
-        one cannot be had.
+        """Allocate a run of neighbouring pages for each of a pack's groups (None: none for this
+        one).
 
-        Prefixes are forgotten for it only where that makes a run, and pages of requests move aside
+        Prefixes are evicted for it only where that makes a run, and pages of requests are moved
         (`on_move`) where no run can be had otherwise. What cannot be had is not looked for again
         until a page has become free or evictable.
 
-        window: of weights that it needs, which is taken with it if it is not there, and grows as
-        far as it can, also into prefixes that no request has used since the last such pack was
-        begun, and with pages of requests moved aside. At most one pack has it. moments: that it
-        needs in pages, which are taken with it if they have none, or are in the way.
+        Args:
+            window: Weights that the pack needs, at most one pack at a time. They are allocated with
+                it if they are not there. The window grows as far as it can, also into prefixes that
+                no request has used since the last such pack was begun, and by moving pages of
+                requests.
+            moments: Optimizer moments that must lie in pages; they are allocated with the pack if
+                they have none, or are in the way.
+
+        Raises:
+            BudgetError: one of the runs cannot be had; nothing is allocated.
         """
         sizes = group_pages
         if moments is not None and moments.job in self.cache.optimizers.runs:
@@ -159,8 +173,8 @@ class PageManager:
         return [None if size is None else next(given) for size in group_pages]
 
     def _grow_window(self, need: WindowNeed, *, num_kept: int, may_move: bool) -> None:
-        """Into what is free and what nobody has used since a pack had it, right below it, but for
-        as many pages; those of requests that are in the way may move aside.
+        """Grow the window right below it, into free pages and into prefixes unused since a pack had
+        it, except for num_kept pages; pages of requests in the way may be moved.
         """
         prefixes, window, pool = self.cache.prefixes, self.window, self.pool
         unused = prefixes.unused_since(self._window_grew_at)
@@ -179,7 +193,7 @@ class PageManager:
         window.grow(below)
 
     def _take_sizes(self, sizes: tuple[int, ...]) -> list[range]:
-        """`_take_runs`, unless it is known that these cannot be had."""
+        """Allocate as `_take_runs` does, unless it is known that these sizes cannot be had."""
         changes = self._num_changes
         if changes != self._refused_at:
             self._refused.clear()
@@ -198,12 +212,13 @@ class PageManager:
     def place_optimizer(
         self, job: str, num_bytes: int, *, num_pack_pages: int, needs_pages: bool = False
     ) -> None:
-        """A run for a job's moments, which have none, if it can be had beside a pack of this many
-        pages.
+        """Allocate a run for a job's moments, which have none, if it can be had beside a pack of
+        num_pack_pages.
 
-        needs_pages: others give way to them, as to a pack; otherwise they get pages that are free,
-        if optimizers have no more than half of the pool then, and there is no window of weights,
-        which has more use for them.
+        Args:
+            needs_pages: Whether others give way to the moments, as to a pack. Otherwise they get
+                only free pages, and only if optimizers have at most half of the pool then and there
+                is no window of weights, which has more use for them.
         """
         num_pages, optimizers = self.num_pages(num_bytes), self.cache.optimizers
         if num_pages > (self.num_available if needs_pages else self.pool.num_free) - num_pack_pages:
@@ -221,7 +236,7 @@ class PageManager:
             self._give_to_optimizer(job, run)
 
     def _give_to_optimizer(self, job: str, run: range) -> None:
-        """What was taken as of a pack."""
+        """Hand a run that was allocated as a pack's over to a job's moments."""
         self.pool.give_back_runs(PACK_OWNER, [run])
         self.pool.take_these(OPTIMIZER_OWNER, run)
         self.cache.optimizers.begin(job, run)
@@ -229,8 +244,8 @@ class PageManager:
     def check_integrity(
         self, held: set[int], packs: Sequence[PackPages], jobs: Collection[str] = ()
     ) -> None:
-        """Assert that every page is free or owned, and that those owned are these requests',
-        packs', and jobs'.
+        """Assert that every page is free or owned, and that the owners are these requests, packs,
+        and jobs.
         """
         self.cache.check_integrity()
         owned = self.pool.num_pages_by_owner()
@@ -245,7 +260,9 @@ class PageManager:
 
     @property
     def _num_changes(self) -> int:
-        """Grows whenever a page becomes free, evictable or lendable that was none of these."""
+        """Return a counter that grows whenever a page becomes free, evictable or lendable that was
+        none of these.
+        """
         prefixes = self.cache.prefixes
         num_free = prefixes.num_released + self.pool.num_returned - prefixes.num_evicted
         return num_free + self.cache.optimizers.num_let_go
@@ -292,7 +309,9 @@ class PageManager:
         return runs
 
     def _move(self, pages: Sequence[int], inside: Collection[int]) -> bool:
-        """Have pages of requests copied to others, not to these; whether that was done."""
+        """Have pages of requests copied to others that are not inside. Returns whether that was
+        done.
+        """
         assert self.on_move is not None
         self.cache.evict(
             len(pages) - (self.pool.num_free - sum([self.pool.is_free(page) for page in inside]))

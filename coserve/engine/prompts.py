@@ -1,5 +1,5 @@
-"""From prompts to token ids: text, ids, or the messages of a chat. The engine reads them so, and so
-does the server, which has no engine in its process.
+"""Conversion of prompts to token ids: text, ids, or the messages of a chat. It is shared by the
+engine and the server, which has no engine in its process.
 """
 
 import json
@@ -24,7 +24,11 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
-    """The model's tokenizer, if it brings one; ModelError if that cannot be read."""
+    """Return the model's tokenizer; None if it has none.
+
+    Raises:
+        ModelError: the tokenizer cannot be read.
+    """
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if source.directory is None or not any((source.directory / name).exists() for name in names):
         return None
@@ -45,8 +49,8 @@ def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
 def end_tokens_of(
     source: ModelSource, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> frozenset[int]:
-    """Return the ids that end a text, by the configuration, the one for generation, and the
-    tokenizer.
+    """Return the ids that end a text, by the model's configuration, its generation configuration,
+    and the tokenizer.
     """
     named = [getattr(source.config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
     if source.directory is not None:
@@ -63,8 +67,11 @@ def end_tokens_of(
 
 
 def _check_sentencepiece(directory: Path) -> None:
-    """ModelError where a model's only vocabulary is a tokenizer.model that cannot be read:
-    transformers takes a damaged one for tiktoken's, and an empty one for a vocabulary of nothing.
+    """Check a tokenizer.model that is the model's only vocabulary: transformers takes a damaged one
+    for tiktoken's, and an empty one for an empty vocabulary.
+
+    Raises:
+        ModelError: it cannot be read.
     """
     path = directory / "tokenizer.model"
     if not path.exists() or (directory / "tokenizer.json").exists():
@@ -93,11 +100,15 @@ def tokens_of(
     template: Mapping[str, Any] | None = None,
     special: bool | None = None,
 ) -> list[int]:
-    """A prompt's token ids; RequestError for text without a tokenizer, or what is no prompt.
+    """Return a prompt's token ids.
 
-    template: what a chat's template is given beside its messages, such as `tools`. special: whether
-    the tokenizer adds special tokens such as that of the beginning; None: to text, not to chats,
-    whose template writes them.
+    Args:
+        template: What a chat's template gets beside its messages, such as `tools`.
+        special: Whether the tokenizer adds special tokens such as that of the beginning; None: to
+            text, not to chats, whose template writes them.
+
+    Raises:
+        RequestError: the prompt is text, and there is no tokenizer; or it is not a prompt.
     """
     if not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is text, token ids or messages, not {shown(prompt)}")

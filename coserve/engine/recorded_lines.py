@@ -38,21 +38,28 @@ class RecordingHeader(msgspec.Struct, tag="Header", frozen=True, kw_only=True):
     """The first frame of a recording: the format, the device, and the engine's configuration."""
 
     format: int
+    """Version of the format."""
     info: DeviceInfo
+    """Description of the device."""
     config: EngineConfig
+    """Configuration of the engine."""
     end_tokens: tuple[int, ...]
+    """Ids that end every request."""
     has_tokenizer: bool
+    """Whether the engine had a tokenizer, and so text and stop strings."""
 
 
 class ReadFiles(msgspec.Struct, tag="Read", frozen=True, kw_only=True):
-    """What the command in the next frame has read from disk: a replay reads nothing else."""
+    """Contents of the files that the command in the next frame has read: a replay reads no others."""
 
     directories: tuple[Files, ...] = ()
     """Files of the directories that the command names, in its order."""
     version: str = ""
     """Key of the adapter's version, where a thread has read the adapter beside steps."""
     examples: list[Example] = []
+    """Training examples of a job that starts."""
     validation: list[Example] = []
+    """Validation examples of a job that starts."""
 
 
 Frame = DeviceFrame | EngineCommand | ReadFiles

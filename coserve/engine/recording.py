@@ -1,9 +1,9 @@
-"""An engine that writes everything that decides its steps to a file: commands, clock readings, and
-the device's work.
+"""An engine that records everything that decides its steps: commands, clock readings, and the
+device's work.
 
-A recording holds the files of the adapters and checkpoints that the engine loaded; of the model it
-holds only the name. The frames of the file are those of `coserve.engine.commands`,
-`coserve.devices.recording.device` and `recorded_lines.py`.
+A recording holds the files of the adapters and checkpoints that the engine loaded, but of the model
+only its name. The frames of the file are those of `coserve.engine.commands`,
+`coserve.devices.recording` and `recorded_lines.py`.
 """
 
 from itertools import count
@@ -29,10 +29,10 @@ from coserve.errors import DataError
 
 
 class RecordingEngine(Engine):
-    """An engine that does everything in view of a recording."""
+    """An engine that writes a recording of all that it does."""
 
     def __init__(self, plain: Engine, writer: FrameWriter) -> None:
-        """Begin where an engine is that has not done anything yet; that one must not be used any
+        """Take the place of an engine that has not done anything yet, and must not be used any
         more.
         """
         self._writer, self._plain_device = writer, plain.device
@@ -56,7 +56,7 @@ class RecordingEngine(Engine):
         )
 
     def handle(self, command: EngineCommand, read: AdapterLoad | JobExamples | None = None) -> Any:
-        """Write the command with what it reads, then do it."""
+        """Record a command with the files that it reads, then handle it."""
         if (
             isinstance(command, FlushCommands) and not self.log.has_commands
         ):  # a server without work asks all the time
@@ -85,8 +85,8 @@ class RecordingEngine(Engine):
     def _what_it_reads(
         self, command: EngineCommand, read: AdapterLoad | JobExamples | None
     ) -> ReadFiles | None:
-        """Return the contents of the files that a command names, and what was read for it; None if
-        it reads none.
+        """Return the contents of the files that a command names, and of what was read for it; None
+        if it reads none.
         """
         if isinstance(read, AdapterLoad):
             return ReadFiles(directories=(files_in(read.directory),), version=read.key)
@@ -111,9 +111,13 @@ class RecordingEngine(Engine):
 
 
 def record(engine: Engine, path: str) -> RecordingEngine:
-    """Have an engine that has not done anything yet written down, to this file; or with a number
-    after its name if it is there already, so that an engine that was started again does not
-    overwrite what its end looked like. DataError if it cannot be written.
+    """Have everything recorded that an engine does, which has not done anything yet.
+
+    A file that exists is not overwritten: the recording of an engine that was restarted gets a
+    number after its name.
+
+    Raises:
+        DataError: the file cannot be written.
     """
     for number in count():
         try:

@@ -1,4 +1,4 @@
-"""A recording run again: the engine decides anew, by the recorded clock and results, and a device
+"""Replay of a recording: the engine decides anew by the recorded clock and results, and a device
 works along.
 """
 
@@ -52,29 +52,30 @@ _MAX_REASON = 300
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
-    """The result of a replay.
-
-    plans_equal: whether there were steps, and the engine did in each what it did then; diverged:
-    why not, in words. max_loss_difference: of any pack's mean loss.
-    """
+    """Result of a replay."""
 
     steps: int
+    """Number of steps that were replayed."""
     plans_equal: bool
+    """Whether there were steps, and each was planned as it was recorded."""
     tokens_equal: bool
+    """Whether the device has generated the recorded tokens."""
     max_loss_difference: float
+    """Largest difference of a pack's mean loss from the recorded one."""
     diverged: str | None = None
+    """Reason for which the plans are not equal, in words."""
 
 
 def replay(header: RecordingHeader, lines: Iterator[object], device: Device) -> ReplayReport:
     """Run a recording again, up to its end or to where the engine does something else.
 
     Args:
-        device: with the model, the pages and the profile of the recorded one; it works along, and
-            is compared.
+        device: A device with the model, the pages and the profile of the recorded one; it does the
+            work again, and its results are compared.
 
     Raises:
         DataError: the device is another one, or the recording is damaged.
-        ModelError: the model's tokenizer, which says where stop strings end a text, is missing.
+        ModelError: the model's tokenizer, which decides where stop strings end a text, is missing.
     """
     check_same_device(header.info, device.info)
     stream = Lines(lines)
@@ -143,8 +144,7 @@ def check_same_device(recorded: DeviceInfo, own: DeviceInfo) -> None:
 
 
 def _why_it_ended(error: Exception) -> str | None:
-    """Return what the replayed engine did otherwise than the recorded one, if that is why the
-    replay ended.
+    """Return how the replayed engine differed from the recorded one, if that has ended the replay.
 
     Raises:
         DataError: a line of the recording cannot be read.
@@ -176,7 +176,7 @@ def _engine(header: RecordingHeader, device: ReplayDevice) -> Engine:
 def _handle_again(
     engine: EngineCore, command: EngineCommand, read: ReadFiles, device: ReplayDevice
 ) -> None:
-    """Have the engine handle a command. Errors are as they were then: what they depend on is
+    """Have the engine handle a command. Errors are those of the recording: their causes are
     compared.
     """
     try:
@@ -197,9 +197,7 @@ def _handle_again(
 def _handle(
     engine: EngineCore, command: EngineCommand, read: ReadFiles, directories: Sequence[str]
 ) -> None:
-    """Have the engine handle a command, with directories that take the place of those that it
-    names.
-    """
+    """Have the engine handle a command with other directories in place of those that it names."""
     beside: AdapterLoad | JobExamples | None = None
     match command:
         case LoadAdapter(adapter=adapter):

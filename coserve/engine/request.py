@@ -1,5 +1,5 @@
-"""A request as the engine sees it: one sequence that is to be continued, what has come of it, and
-when it is over.
+"""A request as the engine sees it: one sequence to be continued, its output so far, and the reason
+for which it ends.
 """
 
 from collections.abc import Sequence
@@ -22,37 +22,47 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step brought a request: tokens, the text that can be shown now, and on the last one
-    why it is over.
-
-    index: which of the request's `n` sequences. prompt_logprobs: of the prompt's tokens but the
-    first, if they were asked for, with the first chunk of sequence 0. embedding: see
-    `SamplingParams.embeds`. stop_reason: the stop string or token id that ended it. error: in one
-    line, if finish_reason is "error".
-    """
+    """Output of a step for one sequence of a request."""
 
     request: str
+    """Id of the request."""
     index: int = 0
+    """Index of the sequence among the request's `n`."""
     tokens: tuple[int, ...] = ()
+    """New tokens."""
     text: str = ""
+    """Text that can be shown now; "" without a tokenizer."""
     logprobs: tuple[TokenLogprob, ...] = ()
+    """Log-probabilities of the new tokens, if they were requested."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Log-probabilities of the prompt's tokens but the first, if they were requested, with the
+    first chunk of sequence 0.
+    """
     embedding: tuple[float, ...] = ()
+    """Embedding of the prompt, if it was requested (`SamplingParams.embeds`)."""
     finish_reason: FinishReason | None = None
+    """Reason for the end, on the last chunk of a sequence; None on others."""
     stop_reason: str | int | None = None
+    """Stop string or token id that has ended the sequence."""
     error: str | None = None
+    """Error in one line, if the finish_reason is "error"."""
     num_cached_tokens: int = 0
+    """Number of prompt tokens that were found in the cache."""
     slo: Slo | None = None
+    """Objective by which the request is served, on the first chunk if it is not the requested one.
+    """
 
 
 def virtual_tokens(number: int) -> range:
-    """The ids of an adapter's virtual tokens, in their order: -1, -2, …."""
+    """Return the ids of an adapter's virtual tokens, in order: -1, -2, …"""
     return range(-1, -1 - number, -1)
 
 
 class Request:
-    """One sequence of a request. `sequence` is None while it waits for pages. `prompt`: its tokens,
-    after the `num_virtual` virtual ones of its adapter.
+    """One sequence of a request.
+
+    `sequence` has its pages, and is None while it waits. `tokens` are the prompt, after the
+    `num_virtual` virtual tokens of the adapter, and the output so far.
     """
 
     def __init__(
@@ -76,10 +86,17 @@ class Request:
         num_model_changes: int = 0,
         prefix_tenant: str = "",
     ) -> None:
-        """info: what stays the same of its request. slo: what it is served by; asked_slo: what was
-        asked for, which may be beyond the device. taken_time: what is taken of the engine's time.
-        without_jobs: see `TokenEngine.add_tokens`. prefix_source: the sequence with the same prompt
-        that runs first, so that this one finds its pages. prefix_tenant: see `PrefixOwner`.
+        """Make a sequence that waits.
+
+        Args:
+            info: What a policy sees of the request that does not change.
+            slo: Objective by which it is served.
+            asked_slo: Objective that was requested, which may be beyond the device.
+            without_jobs: Whether no job may have a step beside it.
+            prefix_source: Sequence with the same prompt that runs first, so that this one shares
+                its pages.
+            taken_time: Time of the engine that was spent on other work.
+            prefix_tenant: Tenant whose prefixes are shared; see `PrefixOwner`.
         """
         self.id, self.info, self.request, self.index = id, info, request, index
         self.prefix_source = prefix_source
@@ -120,8 +137,8 @@ class Request:
         self._progress = self._new_progress()
 
     def note_model_changes(self, number: int) -> None:
-        """How often the weights have been changed that it is to be computed with; before its first
-        row.
+        """Set the number of changes of the weights so far, which separates the prefixes computed
+        before a change from those after; only before the first row.
         """
         self.num_model_changes = number
         parts = [self.info.version, *([self.params.cache_salt] if self.params.cache_salt else [])]
@@ -134,7 +151,9 @@ class Request:
 
     @property
     def may_start(self) -> bool:
-        """Whether its turn has come to be admitted."""
+        """Return whether the sequence may be admitted: the one whose prefix it shares has its first
+        token, or has ended.
+        """
         source = self.prefix_source
         return (
             source is None or source.first_token_s is not None or source.finish_reason is not None
@@ -142,24 +161,26 @@ class Request:
 
     @property
     def taken(self) -> Taken:
-        """What has been taken of its time since its first token; before that, since it came."""
+        """Return the time spent on other work since the first token, or since arrival before that."""
         return self._taken_time.total.since(self._taken_mark)
 
     @property
     def num_rows(self) -> int:
-        """Tokens to run before the next one can be chosen."""
+        """Return the number of tokens to run before the next one can be sampled."""
         assert self.sequence is not None
         return len(self.tokens) - self.sequence.length
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether rows of its prompt are still to be run for the log-probabilities of what comes
+        """Return whether prompt rows are still to be run for the log-probabilities of the tokens
         after them.
         """
         return self._num_unscored > 0
 
     def progress(self) -> RequestProgress:
-        """Return how far it is while it runs: for a policy, until the next step is planned."""
+        """Return the progress of a running sequence as a policy sees it; the object is reused, and
+        valid until the next step is planned.
+        """
         sequence = self.sequence
         assert sequence is not None
         progress = self._progress
@@ -172,12 +193,12 @@ class Request:
         return progress
 
     def progress_waiting(self, num_known: int, num_pages: int, *, is_held: bool) -> RequestProgress:
-        """Return how far it is while it waits.
+        """Return the progress of a waiting sequence as a policy sees it.
 
         Args:
-            num_known: of its tokens, those whose keys and values it need not compute.
-            num_pages: that its admission would take.
-            is_held: whether it may not start yet.
+            num_known: Number of its tokens whose keys and values need not be computed.
+            num_pages: Number of pages that its admission would take.
+            is_held: Whether it may not start yet.
         """
         progress = self._progress
         progress.num_past = num_known
@@ -189,7 +210,9 @@ class Request:
         return progress
 
     def wait(self) -> None:
-        """It waits from now on. What a policy has seen of it in this step stays as it was."""
+        """Note that the sequence waits from now on; what a policy has seen of it in this step stays
+        unchanged.
+        """
         self._progress = self._new_progress()
 
     def _new_progress(self) -> RequestProgress:
@@ -204,8 +227,8 @@ class Request:
         )
 
     def _bring_up_to_date(self, progress: RequestProgress) -> None:
-        """What runs and what waits have in common; field by field, since a step does this some
-        hundred times.
+        """Update what running and waiting sequences have in common; field by field, since a step
+        does this some hundred times.
         """
         progress.num_output = num_output = self.num_output
         progress.first_token_s = self.first_token_s
@@ -219,7 +242,7 @@ class Request:
     # -- what a device is told ------------------------------------------------------
 
     def open(self, sequence: PagedSequence) -> OpenRequest:
-        """It has its pages, and may run."""
+        """Take over pages, and return the command that opens the sequence on the device."""
         self.sequence = sequence
         self._num_pages_sent = len(sequence.pages)
         if self.num_cached_tokens is None:
@@ -239,14 +262,14 @@ class Request:
         )
 
     def close(self) -> CloseRequest:
-        """Its pages go back."""
+        """Give the pages back, and return the command that closes the sequence on the device."""
         assert self.sequence is not None
         self.sequence.close()
         self.sequence = None
         return CloseRequest(self.id)
 
     def next_rows(self, num_rows: int) -> RequestRows:
-        """Its next rows, whose pages are reserved."""
+        """Return the next rows, whose pages are reserved."""
         assert self.sequence is not None
         start, pages = self.sequence.length, self.sequence.pages
         samples = start + num_rows == len(self.tokens)
@@ -276,7 +299,7 @@ class Request:
         )
 
     def _forbidden(self) -> tuple[int, ...]:
-        """Tokens that must not come next."""
+        """Return the tokens that must not be sampled next."""
         ends = tuple(self._stop_tokens) if self.num_output < self.params.min_tokens else ()
         if not self.params.bad_words:
             return ends
@@ -289,8 +312,8 @@ class Request:
         return (*ends, *bad)
 
     def _scored_rows(self, start: int, end: int) -> range:
-        """Of these rows, those after which the prompt's next token is to be scored; none that has
-        been before.
+        """Return the rows among these after which the next prompt token is to be scored, without
+        those that were scored before.
         """
         first = max(start, self.num_virtual + len(self._prompt_logprobs))
         return range(first, max(first, min(end, len(self.prompt) - 1)))
@@ -298,7 +321,7 @@ class Request:
     # -- what happened ----------------------------------------------------------------
 
     def commit(self, num_rows: int, scored: Sequence[TokenLogprob]) -> None:
-        """Rows have run; scored: what came of their targets."""
+        """Note that rows have run. scored: log-probabilities of their targets."""
         assert self.sequence is not None
         self.sequence.commit(num_rows, self.tokens, self.prefix_owner)
         if scored:
@@ -306,8 +329,12 @@ class Request:
             self._num_unscored -= len(scored)
 
     def accept(self, chosen: TokenLogprob, now_s: float, *, ends_here: bool = False) -> Chunk:
-        """Take the next token; the chunk says whether that was the last. ends_here: the caller ends
-        it after that, since its grammar lets nothing follow; then it is not cut for its length.
+        """Append a sampled token, and return its chunk, which has a finish_reason if it is the
+        last.
+
+        Args:
+            ends_here: Whether the caller ends the sequence after this token, since its grammar lets
+                nothing follow; then it is not cut for its length.
         """
         first = self.first_token_s is None
         if first:
@@ -348,7 +375,7 @@ class Request:
         )
 
     def end(self, reason: FinishReason, error: str | None = None) -> Chunk:
-        """It is over without a further token."""
+        """End the sequence without a further token, and return its last chunk."""
         self.finish_reason = reason
         text = self._text.finish() if self._text is not None else ""
         prompt_logprobs = (

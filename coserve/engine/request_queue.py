@@ -1,11 +1,9 @@
-"""Requests that wait for pages and requests that run, by id and by the name that they were added
-under.
+"""Queues of waiting and running requests, by id and by the name that they were added under.
 
-A prompt can be computed by another instance: its request is held, and no policy may start it. Then
-the blocks that lie in a page file are known, if any, and the request waits as any other. When it is
-admitted, what is known here is shared, what lies in the file is copied, and the rest is computed;
-at least one token is, as after any prefix, so that its first token is chosen here. Who computes,
-and what goes between the two, is in `coserve.handover`.
+A prompt can be computed by another instance (`coserve.handover`): its request is held, and no
+policy may start it until the blocks in the page file are known. When it is admitted, blocks that
+are cached here are shared, those in the file are copied, and the rest is computed; at least one
+token is, as after any prefix, so that its first token is sampled here.
 """
 
 from collections import Counter
@@ -24,57 +22,52 @@ from coserve.scheduling.plan import PlannedRows, RequestProgress
 
 
 class ImportedBlocks(msgspec.Struct, frozen=True):
-    """Blocks of a prompt that another instance has computed, in a page file: the first of them, and
-    their number from the file's start on.
-    """
+    """Blocks of a prompt that another instance has computed, in a page file."""
 
     path: str
+    """Path of the page file."""
     first_block: Annotated[int, Meta(ge=0)]
+    """Index in the prompt of the first block in the file."""
     num_blocks: Annotated[int, Meta(ge=0)]
+    """Number of blocks, from the file's start on."""
 
 
 class BlockImports:
-    """Which requests wait for blocks from another instance, and what has come for them."""
+    """Requests that wait for blocks from another instance, and the blocks that were delivered."""
 
     def __init__(self, cache: KvCache, send: Callable[[Command], None]) -> None:
-        """Begin with none; send: appends a command to the device's log."""
+        """Begin with none. send: appends a command to the device's log."""
         self._block_tokens = cache.block_tokens
         self._held: set[str] = set()
         self._blocks: dict[str, ImportedBlocks] = {}
         self._send = send
 
     def hold(self, request: str) -> None:
-        """Keep a request from starting before `arrive`."""
+        """Hold a request back until `arrive`."""
         self._held.add(request)
 
     def is_held(self, request: str) -> bool:
         return request in self._held
 
     def arrive(self, request: str, blocks: ImportedBlocks | None) -> None:
-        """Note all that comes for a request that was held, which may start now; None: nothing
-        comes.
-        """
+        """Deliver the blocks of a held request, which may start now; None: there are none."""
         self._held.discard(request)
         if blocks is not None and blocks.num_blocks:
             self._blocks[request] = blocks
 
     def release(self, request: str) -> None:
-        """Forget a request that does not wait any more, whether something has come for it or
-        not.
-        """
+        """Forget a request that waits no more."""
         self._held.discard(request)
         self._blocks.pop(request, None)
 
     def num_tokens(self, request: str, num_known: int, num_tokens: int) -> int:
-        """Return how many of a request's num_tokens tokens lie in its file after the first
-        num_known ones.
+        """Return how many of a request's num_tokens tokens its file holds after the first num_known
+        ones.
         """
         return len(self._places(request, num_known, num_tokens)) * self._block_tokens
 
     def bring_in(self, request: str, sequence: PagedSequence, num_tokens: int) -> None:
-        """Copy what follows the sequence's tokens and lies in the request's file into its pages,
-        which it has taken.
-        """
+        """Copy the blocks that follow the sequence's tokens from the request's file into its pages."""
         if places := self._places(request, sequence.length, num_tokens):
             first = sequence.length // self._block_tokens
             pages = tuple(sequence.pages[first : first + len(places)])
@@ -82,7 +75,9 @@ class BlockImports:
             sequence.fill(len(places))
 
     def _places(self, request: str, num_known: int, num_tokens: int) -> range:
-        """Return which blocks of its file can be used; at least one token is left to compute."""
+        """Return which blocks of a request's file can be used; at least one token is left to
+        compute.
+        """
         found = self._blocks.get(request)
         if found is None:
             return range(0)
@@ -91,7 +86,7 @@ class BlockImports:
         return range(start, end) if start >= 0 else range(0)
 
     def check_integrity(self, waiting: set[str]) -> None:
-        """Assert that only requests that wait are held, or have a file."""
+        """Assert that only waiting requests are held, or have a file."""
         assert self._held | self._blocks.keys() <= waiting
 
 
@@ -101,7 +96,7 @@ _NUM_LOOKED_UP = 16
 
 
 class RequestQueue:
-    """Every request that is not over, exactly once: waiting or running."""
+    """The queue of all requests that are not over, each either waiting or running."""
 
     def __init__(
         self,
@@ -110,7 +105,7 @@ class RequestQueue:
         counters: TokenCounters,
         send: Callable[[Command], None],
     ) -> None:
-        """Begin empty; send: appends a command to the device's log."""
+        """Begin empty. send: appends a command to the device's log."""
         self.waiting: dict[str, Request] = {}  # preempted ones first, then as they came
         self.running: dict[str, Request] = {}  # in the order of admission
         self.num_preemptions = self.num_arrived = self.num_ended = 0
@@ -136,12 +131,12 @@ class RequestQueue:
 
     @property
     def has_batch(self) -> bool:
-        """Whether any of it is batch work."""
+        """Return whether any request is batch work."""
         return self._num_batch > 0
 
     def excludes_jobs(self, admitted: Collection[str] = ()) -> bool:
-        """Return whether a request runs, or is one of those to be admitted, beside which no job may
-        have a step.
+        """Return whether a request beside which no job may have a step runs, or is one of those to
+        be admitted.
         """
         if not self._num_batch:
             return False
@@ -149,11 +144,11 @@ class RequestQueue:
         return any(each.without_jobs for each in (*begin, *self.running.values()))
 
     def members(self, name: str) -> list[Request]:
-        """The sequences of a request that are not over."""
+        """Return the sequences of a request that are not over."""
         return list(self._members.get(name, ()))
 
     def running_progress(self, *, is_batch: bool = False) -> tuple[RequestProgress, ...]:
-        """Of requests that somebody waits for, or of batch work."""
+        """Return the progress of running sequences: of batch work, or of all others."""
         if not self.running:
             return ()
         return tuple(
@@ -161,7 +156,9 @@ class RequestQueue:
         )
 
     def waiting_progress(self, *, is_batch: bool = False) -> tuple[RequestProgress, ...]:
-        """Of those far back in the queue, what they share may be out of date."""
+        """Return the progress of waiting sequences: of batch work, or of all others. Beyond the
+        first few, the number of cached tokens may be out of date.
+        """
         if not self.waiting:
             return ()
         waiting = [request for request in self.waiting.values() if request.is_batch == is_batch]
@@ -170,12 +167,12 @@ class RequestQueue:
         return tuple([self._progress[request.id] for request in waiting])
 
     def num_batch(self) -> tuple[int, int]:
-        """Sequences of batch work that run, and that wait."""
+        """Return the numbers of running and of waiting sequences of batch work."""
         running = sum([request.is_batch for request in self.running.values()])
         return running, sum([request.is_batch for request in self.waiting.values()])
 
     def num_batch_pages(self) -> int:
-        """That batch work has, alone or together with others; a page that several have counts
+        """Return the number of pages that batch work has, alone or shared; a shared page counts
         once.
         """
         if not self._num_batch:
@@ -188,12 +185,12 @@ class RequestQueue:
         return len({page for sequence in sequences for page in sequence.pages})
 
     def may_start(self, request: Request) -> bool:
-        """Whether its turn has come to be admitted."""
+        """Return whether a waiting sequence may be admitted."""
         return request.may_start and not self._imports.is_held(request.id)
 
     def first(self, name: str) -> Request | None:
-        """The first sequence of a request while it waits; the others wait for it. None if it runs,
-        or has ended.
+        """Return the first sequence of a request while it waits, on which the others wait; None if
+        it runs, or has ended.
         """
         members = self._members.get(name)
         return (
@@ -203,10 +200,12 @@ class RequestQueue:
         )
 
     def unknown_blocks(self, name: str) -> range:
-        """Of the prompt of a request that waits: its full blocks of which nothing is known here,
-        but for the last of its tokens, which is always run; none of one whose tokens are scored,
-        which needs all rows, nor of one with a salt, since another engine would share them, nor of
-        one with virtual tokens, which that one would add again.
+        """Return the full blocks of a waiting request's prompt that are not cached here, for
+        another instance to compute.
+
+        The last prompt token is always run here. There are none where another instance's blocks
+        could not be used: the prompt's tokens are scored, which needs all rows; it has a salt, or
+        virtual tokens; or the weights have been changed here.
         """
         first = self.first(name)
         if first is None or first.scores_prompt or first.params.cache_salt or first.num_virtual:
@@ -221,7 +220,7 @@ class RequestQueue:
     # -- verbs ----------------------------------------------------------------------
 
     def add(self, name: str, members: list[Request]) -> None:
-        """Sequences of one request come to the end of the queue."""
+        """Append the sequences of a request to the queue."""
         self._members[name] = list(members)
         self.num_arrived += len(members)
         for request in members:
@@ -230,20 +229,18 @@ class RequestQueue:
             self._wait(request)
 
     def hold(self, name: str) -> None:
-        """Keep a request that waits from starting before `arrive`: another instance computes its
-        prompt.
-        """
+        """Hold a waiting request back until `arrive`, while another instance computes its prompt."""
         if (first := self.first(name)) is not None:
             self._imports.hold(first.id)
 
     def arrive(self, name: str, blocks: ImportedBlocks | None) -> None:
-        """Note what has come for a request that was held; nothing if that is not there any more."""
+        """Deliver the blocks of a held request; nothing happens if it is not waiting any more."""
         if (first := self.first(name)) is not None:
             self._imports.arrive(first.id, blocks)
 
     def note_model_changes(self, number: int) -> None:
-        """The weights are others now: those that wait find no prefix that was computed with the old
-        ones.
+        """Note that the weights have changed: waiting requests no longer find prefixes that the old
+        weights have computed.
         """
         for request in self.waiting.values():
             request.note_model_changes(number)
@@ -254,8 +251,12 @@ class RequestQueue:
             self._progress[request.id] = self._look_up(request)
 
     def admit(self, request: Request) -> OpenRequest | None:
-        """Give it the pages of all its tokens, with what lies on the host or has been handed over;
-        None, and nothing has changed, if there are too few.
+        """Give a request the pages of all its tokens, with what lies on the host or was handed
+        over.
+
+        Returns:
+            The command that opens the request on the device; None, and nothing has changed, if
+            there are too few pages.
         """
         keys = self._keys[request.id]
         sequence = self._cache.open(keys, len(request.tokens))
@@ -276,8 +277,10 @@ class RequestQueue:
         return opened
 
     def reserve(self, planned: PlannedRows) -> PlannedRows | None:
-        """Pages for the next rows of a request, if they can be had: the rows as they are now. None
-        without pages, or if it does not run.
+        """Reserve pages for planned rows of a request.
+
+        Returns:
+            The rows as they can run now; None if there are no pages, or the request does not run.
         """
         request = self.running.get(planned.item)
         if request is None or request.sequence is None:
@@ -295,8 +298,8 @@ class RequestQueue:
         return structs.replace(planned, start=start, rows=num_rows)
 
     def preempt(self, request: Request) -> CloseRequest:
-        """Take its pages; it waits at the head of the queue, to be computed again but for what is
-        kept of it.
+        """Take a request's pages, and put it at the head of the queue; what is not kept of it is
+        recomputed.
         """
         assert request.sequence is not None
         num_tokens = request.sequence.length
@@ -312,7 +315,7 @@ class RequestQueue:
         return closed
 
     def remove(self, request: Request) -> CloseRequest | None:
-        """It is over; its pages go back, if it has any."""
+        """Remove a request that is over, and give its pages back, if it has any."""
         closed = None
         if request.sequence is not None:
             closed = request.close()
@@ -331,7 +334,9 @@ class RequestQueue:
         return closed
 
     def check_integrity(self) -> None:
-        """Assert that each is waiting or running, and that exactly those that run have pages."""
+        """Assert that each sequence is either waiting or running, and that exactly the running ones
+        have pages.
+        """
         assert {request.id for group in self._members.values() for request in group} == {
             *self.running,
             *self.waiting,

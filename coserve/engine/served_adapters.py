@@ -1,8 +1,8 @@
-"""Adapters that requests can name: on the device or on the host by version, and which can be had
-again from disk.
+"""Adapters that requests can name: versions on the device and on the host, and adapters that can be
+loaded from disk again.
 
-Where there are more versions on the device than it should have, those that no request reads go to
-the host, the ones unused longest first, as far as there is room. A version comes back as soon as a
+Where the device has more versions than it should, those that no request reads are swapped to the
+host, the ones unused longest first, as far as there is room. A version is swapped in as soon as a
 request names it.
 """
 
@@ -28,15 +28,19 @@ class AdapterVersion:
     """An immutable state of an adapter that requests can name."""
 
     name: str
+    """Name of the adapter."""
     step: int
+    """Optimizer step at which the version was published; 0 if it was loaded."""
     key: str
-    """Never given twice, so that K and V that were computed under it are never mistaken for another
-    version's."""
+    """Key that is never given twice, so that no keys and values in the cache are taken for another
+    version's.
+    """
     num_bypasses: int
+    """Number of sites at which the adapter adds something."""
     num_bytes: int = 0
-    """Bytes of its parameters, as they go to the host."""
+    """Size of the parameters, as they are swapped to the host."""
     num_virtual_tokens: int = 0
-    """Rows that stand before every prompt."""
+    """Number of virtual tokens before every prompt."""
     vocab_size: int = 0
     """Vocabulary of the adapter's model, where that is another than the one that serves; 0: the
     same."""
@@ -46,13 +50,13 @@ class AdapterVersion:
 
     @property
     def label(self) -> str:
-        """What requests call it."""
+        """Return the label by which requests can name this version."""
         return f"{self.name}@{self.step}"
 
 
 class AdapterVersions:
-    """Names of adapters, their versions, and who reads them. A version that is unloaded or
-    superseded stays until its last reader is gone.
+    """Versions of adapters by name, and the number of readers of each. A version that is unloaded
+    or superseded stays until its last reader is gone.
     """
 
     def __init__(self) -> None:
@@ -68,7 +72,7 @@ class AdapterVersions:
         self._serial = count()
 
     def new_key(self, name: str, step: int) -> str:
-        """A key for a version to come."""
+        """Return a new key for a version."""
         return f"{name}@{step}#{next(self._serial)}"
 
     def publish(
@@ -84,7 +88,7 @@ class AdapterVersions:
         transient: bool = False,
         model: str = "",
     ) -> AdapterVersion:
-        """Make a version the newest of its name. transient: the next one takes its place."""
+        """Make a version the newest of its name. transient: it is replaced by the next one."""
         versions = self._versions.setdefault(name, {})
         for old in [
             version
@@ -108,8 +112,10 @@ class AdapterVersions:
         return versions[step]
 
     def resolve(self, label: str) -> AdapterVersion:
-        """The newest version of a name, or the one of `name@step`; AdapterError lists what there
-        is.
+        """Return the newest version of a name, or the one of `name@step`.
+
+        Raises:
+            AdapterError: there is none; the message lists what there is.
         """
         if not isinstance(label, str):
             raise AdapterError(f"an adapter is asked for by its name, which {shown(label)} is not")
@@ -127,11 +133,11 @@ class AdapterVersions:
 
     @property
     def num_versions(self) -> int:
-        """That have a name, or readers."""
+        """Return the number of versions that have a name or readers."""
         return len(self._readers)
 
     def idle(self) -> Iterator[AdapterVersion]:
-        """Versions that no request reads, unused longest first."""
+        """Yield the versions that no request reads, the one unused longest first."""
         by_key = {
             version.key: version
             for versions in self._versions.values()
@@ -140,12 +146,14 @@ class AdapterVersions:
         yield from [by_key[key] for key, num_readers in self._readers.items() if not num_readers]
 
     def of(self, name: str) -> list[AdapterVersion]:
-        """The versions of a name; none if there is no such name."""
+        """Return the versions of a name; none if there is no such name."""
         return list(self._versions.get(name, {}).values())
 
     def resolve_served(self, label: str) -> AdapterVersion:
-        """The same for a request; AdapterError if it is of another model than the one that
-        serves.
+        """Resolve the label of a request's adapter.
+
+        Raises:
+            AdapterError: there is none, or it belongs to another model than the one that serves.
         """
         version = self.resolve(label)
         if version.model:
@@ -157,7 +165,7 @@ class AdapterVersions:
         return version
 
     def labels(self) -> list[str]:
-        """Every version's label."""
+        """Return the labels of all versions."""
         return [
             version.label for versions in self._versions.values() for version in versions.values()
         ]
@@ -184,7 +192,11 @@ class AdapterVersions:
             del self._readers[version.key]
 
     def unload(self, name: str) -> None:
-        """No new request finds it; AdapterError if there is no such name."""
+        """Remove a name, so that no new request finds it.
+
+        Raises:
+            AdapterError: there is no such name.
+        """
         if name not in self._versions:
             self.resolve(name)
         for version in self._versions.pop(name).values():
@@ -192,8 +204,8 @@ class AdapterVersions:
 
     @contextmanager
     def dropped_on_interruption(self, key: str) -> Iterator[None]:
-        """While a version to come is made on the device: if that is interrupted, nobody knows
-        whether it is there.
+        """Have a version dropped if making it on the device is interrupted, since it is not known
+        then whether it is there.
         """
         try:
             yield
@@ -204,7 +216,9 @@ class AdapterVersions:
             raise
 
     def take_unreferenced(self) -> list[str]:
-        """Keys that no request reads and no name finds any more, once each."""
+        """Return the keys of versions that no request reads and no name refers to any more, once
+        each.
+        """
         gone, self._gone = self._gone, []
         return gone
 
@@ -216,7 +230,7 @@ class AdapterVersions:
 
 
 class AdapterLoad:
-    """An adapter on its way from disk to the device. opened: once it has been read."""
+    """An adapter that is being loaded from disk. `opened` describes it once it has been read."""
 
     def __init__(
         self,
@@ -227,7 +241,7 @@ class AdapterLoad:
         directory: str,
         model: str = "",
     ) -> None:
-        """model: as `OpenVersion` names it."""
+        """Begin a load. model: as in `OpenVersion`."""
         self.device, self.versions, self.name, self.key, self.directory = (
             device,
             versions,
@@ -239,8 +253,10 @@ class AdapterLoad:
         self.opened = VersionOpened(num_bypasses=0)
 
     def read(self, changed_by: str = "") -> Self:
-        """Read it onto the device, beside steps; AdapterError for its files. changed_by: see
-        `OpenVersion`.
+        """Read the adapter onto the device, beside steps. changed_by: see `OpenVersion`.
+
+        Raises:
+            AdapterError: its files cannot be used.
         """
         with self.versions.dropped_on_interruption(self.key):
             loaded = self.device.execute(
@@ -252,7 +268,7 @@ class AdapterLoad:
 
 
 class ServedAdapters:
-    """The versions on one device, and on its host."""
+    """Adapter versions on one device, and on its host."""
 
     def __init__(self, device: Device, log: CommandLog, swap: HostSwap, *, most: int) -> None:
         """most: how many of those that lie on disk stay on the device, and how many versions of any
@@ -270,9 +286,15 @@ class ServedAdapters:
         )  # can be had again; unused longest first
 
     def load(self, name: str, directory: str, *, model: str = "", path: str = "") -> AdapterVersion:
-        """Serve an adapter in PEFT's format as `name`; AdapterError for its files. model, path:
-        name and place of the one that it is of, if that is not the one that serves; then it can be
-        trained further alone.
+        """Load an adapter in PEFT's format and serve it as `name`.
+
+        Args:
+            model: Name of the model that it belongs to, if that is not the one that serves; then it
+                can only be trained further.
+            path: Directory or hub id of that model.
+
+        Raises:
+            AdapterError: its files cannot be used.
         """
         key = f"{name}@0#load-{next(self._num_loads)}"
         return self.finish_load(
@@ -280,16 +302,14 @@ class ServedAdapters:
         )
 
     def begin_load(self, name: str, directory: str) -> "AdapterLoad":
-        """The same in three steps, of which the middle one (`AdapterLoad.read`) may be done by any
-        thread.
-        """
+        """Return a load whose `read` may be called by any thread, before `finish_load`."""
         # Not by `new_key`: when a load begins leaves no trace in the keys of what comes after it.
         return AdapterLoad(
             self._device, self.versions, name, f"{name}@0#read-{next(self._num_reads)}", directory
         )
 
     def finish_load(self, load: "AdapterLoad", model: str = "") -> AdapterVersion:
-        """Serve what was read."""
+        """Serve an adapter that was read."""
         opened = load.opened
         return self.versions.publish(
             load.name,
@@ -305,8 +325,11 @@ class ServedAdapters:
     def publish(
         self, job: str, name: str, step: int, *, costs: TrainerOpened, transient: bool, model: str
     ) -> AdapterVersion:
-        """Serve a job's adapter as it is now (of another `model`: keep it, so that it can be
-        saved); DeviceMemoryError if there is no room for the copy.
+        """Publish a job's adapter as it is now, as the newest version of a name. An adapter of
+        another model can be saved, not served.
+
+        Raises:
+            DeviceMemoryError: there is no room for the copy.
         """
         key = self.versions.new_key(name, step)
         with self.versions.dropped_on_interruption(key):
@@ -324,10 +347,11 @@ class ServedAdapters:
         )
 
     def keep_from_disk(self, name: str) -> None:
-        """It lies on disk, and was asked for now: it may make room when others are used instead.
+        """Note that an adapter can be loaded from disk again and was used now, and evict others
+        where there are too many.
 
-        The one whose use was asked for longest ago goes first; those that are being read stay until
-        they are not. What has room on the host stays there.
+        The one unused longest is evicted first; those that are being read stay until they are not.
+        What has room on the host stays there.
         """
         self._on_disk[name] = None
         self._on_disk.move_to_end(name)
@@ -342,7 +366,7 @@ class ServedAdapters:
                 self.unload(each)
 
     def unload(self, name: str) -> None:
-        """No new request finds it; those that use it run to their end."""
+        """Withdraw an adapter from new requests; requests that use it run to their end."""
         self.versions.unload(name)
         self._on_disk.pop(name, None)
 
@@ -353,7 +377,7 @@ class ServedAdapters:
         self._log.execute(SaveAdapter(key, directory))
 
     def take_unread(self) -> list[DropVersion]:
-        """What the device is to let go of: versions that no request reads and no name finds any
+        """Return the commands that drop versions that no request reads and no name refers to any
         more.
         """
         gone = self.versions.take_unreferenced()
@@ -366,16 +390,16 @@ class ServedAdapters:
 
     @property
     def _num_excess(self) -> int:
-        """By how many versions the device has too many."""
+        """Return by how many versions the device has too many."""
         return self.versions.num_versions - len(self._away) - self._most
 
     @property
     def on_host(self) -> list[HostOwner]:
-        """Versions that lie there."""
+        """Return the versions on the host, as owners of host memory."""
         return [("version", key) for key in self._away]
 
     def make_room(self) -> None:
-        """Versions that nobody reads go to the host, where the device has too many; not within a
+        """Swap versions that nobody reads to the host, where the device has too many; not within a
         step.
         """
         if self._num_excess <= 0 or not self._swap.num_pages:
@@ -395,8 +419,10 @@ class ServedAdapters:
 
     @property
     def _state(self) -> tuple[int, ...]:
-        """Changes with all that lets more versions go to the host. Room is asked for after every
-        step; where there is none, or all versions are being read, that must cost nothing.
+        """Return a value that changes with all that lets more versions go to the host.
+
+        Room is checked after every step; where there is none, or all versions are being read, the
+        check must cost nothing.
         """
         versions, swap = self.versions, self._swap
         return (
@@ -407,8 +433,10 @@ class ServedAdapters:
         )
 
     def bring_back(self, key: str) -> None:
-        """Have a version on the device, if it lies on the host; not within a step.
-        DeviceMemoryError: it is not yet.
+        """Swap a version in, if it lies on the host; not within a step.
+
+        Raises:
+            DeviceMemoryError: there is no room on the device; the version stays on the host.
         """
         if key in self._away:
             self._log.execute(
@@ -418,5 +446,5 @@ class ServedAdapters:
             self._swap.note_tensors_back(("version", key))
 
     def wanted(self) -> list[str]:
-        """Keys of versions that lie on the host, and that requests are to read."""
+        """Return the keys of versions on the host that requests are to read."""
         return sorted(self._away.keys() & self.versions.being_read) if self._away else []
