@@ -13,6 +13,7 @@ class DeviceOwner:
     """
 
     device: Device
+    """The device that is closed."""
 
     def close(self) -> None:
         """Let go of the device: end the processes of its ranks, if it has several. The engine

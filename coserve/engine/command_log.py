@@ -57,10 +57,10 @@ _WRITE_PAGES = (SwapIn, ImportPages, MovePages, MovePack, BeginPack, PlaceOptimi
 
 
 class LostCommandError(Exception):
-    """A command for which nobody waits has failed; its error is the cause.
+    """An error of a command for which nobody waits; the command's own error is the cause.
 
-    Not one of coserve's own errors: who meets it has asked for something else, and may not handle
-    it.
+    It is not a `CoserveError`: a caller that meets it was doing something else, and may not handle
+    it as its own.
     """
 
 
@@ -79,19 +79,20 @@ class _Entry:
 
 
 class _Sent(NamedTuple):
-    """The first entries of the log while the device is at them: which are done is not known."""
+    """Entries that were handed to the device; which of them are done is not known."""
 
     entries: Sequence[_Entry]
+    """First entries of the log."""
     num_answered: int
-    """Commands that the device had answered before the first of them."""
+    """Number of commands that the device had answered before the first of them."""
 
 
 class CommandLog:
-    """The ordered log that the module describes. All but `send` is for the engine's thread and,
-    except for `collect`, for the time between two steps.
+    """The ordered log that the module describes.
 
-    Ctrl-C may come between any two of the statements here. So what is set first says that the
-    outcome is not known (`_sent`), and what follows from an answer can be set again.
+    All methods but `send` are for the engine's thread and, except for `collect`, for the time
+    between two steps. Ctrl-C may come between any two of the statements here. So what is set first
+    says that the outcome is not known (`_sent`), and what follows from an answer can be set again.
     """
 
     def __init__(self, device: Device) -> None:
@@ -107,7 +108,7 @@ class CommandLog:
         self._is_gone = False
 
     def send(self, command: Command) -> None:
-        """Append a command without a reply; any thread may."""
+        """Append a command without a reply. Any thread may call this."""
         assert not isinstance(command, BESIDE_STEPS)
         if self._is_gone:
             return
@@ -120,11 +121,11 @@ class CommandLog:
         self._entries.append(_Entry(command))
 
     def execute(self, command: Command) -> Reply:
-        """Carry out all that is in the log and then a command, and return its reply.
+        """Carry out the log and then a command, and return its reply.
 
         Raises:
-            CoserveError: See the command; it has changed nothing.
-            LostCommandError: One before it has failed; this one is never done.
+            CoserveError: see the command; it has changed nothing.
+            LostCommandError: a command before it has failed; this one is never done.
         """
         assert not isinstance(command, BESIDE_STEPS)
         self.flush()
@@ -141,8 +142,10 @@ class CommandLog:
         return bool(self._entries)
 
     def flush(self) -> None:
-        """Carry out all that is in the log, without a step. LostCommandError: one of it has
-        failed.
+        """Carry out the log, without a step.
+
+        Raises:
+            LostCommandError: a command has failed.
         """
         self.replay()
         while self._entries:
@@ -151,12 +154,12 @@ class CommandLog:
     # -- steps ------------------------------------------------------------------------
 
     def head(self) -> tuple[Command, ...]:
-        """Return the commands for the next step: all that there are."""
+        """Return the commands for the next step: all that are in the log."""
         self.replay()
         return tuple([entry.command for entry in self._entries])
 
     def submit(self, batch: StepBatch) -> None:
-        """Begin a step with the commands of `head`; errors as of `Device.submit`."""
+        """Begin a step with the commands of `head`. Raises as `Device.submit` does."""
         assert self._sent is None
         entries = self._entries[: len(batch.commands)]
         self._sent = self._step = _Sent(entries, self._known_count() if entries else 0)
@@ -167,7 +170,7 @@ class CommandLog:
             raise
 
     def collect(self) -> StepResult:
-        """Wait for the step; its commands are done. Errors as of `Device.collect`."""
+        """Wait for the step, whose commands are done then. Raises as `Device.collect` does."""
         try:
             result = self._device.collect()
         except DeviceGoneError:
@@ -180,7 +183,7 @@ class CommandLog:
     # -- acknowledgements ---------------------------------------------------------------
 
     def _do_first(self) -> Reply:
-        """Have the device carry out the first command; return its reply."""
+        """Have the device carry out the first command, and return its reply."""
         entry = self._entries[0]
         self._sent = _Sent((entry,), self._known_count())
         try:
@@ -201,8 +204,9 @@ class CommandLog:
         return reply
 
     def _note_failure(self, entry: _Entry) -> None:
-        """Note that a command's answer is an error; that it was sent is forgotten last, so that an
-        interruption here counts as one of the command.
+        """Note that a command's answer is an error.
+
+        `_sent` is cleared last, so that an interruption here counts as one of the command.
         """
         if not entry.is_awaited:
             self.on_lost()
@@ -212,9 +216,11 @@ class CommandLog:
         self._trim()
 
     def replay(self) -> None:
-        """Find out what the device has done of what it was handed last, and carry out the rest, but
-        for commands whose callers have given up; nothing if there was no interruption. It may close
-        requests that run (`on_lost`), so this comes before a plan.
+        """Find out what the device has done of what it was handed last, and carry out the rest,
+        except for commands whose callers have given up; nothing happens if there was no
+        interruption.
+
+        It may close running requests (`on_lost`), so it is called before a plan is made.
         """
         if self._sent is not None:
             self._settle(self._sent)
@@ -225,7 +231,7 @@ class CommandLog:
             self._do_first()
 
     def _settle(self, sent: _Sent) -> None:
-        """Mark what is done of what was sent, and what is to be replayed."""
+        """Mark which of the sent entries are done, and which are to be replayed."""
         if sent.entries:
             self._num_answered = None
             num_done = self._known_count() - sent.num_answered
@@ -238,7 +244,7 @@ class CommandLog:
         self._sent = None
 
     def _acknowledge(self) -> None:
-        """Note that all that was sent is done."""
+        """Note that all sent entries are done."""
         if self._sent is not None and self._sent.entries:
             entries, before = self._sent
             for entry in entries:
@@ -254,7 +260,7 @@ class CommandLog:
             self._openings.clear()
 
     def _known_count(self) -> int:
-        """Return how many commands the device has answered; it is asked only if that is not
+        """Return how many commands the device has answered, from the device only if it is not
         known.
         """
         if self._num_answered is None:
@@ -275,8 +281,8 @@ class CommandLog:
     # -- what later commands make needless ------------------------------------------------
 
     def _forget_opening(self, closed: CloseRequest) -> None:
-        """Put a command to close a request in the place of those that open it: its grammar may be
-        gone by now.
+        """Replace commands that open a request by the one that closes it: its grammar may be gone
+        by now.
         """
         if closed.request not in self._openings:
             return

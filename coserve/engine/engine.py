@@ -381,7 +381,9 @@ class Engine(TokenEngine, DeviceOwner):
         return [event for event in events if isinstance(event, JobEvent)]
 
     def _turn(self, num_empty: int) -> int:
-        """Run a step. Returns how many steps in a row have run nothing; num_empty: before this one."""
+        """Run a step. Returns how many steps in a row have run nothing. num_empty: such steps
+        before this one.
+        """
         self.begin_step()
         self.loop.finish()
         return num_empty + 1 if self.last_plan.runs_nothing else 0

@@ -148,7 +148,7 @@ class Grammars:
         self.prepare(grammar, tenant, request)
 
     def close(self, request: str) -> None:
-        """Let go of the grammar of a request that is over, if it followed one."""
+        """Let go of the grammar that a request has followed, if any, which is over."""
         if not self._of_request:
             return
         evicted = []
@@ -254,7 +254,10 @@ class Grammars:
         """
         by_tenant = self._by_tenant()
         if by_tenant[tenant] > MAX_TENANT_BYTES:
-            return f"compiled grammars of this tenant's requests would take more than {MAX_TENANT_BYTES >> 20} MB"
+            return (
+                "compiled grammars of this tenant's requests would take more than "
+                f"{MAX_TENANT_BYTES >> 20} MB"
+            )
         if by_tenant.total() > MAX_BYTES:
             return (
                 f"compiled grammars of requests under way would take more than {MAX_BYTES >> 20} MB"

@@ -50,7 +50,7 @@ class RecordingHeader(msgspec.Struct, tag="Header", frozen=True, kw_only=True):
 
 
 class ReadFiles(msgspec.Struct, tag="Read", frozen=True, kw_only=True):
-    """Contents of the files that the command in the next frame has read: a replay reads no others."""
+    """Contents of files that the command in the next frame has read; a replay reads no others."""
 
     directories: tuple[Files, ...] = ()
     """Files of the directories that the command names, in its order."""

@@ -1,4 +1,4 @@
-"""Records and counts that an engine reports: how requests were served, and its state at a moment."""
+"""Records and counts that an engine reports: how requests were served, and its current state."""
 
 from dataclasses import dataclass, field
 

@@ -210,9 +210,7 @@ class Request:
         return progress
 
     def wait(self) -> None:
-        """Note that the sequence waits from now on; what a policy has seen of it in this step stays
-        unchanged.
-        """
+        """Note that the sequence waits; what a policy has seen of it in this step stays unchanged."""
         self._progress = self._new_progress()
 
     def _new_progress(self) -> RequestProgress:

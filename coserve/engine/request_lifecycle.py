@@ -1,4 +1,4 @@
-"""The life of requests: how they come, what a step brings them, how they end."""
+"""The lifecycle of requests: arrival, results of steps, and end."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ TextStreamMaker = Callable[[Sequence[int], SamplingParams], TextStream]
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Of a request's sample: of the first, the request's own, and of no other the next number,
-    which is another's.
+    """Return the seed of one of a request's samples: the request's own for the first; for the
+    others not the next numbers, which are seeds of other requests.
     """
     return Random(f"{seed} {index}").getrandbits(63) if index else seed
 
@@ -58,9 +58,14 @@ class RequestLifecycle:
         emit: Callable[[Chunk], None],
         send: Callable[[Command], None],
     ) -> None:
-        """end_tokens: ids of the model that end every request. shares_prefixes: whether tenants
-        share what is known of the beginnings of prompts. text_stream: see `EngineCore`. emit: takes
-        chunks. send: has the device do a command with the next step.
+        """Begin without requests.
+
+        Args:
+            end_tokens: Ids of the model that end every request.
+            shares_prefixes: Whether tenants share cached prompt prefixes.
+            text_stream: See `EngineCore`.
+            emit: Takes chunks.
+            send: Has the device do a command with the next step.
         """
         self._device, self._queue, self._versions, self._counters = (
             device,
@@ -164,9 +169,7 @@ class RequestLifecycle:
         return bool(members)
 
     def stop(self, name: str, index: int, num_tokens: int) -> bool:
-        """End one sequence of which `num_tokens` tokens are wanted. Returns whether it was
-        there.
-        """
+        """End a sequence of which `num_tokens` tokens are wanted. Returns whether it was there."""
         for member in self._queue.members(name):
             if member.index == index:
                 self._emit(member.end("stop"))
@@ -179,8 +182,8 @@ class RequestLifecycle:
     def apply(
         self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float
     ) -> None:
-        """A step's rows are in: their keys and values are known, and some have brought a token.
-        started_s: when the step began.
+        """Apply the result of a step to its requests: their keys and values are known, and some
+        have a new token. started_s: when the step began.
         """
         running, prompts, tokens, emit = (
             self._queue.running,
@@ -238,7 +241,9 @@ class RequestLifecycle:
             self._leave(request)
 
     def _note_slo_use(self, request: Request, now_s: float) -> None:
-        """Note what a request used by itself of its SLO that has its first token, or has ended."""
+        """Note what share of its SLO a request used by itself, when it has its first token or has
+        ended.
+        """
         if request.num_output <= 1:
             ttft_s = now_s - request.info.arrival_s - sum(request.taken_before)
             self.headroom.add_first_token(now_s, ttft_s / request.info.ttft_s)
@@ -249,7 +254,7 @@ class RequestLifecycle:
             )
 
     def _leave(self, request: Request) -> None:
-        """A request is over: everything that it holds goes back."""
+        """Give back everything that a request holds, which is over."""
         if (closed := self._queue.remove(request)) is not None:
             self._send(closed)
         if request.request not in self._queue:

@@ -67,7 +67,7 @@ class BlockImports:
         return len(self._places(request, num_known, num_tokens)) * self._block_tokens
 
     def bring_in(self, request: str, sequence: PagedSequence, num_tokens: int) -> None:
-        """Copy the blocks that follow the sequence's tokens from the request's file into its pages."""
+        """Copy blocks that follow the sequence's tokens from the request's file to its pages."""
         if places := self._places(request, sequence.length, num_tokens):
             first = sequence.length // self._block_tokens
             pages = tuple(sequence.pages[first : first + len(places)])
@@ -234,7 +234,7 @@ class RequestQueue:
             self._imports.hold(first.id)
 
     def arrive(self, name: str, blocks: ImportedBlocks | None) -> None:
-        """Deliver the blocks of a held request; nothing happens if it is not waiting any more."""
+        """Deliver the blocks of a held request; nothing happens if it waits no more."""
         if (first := self.first(name)) is not None:
             self._imports.arrive(first.id, blocks)
 

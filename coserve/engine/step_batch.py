@@ -1,7 +1,7 @@
-"""How a plan is carried out: pages change hands, the plan is checked, the device is told, and the
-latency model learns.
+"""Execution of a plan: pages are reassigned, the plan is checked, the device's batch is built, and
+the latency model is updated.
 
-A policy is one file that anybody may write, so what it plans is checked as a user's input is.
+A policy is one file that anybody may write, so its plans are checked as a user's input is.
 """
 
 from collections import Counter
@@ -50,10 +50,16 @@ def prepare_plan(
     max_requests: int,
     num_units: int,
 ) -> Plan:
-    """Do what a plan says about pages, as far as they allow; returns the plan with what can run.
+    """Reassign pages as a plan says, as far as possible, and return the part of the plan that can
+    run.
 
-    policy: its name. send: has the device do a command with the step. num_units: of the device.
-    PolicyError: the plan can never run.
+    Args:
+        policy: Name of the policy.
+        send: Has the device do a command with the step.
+        num_units: Units of the device.
+
+    Raises:
+        PolicyError: the plan can never run.
     """
     for id in plan.preempt:
         if (request := requests.running.get(id)) is not None:
@@ -83,11 +89,11 @@ def prepare_plan(
 def _runnable(
     plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapping[str, Job]
 ) -> Plan:
-    """The plan without what has no pages, and with rows as they are now; reserved: those of
+    """Return the plan without what has no pages, and with rows as they are now. reserved: rows of
     requests.
 
     Where something is left out, the sections' predictions are of another step: they become 0, and
-    teach nothing.
+    are not used for corrections.
     """
     if _runs_whole(plan, reserved, jobs):
         return plan
@@ -141,7 +147,9 @@ def _runnable(
 def _runs_whole(
     plan: Plan, reserved: Mapping[str, PlannedRows | None], jobs: Mapping[str, Job]
 ) -> bool:
-    """Whether nothing of the plan is to be left out or made smaller, as with nearly all plans."""
+    """Return whether nothing of the plan is left out or made smaller, as is so for nearly all
+    plans.
+    """
     if plan.partition is not None and not (plan.rows and (plan.losses or plan.tasklets)):
         return False
     for rows in plan.rows:
@@ -158,7 +166,7 @@ def _runs_whole(
 
 
 def _may_run(jobs: Mapping[str, Job], job_id: str, num_rows: int) -> bool:
-    """Whether as many rows of a job's pack can run at once."""
+    """Return whether this many rows of a job's pack can run at once."""
     if job_id not in jobs:
         return False
     job = jobs[job_id]
@@ -170,7 +178,7 @@ def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None
 
 
 def _limited(job: Job, piece: Piece) -> Piece:
-    """A piece of a job, not larger than it may be."""
+    """Return a piece of a job with no more rows than its memory failures allow."""
     num_rows = job.memory_failures.limit(piece.rows)
     return piece if num_rows == piece.rows else structs.replace(piece, rows=num_rows)
 
@@ -186,7 +194,7 @@ def build_batch(
     jobs: Mapping[str, Job],
     commands: tuple[Command, ...],
 ) -> StepBatch:
-    """What the device is told of a plan that can run."""
+    """Return the device's batch for a plan that can run."""
     # Rows of one adapter side by side, so that its bypasses run once for all of them.
     by_version: dict[str, list[RequestRows]] = {}
     windows: list[WindowRows] = []
@@ -229,10 +237,14 @@ def update_latency_model(
     *,
     step_s: float,
 ) -> None:
-    """Tell the latency model what a step took; parameters: how many each of its optimizer steps
-    moved. models: of the jobs that have tasklets, as `JobCounts` names them.
+    """Correct the latency model by a step's measured times.
 
-    A section's time teaches once for each size in it, however many pieces of that size it has.
+    A section's time counts once for each size in it, however many pieces of that size it has.
+
+    Args:
+        parameters: Number of parameters of each optimizer step.
+        models: Models of the jobs that have tasklets, as `JobCounts` names them.
+        step_s: Duration of the step.
     """
     joined: dict[tuple[str, int], int] = {}
     run = beside = 1.0
@@ -293,8 +305,12 @@ def _observe_sides(
     beside_s: float,
     joined: Iterable[int],
 ) -> None:
-    """What the sides of a divided step reached; beside_s: seconds of the whole device that the work
-    of jobs beside the forward pass was predicted to be worth; joined: rows of its tasklets.
+    """Correct the speeds of a divided step's sides.
+
+    Args:
+        beside_s: Seconds of the whole device that the work of jobs beside the forward pass was
+            predicted to be worth.
+        joined: Rows of its tasklets.
     """
     num_rows = sum([rows.rows for rows in plan.rows])
     if result.forward_s > 0:
@@ -309,7 +325,7 @@ def _observe_sides(
 
 
 def _joined_rows(plan: Plan, models: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Of the tasklets that run at once, the section of corrections and the rows."""
+    """Return the section of corrections and the rows of the tasklets that run at once, by group."""
     found: dict[int | str, int] = {}
     sections: dict[int | str, str] = {}
     for part in plan.tasklets:
@@ -320,8 +336,8 @@ def _joined_rows(plan: Plan, models: Mapping[str, str]) -> list[tuple[str, int]]
 
 
 def _share_run(plan: Plan, num_tasklets: Mapping[str, int]) -> float:
-    """The share of the planned backward work that these tasklets of the jobs are: those before the
-    time limit.
+    """Return the share of the planned backward work that these tasklets are: those before the time
+    limit.
     """
     if not num_tasklets:
         return 0.0
@@ -335,12 +351,12 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
     """Check that a plan can be run, apart from pages.
 
     Args:
-        plan: Without the pieces for which there is no memory.
-        policy: Its name.
+        plan: The plan without the pieces for which there is no memory.
+        policy: Name of the policy.
         num_units: Units of the device.
 
     Raises:
-        PolicyError: An item has two pieces of one kind, an empty one, or one for a phase that its
+        PolicyError: an item has two pieces of one kind, an empty one, or one for a phase that its
             job is not in; or the device does not have as many units as the partition.
     """
     if max(len(plan.rows), len(plan.losses), len(plan.tasklets), len(plan.updates)) > 1:

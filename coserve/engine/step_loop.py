@@ -1,8 +1,8 @@
 """The step loop: plan, run, apply.
 
-A policy decides: who is admitted, preempted, begun and dropped, and which rows run. The loop checks
-that pages allow it, tells the device, and books what came of it; what that means for requests is in
-`request_lifecycle.py`, for jobs in `job_set.py`.
+A policy decides which requests are admitted and preempted, which packs are begun and dropped, and
+which rows run. The loop checks that pages allow it, has the device run it, and applies the result;
+what that means for requests is in `request_lifecycle.py`, for jobs in `job_set.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,20 +39,24 @@ _STEPS_PER_LOOK = 64
 
 
 class _Begun(msgspec.Struct, frozen=True):
-    """A step that the device is at; started_s: when planning it began."""
+    """A step that the device is running."""
 
     view: View
+    """What the policy saw."""
     plan: Plan
+    """The plan, as far as it could be carried out."""
     batch: StepBatch
+    """The device's batch."""
     started_s: float
+    """Time at which planning began."""
 
 
 class StepLoop:
-    """One step after the other, of all requests and jobs of an engine.
+    """The loop of steps for all requests and jobs of an engine.
 
-    num_steps: that the device has done. last_result: of the last plan; None if that ran nothing, or
-    the device failed. last_slo_use: what requests needed of their SLOs when the last step was
-    planned. times: what each tenant was served.
+    `num_steps` counts the steps that the device has done. `last_result` is that of the last plan,
+    and None if it ran nothing or the device failed. `last_slo_use` is what requests needed of their
+    SLOs when the last step was planned. `times` holds what each tenant was served.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class StepLoop:
         counters: TokenCounters,
         keep_profile: Callable[[Profile], None] | None,
     ) -> None:
-        """keep_profile: see `EngineCore`."""
+        """Begin without a step. keep_profile: see `EngineCore`."""
         self._device, self._latency, self._config = device, latency, config
         self._log, self._pages, self._swap = log, pages, swap
         self._requests, self._serving = requests, serving
@@ -95,7 +99,7 @@ class StepLoop:
 
     @property
     def policy(self) -> Policy:
-        """Another one begins without a history."""
+        """Scheduling policy; one that is set begins without a history."""
         return self._policy
 
     @policy.setter
@@ -105,7 +109,7 @@ class StepLoop:
     # -- a step -----------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Plan, and have the device begin. Returns whether there is a step; `finish` is to
+        """Plan a step, and have the device begin it. Returns whether there is a step; `finish` must
         follow.
         """
         if self._step is not None:  # the caller was interrupted before it could finish
@@ -136,7 +140,7 @@ class StepLoop:
         return True
 
     def finish(self) -> None:
-        """Wait for the device, and book what came of the step, if there is one."""
+        """Wait for the device, and apply the result of the step, if there is one."""
         if self._step is not None:
             step, self._step = self._step, None
             try:
@@ -164,7 +168,7 @@ class StepLoop:
             self._recover(step.batch, result, now_s)
 
     def _forget(self, batch: StepBatch, error: BaseException) -> None:
-        """Give up a step of which it is not known how much has run, or how much of it was booked;
+        """Give up a step of which it is not known how much has run, or how much of it was applied;
         its commands are not lost (`CommandLog`).
         """
         # pages may not have joined, and tokens that nobody has heard of may count as used
@@ -172,8 +176,8 @@ class StepLoop:
         self._jobs.abandon(batch, error)
 
     def _close_running(self) -> None:
-        """What the device knows of the requests that run is not known: they are to be opened
-        again.
+        """Preempt all running requests, since it is not known what the device has of them: they are
+        to be opened again.
         """
         for request in reversed(
             list(self._requests.running.values())
@@ -181,7 +185,7 @@ class StepLoop:
             self._log.send(self._requests.preempt(request))
 
     def _note_model_changes(self) -> None:
-        """Tell those that wait, if the weights are others now."""
+        """Pass a change of the weights on to waiting requests."""
         number = self._adapters.versions.num_model_changes
         if number != self._num_model_changes:
             self._num_model_changes = number
@@ -190,8 +194,8 @@ class StepLoop:
     # -- adapters ---------------------------------------------------------------------
 
     def drop_unread_versions(self) -> None:
-        """Have the device let go of adapters that no request reads and no name finds any more, and
-        of those that nobody reads and the host has room for; not within a step.
+        """Have the device drop adapter versions that no request reads and no name refers to any
+        more, and swap out those that nobody reads and the host has room for; not within a step.
         """
         if self._step is not None:
             return
@@ -202,7 +206,7 @@ class StepLoop:
         self._adapters.make_room()
 
     def _bring_back_adapters(self) -> None:
-        """From the host, those that requests are to read."""
+        """Swap in the adapters that requests are to read."""
         for key in self._adapters.wanted():
             try:
                 self._adapters.bring_back(key)
@@ -214,10 +218,10 @@ class StepLoop:
     # -- plan -------------------------------------------------------------------------
 
     def _plan(self, now_s: float) -> tuple[View, Plan]:
-        """What the policy sees, and what it says, as far as it can be done.
+        """Return the policy's view, and its plan as far as it can be carried out.
 
-        A pack may fail to begin although its pages are there, when they are not side by side. Then
-        the policy is asked again without that job: it had given it rows, which others can use.
+        A pack may fail to begin although enough pages are there, when they are not side by side.
+        Then the policy plans again without that job: it had given it rows, which others can use.
         """
         failed: frozenset[str] = frozenset()
         while True:
@@ -263,8 +267,8 @@ class StepLoop:
         return view, msgspec.structs.replace(planned, drop=drop)
 
     def _move_pages(self, targets: Mapping[int, int]) -> bool:
-        """Of requests that run, to free pages (`PageManager.on_move`); False, nothing has moved, if
-        there is no memory for it.
+        """Copy pages of running requests to free ones (`PageManager.on_move`). Returns False, and
+        nothing has moved, if there is no memory for it.
         """
         try:
             self._log.execute(MovePages(tuple(targets), tuple(targets.values())))
@@ -351,7 +355,7 @@ class StepLoop:
         self._follow_device()
 
     def _remember(self, step: _Begun, result: StepResult) -> None:
-        """What the policy wants to know of a step."""
+        """Add a step to the policy's history."""
         if self._history is None:
             return
         self._history.add(
@@ -374,7 +378,7 @@ class StepLoop:
         )
 
     def _follow_device(self) -> None:
-        """The default SLO, and the profile on disk, by what steps really take."""
+        """Adapt the default SLO, and the profile on disk, to measured step times."""
         if self.num_steps % _STEPS_PER_LOOK:
             return
         self._default_slo.follow_device()
@@ -385,8 +389,8 @@ class StepLoop:
             self._keep_profile(profile)
 
     def _recover(self, batch: StepBatch, result: StepResult, now_s: float) -> None:
-        """The device ran out of memory: jobs make room first, then steps get smaller, then a
-        request fails.
+        """Recover from a step that ran out of memory: jobs make room first, then steps get smaller,
+        then a request fails.
         """
         assert result.failure is not None
         if not self._jobs.recover(batch, result, now_s):

@@ -1,4 +1,4 @@
-"""What each tenant is charged for steps, and for what the host does between them."""
+"""Charges of tenants for steps, and for the host's work between them."""
 
 from collections.abc import Mapping
 
@@ -13,26 +13,23 @@ from coserve.scheduling.tenant_times import TenantTimes
 
 
 class _HostWork(msgspec.Struct, frozen=True):
-    """What the host does after a step.
-
-    Attributes:
-        since_s: When the step ended.
-        step_s: Seconds that it took.
-        shares: Each tenant's share of the work.
-    """
+    """Work of the host after a step."""
 
     since_s: float
+    """Time at which the step ended."""
     step_s: float
+    """Duration of the step."""
     shares: Mapping[str, float]
+    """Each tenant's share of the work."""
 
 
 class TenantCharges:
-    """Charges the tenants of an engine for the time that its steps take, and for the time between
-    two steps.
+    """Charges of an engine's tenants for the time that steps take, and for the time between two
+    steps.
     """
 
     def __init__(self, times: TenantTimes, requests: RequestQueue, jobs: JobSet) -> None:
-        """Begin with nothing charged; times: the counters that grow."""
+        """Begin with nothing charged. times: counters that the charges are added to."""
         self._times, self._requests, self._jobs = times, requests, jobs
         self._host: _HostWork | None = None  # after the last step, until the next one is planned
 
@@ -48,8 +45,8 @@ class TenantCharges:
         self._host = _HostWork(now_s, step_s, host_shares(batch, tenants, self._jobs))
 
     def note_begin(self, now_s: float) -> None:
-        """Charge for the time since the last step, in which the host has sent answers: no more than
-        that step took, since what takes longer is something else.
+        """Charge for the time since the last step, in which the host has sent answers: at most as
+        long as that step took, since what takes longer is something else.
         """
         if self._host is not None:
             seconds = min(now_s - self._host.since_s, self._host.step_s)
@@ -71,8 +68,12 @@ def tenant_seconds(
     *,
     step_s: float,
 ) -> dict[str, float]:
-    """Return each tenant's share of a step that took this long: of the forward pass by rows, of the
-    work of jobs by what it took. tenants: by the ids of requests that run.
+    """Return each tenant's share of a step's duration: of the forward pass by rows, of the work of
+    jobs by measured time.
+
+    Args:
+        tenants: Tenants by the ids of running requests.
+        step_s: Duration of the step.
     """
     found: dict[str, float] = {}
     num_rows = sum([piece.num_rows for piece in batch.windows])
@@ -93,9 +94,11 @@ def tenant_seconds(
 def host_shares(
     batch: StepBatch, tenants: Mapping[str, str], jobs: Mapping[str, Job]
 ) -> dict[str, float]:
-    """Return each tenant's share of what the host does after a step. The answers to its requests
-    that have got a token, and its jobs that have moved on, count alike. tenants: by the ids of
-    requests that run.
+    """Return each tenant's share of the host's work after a step: answers to its requests that have
+    a new token, and its jobs that have moved on, count alike.
+
+    Args:
+        tenants: Tenants by the ids of running requests.
     """
     number: dict[str, int] = {}
     for rows in batch.requests:

@@ -1,4 +1,6 @@
-"""From a request's tokens to the text that can be shown now, up to a stop string."""
+"""Incremental decoding: from a request's tokens to the text that can be shown now, up to a stop
+string.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,21 +17,16 @@ _NUM_CONTEXT = 6
 
 
 class TextStream:
-    """One request's text, token by token.
-
-    tokenizer: a fast one. prompt_tokens: what the output continues. stop: strings that end the
-    text; of several, the one that is complete first (then the longest) does, however the text is
-    cut into tokens. skip_special_tokens: they have no text, but for shown_tokens. include_stop: the
-    text ends after the stop string, not before it.
+    """The text of one request, token by token.
 
     The pieces that `push` and `finish` return make up the tokenizer's text for prompt and output
     (its spaces as they are, without the clean-up before punctuation) less that for the prompt.
-    Bytes that are no UTF-8 become replacement characters; how many is the decoder's affair.
+    Bytes that are no UTF-8 become replacement characters; how many depends on the decoder.
 
     A token's text depends on its neighbours: byte-level tokens may be parts of a character, and
     sentencepiece's decoders drop the space before a first word. So a few tokens are decoded anew
-    for each, as others do: those of the last piece and all since, and the text is what they have
-    more than the last piece's had alone.
+    for each: those of the last piece and all since, and the new text is what they have beyond the
+    last piece's alone.
     """
 
     stopped: str | None = None  # the stop string that was hit; the text ends before it
@@ -44,6 +41,16 @@ class TextStream:
         *,
         include_stop: bool = False,
     ) -> None:
+        """Begin after a prompt.
+
+        Args:
+            tokenizer: A fast tokenizer.
+            prompt_tokens: Tokens that the output continues.
+            stop: Strings that end the text; of several, the one that is complete first (then the
+                longest) does, however the text is cut into tokens.
+            skip_special_tokens: Whether special tokens have no text, except for shown_tokens.
+            include_stop: Whether the text ends after the stop string, not before it.
+        """
         self._tokenizer = tokenizer
         self._silent = (
             {
@@ -65,21 +72,23 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All that was returned so far."""
+        """Return all text so far."""
         return "".join(self._pieces)
 
     def push(self, token: int, may_stop: bool = True) -> str:
-        """The text that can be shown after the next token; not to be called after a stop string was
-        hit.
+        """Return the text that can be shown after the next token; not to be called after a stop
+        string was hit.
 
-        Never a part of a character, nor what could be the start of a stop string. may_stop: False
-        lets stop strings pass in the text that this token completes (and what was held back
-        before); a later match lies wholly after it.
+        It is never a part of a character, nor what could be the start of a stop string.
+
+        Args:
+            may_stop: Whether stop strings count in the text that this token completes (and in what
+                was held back before); if not, a later match lies wholly after it.
         """
         return self._show(self._settle(token), may_stop)
 
     def finish(self) -> str:
-        """What was held back, when no more tokens come: after it the text is complete.
+        """Return the text that was held back, when no more tokens come.
 
         The end of a text may be the start of a stop string, or of a character: then it ends in
         replacement characters.
@@ -101,16 +110,16 @@ class TextStream:
         return text
 
     def _is_silent(self, token: int) -> bool:
-        """Whether a token has no text and no effect on that of others: a special one, or one that
-        only the model has.
+        """Return whether a token has no text and no effect on that of others: a special one, or one
+        that only the model has.
 
-        In the window, such tokens would push out those that have.
+        In the window, such tokens would push out those that have text.
         """
         return token in self._silent or self._tokenizer.convert_ids_to_tokens(token) is None
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's last tokens that have text; they begin with a whole character, if any of it
-        does.
+        """Return the prompt's last tokens that have text; they begin with a whole character, if
+        there is one.
         """
         context: list[int] = []
         for token in reversed(prompt):
@@ -124,7 +133,7 @@ class TextStream:
         return context
 
     def _settle(self, token: int) -> str:
-        """The text that no later token changes any more, and was not returned before."""
+        """Append a token, and return the new text that no later token changes."""
         if self._is_silent(token):
             return ""
         self._window.append(token)
@@ -150,7 +159,7 @@ class TextStream:
         return piece
 
     def _show(self, piece: str, may_stop: bool) -> str:
-        """The part of what is held back and `piece` that can be shown."""
+        """Return the part that can be shown of what is held back and `piece`."""
         text, self._held = self._held + piece, ""
         if may_stop:
             matches = [
@@ -167,7 +176,7 @@ class TextStream:
         return text
 
     def _could_stop(self, text: str) -> int:
-        """Length of the longest end of `text` that is the start of a stop string."""
+        """Return the length of the longest end of `text` that is the start of a stop string."""
         longest = min(len(text), max(map(len, self._stop), default=0) - 1)
         return next(
             (n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)),

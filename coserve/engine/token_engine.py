@@ -45,8 +45,8 @@ from coserve.tuning.shard import Combination, Shard
 
 
 class TokenEngine(EngineCore):
-    """Requests of token ids are added, jobs and adapters are started and ended; `step` runs
-    them.
+    """An engine for token ids: requests are added, jobs and adapters are started and ended, and
+    `step` runs them.
     """
 
     # -- requests -------------------------------------------------------------------
@@ -65,19 +65,20 @@ class TokenEngine(EngineCore):
         batch_due_s: float | None = None,
         without_jobs: bool = False,
     ) -> str:
-        """Queue a request; its chunks come out of `step`. Returns its name.
+        """Queue a request, whose chunks `step` returns. Returns its name.
 
         Args:
-            adapter: a name (its newest version as of now) or `name@step`; None: the bare model.
-            priority: lowest first.
-            arrival_s: time of arrival, if that was before now.
-            tenant: its owner.
-            without_jobs: no job steps beside it.
-            batch_due_s: time at which batch work should be done, which runs in what requests leave
-                over and has no SLO.
+            adapter: A name (its newest version as of now) or `name@step`; None: the bare model.
+            priority: Priority; lower values are served first.
+            arrival_s: Time of arrival, if that was before now.
+            tenant: Owner of the request.
+            without_jobs: Whether no job may have a step beside it.
+            batch_due_s: Time at which batch work should be done; it runs in capacity that other
+                requests leave over, and has no SLO.
 
         Raises:
-            RequestError: it could never be served. AdapterError: there is no such adapter.
+            RequestError: it could never be served.
+            AdapterError: there is no such adapter.
         """
         name = request_id if request_id is not None else f"request-{next(self._numbers)}"
         ref = None if adapter is None else AdapterRef(name=adapter)
@@ -98,8 +99,10 @@ class TokenEngine(EngineCore):
         return name
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
-        """Say what tokens stand for, before the first request with a grammar; see `Vocabulary`.
-        RequestError if the device has no library for grammars.
+        """Set what tokens stand for, before the first request with a grammar; see `Vocabulary`.
+
+        Raises:
+            RequestError: the device has no library for grammars.
         """
         self.handle(UseVocabulary(pieces, special))
 
@@ -110,54 +113,62 @@ class TokenEngine(EngineCore):
         return bool(self.handle(CancelRequest(request)))
 
     def stop(self, request: str, index: int, num_tokens: int) -> bool:
-        """End one sequence of a request whose first `num_tokens` tokens turned out to be all that
-        is wanted of it; its last chunk, without tokens, comes with the next step. Returns whether
-        it was there.
+        """End a sequence of which only the first `num_tokens` tokens are wanted; its last chunk,
+        without tokens, comes with the next step. Returns whether it was there.
         """
         return bool(self.handle(StopSequence(request, index, num_tokens)))
 
     def hold(self, request: str) -> None:
-        """Keep a request that waits from starting before `arrive`: another instance computes its
-        prompt (`coserve.handover`).
+        """Hold a waiting request back until `arrive`, while another instance computes its prompt
+        (`coserve.handover`).
         """
         self.handle(HoldRequest(request))
 
     def arrive(self, request: str, blocks: ImportedBlocks | None) -> None:
         """Deliver the handed-over blocks of a held request; None means that the handover failed,
-        and the prompt is computed here. The file must exist until the request is admitted. No error
-        if the request has ended.
+        and the prompt is computed here.
+
+        The file must exist until the request is admitted. Nothing happens if the request has ended.
         """
         self.handle(DeliverBlocks(request, blocks))
 
     # -- adapters -------------------------------------------------------------------
 
     def load_adapter(self, name: str, directory: str, model: str = "") -> AdapterVersion:
-        """Serve an adapter in PEFT's format as `name`; AdapterError if there is one already, or for
-        its files. model: that it is of, one of the config's `trainable_models`: then it can be
-        trained further, not served.
+        """Load an adapter in PEFT's format, and serve it as `name`.
+
+        Args:
+            model: Model that it belongs to, one of the config's `trainable_models`; then it can be
+                trained further, not served.
+
+        Raises:
+            AdapterError: there is an adapter of that name, or the files cannot be used.
         """
         ref = AdapterRef(name=name, directory=directory)
         version: AdapterVersion = self.handle(LoadAdapter(NO_CALL, ref, model=model, stays=True))
         return version
 
     def ensure_adapter(self, name: str, directory: str, model: str = "") -> None:
-        """Have an adapter that lies on disk on the device, too; it may be evicted when others are
+        """Load an adapter from disk unless it is on the device; it may be evicted when others are
         used instead.
 
         Raises:
-            AdapterError: it cannot be loaded. JobError: there is no such model.
+            AdapterError: it cannot be loaded.
+            JobError: there is no such model.
         """
         self.handle(LoadAdapter(NO_CALL, AdapterRef(name=name, directory=directory), model=model))
 
     def finish_load(self, load: AdapterLoad) -> None:
-        """Serve what `begin_load` began, and a thread has read."""
+        """Serve an adapter that `begin_load` began, and a thread has read."""
         self.handle(
             LoadAdapter(NO_CALL, AdapterRef(name=load.name, directory=load.directory)), load
         )
 
     def unload_adapter(self, name: str) -> None:
         """Withdraw an adapter: no new request finds it; those that use it run to their end.
-        AdapterError if there is none of that name.
+
+        Raises:
+            AdapterError: there is no adapter of that name.
         """
         if name not in self.versions:
             version = self.versions.resolve(name)
@@ -190,23 +201,26 @@ class TokenEngine(EngineCore):
         """Start a job, or resume one; its events come out of `step`. Returns its id.
 
         Args:
-            adapter: a fresh one of this kind (or the fields of PEFT's adapter_config.json), or the
-                label of one to continue training.
-            name: of the adapter that it publishes (default: the job's id).
-            checkpoint: a directory that `Checkpoint.write` made of the same job, with the same
-                data, configuration and `adapter` (which need not be said where PEFT's directory
-                says all of it, as of LoRA).
-            tenant: whose it is, for policies that share the device among tenants.
-            alone_until_step: until this optimizer step no step of the engine works for another job
-                as well, so that what it dies of is known.
-            model: that it trains, one of the config's `trainable_models`; "" for the one that
-                serves. The adapter that comes of it cannot be served here: it is saved, and served
-                with its own model.
-            shard: this is one node's part of it, and the caller brings it together with the others.
+            adapter: Configuration of a fresh adapter (or the fields of PEFT's adapter_config.json),
+                or the label of one to train further.
+            name: Name of the adapter that it publishes (default: the job's id).
+            checkpoint: Directory that `Checkpoint.write` made of the same job, with the same data,
+                configuration and `adapter` (which is not needed where PEFT's directory describes it
+                completely, as it does LoRA).
+            tenant: Owner of the job, for policies that share the device among tenants.
+            alone_until_step: Optimizer step until which no engine step that works for this job
+                works for another one, so that a crash can be attributed.
+            model: Model that it trains, one of the config's `trainable_models`; "" for the one that
+                serves. The resulting adapter cannot be served here: it is saved, and served with
+                its own model.
+            shard: Part of a divided job that this engine trains; the caller exchanges contributions
+                with the other nodes.
 
         Raises:
-            JobError, AdapterError, ModelError: it could never be run, or the checkpoint is another
-                job's; the message says what would be right.
+            JobError: it could never be run, or the checkpoint is another job's; the message says
+                what would be right.
+            AdapterError: the adapter cannot be used.
+            ModelError: the model cannot be used.
         """
         job_id = job_id if job_id is not None else f"job-{next(self._numbers)}"
         is_label = isinstance(adapter, str)
@@ -226,11 +240,15 @@ class TokenEngine(EngineCore):
         return job_id
 
     def job(self, job_id: str) -> Job:
-        """Return a job; JobError if there is none."""
+        """Return a job.
+
+        Raises:
+            JobError: there is no such job.
+        """
         return self.jobs.find(job_id)
 
     def pause_job(self, job_id: str) -> None:
-        """Pause a job; its current pack is discarded and begun again on resume."""
+        """Pause a job; its current pack goes to the host, or is discarded and restarted on resume."""
         self.handle(PauseJob(NO_CALL, job_id))
 
     def resume_job(self, job_id: str) -> None:
@@ -242,21 +260,22 @@ class TokenEngine(EngineCore):
         self.handle(CancelJob(NO_CALL, job_id))
 
     def checkpoint(self, job_id: str) -> Checkpoint:
-        """Copy a job as it is after its last whole optimizer step (one that is over: without the
-        optimizer's state).
+        """Return a copy of a job after its last whole optimizer step.
+
+        A job that is over has no optimizer state.
         """
         taken: Checkpoint = self.handle(CopyCheckpoint(job_id))
         return taken
 
     def contribution(self, job_id: str) -> DeviceCopy:
-        """Copy what the other nodes of a job are to have, when its event says that it is due."""
+        """Return a copy of what this node contributes to a divided job, when its event reports that
+        a contribution is due.
+        """
         taken: DeviceCopy = self.handle(CopyContribution(job_id))
         return taken
 
     def combine(self, job_id: str, combination: Combination) -> None:
-        """Have a job take in what its nodes have contributed, which `ReadContributions` has
-        read.
-        """
+        """Apply the contributions of a divided job's nodes, which `ReadContributions` has read."""
         self.handle(CombineJob(NO_CALL, job_id, combination))
 
     def forget_job(self, job_id: str) -> None:
@@ -266,24 +285,22 @@ class TokenEngine(EngineCore):
     # -- the loop -------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Plan, run, apply once; returns what came of it. Without work it does nothing."""
+        """Plan, run and apply one step, and return its events. Without work, nothing runs."""
         self.begin_step()
         return self.finish_step()
 
     def begin_step(self) -> bool:
-        """Plan, and have the device begin. Returns whether there is a step; `finish_step` is to
-        follow.
+        """Plan a step, and have the device begin it. Returns whether there is a step; `finish_step`
+        must follow.
 
-        Between the two, requests may be added, cancelled and stopped; nothing else may be asked,
+        Between the two, requests may be added, cancelled and stopped; nothing else may be called,
         and nothing at all of an engine that is recorded. A GPU, and a device in another process,
-        work meanwhile; a CPU in this process has done its work when this returns. Today nobody
-        makes use of it: `step`, and with it the server, call one right after the other, and what
+        work meanwhile; a CPU in this process has done its work when this returns. No caller makes
+        use of it yet: `step`, and with it the server, calls one right after the other, and what
         overlaps with steps is reading and writing files, in threads.
         """
         return bool(self.handle(Step()))
 
     def flush_commands(self) -> None:
-        """Carry out now what the device would be told with the next step: where none is coming, or
-        an unrecorded command follows.
-        """
+        """Carry out the device's log, where no step is coming or an unrecorded command follows."""
         self.handle(FlushCommands())

@@ -1,6 +1,4 @@
-"""What each token of a model stands for, as bytes: a byte-level token need not be a whole
-character.
-"""
+"""A model's tokens as bytes: a byte-level token need not be a whole character."""
 
 import re
 from functools import cache
@@ -13,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TokenBytes:
-    """A tokenizer's, asked for token by token."""
+    """The bytes of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
@@ -23,7 +21,9 @@ class TokenBytes:
         self._is_byte_level = "ByteLevel" in type(tokenizer.backend_tokenizer.decoder).__name__
 
     def of(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for one that the tokenizer does not have."""
+        """Return the bytes that a token adds to a text; none for one that the tokenizer does not
+        have.
+        """
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return b""
@@ -36,10 +36,11 @@ class TokenBytes:
         return str(piece).replace("\u2581", " ").encode()  # sentencepiece's space
 
     def all(self, vocab_size: int) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-        """The bytes of all of a model's tokens, and which are special: their bytes are a name, and
-        show in no text.
+        """Return the bytes of all of a model's tokens, and the special ones, whose bytes are a name
+        and show in no text.
 
-        RequestError: texts are more than their tokens one after the other.
+        Raises:
+            RequestError: texts are more than their tokens one after the other.
         """
         if self._tokenizer.backend_tokenizer.decoder is None:
             raise RequestError(
@@ -51,8 +52,8 @@ class TokenBytes:
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table): printable
-    ones for themselves, the others in order from U+0100.
+    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2's table):
+    printable bytes stand for themselves, the others are in order from U+0100.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
