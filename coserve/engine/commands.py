@@ -52,8 +52,8 @@ class JobStart:
     if the job is live.
     """
     examples: str = ""
-    """File of training examples, written by `coserve.jobs.examples`; "" where the caller passes
-    them in memory.
+    """File of training examples (`coserve.jobs.datasets.examples`); "" where the caller passes them
+    in memory.
     """
     validation: str | None = None
     """File of validation examples, in the same format."""

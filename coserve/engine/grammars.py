@@ -148,7 +148,7 @@ class Grammars:
         self.prepare(grammar, tenant, request)
 
     def close(self, request: str) -> None:
-        """Let go of the grammar that a request has followed, if any, which is over."""
+        """Let go of the grammar that a request has followed, if any."""
         if not self._of_request:
             return
         evicted = []
@@ -163,7 +163,7 @@ class Grammars:
         self._close(evicted)
 
     def rest(self) -> bool:
-        """Give all grammars back, as no request is under way now. Returns whether there were any."""
+        """Give all grammars back, as no request runs now. Returns whether there were any."""
         with self._lock:
             for each in self._compiled.values():
                 each.requests.clear()  # of a request whose opening was interrupted

@@ -1,4 +1,4 @@
-"""Allocation of the page pool: keys and values of requests, packs and optimizers of jobs, weights
+"""Management of the page pool: keys and values of requests, packs and optimizers of jobs, weights
 of other models, and prefixes that may be shared again.
 """
 
@@ -38,8 +38,8 @@ class MomentsNeed(NamedTuple):
 
 
 class PageManager:
-    """The allocator of one pool of pages. `num_moved` counts the pages of requests that were copied
-    to others.
+    """The manager of one pool of pages, which makes room for its owners at one another's cost.
+    `num_moved` counts the pages of requests that were copied to others.
     """
 
     def __init__(

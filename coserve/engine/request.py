@@ -161,7 +161,7 @@ class Request:
 
     @property
     def taken(self) -> Taken:
-        """Return the time spent on other work since the first token, or since arrival before that."""
+        """Return the time spent on other work since the first token (before it: since arrival)."""
         return self._taken_time.total.since(self._taken_mark)
 
     @property
@@ -210,7 +210,7 @@ class Request:
         return progress
 
     def wait(self) -> None:
-        """Note that the sequence waits; what a policy has seen of it in this step stays unchanged."""
+        """Note that the sequence waits; what a policy has seen in this step is not changed."""
         self._progress = self._new_progress()
 
     def _new_progress(self) -> RequestProgress:
@@ -225,8 +225,8 @@ class Request:
         )
 
     def _bring_up_to_date(self, progress: RequestProgress) -> None:
-        """Update what running and waiting sequences have in common; field by field, since a step
-        does this some hundred times.
+        """Update what running and waiting sequences share; field by field, for speed: a step does
+        this some hundred times.
         """
         progress.num_output = num_output = self.num_output
         progress.first_token_s = self.first_token_s

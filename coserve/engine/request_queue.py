@@ -229,12 +229,12 @@ class RequestQueue:
             self._wait(request)
 
     def hold(self, name: str) -> None:
-        """Hold a waiting request back until `arrive`, while another instance computes its prompt."""
+        """Hold a waiting request back until `arrive`; another instance computes its prompt."""
         if (first := self.first(name)) is not None:
             self._imports.hold(first.id)
 
     def arrive(self, name: str, blocks: ImportedBlocks | None) -> None:
-        """Deliver the blocks of a held request; nothing happens if it waits no more."""
+        """Deliver the blocks of a held request; no effect if it does not wait any more."""
         if (first := self.first(name)) is not None:
             self._imports.arrive(first.id, blocks)
 

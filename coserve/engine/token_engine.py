@@ -248,7 +248,7 @@ class TokenEngine(EngineCore):
         return self.jobs.find(job_id)
 
     def pause_job(self, job_id: str) -> None:
-        """Pause a job; its current pack goes to the host, or is discarded and restarted on resume."""
+        """Pause a job; its pack goes to the host, or is discarded and restarted on resume."""
         self.handle(PauseJob(NO_CALL, job_id))
 
     def resume_job(self, job_id: str) -> None:
@@ -262,7 +262,7 @@ class TokenEngine(EngineCore):
     def checkpoint(self, job_id: str) -> Checkpoint:
         """Return a copy of a job after its last whole optimizer step.
 
-        A job that is over has no optimizer state.
+        It has no optimizer state if the job is over.
         """
         taken: Checkpoint = self.handle(CopyCheckpoint(job_id))
         return taken

@@ -71,7 +71,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "warning"
     """Lowest level that is logged."""
     files_url: str | None = None
-    """URL of the store of shared files (`coserve.jobs.remote_files`); None: files are on this
+    """URL of the store of shared files (`coserve.jobs.files.remote_files`); None: files are on this
     machine.
     """
     files_cache_bytes: int | None = None

@@ -1,9 +1,8 @@
 """Answers to the questions of jobs' validation sets: greedy, by the adapter as it is, as requests
 that no client sent.
 
-They run as batch work does, in what requests leave over; the job waits for them. Nobody else sees
-them: their chunks end here, and the version of the adapter that they read has a name that no client
-can ask for.
+They run as batch work does, in capacity that requests leave over, and the job waits for them. Their
+chunks end here, and the adapter version that they read has a name that no client can ask for.
 """
 
 import logging
@@ -30,18 +29,22 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(kw_only=True)
 class _Round:
-    """The questions of a job, asked once. left: those that are not answered yet. own: a version to
-    let go of then.
-    """
+    """The questions of a job, asked once."""
 
     left: set[int]
+    """Indices of questions that are not answered yet."""
     own: str | None
+    """Name of the adapter version that is unloaded at the end; None: the job is live, and the
+    served one answers.
+    """
     num_right: int = 0
+    """Number of right answers so far."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens of unfinished answers, by question."""
 
 
 class Answers:
-    """Of all jobs that are being evaluated."""
+    """Answers of all jobs that are being evaluated."""
 
     def __init__(
         self,
@@ -51,8 +54,8 @@ class Answers:
         *,
         decode: Decode | None,
     ) -> None:
-        """decode: None: answers are written, and not judged (a recording that is run again has no
-        use for it).
+        """Begin without questions. decode: decodes answers; None: they are generated and not
+        judged, as in a replay.
         """
         self._adapters, self._serving, self._device, self._decode = (
             adapters,
@@ -64,8 +67,10 @@ class Answers:
         self._asked: dict[str, tuple[Job, int]] = {}  # by the name of the request
 
     def begin(self, job: Job) -> None:
-        """Ask a job's questions, unless that is under way. DeviceMemoryError: there is no room for
-        the version.
+        """Ask a job's questions, unless that is under way.
+
+        Raises:
+            DeviceMemoryError: there is no room for the adapter version.
         """
         if job.id in self._rounds:
             return
@@ -93,7 +98,9 @@ class Answers:
                 self._close(job, index, str(error))
 
     def found(self, job: Job) -> dict[str, float] | None:
-        """The metric by its name, once all is answered; then it can be asked anew."""
+        """Return the metric by its name once all questions are answered, and end the round; None
+        before.
+        """
         asked = self._rounds.get(job.id)
         if asked is None or asked.left:
             return None
@@ -105,14 +112,14 @@ class Answers:
         )
 
     def cancel(self, job: Job) -> None:
-        """Nobody wants them any more, or not now."""
+        """Cancel a job's questions, if any are asked."""
         if job.id in self._rounds:
             for index in sorted(self._rounds[job.id].left):
                 self._serving.cancel(f"{job.id}@answers/{index}")
             self._end(job)
 
     def take(self, chunk: Chunk) -> bool:
-        """Whether this chunk is of an answer."""
+        """Take a chunk if it is of an answer. Returns whether it is."""
         if chunk.request not in self._asked:
             return False
         job, index = self._asked[chunk.request]
@@ -152,7 +159,7 @@ class Answers:
             asked.num_right += is_right(job.config.evaluation.metric, expected, self._text(tokens))
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """Up to the first token that ends a text, which need not be a special one."""
+        """Return the text up to the first token that ends a text, which may not be special."""
         assert self._decode is not None
         end = next(
             (place for place, token in enumerate(tokens) if token in self._serving.end_tokens),

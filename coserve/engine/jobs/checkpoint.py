@@ -1,10 +1,10 @@
-"""Checkpoints of jobs: all that it takes to resume one as if nothing had happened.
+"""Checkpoints of jobs: all that it takes to resume a job as if nothing had happened.
 
 A directory holds the adapter in PEFT's format (float32 masters, so it can be served and handed on),
-the optimizer's state, and how far the job had come. The order of the data, the adapter's dropout
-and everything else that is drawn are pure functions of the configuration's seed and of that
-position, so there is no generator to keep. Only whole optimizer steps are kept: what had been done
-of the next one is done again.
+the optimizer's state, and the job's position. The order of the data, the adapter's dropout and
+everything else that is random are pure functions of the configuration's seed and of that position,
+so there is no generator to keep. Only whole optimizer steps are kept: what had been done of the
+next one is done again.
 """
 
 import json
@@ -43,23 +43,31 @@ JOB_FILES = (POSITION_FILE, OPTIMIZER_FILE)
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """Position of a job, in whole optimizer steps; ValueError for numbers that no job has.
+    """Position of a job, in whole optimizer steps.
 
-    evaluated: whether the validation set has been measured after the last of them, where that was
-    due. num_bad_steps: steps in a row whose gradient was not finite. num_steps, num_examples,
-    num_tokens: of the whole job and its data, so that another's is recognized.
+    Raises:
+        ValueError: when created, for numbers that no job has.
     """
 
     num_steps_done: int
+    """Number of optimizer steps done."""
     num_tokens_trained: int
+    """Number of tokens in these steps."""
     num_rows_run: float
+    """Number of forward and reversed rows run, lost work included."""
     num_bad_steps: int
+    """Number of latest steps in a row whose gradient was not finite."""
     evaluated: bool
+    """Whether the evaluation after the last step is done, where one was due."""
     num_steps: int
+    """Number of optimizer steps of the whole job, which identifies it with the next two."""
     num_examples: int
+    """Number of examples of the job."""
     num_tokens: int
+    """Number of tokens of its examples."""
     # The best evaluation so far.
     best: BestEvaluation = field(default_factory=BestEvaluation)
+    """Best evaluation so far."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -76,7 +84,11 @@ class JobPosition:
             raise ValueError(f"evaluated must be true or false, not {shown(self.evaluated)}")
 
     def check_is_of(self, job: "JobPosition") -> None:
-        """JobError if this is of another job than that one, which is at its beginning."""
+        """Check that this is a position of a job, given that job's position at its beginning.
+
+        Raises:
+            JobError: it is another job's.
+        """
         for name in ("num_steps", "num_examples", "num_tokens"):
             if getattr(job, name) != getattr(self, name):
                 raise JobError(
@@ -90,19 +102,23 @@ class TrainerState(Protocol):
     """A copy of a job's tensors, which later training does not touch."""
 
     def write(self, directory: Path) -> None:
-        """Write the adapter, and the optimizer's state if there still is one; AdapterError if it
-        cannot be.
+        """Write the adapter, and the optimizer's state if there still is one.
+
+        Raises:
+            AdapterError: it cannot be written.
         """
         ...
 
 
 class DeviceCopy:
-    """A copy that a device keeps until it is dropped, which happens when the last reference to this
-    is gone.
+    """A copy of a job's tensors that a device keeps until the last reference to this object is
+    gone.
     """
 
     def __init__(self, device: Device, copy: str, send: Callable[[Command], None]) -> None:
-        """send: has the device do a command at the next occasion; may be called from any thread."""
+        """Refer to a copy. send: has the device do a command at the next occasion; any thread may
+        call it.
+        """
         self.id = copy
         self._device = device
         weakref.finalize(self, send, DropCheckpoint(copy)).atexit = False
@@ -113,19 +129,20 @@ class DeviceCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A job as it was at one moment. Taking it is quick; it may be written later, from any
-    thread.
-    """
+    """A job's state at one moment. It is quick to take; any thread may write it later."""
 
     position: JobPosition
+    """Position of the job."""
     state: TrainerState
+    """Copy of its tensors."""
 
     def write(self, parent: str | Path) -> Path:
         """Write a directory `step-<n>` (`step-<n>-<k>` if there is one already) below `parent`,
         whole or not at all.
 
         Raises:
-            JobError: it cannot be written; DiskFullError: there is no room.
+            JobError: it cannot be written.
+            DiskFullError: there is no room.
         """
         parent = Path(parent)
         part = parent / f".part-{uuid4().hex}"
@@ -148,7 +165,7 @@ class Checkpoint:
 
 
 class DeviceCopies:
-    """Has a device copy the tensors of jobs."""
+    """A maker of copies of jobs' tensors on a device."""
 
     def __init__(self, device: Device, log: CommandLog) -> None:
         self._device, self._log = device, log
@@ -166,10 +183,11 @@ class DeviceCopies:
 
 
 def write_contribution(state: TrainerState, directory: Path) -> Path:
-    """Write what the other nodes of a job are to have, in a directory of its own; returns that.
+    """Write what the other nodes of a job are to have to a directory of its own, and return it.
 
     Raises:
-        JobError: it cannot be written; DiskFullError: there is no room.
+        JobError: it cannot be written.
+        DiskFullError: there is no room.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -185,7 +203,11 @@ def write_contribution(state: TrainerState, directory: Path) -> Path:
 
 
 def read_position(directory: str | Path) -> JobPosition:
-    """How far the job had come; JobError if this is no checkpoint of a job."""
+    """Return the position of a job at a checkpoint.
+
+    Raises:
+        JobError: the directory is not a checkpoint of a job.
+    """
     path = Path(directory) / POSITION_FILE
     try:
         content = read_small_file(path, _MAX_POSITION_BYTES)
@@ -197,8 +219,8 @@ def read_position(directory: str | Path) -> JobPosition:
 
 
 def _move(part: Path, wanted: Path) -> Path:
-    """Give it its name; renaming onto a directory that is not empty fails, so nothing is ever
-    replaced.
+    """Rename a directory to the wanted name, or with a number after it; renaming onto a directory
+    that is not empty fails, so nothing is ever replaced.
     """
     number = 0
     while True:
@@ -219,7 +241,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Make its entries durable."""
+    """Make a directory's entries durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

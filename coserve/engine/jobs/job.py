@@ -1,11 +1,11 @@
-"""A fine-tuning job as the engine sees it: packs of one optimizer step after the other, and what
-came of them.
+"""A fine-tuning job as the engine sees it: packs of one optimizer step after the other.
 
-A job goes through the optimizer steps of its `TrainingOrder`. Each is packs, one at a time: memory
-is taken, forward windows, the loss and backward tasklets run, gradients are added to the step's;
-then the update. In between it measures the loss of the validation set, nothing backward, and
-publishes versions. A pack can be dropped at any moment: it is begun again, or comes back from the
-host as it was, and everything else stands. Bookkeeping alone: the tensors are the device's.
+A job goes through the optimizer steps of its `TrainingOrder`. Each is some packs, one at a time:
+memory is allocated, forward windows, the loss and backward tasklets run, and the gradients are
+added to the step's; then comes the update. In between the job measures the loss of the validation
+set, without a backward pass, and publishes versions. A pack can be dropped at any moment: it is
+restarted, or comes back from the host as it was, and everything else stands. This is bookkeeping
+alone: the device has the tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ _MAX_BAD_STEPS = 5
 
 
 class Job:
-    """A job: what it is, and what is true of it now (`progress`)."""
+    """A job: its constants, and its current state (`progress`)."""
 
     def __init__(
         self,
@@ -57,16 +57,15 @@ class Job:
         """Make a job that is at its beginning.
 
         Args:
-            id: The job's id.
             name: Name of the adapter that it publishes.
-            config: Its configuration.
-            examples: What it is trained on.
-            validation: What its evaluations measure.
-            costs: What the device has reported of its trainer.
-            tenant: The job's owner.
-            model: The model that it trains, if that is not the one that serves.
-            questions: Questions of the validation set, to be answered with each evaluation.
-            shard: Which part of a job that is divided among nodes this is.
+            config: Hyperparameters.
+            examples: Training examples.
+            validation: Validation examples.
+            costs: The device's report on its trainer.
+            tenant: Owner of the job.
+            model: Model that it trains, if that is not the one that serves.
+            questions: Questions of the validation set, which are answered in each evaluation.
+            shard: Part of a divided job that this engine trains.
         """
         self.id, self.name, self.config, self.costs, self.tenant = id, name, config, costs, tenant
         self.info, self.model, self.questions = (
@@ -111,19 +110,17 @@ class Job:
 
     @property
     def num_tokens_trained(self) -> int:
-        """Return the rows of packs whose gradients are in."""
+        """Return the number of tokens in packs whose gradients were added."""
         return self.progress.num_tokens_trained
 
     @property
     def num_rows_run(self) -> float:
-        """Return the forward rows and reversed rows that were run, for sharing the device among
-        jobs.
-        """
+        """Return the number of forward and reversed rows run, by which jobs share the device."""
         return self.progress.num_rows_run
 
     @property
     def num_drops(self) -> int:
-        """Return how many packs were given up, to be begun again."""
+        """Return the number of packs whose work was discarded."""
         return self.progress.num_drops
 
     @property
@@ -133,12 +130,12 @@ class Job:
 
     @property
     def memory_failures(self) -> MemoryFailures:
-        """Return how often its packs have run the device out of memory."""
+        """Return the latest failures of its packs for lack of memory."""
         return self.progress.memory_failures
 
     @property
     def exchange(self) -> Exchange | None:
-        """Return where a job that is divided among nodes stands in its exchange with them."""
+        """Return the state of a divided job's exchange with its other nodes."""
         return self.progress.exchange
 
     @property
@@ -150,7 +147,7 @@ class Job:
 
     @property
     def queue_item(self) -> tuple[str, str]:
-        """Return what the tenant's queue has the job as (`TokenCounters`)."""
+        """Return the key of the job in its tenant's queue (`TokenCounters`)."""
         return "job", self.id
 
     @property
@@ -185,9 +182,8 @@ class Job:
 
     @property
     def num_tokens_done(self) -> float:
-        """Return the tokens trained, with what is done of the pack in memory, half of it forward
-        and half backward; work that was dropped is not among them, nor are packs of the validation
-        set.
+        """Return the number of tokens trained, with what is done of the pack in memory, half of it
+        forward and half backward; without dropped work, and without packs of the validation set.
         """
         is_measured = self.progress.stage == "evaluation"
         return self.progress.num_tokens_trained + (
@@ -196,7 +192,7 @@ class Job:
 
     @property
     def phase(self) -> JobPhase | None:
-        """Return what a step could do for it; None: nothing."""
+        """Return what a step could do for the job; None: nothing."""
         progress = self.progress
         if progress.status != "running":
             return None
@@ -205,8 +201,8 @@ class Job:
         return "pack" if progress.packs else "update" if progress.update_due else None
 
     def view(self, now_s: float, num_pages: int) -> JobProgress | None:
-        """Return what a policy may do with it now; None: nothing. num_pages: of the pack in memory,
-        or the next one.
+        """Return a policy's view of the job; None if it has nothing to do. num_pages: pages of the
+        pack in memory, or of the next one.
         """
         if (phase := self.phase) is None:
             return None
@@ -241,7 +237,7 @@ class Job:
         )
 
     def position(self) -> JobPosition:
-        """Return how far it has come in whole optimizer steps."""
+        """Return the job's position, in whole optimizer steps."""
         order, progress = self.order, self.progress
         return JobPosition(
             num_steps_done=progress.num_steps_done,
@@ -258,7 +254,7 @@ class Job:
     def event(
         self, kind: EventKind, now_s: float, *, version: str | None = None, message: str = ""
     ) -> JobEvent:
-        """Return an event that has no numbers but these."""
+        """Return an event without numbers."""
         return JobEvent(
             job=self.id,
             kind=kind,
@@ -271,7 +267,11 @@ class Job:
     # -- what happens -------------------------------------------------------------
 
     def resume(self, position: JobPosition) -> None:
-        """Take up a position, before anything has been run; JobError if it is another job's."""
+        """Take up a position, before anything has run.
+
+        Raises:
+            JobError: it is another job's.
+        """
         position.check_is_of(self.position())
         self.progress = self.progress.resumed_from(position)
 
@@ -284,11 +284,11 @@ class Job:
         self.progress = replace(self.progress, optimizer_away=is_away)
 
     def set_memory_failures(self, failures: MemoryFailures) -> None:
-        """Note how often its packs have run the device out of memory."""
+        """Note failures of its packs for lack of memory."""
         self.progress = replace(self.progress, memory_failures=failures)
 
     def set_exchange(self, exchange: Exchange) -> None:
-        """Note where it stands in its exchange with other nodes."""
+        """Note the state of the exchange with other nodes."""
         self.progress = replace(self.progress, exchange=exchange)
 
     def set_joined(self, jobs: frozenset[str]) -> None:
@@ -297,13 +297,11 @@ class Job:
             self.progress = replace(self.progress, joined=jobs)
 
     def count_seconds(self, started_s: float, seconds: Mapping[str, float]) -> None:
-        """Add its share of an engine's step that began then; seconds: by the section, as
-        `StepSeconds` names it.
-        """
+        """Add the job's share of an engine step. seconds: by section, as `StepSeconds` names it."""
         self.progress = self.progress.after_seconds(started_s, **seconds)
 
     def begin_pack(self, pages: PackPages) -> None:
-        """Note that the device has begun the next pack on these pages, or has it again."""
+        """Note that the device has begun the next pack on these pages, or has it back."""
         progress = self.progress
         if progress.swapped is not None:
             cursor = progress.swapped.cursor
@@ -312,8 +310,8 @@ class Job:
         self.progress = progress.after_begin(BegunPack(pages, cursor))
 
     def count_rows(self, now_s: float) -> float:
-        """Count what has run of the pack in memory since the last time, and return how many rows
-        that is; pages that it does not need any more go back.
+        """Count the rows of the pack in memory that have run since the last call, and return their
+        number; pages that the pack no longer needs are given back.
 
         A row counts once forward, and once for the loss and all parts backward.
         """
@@ -325,13 +323,13 @@ class Job:
         return num_rows - before.num_rows_counted
 
     def swap_pack_out(self) -> None:
-        """Give the pages of the pack in memory back; the pack lies on the host, and will resume
-        where it is.
+        """Give the pages of the pack in memory back; it lies on the host, and will resume where it
+        is.
         """
         self._leave_pages(self.progress.after_swap())
 
     def drop_pack(self) -> None:
-        """Give the pack's memory back, here or on the host; the pack will be begun again."""
+        """Give the pack's memory back, on the device or the host; it will be restarted."""
         self._leave_pages(self.progress.after_drop())
 
     def finish_pack(self, sums: PackSums) -> None:
@@ -339,8 +337,8 @@ class Job:
         self._leave_pages(self.progress.after_pack(sums))
 
     def finish_update(self, norm: float | None, now_s: float) -> JobEvent:
-        """Complete an optimizer step (norm None: skipped, since the gradient was not finite);
-        return its event.
+        """Complete an optimizer step, and return its event. norm: None if the gradient was not
+        finite, and the step was skipped.
         """
         before = self.progress
         num_bad_steps = 0 if norm is not None else before.num_bad_steps + 1
@@ -367,14 +365,14 @@ class Job:
         )
 
     def start_evaluation(self) -> bool:
-        """Measure the validation set next; return whether there is one."""
+        """Measure the validation set next. Returns whether there is one."""
         if self._validation:
             self.progress = self.progress.evaluating(tuple(packs_of(self._validation, self.config)))
         return bool(self._validation)
 
     def finish_evaluation(self, now_s: float, answers: Mapping[str, float]) -> JobEvent:
-        """Complete an evaluation, and return its event. answers: what came of the questions, by the
-        metric's name.
+        """Complete an evaluation, and return its event. answers: metrics of the answers to its
+        questions.
         """
         sums, step = self.progress.sums, self.num_steps_done
         metrics = {**sums.mean_metrics, **answers}
@@ -406,7 +404,7 @@ class Job:
         return True
 
     def end(self, status: JobEnd, error: str | None) -> None:
-        """End the job: its pages go back. error: why it has failed."""
+        """End the job: its pages are given back. error: why it has failed."""
         self._leave_pages(self.progress.ended(status, error))
 
     def finish_end(self, now_s: float) -> JobEvent:

@@ -1,6 +1,4 @@
-"""The jobs of an engine: which there are, what their owners ask of them, and what the step loop
-reports of them.
-"""
+"""The jobs of an engine: which there are, their owners' commands, and the step loop's results."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -27,11 +25,11 @@ from coserve.tuning.shard import Combination
 
 
 class ServedRows:
-    """Rows that count as served to each job that runs, by which they take turns.
+    """Rows that count as served to each running job, by which jobs take turns.
 
-    A job that comes, or is resumed, stands with the one served least of those that have work, as in
-    start-time fair queueing: it does not catch up on what others had before, nor wait for what it
-    had. One that had no work for a while does not catch up on that time.
+    As in start-time fair queueing, a job that comes or is resumed starts level with the one served
+    least among those that have work: it neither catches up on what others had before, nor waits for
+    what it had. The same holds for one that had no work for a while.
     """
 
     def __init__(self) -> None:
@@ -40,8 +38,11 @@ class ServedRows:
         self._working: frozenset[str] = frozenset()
 
     def of(self, jobs: Sequence[Job], working: Collection[str]) -> dict[str, float]:
-        """Return what counts for each. jobs: all that run now. working: those of them that have
-        work.
+        """Return the rows that count for each job.
+
+        Args:
+            jobs: All running jobs.
+            working: Ids of those that have work.
         """
         if len(jobs) == 1:  # nobody stands before it, nor after it
             (job,) = jobs
@@ -66,10 +67,10 @@ class ServedRows:
 class JobSet(Mapping[str, Job]):
     """Every job that has not been forgotten, by id.
 
-    What moves jobs on is in `lifecycle.py`, the memory that they have in `memory.py`. A caller can
-    be interrupted in any command to the device. So what happens is booked first, and the command
-    stands in the log until it has been done (`command_log.py`); what follows from an optimizer step
-    is due until it has followed.
+    `lifecycle.py` advances jobs, and `memory.py` gives them memory. A caller can be interrupted in
+    any command to the device. So what happens is booked first, and the command stays in the log
+    until it has been done (`command_log.py`); what follows from an optimizer step, or from an end,
+    is due until it has been done.
     """
 
     def __init__(
@@ -85,7 +86,12 @@ class JobSet(Mapping[str, Job]):
         answers: Answers,
         emit: Callable[[JobEvent], None],
     ) -> None:
-        """Begin without jobs. answers: to validation sets. emit: takes events."""
+        """Begin without jobs.
+
+        Args:
+            answers: Answers to validation sets.
+            emit: Takes events.
+        """
         self._counters, self._log, self._answers = counters, log, answers
         self._jobs: dict[str, Job] = {}
         self._served = ServedRows()
@@ -110,7 +116,11 @@ class JobSet(Mapping[str, Job]):
         return len(self._jobs)
 
     def find(self, job_id: str) -> Job:
-        """Return a job; JobError if there is none."""
+        """Return a job.
+
+        Raises:
+            JobError: there is none of this id.
+        """
         if job_id not in self._jobs:
             raise JobError(
                 f"there is no job {job_id!r}; there are: {', '.join(self._jobs) or 'none'}"
@@ -129,7 +139,7 @@ class JobSet(Mapping[str, Job]):
 
     @property
     def num_tokens_trained(self) -> int:
-        """Return the rows of packs whose gradients are in, of all jobs here."""
+        """Return the number of tokens in packs whose gradients were added, of all jobs here."""
         return self._num_tokens_forgotten + sum(
             [job.num_tokens_trained for job in self._jobs.values()]
         )
@@ -140,12 +150,12 @@ class JobSet(Mapping[str, Job]):
 
     @property
     def window_use(self) -> WindowUse:
-        """Return what came of the window of weights so far."""
+        """Return the totals of the window of weights."""
         return self._lifecycle.window_use
 
     @property
     def joined(self) -> tuple[tuple[str, ...], ...]:
-        """Return jobs that run whose last tasklets were one batch of rows."""
+        """Return groups of running jobs whose last tasklets were one batch of rows."""
         running = {job.id for job in self._jobs.values() if job.state == "running"}
         groups = {tuple(sorted(self._jobs[job].progress.joined & running)) for job in running}
         return tuple(sorted(group for group in groups if len(group) > 1))
@@ -166,7 +176,7 @@ class JobSet(Mapping[str, Job]):
 
     @property
     def on_host(self) -> list[HostOwner]:
-        """Return what jobs have on the host."""
+        """Return what jobs have on the host, as owners of host memory."""
         packs: list[HostOwner] = [
             ("pack", job.id) for job in self._jobs.values() if job.progress.swapped
         ]
@@ -176,8 +186,8 @@ class JobSet(Mapping[str, Job]):
         ]
 
     def progress(self, now_s: float, *, without: Collection[str] = ()) -> tuple[JobProgress, ...]:
-        """Return jobs that could do something, the one that has been served least first; without
-        those that are held back, or whose optimizer is not back from the host.
+        """Return a policy's view of the jobs that could do something, the one served least first;
+        without those that are held back, or whose optimizer is on the host.
 
         Where some are to be alone, they and all others take turns.
         """
@@ -248,7 +258,11 @@ class JobSet(Mapping[str, Job]):
         self._log.flush()
 
     def forget(self, job_id: str) -> None:
-        """Let go of a job that is over; versions that it has published stay."""
+        """Forget a job that is over; versions that it has published stay.
+
+        Raises:
+            JobError: the job is not over, or there is none of this id.
+        """
         job = self.find(job_id)
         if not job.is_terminal:
             raise JobError(f"job {job_id!r} is {job.state}: cancel it first")
@@ -260,23 +274,25 @@ class JobSet(Mapping[str, Job]):
         self._log.flush()
 
     def checkpoint(self, job_id: str) -> Checkpoint:
-        """Return a copy of a job after its last whole optimizer step (of one that is over, without
-        the optimizer's state).
+        """Return a copy of a job after its last whole optimizer step. A job that is over has no
+        optimizer state.
 
-        Where its nodes each go their own way, it is as it was when they last met; JobError if they
-        have not.
+        Where its nodes each go their own way, the copy is of the moment when they last met.
+
+        Raises:
+            JobError: the nodes have not met yet.
         """
         return self._lifecycle.checkpoint(self.find(job_id))
 
     def contribution(self, job_id: str) -> DeviceCopy:
-        """Return a copy of what the other nodes of a job are to have, when its event reports that
+        """Return a copy of what this node contributes to a divided job, when its event reports that
         it is due.
         """
         return self._lifecycle.contribution(self.find(job_id))
 
     def combine(self, job_id: str, combination: Combination) -> None:
-        """Have a job take in what nodes have contributed, which has been read, and continue (when
-        it runs again).
+        """Apply the contributions of a job's nodes, which have been read, and continue (when it
+        runs again).
         """
         job = self._living(job_id)
         exchange = job.exchange
@@ -285,7 +301,7 @@ class JobSet(Mapping[str, Job]):
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Do what is due."""
+        """Do what is due for all jobs."""
         for job in list(self._jobs.values()):
             progress = job.progress
             if progress.is_terminal:
@@ -299,7 +315,7 @@ class JobSet(Mapping[str, Job]):
             self._memory.hold_moments(job)
 
     def _place_moments(self, job: Job) -> None:
-        """Have its moments where a step can be made with them, if there is room for them now."""
+        """Have a job's moments where a step can use them, if there is room now."""
         if job.optimizer_away and not job.memory_failures.num_turns:
             try:
                 self._memory.bring_moments_back(job)
@@ -315,8 +331,8 @@ class JobSet(Mapping[str, Job]):
     # -- steps ------------------------------------------------------------------------
 
     def begin(self, job_id: str) -> bool:
-        """Give a job the memory of its next pack, and of its moments if those need pages; return
-        False, and it has no pack, if it cannot be had now.
+        """Allocate the memory of a job's next pack, and of its moments if those need pages. Returns
+        False if it cannot be had now.
         """
         job = self._jobs[job_id]
         self._memory.hold_moments(job, for_pack=True)
@@ -329,12 +345,14 @@ class JobSet(Mapping[str, Job]):
             self._memory.hold_moments(job)
 
     def drop(self, job: Job) -> None:
-        """Take its pack's pages; the pack comes back from the host later, or is begun again."""
+        """Take the pages of a job's pack, which comes back from the host later, or is restarted."""
         self._memory.put_pack_away(job)
         self._memory.hold_moments(job)
 
     def count_turn(self) -> None:
-        """Count a turn of the step loop: jobs that are held back come nearer to their return."""
+        """Count a turn of the step loop, after which jobs that are held back come closer to their
+        return.
+        """
         self._num_turns += 1
         for job in self._jobs.values():
             failures = job.progress.memory_failures
@@ -344,12 +362,14 @@ class JobSet(Mapping[str, Job]):
     def apply(
         self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float
     ) -> None:
-        """Move jobs on by what has run; started_s: when the step began."""
+        """Apply the result of a step to its jobs, and do what is due. started_s: when the step
+        began.
+        """
         self._lifecycle.apply(batch, result, started_s=started_s, now_s=now_s)
         self.catch_up()
 
     def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
-        """Book a step that ran out of memory; return whether jobs have given anything back."""
+        """Apply a step that ran out of memory. Returns whether jobs have given anything back."""
         freed = self._lifecycle.recover(batch, result, now_s)
         self.catch_up()
         return freed

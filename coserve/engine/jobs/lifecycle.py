@@ -1,5 +1,5 @@
-"""What moves jobs on: steps that have run, and what follows: contributions, versions, evaluations,
-ends.
+"""Lifecycle of jobs: steps that have run, and what follows from them (contributions, versions,
+evaluations, ends).
 
 What has happened is booked first, in one assignment to `Job.progress`; what follows from it is due
 until it has been done. A caller can be interrupted in any command to the device: `follow` then does
@@ -30,7 +30,7 @@ from coserve.tuning.shard import Combination
 
 
 class JobLifecycle:
-    """Moves the jobs on one device from one optimizer step to the next, and to their ends."""
+    """Advances the jobs on one device from one optimizer step to the next, and to their ends."""
 
     def __init__(
         self,
@@ -44,8 +44,12 @@ class JobLifecycle:
         emit: Callable[[JobEvent], None],
         jobs: Mapping[str, Job],
     ) -> None:
-        """Begin with nothing due. answers: to validation sets. emit: takes events. jobs: all that
-        there are, now and later.
+        """Begin with nothing due.
+
+        Args:
+            answers: Answers to validation sets.
+            emit: Takes events.
+            jobs: All jobs, now and later.
         """
         self._clock, self._memory, self._adapters, self._counters = (
             device.clock,
@@ -63,7 +67,7 @@ class JobLifecycle:
     def apply(
         self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float
     ) -> None:
-        """Book a step that has run; started_s: when it began."""
+        """Apply the result of a step to its jobs. started_s: when the step began."""
         jobs = self._jobs
         for job_id, seconds in shares_of_time(batch, result).items():
             jobs[job_id].count_seconds(started_s, seconds)
@@ -91,10 +95,11 @@ class JobLifecycle:
                 self._finish_evaluation(job, {})
 
     def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
-        """Book a step that ran out of memory: optimizer steps that were made stand, one that was
-        under way fails its job, and packs that took part are dropped; their jobs are held back for
-        some turns, or have failed if that was once too often. Returns whether any of this freed
-        something.
+        """Apply a step that ran out of memory. Returns whether this freed something.
+
+        Optimizer steps that were made stand; one that was under way fails its job. Packs that took
+        part are dropped, and their jobs are held back for some turns, or fail if that was once too
+        often.
         """
         assert result.failure is not None
         for job_id, norm in result.norms.items():
@@ -112,7 +117,7 @@ class JobLifecycle:
         return bool(moved) or bool(batch.updates)
 
     def abandon(self, batch: StepBatch, error: BaseException) -> None:
-        """Give up a step that the device failed in, or that was not booked as a whole: its packs,
+        """Give up a step that the device failed in, or that was not applied completely: its packs,
         and its updates that were not booked, are in an unknown state. All else is as it was.
         """
         for update in batch.updates:
@@ -132,7 +137,7 @@ class JobLifecycle:
     # -- what follows -----------------------------------------------------------------
 
     def follow(self, job: Job) -> None:
-        """Do what is due of a job, and can be done now."""
+        """Do what is due for a job, as far as it can be done now."""
         if job.exchange is not None:
             self._contribute(job)
             self._combine(job)
@@ -143,13 +148,17 @@ class JobLifecycle:
             self._follow_evaluation(job)
 
     def note_change(self, job: Job) -> None:
-        """Note that what the job trains is another now, and serves, if it is the model itself."""
+        """Note that the trained values have changed, which matters to requests if the job trains
+        the model that serves.
+        """
         self._adapters.versions.num_model_changes += job.costs.changes_model
 
     def serve_again(self, job: Job) -> None:
-        """Serve at once what a live job resumes from, as before; that was reported when it was
-        made. Without room, its next step serves, or reports that. What many nodes train has a name
-        where they meet.
+        """Publish at once what a live job resumes from; its event was reported when it was first
+        published.
+
+        Without room, its next step publishes, or reports the lack. A divided job publishes where
+        its nodes meet.
         """
         if job.config.live and job.num_steps_done and job.exchange is None:
             with suppress(DeviceMemoryError):
@@ -163,7 +172,7 @@ class JobLifecycle:
                 )
 
     def _follow_update(self, job: Job) -> None:
-        """Publish a version, evaluate (unless that was done), and turn to the next step."""
+        """Publish a version, evaluate unless that was done, and turn to the next step."""
         step, config = job.num_steps_done, job.config
         last = step == job.order.num_steps
         if job.exchange is not None and not job.exchange.holds_what_all_hold(step):
@@ -179,7 +188,7 @@ class JobLifecycle:
             self._next_step(job)
 
     def _follow_evaluation(self, job: Job) -> None:
-        """Have the questions of its validation set answered, or continue if they are."""
+        """Ask the questions of a job's validation set, or continue if they are answered."""
         if not job.questions:
             self._finish_evaluation(job, {})
             return
@@ -195,12 +204,12 @@ class JobLifecycle:
             self._finish_evaluation(job, found)
 
     def _finish_evaluation(self, job: Job, answers: Mapping[str, float]) -> None:
-        """Complete an evaluation; answers: what came of its questions, by the metric's name."""
+        """Complete an evaluation. answers: metrics of the answers to its questions."""
         self._emit(job.finish_evaluation(self._clock.now(), answers))
         self._next_step(job)
 
     def _next_step(self, job: Job) -> None:
-        """Begin the next optimizer step, or end the job: after its last step, or where it stops
+        """Begin the next optimizer step, or end the job after its last step or where it stops
         early.
         """
         if job.stops_early and job.num_steps_done < job.order.num_steps:
@@ -211,8 +220,8 @@ class JobLifecycle:
             self.end(job, "succeeded")
 
     def _publish(self, job: Job, *, transient: bool = False, step: int | None = None) -> None:
-        """Serve its adapter as it is. step: that nodes have made on the average, where that is not
-        the job's own.
+        """Publish the job's adapter as it is. step: mean number of steps of the nodes, where that
+        is not the job's own.
         """
         step = job.num_steps_done if step is None else step
         try:
@@ -229,11 +238,11 @@ class JobLifecycle:
     # -- other nodes ------------------------------------------------------------------
 
     def checkpoint(self, job: Job) -> Checkpoint:
-        """Return a copy of a job, of its last whole optimizer step. Where its nodes each go their
-        own way, it is the copy that was made when they last met.
+        """Return a copy of a job after its last whole optimizer step. Where its nodes each go their
+        own way, it is the copy made when they last met.
 
         Raises:
-            JobError: They have not met yet.
+            JobError: the nodes have not met yet.
         """
         if job.checkpoint_step is None:
             raise JobError(
@@ -246,8 +255,8 @@ class JobLifecycle:
     def contribution(self, job: Job) -> DeviceCopy:
         """Return a copy of what the other nodes of a job are to have.
 
-        Gradients can be taken once: until their combination comes, a caller that asks again gets
-        the same copy, which the device takes unless it has.
+        Gradients can be taken once: until their combination comes, further calls return the same
+        copy, which the device takes unless it has.
         """
         exchange = job.exchange
         assert exchange is not None
@@ -258,14 +267,14 @@ class JobLifecycle:
         return copy
 
     def _contribute(self, job: Job) -> None:
-        """Report that a contribution is due, if one is."""
+        """Emit an event if a contribution is due."""
         if job.progress.contribution_due:
             assert job.exchange is not None
             job.set_exchange(job.exchange.begin(job.num_steps_done))
             self._emit(job.event("contribution", self._clock.now()))
 
     def _combine(self, job: Job) -> None:
-        """Take in what nodes have contributed, if that has come and the job can."""
+        """Apply the nodes' contributions, if they have come and the job can run."""
         assert job.exchange is not None
         found = job.exchange.combination
         if (
@@ -301,13 +310,14 @@ class JobLifecycle:
         job.set_exchange(exchange.end(found, common))
 
     def _take_in(self, job: Job, number: int) -> Exchange:
-        """Have the device hold this many contributions of the combination, and return where the job
-        stands then.
+        """Have the device apply this many contributions of the combination, and return the state of
+        the exchange then.
 
-        Each is taken in once: a caller that was interrupted asks the device again, which knows.
+        Each is applied once: after an interruption the command is repeated, and the device skips
+        those that it has applied.
 
         Raises:
-            DeviceMemoryError: Nothing more has been taken in.
+            DeviceMemoryError: nothing more has been applied.
         """
         exchange = job.exchange
         assert exchange is not None
@@ -328,8 +338,7 @@ class JobLifecycle:
         often.
 
         Args:
-            job: The job.
-            message: The device's reason.
+            message: Error of the device.
             num_rows: Rows of its largest piece then.
         """
         job.set_memory_failures(job.memory_failures.after_failure(num_rows))
@@ -342,7 +351,8 @@ class JobLifecycle:
         self.follow_end(job)
 
     def follow_end(self, job: Job) -> None:
-        """Do what follows from the end of a job, unless that was done: whatever it holds goes back.
+        """Do what follows from the end of a job, unless that was done: everything that it holds is
+        given back.
 
         A caller that was interrupted calls again, so each statement but the last may run twice.
         """
@@ -365,7 +375,7 @@ def _begun(job: Job) -> BegunPack:
 
 
 def largest_pieces(batch: StepBatch) -> dict[str, int]:
-    """The jobs whose packs move on in a step, and the rows of the largest piece of each."""
+    """Return the jobs whose packs advance in a step, with the rows of the largest piece of each."""
     found: dict[str, int] = {}
     for pieces in (batch.windows, batch.losses, batch.tasklets):
         for piece in pieces:
@@ -374,8 +384,8 @@ def largest_pieces(batch: StepBatch) -> dict[str, int]:
 
 
 def joined_jobs(batch: StepBatch, result: StepResult) -> dict[str, frozenset[str]]:
-    """The jobs whose tasklets have run, and with which ones, themselves included, these were one
-    batch of rows.
+    """Return the jobs whose tasklets have run, each with the jobs, itself included, whose tasklets
+    were one batch of rows with its own.
     """
     groups: dict[int | str, list[str]] = {}
     for each in batch.tasklets:
@@ -385,7 +395,7 @@ def joined_jobs(batch: StepBatch, result: StepResult) -> dict[str, frozenset[str
 
 
 def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, float]]:
-    """Each job's share of the step by rows: seconds by the job, and by section (fields of
+    """Return each job's share of a step by rows: seconds by job and by section (fields of
     `StepSeconds`).
     """
     found: dict[str, dict[str, float]] = {}
@@ -415,7 +425,7 @@ def _share(
     seconds: float,
     others: int = 0,
 ) -> None:
-    """Seconds of a section go to its jobs by their rows; others: rows of nobody."""
+    """Divide a section's seconds among its jobs by their rows. others: rows of no job."""
     whole = max(1, others + sum([number for _, number in num_rows]))
     for job, number in num_rows:
         found.setdefault(job, {})[name] = seconds * number / whole

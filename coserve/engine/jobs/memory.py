@@ -1,4 +1,4 @@
-"""The memory of jobs: pages for their packs and for their optimizers' moments, here and on the
+"""Memory of jobs: pages for their packs and for their optimizers' moments, on the device and on the
 host.
 
 A pack that gives way is dropped, or goes to the host. Moments lie in pages while nobody else needs
@@ -25,7 +25,7 @@ from coserve.scheduling.swapping import optimizer_swap_pays
 
 
 class JobMemory:
-    """Gives jobs on one device their memory, and takes it."""
+    """Gives jobs on one device their memory, and takes it back."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class JobMemory:
     # -- packs ----------------------------------------------------------------------
 
     def num_pack_pages(self, job: Job) -> int:
-        """Return the pages of its pack in memory, or of its next one, and what it needs beside
-        that; 0 without any.
+        """Return the number of pages of a job's pack in memory, or of its next one, with those of
+        weights and moments that it needs; 0 without a pack.
         """
         place = job.progress.place
         if place is not None:
@@ -64,11 +64,11 @@ class JobMemory:
         return sum(pages) + self._num_other_pages(job)
 
     def begin_pack(self, job: Job, others: Iterable[Job]) -> bool:
-        """Give a job the memory of its next pack; return False, and it has none, if it cannot be
-        had now.
+        """Allocate the memory of a job's next pack, and have the device begin it. Returns False if
+        it cannot be had now.
 
         Raises:
-            DeviceMemoryError: There is no memory beside the pages; the job has none.
+            DeviceMemoryError: there is no memory beside the pages; nothing is allocated.
         """
         other_model, pack = job.costs.other, job.next_pack
         if pack is None or _waits_for_another(job, others):
@@ -100,7 +100,9 @@ class JobMemory:
         return True
 
     def put_pack_away(self, job: Job) -> None:
-        """Take the pages of the job's pack, which goes to the host if that is worth it."""
+        """Take the pages of a job's pack, which is copied to the host if that pays, and dropped
+        otherwise.
+        """
         begun = job.progress.begun
         assert begun is not None
         seen = job.view(self._clock.now(), begun.pages.num_pages)
@@ -110,16 +112,14 @@ class JobMemory:
             self.drop_pack(job)
 
     def drop_pack(self, job: Job) -> None:
-        """Give up what was done of the job's pack, in memory or on the host: it will be begun
-        again.
-        """
+        """Discard a job's pack, in memory or on the host; it will be restarted."""
         self._swap.release_pack(job.id)
         job.drop_pack()
         self._log.send(DropPack(job.id))
         self._emit(job.event("pack_dropped", self._clock.now()))
 
     def _num_other_pages(self, job: Job) -> int:
-        """Return the pages of weights and moments without which it cannot have a pack."""
+        """Return the number of pages of weights and moments without which a job cannot have a pack."""
         other, moments = job.costs.other, self._moments_need(job)
         num_pages = 0 if other is None else self._pages.window_need(other).min_pages
         return num_pages + (0 if moments is None else moments.num_pages)
@@ -127,21 +127,21 @@ class JobMemory:
     # -- moments --------------------------------------------------------------------
 
     def has_moments(self, job: Job) -> bool:
-        """Return whether its moments lie where a step can be made with them, if it had one to
-        make.
-        """
+        """Return whether a job's moments lie where an optimizer step can use them."""
         return not job.costs.moments_need_pages or job.id in self._optimizers.runs
 
     def hold_moments(self, job: Job, *, for_pack: bool = False) -> None:
-        """Decide whether others can have the pages of its moments now. for_pack: it is about to get
-        a pack.
+        """Decide whether others may have the pages of a job's moments now. for_pack: it is about to
+        get a pack.
         """
         if job.costs.moments_need_pages:
             self._optimizers.hold(job.id, is_held=for_pack or job.has_pack or job.update_due)
 
     def place_moments(self, job: Job) -> None:
-        """Give its moments, which it has from its first step on, pages if they have none, and these
-        can be had. Those that need pages get them with a pack, or here for a step that is due.
+        """Allocate pages for a job's moments if they have none, and these can be had.
+
+        Moments exist from the first step on. Those that need pages get them with a pack, or here
+        for a step that is due.
         """
         costs = job.costs
         if job.is_terminal or job.id in self._optimizers.runs or not costs.optimizer_bytes:
@@ -162,8 +162,8 @@ class JobMemory:
         )
 
     def put_moments_away(self, job: Job) -> None:
-        """Put the moments of a paused job on the host, if that pays and there is room; else beside
-        the pool.
+        """Swap the moments of a paused job to the host, if that pays and there is room; otherwise
+        move them beside the pool.
         """
         if (slots := self._slots_for_moments(job)) is not None:
             job.set_optimizer_away(True)
@@ -173,10 +173,10 @@ class JobMemory:
             self._optimizers.withdraw(job.id)
 
     def bring_moments_back(self, job: Job) -> None:
-        """Have the moments of a job that is to run again on the device.
+        """Swap the moments of a job in, which is to run again.
 
         Raises:
-            DeviceMemoryError: They are on the host still.
+            DeviceMemoryError: there is no room; they stay on the host.
         """
         self.place_moments(job)
         try:
@@ -207,8 +207,8 @@ class JobMemory:
     # -- the end --------------------------------------------------------------------
 
     def release(self, job: Job, others: Iterable[Job]) -> None:
-        """Take what a job that is over has on the host and in pages; its pack has gone with its
-        end.
+        """Give back what a job that is over has on the host and in pages; its pack has gone with
+        its end.
         """
         self._swap.release_pack(job.id)
         job.set_optimizer_away(False)
@@ -223,9 +223,10 @@ def _owner(job: Job) -> HostOwner:
 
 
 def _waits_for_another(job: Job, others: Iterable[Job]) -> bool:
-    """Return whether a pack of another job comes first. Of jobs that ran out of memory, one at a
-    time has a pack: what fails then is its own. So it is with jobs on other models, which would
-    take the window of weights from one another.
+    """Return whether a pack of another job comes first.
+
+    Of jobs that ran out of memory, only one at a time has a pack: what fails then is its own. So it
+    is with jobs on other models, which would take the window of weights from one another.
     """
     fails, shares = job.memory_failures.num_in_a_row > 0, job.costs.other is not None
     if not fails and not shares:

@@ -1,6 +1,6 @@
-"""How a job is opened: what was asked is checked, and the device makes its trainer.
+"""Opening of jobs: arguments are checked, and the device makes a trainer.
 
-A job begins with a fresh adapter, one that is served, or a checkpoint; its packs are cut to fit the
+A job begins with a fresh adapter, a served one, or a checkpoint; its packs are cut to fit the
 memory.
 """
 
@@ -53,7 +53,7 @@ class JobOpener:
         log: CommandLog,
         trainable_models: Mapping[str, str],
     ) -> None:
-        """Open jobs on these models; trainable_models: as in `EngineConfig`."""
+        """Make an opener. trainable_models: as in `EngineConfig`."""
         self._device, self._pages, self._adapters, self._log = device, pages, adapters, log
         self._trainable_models = trainable_models
 
@@ -72,8 +72,8 @@ class JobOpener:
         shard: Shard | None,
         others: Mapping[str, Job],
     ) -> Job:
-        """Return a job that is to run; arguments and errors as of `TokenEngine.submit_examples`.
-        others: jobs that there are.
+        """Return a new job. Arguments and errors are those of `TokenEngine.submit_examples`;
+        others: existing jobs.
         """
         if job_id in others:
             raise JobError(f"there is a job {job_id!r} already")
@@ -140,8 +140,11 @@ class JobOpener:
 
 
 def fields_of(adapter: Any) -> dict[str, Any]:
-    """Return the fields that PEFT's file would have; AdapterError if it is no adapter's
-    configuration, coserve's or PEFT's own.
+    """Return an adapter's configuration in PEFT's format, from that format, coserve's configuration
+    or PEFT's.
+
+    Raises:
+        AdapterError: it is no adapter's configuration.
     """
     if isinstance(adapter, Mapping):
         return dict(adapter)
@@ -201,8 +204,10 @@ def trainable_model_path(model: str, trainable_models: Mapping[str, str]) -> str
 
 
 def _window_pages(other: OtherModel, pages: PageManager, model: str) -> int:
-    """Return the fewest pages that its weights need; JobError if the window may not have as
-    many.
+    """Return the fewest pages that the weights of a model need.
+
+    Raises:
+        JobError: the window of weights may not have that many.
     """
     least, most_bytes = pages.window_need(other).min_pages, pages.max_window_bytes
     if least * pages.pool.page_bytes > most_bytes:
@@ -225,8 +230,11 @@ def with_pack_size(
     examples: Sequence[Example],
     model: str = "",
 ) -> TuningConfig:
-    """Return the configuration with packs that the pool can hold; JobError if it cannot hold them,
-    or not the weights beside them that a job on another model needs.
+    """Return the configuration with packs that the pool can hold.
+
+    Raises:
+        JobError: the pool cannot hold them, or not beside the weights or moments that the job needs
+            there.
     """
     num_all = pages.pool.num_pages
     longest = max(len(example.tokens) for example in packed_apart(examples, config))

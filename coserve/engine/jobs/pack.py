@@ -1,6 +1,6 @@
-"""A pack of a job in memory, and what a job's packs need of memory and of the device.
+"""A job's pack in memory, and what its packs need of memory and of the device.
 
-A pack can give way at any moment: it is begun again, or comes back from the host as it was
+A pack can give way at any moment: it is restarted, or comes back from the host as it was
 (`SwappedPack`).
 """
 
@@ -19,13 +19,12 @@ from coserve.tuning.order import PackMembers
 
 
 class BegunPack(msgspec.Struct, frozen=True):
-    """A pack in memory. Its cursor and its pages move on in place; they are new where it is begun
-    again.
-    """
+    """A pack in memory, whose cursor and pages advance in place; a restarted pack has new ones."""
 
     pages: PackPages
+    """Pages of the pack."""
     cursor: Cursor
-    """How far it has come."""
+    """Progress of the pack."""
 
     def run_window(self, rows: WindowRows) -> None:
         """Note that rows have been through the forward pass."""
@@ -47,25 +46,27 @@ class BegunPack(msgspec.Struct, frozen=True):
 
 
 class PackNeeds:
-    """What the packs of one job need of memory, and how the device is told to begin them."""
+    """Memory that the packs of one job need, and the commands that begin them."""
 
     def __init__(self, job: str, costs: TrainerOpened) -> None:
-        """Count by costs, which the device has reported of the job's trainer; job: its id."""
+        """Use the costs that the device has reported of the trainer of `job`, which is the job's
+        id.
+        """
         self._job, self._costs = job, costs
         self._group_pages = lru_cache(maxsize=64)(
             partial(_pages_of, costs)
         )  # asked for by every view
 
     def num_trained_parts(self, *, measures: bool) -> int:
-        """Return how many parts of the model a pack runs backward; measures: none of them."""
+        """Return how many parts of the model a pack runs backward. measures: none of them."""
         return 0 if measures else self._costs.trained_parts
 
     def group_pages(self, num_rows: int, page_bytes: int, *, measures: bool) -> Sequence[int]:
-        """Return the pages of each group of tensors of a pack with this many rows."""
+        """Return the number of pages of each group of tensors of a pack with this many rows."""
         return self._group_pages(measures, num_rows, page_bytes)
 
     def first_cursor(self, pack: PackMembers, *, measures: bool) -> Cursor:
-        """Return where a pack begins."""
+        """Return the cursor of a pack that has not begun."""
         num_parts = self.num_trained_parts(measures=measures)
         if (other := self._costs.other) is None:
             return Cursor(num_rows=pack.num_rows, num_trained=pack.num_trained, num_parts=num_parts)
@@ -79,8 +80,8 @@ class PackNeeds:
     def command_to_begin(
         self, pack: PackMembers, pages: PackPages, *, measures: bool, away: SwappedPack | None
     ) -> BeginPack | MovePack:
-        """Return what has the device begin a pack on these pages, or have it again; away: as it
-        lies on the host.
+        """Return the command that begins a pack on these pages, or brings it back. away: the pack
+        as it lies on the host.
         """
         if away is not None:
             return MovePack(self._job, pages.places)

@@ -1,10 +1,9 @@
-"""What is true of a fine-tuning job at one moment, as one frozen value, and what each event makes
-of it.
+"""State of a fine-tuning job as one frozen value, and the next state after each event.
 
 A change builds the next value and puts it in place of the last one in a single assignment. So a
 caller that is interrupted leaves a job before the change or after it, never between. Nothing here
-has an effect: what follows for memory, the device and other nodes is done by `lifecycle.py` and
-`memory.py`, which find in the value what is due.
+has a side effect: `lifecycle.py` and `memory.py` find in the value what is due for memory, the
+device and other nodes.
 """
 
 from dataclasses import replace as with_fields
@@ -32,28 +31,27 @@ MAX_FAILURES = 10
 
 
 class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
-    """How often a job's packs have run the device out of memory, so that steps do not fail of it
-    for ever.
+    """Failures of a job's packs for lack of memory, which must not make steps fail for ever.
 
-    Each failure holds the job back for some turns of the step loop, in which others run without it:
-    1, 2, 4, 8, … Its pieces are half as large when it comes back. A pack that is completed ends the
+    Each failure holds the job back for 1, 2, 4, 8, … turns of the step loop, in which others run
+    without it. Its pieces are half as large when it comes back. A pack that is completed ends the
     series. After ten failures in a row the job itself fails.
     """
 
     num_in_a_row: int = 0
-    """Failures without a pack that was completed in between."""
+    """Number of failures since the last completed pack."""
     num_turns: int = 0
-    """Turns for which the job is still held back."""
+    """Number of turns for which the job is still held back."""
     max_rows: int | None = None
-    """Rows of its largest piece (window, piece of the loss, tasklet); None: no limit."""
+    """Maximum number of rows of a piece (window, piece of the loss, tasklet); None: no limit."""
 
     @property
     def too_many(self) -> bool:
-        """Return whether the job will not get any further."""
+        """Return whether the job fails."""
         return self.num_in_a_row >= MAX_FAILURES
 
     def reason(self, message: str) -> str:
-        """Return why the job fails then, and what would be right; message: of the last failure."""
+        """Return why the job fails, and what would be right. message: the last failure's."""
         return (
             f"the device ran out of memory {self.num_in_a_row} times in a row in the same pack: "
             f"{message}; "
@@ -62,7 +60,7 @@ class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
         )
 
     def after_failure(self, num_rows: int | None = None) -> Self:
-        """Hold the job back; num_rows: of its largest piece in the step that failed, None if no
+        """Hold the job back. num_rows: rows of its largest piece in the step that failed; None: no
         piece had run.
         """
         max_rows = self.max_rows if num_rows is None else max(1, self.limit(num_rows) // 2)
@@ -74,8 +72,8 @@ class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
         )
 
     def after_pack(self) -> Self:
-        """End the series. What its pieces were too large for may be over: they grow by an eighth
-        each time.
+        """End the series, and let pieces grow by an eighth with each pack: what they were too large
+        for may be over.
         """
         if self.max_rows is None and not self.num_in_a_row:
             return self
@@ -90,41 +88,41 @@ class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
         return replace(self, num_turns=max(0, self.num_turns - 1))
 
     def limit(self, num_rows: int) -> int:
-        """Return the rows of a piece for which this many were planned."""
+        """Return how many of the planned rows a piece may have."""
         return num_rows if self.max_rows is None else min(num_rows, self.max_rows)
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a job that is divided among nodes stands in its exchange with the others
-    (`coserve.tuning.shard`).
-    """
+    """State of a divided job's exchange with its other nodes (`coserve.tuning.shard`)."""
 
     shard: Shard
+    """Part of the job that this node trains."""
     num_steps: int
-    """Optimizer steps of the whole job."""
+    """Number of optimizer steps of the whole job."""
     is_waiting: bool = False
-    """Whether this node has contributed, and what to combine has not been taken in yet."""
+    """Whether this node has contributed, and waits for the combination."""
     step: int = 0
-    """Optimizer steps before the last contribution, or before the checkpoint that the job was
-    resumed from."""
+    """Number of optimizer steps before the last contribution, or before the checkpoint that the job
+    has resumed from.
+    """
     combination: Combination | None = None
-    """What is to be taken in, once it has come."""
+    """Combination that is to be applied, once it has come."""
     common: Checkpoint | None = None
-    """A copy of the job when nodes last met, where each goes its own way between."""
+    """Copy of the job when nodes last met, where each goes its own way between."""
     num_trained: int | None = None
-    """Trained rows of the gradients that were combined for the step to come; None: they were not
-    yet."""
+    """Number of trained rows of the combined gradients for the next step; None: they are not
+    combined yet.
+    """
     num_taken_in: int = 0
-    """Contributions that the device has taken in since the job was opened."""
+    """Number of contributions that the device has applied since the job was opened."""
     num_before: int = 0
-    """Contributions of earlier combinations, of num_taken_in."""
+    """Number of these that belong to earlier combinations."""
     taking: DeviceCopy | None = None
-    """The copy of what this node contributes, until the combination comes, for all who ask for
-    it."""
+    """Copy of this node's contribution, for all who ask for it, until the combination comes."""
 
     @property
     def num_combined(self) -> int:
-        """Return how many contributions of the combination the device has taken in."""
+        """Return how many contributions of the combination the device has applied."""
         return self.num_taken_in - self.num_before
 
     @property
@@ -134,7 +132,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
     def contributes_after(self, step: int) -> bool:
         """Return whether this node's progress is due to the others after an optimizer step, and not
-        given yet.
+        contributed yet.
         """
         is_new = step != self.step
         return (
@@ -144,26 +142,26 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def holds_what_all_hold(self, step: int) -> bool:
-        """Return whether all nodes have the same after this many steps."""
+        """Return whether all nodes have the same values after this many steps."""
         return self.shard.gives_gradients or (
             self.shard.contributes_after(step, self.num_steps)
             and self.shard.meets_after(step, self.num_steps)
         )
 
     def begin(self, step: int) -> Self:
-        """Make a contribution."""
+        """Contribute."""
         return replace(self, taking=None, step=step, is_waiting=True)
 
     def arrive(self, combination: Combination) -> Self:
-        """Note what is to be taken in, this node's own among it; again, if a caller was
-        interrupted.
+        """Take a combination that has come, this node's own contribution among it; again after an
+        interruption.
         """
         if self.combination is not None:
             return replace(self, combination=combination)
         return replace(self, taking=None, num_before=self.num_taken_in, combination=combination)
 
     def end(self, combination: Combination, common: Checkpoint | None) -> Self:
-        """Note that all of a combination has been taken in; common: a copy of the job now, where
+        """Note that all of a combination has been applied. common: a copy of the job now, where
         nodes have met.
         """
         num_trained = combination.num_trained if self.shard.gives_gradients else self.num_trained
@@ -173,55 +171,58 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is true of a job now."""
+    """State of a job."""
 
     status: JobStatus = "running"
+    """Whether the job runs, is paused, or how it has ended."""
     error: str | None = None
-    """Why the job has failed, or is about to."""
+    """Reason for which the job has failed, or is about to."""
     end_due: bool = False
-    """Whether the job has ended, and what follows from that has not been done yet."""
+    """Whether the job has ended, and what follows from that is still to be done."""
     stage: JobStage = "packs"
-    """What comes next: the packs of an optimizer step and the step itself; what follows from it
-    (`after_step`: a contribution, a version); the packs of the validation set; or answers to its
-    questions, if it has any.
+    """Next work: the packs of an optimizer step and the step itself (`packs`); what follows from
+    it, such as a contribution or a version (`after_step`); the packs of the validation set
+    (`evaluation`); or the answers to its questions (`answers`).
     """
     packs: tuple[PackMembers, ...] = ()
-    """Packs of the stage that are not done, the next one first."""
+    """Unfinished packs of the stage, the next one first."""
     place: BegunPack | SwappedPack | None = None
-    """Where the next pack lies, and how far it has come; None: it has not begun."""
+    """Place and progress of the next pack; None: it has not begun."""
     num_rows_counted: float = 0.0
-    """Rows of the next pack, if it has begun, that num_rows_run has."""
+    """Rows of the next pack that num_rows_run includes."""
     num_steps_done: int = 0
-    """Optimizer steps that were made, those that were skipped among them."""
+    """Number of optimizer steps done, skipped ones included."""
     num_bad_steps: int = 0
-    """Optimizer steps in a row whose gradient was not finite."""
+    """Number of latest optimizer steps in a row whose gradient was not finite."""
     num_tokens_trained: int = 0
-    """Rows of packs whose gradients are in."""
+    """Number of tokens in packs whose gradients were added."""
     num_tokens_at_step: int = 0
-    """Those of them in whole optimizer steps."""
+    """Number of these in whole optimizer steps."""
     num_rows_run: float = 0.0
-    """Forward rows and reversed rows, work that was lost among them, for sharing the device among
-    jobs."""
+    """Number of forward and reversed rows run, lost work included, by which jobs share the device.
+    """
     moved_s: float = -inf
     """Time of the last progress."""
     num_drops: int = 0
-    """Packs that were given up, to be begun again."""
+    """Number of packs whose work was discarded."""
     sums: LossSums = LossSums()
-    """Of the packs that are done, of the optimizer step or of the evaluation; never changed in
-    place."""
+    """Sums over the finished packs of the optimizer step or of the evaluation; never changed in
+    place.
+    """
     seconds: StepSeconds = StepSeconds()
     """Device time of the optimizer step so far."""
     is_evaluated: bool = False
-    """Whether the validation set was measured after the last optimizer step, before the job was
-    resumed."""
+    """Whether the validation set was measured after the last optimizer step."""
     best: BestEvaluation = BestEvaluation()
+    """Best evaluation so far."""
     joined: frozenset[str] = frozenset()
-    """Jobs whose tasklets were one batch of rows with its last ones, itself included."""
+    """Jobs whose tasklets were one batch of rows with this job's last ones, itself included."""
     optimizer_away: bool = False
     """Whether the optimizer's moments lie on the host."""
     memory_failures: MemoryFailures = MemoryFailures()
+    """Latest failures for lack of memory."""
     exchange: Exchange | None = None
-    """Of a job that is divided among nodes."""
+    """Exchange with the other nodes of a divided job."""
 
     # -- questions ----------------------------------------------------------------
 

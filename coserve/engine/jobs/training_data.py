@@ -1,4 +1,4 @@
-"""What a job of the Python API is trained on, in the forms that it may come in."""
+"""Training data of the Python API, in the forms that it may come in."""
 
 import json
 import logging
@@ -33,19 +33,18 @@ def read_data(
     model: str,
     end_tokens: Collection[int] = (),
 ) -> list[Example]:
-    """Return each record as an example of the job's objective; warnings are logged of what is not
-    learned.
+    """Return each record as an example of the job's objective; warnings about what is not learned
+    are logged.
 
     Args:
         data: A file, lines or examples.
-        config: The job's.
-        tokenizer: None is enough for examples that are tokens.
-        model: The name of the model.
+        tokenizer: Tokenizer of the model; examples of token ids need none.
+        model: Name of the model.
         end_tokens: Ids at which generation stops.
 
     Raises:
-        DataError: The message names lines and reasons of the first ten different faults; or nothing
-            is left.
+        DataError: some lines cannot be used, and the message names lines and reasons of the first
+            ten different faults; or nothing is left.
     """
     records: Iterable[tuple[str, Any]]
     if isinstance(data, str | Path):
@@ -91,7 +90,7 @@ def _json_line(number: int, line: Any) -> str:
 
 
 def _cut(example: Example, length: int) -> Example:
-    """Each of its sequences, to this many tokens."""
+    """Return an example with each of its sequences cut to this many tokens."""
     if max(example.lengths) <= length:
         return example
     if example.values:
