@@ -36,22 +36,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """Read-only once it is loaded; requests and jobs share it.
-
-    rotary: see `Architecture.rotary_tables`. max_positions: of the longest sequence that is run.
-    block_rows: see `Context`; of forward passes of requests (None: rows run as they come).
-    """
+    """A loaded model, which is read-only; requests and jobs share it."""
 
     name: str
+    """Name of the model, as it was given."""
     architecture: Architecture
+    """Architecture of the model."""
     weights: Mapping[Part, Mapping[str, Tensor | Weight]] = field(repr=False)
+    """Weights of each part, by the name in its graph."""
     rotary: Mapping[str, RotaryTable]
+    """Rotary tables (`Architecture.rotary_tables`)."""
     max_positions: int
+    """Number of tokens of the longest sequence that is run."""
     dtype: torch.dtype
+    """Compute dtype."""
     device: torch.device
+    """Device of the weights."""
     backend: Backend = field(repr=False)
+    """Kernel backend."""
     weight_format: str = "dense"
+    """Storage of linear weights, such as "dense" or "int8"."""
     block_rows: int | None = None
+    """Number of rows in a block of forward passes of requests (see `Context`); None: rows run as
+    they come.
+    """
     group: RankGroup = field(default_factory=SingleRank, repr=False)
     """The ranks that hold the model together; one holds all of it."""
 
@@ -67,8 +75,8 @@ class Backbone:
 
     @property
     def link_flops_per_byte(self) -> float:
-        """Return the FLOPs that a rank computes while a gather moves a byte; 0 for one rank, and
-        for shapes alone.
+        """Return the FLOPs that a rank computes while a gather moves a byte; 0 for one rank, and on
+        the meta device.
 
         All ranks measure it together the first time.
         """
@@ -92,10 +100,11 @@ class Backbone:
         )
 
     def deterministic(self, *, is_so: bool = True) -> "Backbone":
-        """The same weights; forward passes of requests give a row the same results in any company,
-        or need not.
+        """Return a backbone of the same weights whose forward passes of requests give a row the
+        same results whatever runs beside it, or need not.
 
-        UnsupportedModelError if this family's cannot.
+        Raises:
+            UnsupportedModelError: this family's results depend on the company.
         """
         if is_so and self.architecture.depends_on:
             raise UnsupportedModelError(
@@ -107,8 +116,8 @@ class Backbone:
         )
 
     def constants(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """What the graphs may read for these rows: tokens and positions int64 [n], cos and sin of
-        each rotary table [n, features that it rotates].
+        """Return what the graphs may read for these rows: tokens and positions, int64 [n], and cos
+        and sin of each rotary table, [n, rotated features].
         """
         constants = {"tokens": tokens, "positions": positions}
         for prefix, table in self.rotary.items():
@@ -137,12 +146,11 @@ def load_backbone(
 
     Args:
         dtype: "float32", "bfloat16", "float16", or "auto" for the one in the model's configuration.
-        weights: how the weights of linear layers are stored: "dense" in the dtype, or "int8" (see
-            `Int8Weight`).
-        kernels: the name of a backend (see `find_backend`); None for the best one.
-        seed: of the random weights of a `dummy:` model.
-        max_positions: of the longest sequence that will be run; None: as long as the model was made
-            for. It decides which of LongRoPE's two sets of frequencies is used.
+        weights: Storage of linear weights: "dense" in the dtype, or "int8" (see `Int8Weight`).
+        kernels: Name of a backend (see `find_backend`); None for the best one.
+        seed: Seed of the random weights of a `dummy:` model.
+        max_positions: Number of tokens of the longest sequence that will be run; None: as long as
+            the model was made for. It decides which of LongRoPE's two sets of frequencies is used.
     """
     return build_backbone(
         find_model(model),
@@ -156,7 +164,11 @@ def load_backbone(
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """A device that is there ("auto": a GPU if there is one); ModelError names it otherwise."""
+    """Return a device that is there ("auto": a GPU if there is one).
+
+    Raises:
+        ModelError: there is no such device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -184,11 +196,11 @@ def build_backbone(
     whatever its size.
 
     Args:
-        group: the rank's group where several hold the model together: the rank reads and holds its
-            share alone.
+        group: The rank's group where several hold the model together: the rank reads and holds only
+            its share.
 
     Raises:
-        UnsupportedModelError: the model cannot be divided among the ranks; said before any weight
+        UnsupportedModelError: the model cannot be divided among the ranks; raised before any weight
             is read.
     """
     architecture, group = build_architecture(source.config), group or SingleRank()
@@ -227,8 +239,8 @@ def build_backbone(
 
 
 def resolve_dtype(source: ModelSource, dtype: str) -> torch.dtype:
-    """The compute dtype for a choice of "auto" or a name; a configuration that names none, or a
-    wider one, means float32.
+    """Return the compute dtype for a choice of "auto" or a name; a configuration that names none,
+    or a wider one, means float32.
     """
     if dtype == "auto":
         named = str(getattr(source.config, "dtype", None)).removeprefix("torch.")

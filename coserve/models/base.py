@@ -1,5 +1,5 @@
-"""What a model family is: graphs (embedding, blocks, head), how a checkpoint holds its weights, and
-rotary tables.
+"""The interface of a model family: graphs (embedding, blocks, head), the layout of its checkpoints,
+and rotary tables.
 """
 
 from abc import ABC, abstractmethod
@@ -30,9 +30,9 @@ class Architecture(ABC):
 
     Subclasses give the graphs. A node is named after the module that it stands for, so that
     `prefix(part) + node name` is the module's name in transformers, `… + ".weight"` the weight's
-    name there, and PEFT's target patterns match as they are; where a checkpoint has it otherwise,
-    `stored_as` says so. The row input of a block or the head is called "x"; constants that a graph
-    may declare are "tokens" and "positions" (int64), "cos" and "sin" of each rotary table,
+    name there, and PEFT's target patterns match as they are; where a checkpoint differs,
+    `stored_as` maps the names. The row input of a block or the head is called "x"; constants that a
+    graph may declare are "tokens" and "positions" (int64), "cos" and "sin" of each rotary table,
     "targets" and "dropout_row_ids".
     """
 
@@ -53,51 +53,62 @@ class Architecture(ABC):
     # -- what a family gives --------------------------------------------------
 
     embedding_name: ClassVar[str] = "model.embed_tokens"
+    """Module of the token embedding."""
     block_prefix: ClassVar[str] = "model.layers"
-    # Whether the configuration's `num_key_value_heads` and `head_dim` are read: of other families,
-    # transformers goes by `hidden_size` and the number of heads, whatever they say.
+    """Module of the list of blocks."""
     has_head_fields: ClassVar[bool] = False
-    # The configuration's field for the longest sequence.
+    """Whether the configuration's `num_key_value_heads` and `head_dim` are read. For other
+    families, transformers derives them from `hidden_size` and the number of heads, whatever these
+    fields say.
+    """
     max_positions_name: ClassVar[str] = "max_position_embeddings"
-    # Why a row's results cannot be made the same in any company (`Backbone.deterministic`); "":
-    # they can.
+    """Field of the configuration with the length of the longest sequence."""
     depends_on: ClassVar[str] = ""
-    # A regular expression of tensors in checkpoints that nothing reads: buffers of older versions
-    # of transformers.
+    """What else a row's results depend on, in the words of `Backbone.deterministic`, which refuses
+    the family; "": nothing.
+    """
     unread: ClassVar[str] = r"(.*\.)?rotary_emb\.inv_freq"
+    """Regular expression of tensors in checkpoints that nothing reads: buffers of older versions of
+    transformers.
+    """
 
-    @abstractmethod
     def embed(self) -> Graph:
-        """Graph from "tokens" (and "positions") to the first block's rows [hidden_size]."""
+        """Return the graph from "tokens" (and "positions") to the first block's rows [hidden_size]:
+        a table of embeddings, unless the family has more.
+        """
+        b = GraphBuilder()
+        weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
+        inputs = {"ids": tokens_input(b), "weight": weight}
+        return b.build(b.apply("embedding", self.embedding_name, inputs, offset=0))
 
     @abstractmethod
     def block(self, layer: int) -> Graph:
-        """Graph of one block, from "x" [hidden_size] to its output [hidden_size]."""
+        """Return the graph of one block, from "x" [hidden_size] to its output [hidden_size]."""
 
     @abstractmethod
     def head(self) -> Graph:
-        """Graph from "x" [hidden_size] to logits [vocab_size]."""
+        """Return the graph from "x" [hidden_size] to logits [vocab_size]."""
 
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
-        """The angles of the constants "cos" and "sin", by what stands before these names: "" for
-        those of most.
+        """Return the tables of the constants "cos" and "sin", by the prefix of these names, which
+        is "" for most.
         """
         return {}
 
     def stored_as(self, name: str) -> Stored:
-        """How a checkpoint holds a weight, by its full name."""
+        """Return how a checkpoint stores a weight, by its full name."""
         return AsItIs(name)
 
     # -- what follows from that -----------------------------------------------
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """All parts in forward order."""
+        """Return all parts in forward order."""
         return ("embed", *range(self.num_layers), "head")
 
     @cached_property
     def graphs(self) -> dict[Part, Graph]:
-        """The graph of every part; blocks that are alike share one object."""
+        """Return the graph of every part; equal blocks share one object."""
         shared: dict[Graph, Graph] = {}
         graphs: dict[Part, Graph] = {"embed": self.embed(), "head": self.head()}
         for layer in range(self.num_layers):
@@ -106,12 +117,12 @@ class Architecture(ABC):
         return graphs
 
     def prefix(self, part: Part) -> str:
-        """What stands before a node's or weight's name in a checkpoint."""
+        """Return the prefix of a part's names in a checkpoint."""
         return f"{self.block_prefix}.{part}." if isinstance(part, int) else ""
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight, by full name; a tied head has none of its own."""
+        """Return the shape of every weight, by full name; a tied head has none of its own."""
         shapes = {
             self.prefix(part) + tensor.name: tensor.shape
             for part in self.parts
@@ -123,12 +134,12 @@ class Architecture(ABC):
 
     @cached_property
     def stored(self) -> dict[str, Stored]:
-        """How a checkpoint holds each of `weight_shapes`."""
+        """Return how a checkpoint stores each of `weight_shapes`."""
         return {name: self.stored_as(name) for name in self.weight_shapes}
 
     @cached_property
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of a checkpoint, by name."""
+        """Return the shape of every tensor of a checkpoint, by name."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, stored in self.stored.items():
             views = stored.views(torch.empty(self.weight_shapes[name], device="meta"))
@@ -139,19 +150,21 @@ class Architecture(ABC):
 
     @property
     def embedded(self) -> str:
-        """The node of "embed" that gives what transformers takes as `inputs_embeds`."""
+        """Return the node of "embed" whose output transformers calls `inputs_embeds`."""
         return self.embedding_name
 
     @property
     def bare_prefix(self) -> str:
-        """What stands before the names of a whole model's tensors, but not of a model's that was
-        saved without its head.
+        """Return the prefix of a whole model's tensor names that is missing where a model was saved
+        without its head.
         """
         return self.embedding_name.split(".")[0] + "."
 
     @cached_property
     def linear_sites(self) -> dict[str, tuple[Part, str]]:
-        """Full module name -> (part, node) of every linear layer: where adapters can sit."""
+        """Return the (part, node) of every linear layer by full module name: where adapters can
+        sit.
+        """
         return {
             self.prefix(part) + node.name: (part, node.name)
             for part in self.parts
@@ -161,8 +174,8 @@ class Architecture(ABC):
 
     @cached_property
     def expert_sites(self) -> dict[str, tuple[Part, str]]:
-        """The same of every product with experts' matrices, by the name that transformers has for
-        all of them.
+        """Return the (part, node) of every product with experts' matrices, by transformers' name
+        for all of them.
         """
         return {
             self.prefix(part) + node.name: (part, node.name)
@@ -172,7 +185,7 @@ class Architecture(ABC):
         }
 
     def is_tied_table(self, name: str) -> bool:
-        """Whether this weight is the table of embeddings, and the head too."""
+        """Return whether this weight is the table of embeddings, and the head too."""
         return self.tied and name == f"{self.embedding_name}.weight"
 
     def with_vocabulary(self, vocab_size: int) -> Self:
@@ -206,7 +219,7 @@ class Architecture(ABC):
         sinks: str | None = None,
         **attributes: Any,
     ) -> str:
-        """attributes: what differs from the usual, or is not always there (see `AttentionSpec`)."""
+        """Add attention. attributes: what differs from the defaults (see `AttentionSpec`)."""
         usual = {
             "num_heads": self.num_heads,
             "num_key_value_heads": self.num_key_value_heads,
@@ -218,7 +231,7 @@ class Architecture(ABC):
         )
 
     def _check_sizes(self) -> None:
-        """Refuse sizes that make no model, before anything is built from them."""
+        """Refuse sizes that are not valid, before anything is built from them."""
         sizes = {
             "num_hidden_layers": self.num_layers,
             "hidden_size": self.hidden_size,

@@ -1,12 +1,13 @@
 """The forward pass over a mixed batch: decode tokens, prefill chunks and fine-tuning windows as
 rows of one matrix.
 
-Every node of the backbone runs once on all rows. Only three things look at whom a row belongs to:
-attention, adapters (their bypasses run on their rows, and add to the site's output), and saving.
-Saving is one mechanism for all: a training window keeps its program's saved set, and a request
-keeps K and V, which is its KV cache. What these three need is prepared once per step, for all
-layers, and none of them loops over requests: the rows of all requests of a cache are one group
-(`RowGroup`), and what LoRAs of any ranks add to sites that read the same rows is one call.
+Every node of the backbone runs once on all rows. Only three operations depend on whom a row belongs
+to: attention, adapters (their bypasses run on their rows, and add to the site's output), and
+saving. Saving is one mechanism for all: a training window saves its program's activations, and a
+request saves K and V, which is its KV cache. What these three need is prepared once per step, for
+all layers, and none of them loops over requests: the rows of all requests of a cache are one group
+(`RowGroup`), and the contributions of LoRAs of any ranks to sites that read the same rows are one
+call.
 """
 
 from abc import ABC, abstractmethod
@@ -33,105 +34,106 @@ from coserve.models.traced import InPages, InWindow, run_at_once
 
 
 class Destination(Protocol):
-    """Room for some rows of one tensor."""
+    """Memory for some rows of one tensor."""
 
     def copy_(self, src: Tensor, /) -> object:
-        """Fill it."""
+        """Copy a tensor into it."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Where some rows of some tensors go: name -> a tensor [n, ...], or what else can be copied
-    into.
-
-    only_kept: the nodes that make those of them that exist only to be kept: packed signs, a rank's
-    columns.
-    """
+    """Destinations of rows that are saved."""
 
     rows: Mapping[str, "Destination"] = field(default_factory=dict)
+    """Destination of some rows by tensor: a tensor [n, ...], or anything else that can be copied
+    into.
+    """
     only_kept: Mapping[str, Node] = field(default_factory=dict)
+    """Nodes that make those of these tensors that exist only to be saved: packed signs, a rank's
+    columns.
+    """
 
 
 class RowGroup(ABC):
     """Neighbouring rows of a batch, of one span or of several, with what they need in every part of
     the model.
-
-    tokens (negative: virtual), positions: int64 [n]. segments: whom they attend to, in stores of
-    pages of `block_tokens` keys. keeps_inside: whether they keep what is computed within bypasses,
-    or have constants for them.
     """
 
     tokens: Tensor
+    """Token ids, int64 [n]; virtual tokens are negative."""
     positions: Tensor
+    """Positions, int64 [n]."""
     segments: Sequence[Segment]
+    """Segments in which rows attend to keys, in stores of pages of `block_tokens` keys."""
     block_tokens: int
+    """Number of keys in a page."""
     keeps_inside: bool = False
+    """Whether activations within bypasses are saved, or bypasses read constants of these rows."""
 
     def attention(self, backend: Backend) -> AttentionBatch:
-        """Whom they attend to, for the kernels."""
+        """Return the prepared attention of these rows, for the kernels."""
         return backend.prepare_attention(self.segments, block_tokens=self.block_tokens)
 
     @abstractmethod
     def keep(self, part: Part) -> Keep:
-        """What to save of this part. Must hold the tensors that the part's graph carries (K and
-        V).
+        """Return what is saved of a part. It must include the tensors that the part's graph carries
+        (K and V).
         """
 
     @abstractmethod
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Where a block's keys and values lie, [num_pages, block_tokens, Hkv * D] each."""
+        """Return a block's keys and values, [num_pages, block_tokens, Hkv * D] each."""
 
     @property
     def in_pages(self) -> InPages | None:
-        """Where their keys and values go, if nothing else is kept, and their blocks may run as one
-        call.
+        """Return the places of their keys and values, if nothing else is saved, so that all blocks
+        may run as one call.
         """
         return None
 
     @property
     def in_window(self) -> InWindow | None:
-        """What is kept of them, if they are of a training window, and their blocks may run as one
-        call with others'.
+        """Return what is saved of a training window's rows, if all blocks may run as one call with
+        other rows'.
         """
         return None
 
     def states(self, layer: int) -> StateRows:
-        """Their pieces of sequences, and where the states of a block lie that carries one; `rows`
-        says nothing.
+        """Return the recurrent states of a block that has some, and which rows belong to each
+        sequence, except for `rows`, which is not set.
         """
         raise NotImplementedError
 
     def constants(self, part: Part) -> Mapping[str, Tensor]:
-        """What its bypasses read beside the constants of all rows, by name: [n, ...]."""
+        """Return what bypasses in a part read beside the rows' constants, by name: [n, ...]."""
         return {}
 
 
 class RowSpan(ABC):
-    """Consecutive rows of a batch that belong to one request or one training window.
-
-    bypasses: of the adapter that the rows use, or None. group: neighbours of an equal group are one
-    `RowGroup`; None: alone.
-    """
+    """Consecutive rows of a batch that belong to one request or one training window."""
 
     num_rows: int
+    """Number of rows."""
     bypasses: Bypasses | None = None
+    """Bypasses of the adapter that the rows use, or None."""
     group: Hashable = None
+    """Key by which neighbouring spans form one `RowGroup`; None: alone."""
 
     @abstractmethod
     def gather(self, others: Sequence[Any]) -> RowGroup:
-        """The rows of this span and of others of its group after it."""
+        """Return the group of this span's rows and those of others of its group after it."""
 
     def run_captured(self) -> Tensor | None:
-        """By themselves through the embedding and all blocks, by calls that were captured: [n,
-        hidden_size]; None where they must run as always.
+        """Run these rows alone through the embedding and all blocks, by captured calls, and return
+        [n, hidden_size]; None where they cannot.
         """
         return None
 
 
 def forward(backbone: Backbone, spans: Sequence[RowSpan]) -> Tensor:
-    """Run the spans through the embedding and all blocks: [n, hidden_size] for the head, rows in
-    the spans' order.
+    """Run the spans through the embedding and all blocks, and return [n, hidden_size] for the head,
+    rows in the spans' order.
     """
     assert spans, "a batch has at least one span"
     if not backbone.backend.captures:
@@ -147,7 +149,7 @@ def forward(backbone: Backbone, spans: Sequence[RowSpan]) -> Tensor:
 
 
 def _forward(backbone: Backbone, spans: Sequence[RowSpan]) -> Tensor:
-    """The same as one batch."""
+    """Run the spans as one batch."""
     batch = _Batch(backbone, spans)
     first, *blocks = backbone.local.parts[:-1]
     x = batch.run(first, None)
@@ -174,15 +176,18 @@ def row_context(backbone: Backbone) -> Context:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Keeper:
-    """A group's rows in a batch, and whom they attend to."""
+    """A group's rows in a batch, with their attention."""
 
     own: RowGroup
+    """The group."""
     rows: slice
+    """Its rows in the batch."""
     attention: AttentionBatch
+    """Their attention, prepared for the kernels."""
 
 
 class _Batch:
-    """Spans as one batch, with all that does not depend on the part of the model."""
+    """A batch of spans, with all that does not depend on the part of the model."""
 
     def __init__(self, backbone: Backbone, spans: Sequence[RowSpan]) -> None:
         self._backbone = backbone
@@ -206,7 +211,7 @@ class _Batch:
         self._constants = backbone.constants(tokens, positions)
 
     def run(self, part: Part, x: Tensor | None) -> Tensor:
-        """One part on all rows; x [n, hidden_size] (None for the embedding). Returns the part's
+        """Run one part on all rows: x [n, hidden_size] (None for the embedding) to the part's
         output.
         """
         backbone, graph = self._backbone, self._backbone.local.graphs[part]
@@ -230,7 +235,7 @@ class _Batch:
         return values[graph.outputs[0]]
 
     def run_traced(self, x: Tensor) -> Tensor | None:
-        """All blocks on all rows as one call; None where they must run one by one."""
+        """Run all blocks on all rows as one call; return None where they must run one by one."""
         (first, *others), backbone = self._keepers, self._backbone
         requests = first.own.in_pages
         windows = [window for keeper in others if (window := keeper.own.in_window) is not None]
@@ -264,15 +269,18 @@ class _Batch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Saved:
-    """What a group keeps of a part."""
+    """The saved rows of a group in a part."""
 
     own: RowGroup
+    """The group."""
     rows: slice
+    """Its rows in the batch."""
     keep: Keep
+    """Destinations of what is saved."""
 
 
 class _Savers:
-    """Copies what is kept of a part to those who keep it."""
+    """A copier of a part's saved tensors to their destinations."""
 
     def __init__(self, part: Part, keepers: Sequence[_Keeper], context: Context) -> None:
         self._context = context
@@ -288,22 +296,22 @@ class _Savers:
 
     @property
     def names(self) -> set[str]:
-        """The tensors of which somebody keeps rows."""
+        """Return the tensors of which rows are saved."""
         return {*self._savers, *self._made}
 
     def keeps(self, name: str) -> bool:
-        """Whether anybody keeps rows of a tensor."""
+        """Return whether rows of a tensor are saved."""
         return name in self._savers or name in self._made
 
     def room(self, name: str) -> Tensor | None:
-        """Where the batch's rows of a tensor are kept, if that is one place for all."""
+        """Return the destination of a tensor's rows, if it is one place for the whole batch."""
         if name in self._made or len(self._savers.get(name, ())) != 1:
             return None
         place = self._savers[name][0].keep.rows[name]
         return place if isinstance(place, Tensor) and place.shape[0] == self._num_rows else None
 
     def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
-        """Copy a tensor's rows to all who keep them; the rows of `value` are those of a group, or
+        """Copy a tensor's rows to their destinations; the rows of `value` are those of a group, or
         of the batch.
         """
         for saved in self._savers.get(name, ()):
@@ -318,8 +326,8 @@ class _Savers:
 
 
 class AfterNode:
-    """What happens after each node of a part: bypasses add to its output (of nodes that run at
-    once, after the first of them), then what is kept of it is saved.
+    """Actions after each node of a part: bypasses add to its output (of nodes that run at once,
+    after the first of them), then it is saved.
     """
 
     def __init__(
@@ -333,7 +341,13 @@ class AfterNode:
         context: Context,
         num_rows: int,
     ) -> None:
-        """graph, weights: of the part. num_rows: of the batch."""
+        """Prepare a part.
+
+        Args:
+            graph: Graph of the part.
+            weights: Weights of the part.
+            num_rows: Number of rows in the batch.
+        """
         self._backend = context.backend
         self._low_rank = batch = adapters.low_rank
         self._runs = {run.node: run for run in runs if run.mask & batch.mask} if batch else {}
@@ -369,7 +383,7 @@ class AfterNode:
 
 
 def _rows_in(saved: _Saved, group: BypassGroup | None) -> slice | None:
-    """Where rows that are kept stand among those of a group (None: nowhere) or of the batch."""
+    """Return the place of saved rows among those of a group (None: none) or of the batch."""
     return saved.rows if group is None else group.rows_of(saved.own)
 
 

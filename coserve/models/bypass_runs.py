@@ -1,14 +1,14 @@
-"""The bypasses of one part of a model on the rows of a batch: each after its node, or its last
-product within the node's own.
+"""Execution of the bypasses of one part of a model on the rows of a batch: each after its node, or
+its last product within the node's own.
 
-What a bypass adds is most often a product of low rank, narrow B^T. Where all rows have one adapter,
-nobody wants that product for itself, and the backend has a kernel for both (`graph.fuse`), the rest
-of the bypass runs before the node, and the node's product takes narrow and B along: both are made
-in the same sums, and the result is written once.
+A bypass mostly adds a product of low rank, narrow B^T. Where all rows have one adapter, the product
+itself is not saved, and the backend has a kernel for both (`graph.fuse`), the rest of the bypass
+runs before the node, and the node's product includes narrow and B: both are accumulated in the same
+sums, and the result is written once.
 
 Where an adapter has weights of its own for a node, its rows run the node once more with these.
-Where all rows are its rows, and it has weights of its own for all nodes that run at once, they run
-with these alone.
+Where all rows are its rows, and it has weights of its own for all nodes that run at once, only
+these run.
 """
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
@@ -32,32 +32,33 @@ _MOST_REWRITTEN = 64
 
 
 class Saver(Protocol):
-    """Who keeps what is computed."""
+    """A destination of saved activations."""
 
     @property
     def names(self) -> Collection[str]:
-        """The tensors of which somebody keeps rows."""
+        """Return the tensors of which rows are saved."""
         ...
 
     def keeps(self, name: str) -> bool:
-        """Whether anybody keeps rows of a tensor."""
+        """Return whether rows of a tensor are saved."""
         ...
 
     def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
-        """Copy the rows of a group, or of the batch, to all who keep them."""
+        """Copy the rows of a group, or of the batch, to their destinations."""
         ...
 
     def room(self, name: str) -> Tensor | None:
-        """Where the batch's rows of a tensor are kept, if that is one place for all."""
+        """Return the destination of a tensor's rows, if it is one place for the whole batch."""
         ...
 
 
 class BypassRuns:
-    """See above. graph: the part's, fused; within: the nodes whose product takes along what a
-    bypass adds.
+    """The bypasses of a part's nodes on the rows of a batch (see the module).
 
-    Two products of which the next node makes a gated unit, and whose results are kept, may make it,
-    too: the results are then written to where they are kept.
+    `graph` is the part's graph with bypasses fused in, and `within` its nodes whose product
+    includes that of a bypass. Two products that the next node turns into a gated unit, and whose
+    results are saved, may compute the unit, too: the results are then written to their
+    destinations.
     """
 
     def __init__(
@@ -71,8 +72,13 @@ class BypassRuns:
         saver: Saver,
         read: Collection[str] = (),
     ) -> None:
-        """graph, weights: of the part. num_rows: of the batch, or 0 where every bypass runs after
-        its node. read: tensors that others read.
+        """Prepare a part.
+
+        Args:
+            graph: Graph of the part.
+            weights: Weights of the part.
+            num_rows: Number of rows in the batch, or 0 where every bypass runs after its node.
+            read: Tensors that others read.
         """
         self._part, self._context, self._saver = part, context, saver
         self._groups: dict[str, list[BypassGroup]] = {}
@@ -145,7 +151,7 @@ class BypassRuns:
 
     @property
     def sites(self) -> Mapping[str, Sequence[BypassGroup]]:
-        """Nodes with bypasses, and whose."""
+        """Return the nodes with bypasses, and the groups that have them."""
         return self._groups
 
     def _instead(self, site: str) -> Node | None:
@@ -159,19 +165,19 @@ class BypassRuns:
         return not self._saver.keeps(bypass.base) and not self._saver.keeps(bypass.result)
 
     def add(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
-        """After a node: add what has not been added within it."""
+        """Add what bypasses contribute to a node's output and the node has not included."""
         if node.name not in self.within:
             for group in self._groups.get(node.name, ()):
                 self._run(group, node, values)
 
     @property
     def run_any(self) -> bool:
-        """Whether there may be nodes for `run_nodes`."""
+        """Return whether there may be nodes for `run_nodes`."""
         return bool(self._alone)
 
     def constants(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the fused graph reads beside the part's inputs: constants of bypasses, and
-        rooms of kept rows.
+        destinations of saved rows.
         """
         rooms = {room_name(name): name for name in self._saver.names}
         found = dict[str, Tensor]()
@@ -184,8 +190,8 @@ class BypassRuns:
         return found
 
     def run_nodes(self, nodes: Sequence[Node], values: MutableMapping[str, Tensor]) -> bool:
-        """Run nodes that run at once with the weights of the adapter that all rows have; whether it
-        has any.
+        """Run nodes that run at once with the weights of the adapter that all rows have. Returns
+        False if it has none of its own.
         """
         if all(node.name in self._alone for node in nodes):
             for node in nodes:
@@ -210,7 +216,7 @@ class BypassRuns:
         parameters: Mapping[str, Any],
         values: Mapping[str, Tensor],
     ) -> Tensor:
-        """Return what a group's rows get of a node whose weights the adapter has."""
+        """Return a node's output for a group's rows by the adapter's own weights."""
         local = dict[str, Tensor]()
         of_site = {
             name: self.weights[name] for name in instead.input.values() if name in self.weights
@@ -220,7 +226,7 @@ class BypassRuns:
         return run_node(instead, local, weights, self._context)[instead.outputs[0][1]]
 
     def _run(self, group: BypassGroup, node: Node, values: Mapping[str, Tensor]) -> None:
-        """Run the bypasses of a group's adapters on their rows, save what is kept of their inside,
+        """Run the bypasses of a group's adapters on their rows, save what is kept within them, and
         add their result in place.
         """
         bypass, parameters = group.site(self._part, node.name)
@@ -261,7 +267,7 @@ class BypassRuns:
         parameters: Mapping[str, Any],
         values: Mapping[str, Tensor],
     ) -> None:
-        """Nodes of a bypass, on `local`; what is kept of them is saved."""
+        """Run nodes of a bypass on `local`, and save what is kept of them."""
         for inner in nodes:
             self._take_inputs(group, inner, local, parameters, values)
             made = run_node(inner, local, parameters, self._context)
@@ -278,7 +284,7 @@ class BypassRuns:
         parameters: Mapping[str, Any],
         values: Mapping[str, Tensor],
     ) -> None:
-        """Bring to `local` what a node of a bypass reads of the batch, or of the constants of its
+        """Copy to `local` what a node of a bypass reads of the batch, or of the constants of its
         rows.
         """
         for name in node.input.values():
@@ -291,8 +297,8 @@ class BypassRuns:
 def _with_bypasses(
     graph: Graph, bypasses: Mapping[str, AttachedBypass], weights: Mapping[str, Any]
 ) -> Graph:
-    """Return a graph with bypasses of low rank as nodes: of nodes that run at once, all that comes
-    before their last products stands before all of them.
+    """Return a graph with bypasses of low rank as nodes; for nodes that run at once, everything
+    before their last products comes before all of them.
     """
     if not bypasses:
         return graph

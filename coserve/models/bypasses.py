@@ -1,10 +1,10 @@
-"""The adapters of a batch's rows: which bypasses run together, on which rows.
+"""Adapters of a batch's rows: which bypasses run together, on which rows.
 
 Adapters that are sums of low rank at linear layers (LoRA) run as one, whatever their number,
-targets and ranks (`kernels.low_rank.AdapterBatch`), on the rows of which nothing is kept within a
-bypass. Of all others, those of one structure (the same sites, operators and ranks) are one group:
-their bypasses run as one, with the parameters of each for its own rows (`kernels.base.Grouped`). So
-what a step runs grows with the number of structures, not of requests.
+targets and ranks (`kernels.low_rank.AdapterBatch`), on rows that save nothing within a bypass. All
+others are grouped by structure (the same sites, operators and ranks): the bypasses of a group run
+as one, with the parameters of each adapter for its own rows (`kernels.base.Grouped`). So the number
+of calls in a step grows with the number of structures, not of requests.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -30,32 +30,32 @@ from coserve.models.base import Architecture, Part
 
 @dataclass(frozen=True, kw_only=True)
 class BoundBypass:
-    """A bypass at a site, with its tensors (parameters and derived ones, in the compute dtype, by
-    name).
-    """
+    """A bypass at a site, with its tensors."""
 
     bypass: AttachedBypass
+    """The bypass."""
     parameters: Mapping[str, Tensor]
+    """Parameters and tensors derived from them by name, in the compute dtype."""
 
 
 class Bypasses:
-    """What an adapter adds to a model: for each part, its bypasses by site. Only the parameters'
-    values change.
-    """
+    """The bypasses of an adapter, by part and site. Only the parameters' values change."""
 
     def __init__(
         self, parts: Mapping[Part, Mapping[str, BoundBypass]], architecture: Architecture
     ) -> None:
-        """architecture: of the adapter, whose vocabulary may be another than the backbone's."""
+        """Take the bypasses of an adapter. architecture: that of the adapter, whose vocabulary may
+        differ from the backbone's.
+        """
         self._parts, self._architecture = parts, architecture
 
     @property
     def vocab_size(self) -> int:
-        """Return how many logits the adapter's rows have."""
+        """Return the number of logits of the adapter's rows."""
         return self._architecture.vocab_size
 
     def of(self, part: Part) -> Mapping[str, BoundBypass]:
-        """The bypasses of a part, by site."""
+        """Return the bypasses of a part, by site."""
         return self._parts.get(part, {})
 
     def __iter__(self) -> Iterator[Part]:
@@ -63,9 +63,11 @@ class Bypasses:
 
     @cached_property
     def structure(self) -> Hashable:
-        """Equal for adapters whose bypasses can run as one; unique where an operator takes the
-        parameters of one. Ranks show in the parameters' shapes alone: two adapters whose alpha goes
-        with the rank have the same operators.
+        """Return a key that is equal for adapters whose bypasses can run as one, and unique where
+        an operator takes the parameters of one.
+
+        Ranks show only in the parameters' shapes: two adapters whose alpha grows with the rank have
+        the same operators.
         """
         bypasses = [
             (part, site, b) for part, sites in self._parts.items() for site, b in sites.items()
@@ -78,7 +80,9 @@ class Bypasses:
 
     @cached_property
     def low_rank(self) -> LowRankAdapter | None:
-        """All of it as factors of low rank at the model's linear layers, if that is what it is."""
+        """Return the adapter as factors of low rank at the model's linear layers, if it is nothing
+        else.
+        """
         number = self._architecture.parts.index
         found = {
             (part, site): _as_low_rank(bound, number(part))
@@ -91,8 +95,8 @@ class Bypasses:
 
     @cached_property
     def narrow(self) -> Mapping[tuple[Part, str], int]:
-        """If it is of low rank: the tensors that its factors B multiply, by part and name, and
-        their places.
+        """Return the tensors that the factors B multiply, by part and name, with their places;
+        empty if the adapter is not of low rank.
         """
         return {
             (part, bound.bypass.nodes[-1].input["x"]): self._places[part, site]
@@ -102,7 +106,7 @@ class Bypasses:
 
     @cached_property
     def _places(self) -> Mapping[tuple[Part, str], int]:
-        """The model's linear layers, by part and node."""
+        """Return the number of each linear layer of the model, by part and node."""
         return {
             place: number for number, place in enumerate(self._architecture.linear_sites.values())
         }
@@ -113,8 +117,11 @@ def _shapes(bound: BoundBypass) -> tuple[tuple[str, torch.Size], ...]:
 
 
 def _as_low_rank(bound: BoundBypass, part: int) -> LowRank | None:
-    """A bypass that is B (A x), or scale * B (A x), of its site's input or of what dropout leaves
-    of it; None for any other. part: its number.
+    """Return a bypass as factors if it is B (A x), or scale * B (A x), of its site's input with or
+    without dropout; None for any other.
+
+    Args:
+        part: Number of the bypass's place.
     """
     bypass = bound.bypass
     if bypass.instead is not None or tuple(node.op for node in bypass.nodes) not in _LOW_RANK:
@@ -152,15 +159,17 @@ def _can_be_grouped(bound: BoundBypass) -> bool:
 
 @lru_cache(maxsize=256)
 def _interned(structure: Hashable) -> object:
-    """One object for equal structures, which are long to compare; a step compares them often."""
+    """Return one object for equal structures, which take long to compare; a step compares them
+    often.
+    """
     return object()
 
 
 class BypassGroup:
-    """Rows of a batch whose adapters are of one structure, adapter by adapter."""
+    """The rows of a batch whose adapters have one structure, adapter by adapter."""
 
     def __init__(self, members: Sequence["_Member"], device: torch.device) -> None:
-        """members: of at least one span, in the order of the batch."""
+        """Group rows. members: rows of at least one span, in the order of the batch."""
         adapters = list(dict.fromkeys(member.bypasses for member in members))
         self._members = sorted(members, key=lambda member: adapters.index(member.bypasses))
         self._adapters = adapters
@@ -182,15 +191,15 @@ class BypassGroup:
             start += len(member.rows)
 
     def has_one_adapter_of(self, num_rows: int) -> bool:
-        """Whether all of a batch's rows have the same adapter."""
+        """Return whether all of a batch's rows have the same adapter."""
         return len(self._adapters) == 1 and self._rows == slice(0, num_rows)
 
     def sites(self, part: Part) -> Collection[str]:
-        """Where its bypasses sit in a part."""
+        """Return the sites of its bypasses in a part."""
         return self._adapters[0].of(part)
 
     def site(self, part: Part, site: str) -> tuple[AttachedBypass, Mapping[str, Any]]:
-        """The bypass there, and its parameters by name: tensors, or `Grouped` of several
+        """Return the bypass at a site, and its parameters by name: tensors, or `Grouped` of several
         adapters.
         """
         first, *others = (adapter.of(part)[site] for adapter in self._adapters)
@@ -209,11 +218,11 @@ class BypassGroup:
         }
 
     def take(self, x: Tensor) -> Tensor:
-        """Its rows of a tensor of the batch: a view, if they are neighbours."""
+        """Return its rows of a tensor of the batch: a view, if they are neighbours."""
         return x[self._rows]
 
     def put(self, x: Tensor, y: Tensor) -> None:
-        """The inverse of `take`: bring its rows of a tensor of the batch up to what was taken."""
+        """Write rows that `take` has returned back to a tensor of the batch."""
         if not isinstance(self._rows, slice):
             x.index_copy_(0, self._rows, y)
 
@@ -225,30 +234,30 @@ class BypassGroup:
             x.index_add_(0, self._rows, y)
 
     def constant(self, part: Part, name: str) -> Tensor:
-        """A constant that its spans bring along."""
+        """Return a constant of its spans."""
         return torch.cat(
             [member.own.constants(part)[name] for member in self._members if member.own is not None]
         )
 
     def rows_of(self, own: Any) -> slice | None:
-        """Where the rows of a span that is a group of its own stand among this group's."""
+        """Return the place of a group's rows among this group's."""
         return self._places.get(id(own))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Member:
-    """A span's rows in the batch, its adapter, and the `RowGroup` that it is part of."""
+    """The rows of a span in the batch, with its adapter."""
 
     rows: range
+    """Rows in the batch."""
     bypasses: Bypasses
+    """Bypasses of their adapter."""
     own: Any
+    """The `RowGroup` that the span is part of."""
 
 
 class RowAdapters:
-    """All adapters of a batch's rows.
-
-    low_rank: those that run as one; groups: the others.
-    """
+    """All adapters of a batch's rows: `low_rank` those that run as one, `groups` the others."""
 
     def __init__(
         self,
@@ -257,8 +266,12 @@ class RowAdapters:
         *,
         apart: bool = False,
     ) -> None:
-        """users: (number of rows, bypasses, the `RowGroup` of the span). apart: one group per
-        adapter, so that no row's results depend on which others there are.
+        """Sort the adapters of a batch.
+
+        Args:
+            users: (number of rows, bypasses, the `RowGroup` of the span) of each span.
+            apart: Whether each adapter is a group of its own, so that no row's results depend on
+                which others there are.
         """
         self._device, self._apart = device, apart
         self._rows: dict[LowRankAdapter, list[int]] = {}
@@ -285,7 +298,7 @@ class RowAdapters:
 
     @property
     def have_requests_apart(self) -> bool:
-        """Whether some of the groups' rows keep nothing within their bypasses."""
+        """Return whether some of the groups' rows save nothing within their bypasses."""
         return any(own is None or not own.keeps_inside for _, _, own in self._others)
 
     @cached_property
@@ -299,7 +312,9 @@ class RowAdapters:
     def with_windows(
         self, windows: Sequence[tuple[LowRankAdapter, range, KeptRows]]
     ) -> AdapterBatch | None:
-        """Those of `low_rank`, and after them those of training windows, with their rows."""
+        """Return the adapters of `low_rank`, and after them those of training windows, with their
+        rows.
+        """
         if not windows:
             return self.low_rank
         adapters, rows, kept = zip(*windows, strict=True)
@@ -311,8 +326,11 @@ class RowAdapters:
 def _groups_of(
     users: Sequence[tuple[range, Bypasses, Any]], device: torch.device, *, apart: bool = False
 ) -> list[BypassGroup]:
-    """Groups of rows. users: (rows, bypasses, the `RowGroup` of the span). apart: one per
-    adapter.
+    """Return groups of rows.
+
+    Args:
+        users: (rows, bypasses, the `RowGroup` of the span) of each span.
+        apart: Whether each adapter is a group of its own.
     """
     found: dict[Hashable, list[_Member]] = {}
     for rows, bypasses, own in users:

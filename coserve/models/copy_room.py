@@ -1,4 +1,4 @@
-"""Room on a disk for a copy of a model with some weights changed."""
+"""A check for disk space for a copy of a model with some weights changed."""
 
 import shutil
 from pathlib import Path
@@ -12,10 +12,13 @@ _MAX_SPARE_BYTES = 10_000_000_000
 
 
 def check_room(model: str, directory: Path) -> None:
-    """Raise DiskFullError if the disk of a directory has no room for a copy of a model, with some
-    to spare. Blocks.
+    """Check that the disk of a directory has room for a copy of a model, with some to spare.
+    Blocks.
 
-    Of a model whose files are not on this machine nothing is known.
+    A model whose files are not on this machine is not checked.
+
+    Raises:
+        DiskFullError: there is not enough room.
     """
     try:
         files = model_files(find_here(model))

@@ -1,5 +1,5 @@
-"""One rank's backbone, cut from a whole one in memory: what tests compare loading with, and divide
-models by.
+"""Division of a whole backbone in memory into those of ranks, as a reference for loading, and for
+tests.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from coserve.models.weights import Weights, join_runs
 
 
 def divided_backbone(whole: Backbone, group: RankGroup) -> Backbone:
-    """Return what a rank of a group holds of a backbone.
+    """Return a rank's share of a backbone.
 
     Raises:
         UnsupportedModelError: the model cannot be divided among the ranks.

@@ -15,24 +15,27 @@ from coserve.models.stored import Index, PerExpert
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A tensor in a file, by the file's header. name: its own, there. parts: of a quantised weight,
-    those that it is made from, by what their names end with. at: where in a tensor of all experts
-    it lies, if it is a part of one.
-    """
+    """A tensor in a file, by the file's header."""
 
     file: Path
+    """The file."""
     name: str
+    """Name in the file."""
     shape: tuple[int, ...]
-    kind: str  # as safetensors writes it: F32, BF16, I8, …
+    """Shape of the tensor."""
+    kind: str
+    """Type as safetensors writes it: F32, BF16, I8, …"""
     parts: "dict[str, TensorEntry]" = field(default_factory=dict)
+    """Tensors that a quantised weight is made from, by the ends of their names."""
     at: tuple[int, slice] | None = None
+    """Place within a tensor of all experts, if it is a part of one."""
 
     def read(self, reader: Any, index: Index = ()) -> Tensor:
-        """Read the tensor, or a piece of it, of which alone the bytes are read.
+        """Read the tensor, or only the bytes of a piece of it.
 
         Args:
-            reader: of its file.
-            index: a slice for each dimension; () for all of it.
+            reader: Reader of its file.
+            index: A slice for each dimension; () for all of it.
         """
         if self.at is not None:
             expert, rows = self.at
@@ -45,12 +48,12 @@ class TensorEntry:
 
 
 def within(outer: slice, inner: int | slice, length: int) -> slice:
-    """Return which entries of a dimension some of those in a slice are.
+    """Return the entries of a dimension that are some entries of a slice.
 
     Args:
-        outer: the slice.
-        inner: which of its entries.
-        length: number of its entries.
+        outer: The slice.
+        inner: Entries within the slice.
+        length: Number of entries of the dimension.
     """
     assert isinstance(inner, slice)
     first, stop, _ = inner.indices(length)
@@ -58,7 +61,7 @@ def within(outer: slice, inner: int | slice, length: int) -> slice:
 
 
 def entries_of(file: Path) -> Iterator[TensorEntry]:
-    """All of a file."""
+    """Yield all tensors of a file."""
     with open_file(file) as reader:
         for name in reader.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
             tensor = reader.get_slice(name)
@@ -68,13 +71,15 @@ def entries_of(file: Path) -> Iterator[TensorEntry]:
 
 
 def tensors_of_all_experts(architecture: Architecture) -> dict[str, PerExpert]:
-    """What some files hold as one tensor and others as one for each expert, by that one's name."""
+    """Return the weights that some files hold as one tensor and others as one for each expert, by
+    the name of the one tensor.
+    """
     experts = [each for each in architecture.stored.values() if isinstance(each, PerExpert)]
     return {each.whole: each for each in experts if each.whole is not None}
 
 
 def of_experts(entry: TensorEntry, stored: PerExpert) -> dict[str, TensorEntry]:
-    """One tensor of all experts as the tensors that others have for each."""
+    """Return one tensor of all experts as the tensors that other files have for each."""
     num_parts = len(stored.patterns)
     if len(entry.shape) != 3 or entry.shape[0] != stored.num_experts or entry.shape[1] % num_parts:
         raise WeightsError(
@@ -95,7 +100,11 @@ def of_experts(entry: TensorEntry, stored: PerExpert) -> dict[str, TensorEntry]:
 
 @contextmanager
 def open_file(file: Path) -> Iterator[Any]:
-    """A reader of safetensors; WeightsError if the file is no whole one."""
+    """Yield a reader of a safetensors file.
+
+    Raises:
+        WeightsError: the file is damaged or incomplete.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""The files of a model in Hugging Face's layout: what can be told, and refused, by their names and
+"""Files of a model in Hugging Face's layout: what can be read, and refused, by their names and
 `config.json` alone.
 
 Nothing heavy is imported here: `coserve up` refuses a model as soon as its configuration is read.
@@ -21,11 +21,12 @@ _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def check_config(path: Path) -> None:
-    """Read a config.json.
+    """Check a config.json.
 
     Raises:
-        UnknownModelError: there is none. ModelError: it is damaged. UnsupportedModelError: it is of
-        a model that is not run here.
+        UnknownModelError: there is none.
+        ModelError: it is damaged.
+        UnsupportedModelError: it describes a model that is not supported.
     """
     if not path.is_file():
         if found := sorted(path.parent.glob("*.gguf")):
@@ -52,8 +53,10 @@ def check_config(path: Path) -> None:
 
 
 def _read_json(path: Path) -> Any:
-    """Read a small file of a model; ValueError if it is not JSON, nested too deeply or far too
-    long.
+    """Read a small JSON file of a model.
+
+    Raises:
+        ValueError: it is not JSON, nested too deeply or far too long.
     """
     with path.open("rb") as file:
         content = file.read(_MAX_JSON_BYTES + 1)
@@ -82,7 +85,7 @@ def _require_generation(path: Path, architectures: Any) -> None:
 
 
 def gguf_error(path: Path) -> UnsupportedModelError:
-    """What is wrong with a GGUF file."""
+    """Return the error for a GGUF file."""
     return UnsupportedModelError(
         f"{path} is a GGUF file, which is not read here; give the directory, or the hub's name, of "
         f"the model that it "
@@ -91,8 +94,10 @@ def gguf_error(path: Path) -> UnsupportedModelError:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that transformers would read: one whole, or the shards of an index; WeightsError if
-    they are not all there.
+    """Return the files that transformers would read: one whole, or the shards of an index.
+
+    Raises:
+        WeightsError: they are not all there.
     """
     whole, index = directory / "model.safetensors", directory / _INDEX
     if whole.exists():
@@ -122,13 +127,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _conversion(directory: Path) -> str:
-    """The command that writes other files' weights as safetensors beside them."""
+    """Return the command that writes other files' weights as safetensors beside them."""
     name = repr(str(directory))
-    code = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({name}).save_pretrained({name})"
+    code = (
+        "from transformers import AutoModelForCausalLM as M; "
+        f"M.from_pretrained({name}).save_pretrained({name})"
+    )
     return f'convert it by: python -c "{code}"'
 
 
 def some_of(names: list[str]) -> str:
-    """A few names, and how many more."""
+    """Return a few names, and how many more there are, as text."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -1,6 +1,6 @@
-"""What Qwen3-Next and Qwen3.5 share: gated delta layers (linear attention, whose state has a fixed
-size) beside gated attention, rotary positions on a part of each head, and norms whose weights are
-stored less one. Source: arXiv 2412.06464 (the gated delta rule).
+"""The decoder of Qwen3-Next and Qwen3.5: gated delta layers (linear attention, whose state has a
+fixed size) beside gated attention, rotary positions on a part of each head, and norms whose weights
+are stored less one. Source: arXiv 2412.06464 (the gated delta rule).
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,9 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 class GatedDeltaDecoder(RotaryDecoder):
-    """A family may have other projections into a gated delta layer: `delta_projections`."""
+    """A decoder with gated delta layers. A family may have other projections into these:
+    `delta_projections`.
+    """
 
     depends_on = "how its prompts are cut, in gated delta layers"
     norm_queries_and_keys = True
@@ -44,7 +46,7 @@ class GatedDeltaDecoder(RotaryDecoder):
         )
 
     def queries_keys_values(self, b: GraphBuilder, x: str) -> tuple[str, str, str]:
-        """Each query head stands before its gate."""
+        """Add the projections; each query head is followed by its gate."""
         kv_width, heads = self.num_key_value_heads * self.head_dim, self.num_heads
         fused = b.linear("self_attn.q_proj", x, 2 * heads * self.head_dim, bias=self.qkv_bias)
         k = b.linear("self_attn.k_proj", x, kv_width, bias=self.qkv_bias)
@@ -72,8 +74,11 @@ class GatedDeltaDecoder(RotaryDecoder):
         )
 
     def delta_projections(self, b: GraphBuilder, x: str) -> tuple[str, str, str, str]:
-        """Add the projections into a gated delta layer, from rows [hidden_size]; the names of
-        queries, keys and values, of both gates (b, a), and of the gate of what comes out (z).
+        """Add the projections into a gated delta layer, from rows [hidden_size].
+
+        Returns:
+            Names of queries, keys and values (one tensor), of both gates (b, a), and of the
+            output's gate (z).
         """
         config = self.config
         num_heads, width = config.linear_num_value_heads, config.linear_value_head_dim
@@ -83,7 +88,9 @@ class GatedDeltaDecoder(RotaryDecoder):
 
     @property
     def num_channels(self) -> int:
-        """Of queries, keys and values of a gated delta layer together."""
+        """Return the number of channels of queries, keys and values of a gated delta layer
+        together.
+        """
         config = self.config
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
         return int(2 * keys * config.linear_key_head_dim + values * config.linear_value_head_dim)

@@ -1,8 +1,8 @@
-"""The head of the model on rows of any adapters: logits, and the states that they are made of.
+"""The head of the model on rows of any adapters: logits, and the states that they are computed
+from.
 
-Ranks divide the vocabulary, so that each has the logits of some tokens. Rank 0 alone chooses
-tokens: all logits of a row go there or, where the likeliest token is all that is asked for, only
-each rank's likeliest.
+Ranks divide the vocabulary, so that each has the logits of some tokens. Only rank 0 samples: all
+logits of a row go there or, where only the likeliest token is wanted, each rank's likeliest.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ def logits(backbone: Backbone, hidden: Tensor, users: Users = ()) -> Tensor:
     have get -inf.
 
     Args:
-        backbone: the model; of several ranks, all call this and have the result.
-        hidden: rows as the last block gives them.
-        users: (number of rows, their adapter's bypasses or None), in the order of the rows; none:
+        backbone: The model; with several ranks, all call this and get the result.
+        hidden: Rows as the last block gives them.
+        users: (number of rows, their adapter's bypasses or None), in the order of the rows; empty:
             all rows use the bare model.
     """
     assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], (
@@ -61,7 +61,7 @@ def likeliest_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -
     """Return the likeliest token of each row, int64 [n], on rank 0, and None on all others; see
     `logits`.
 
-    All ranks call this. Of each row two numbers of each rank are gathered. Of equal logits the
+    All ranks call this; two numbers of each rank are gathered for each row. Of equal logits the
     first token's is taken, as one rank does.
     """
     if backbone.group.size == 1:
@@ -112,7 +112,7 @@ def _have_one_vocabulary(backbone: Backbone, users: Users) -> bool:
 
 
 def _run_head(backbone: Backbone, graph: Graph, hidden: Tensor, users: Users) -> Tensor:
-    """Run the head, or the part of it that `graph` is, on rows that all have as many logits."""
+    """Run the head, or the part of it that `graph` is, on rows with equally many logits."""
     adapters = RowAdapters(
         [(num_rows, bypasses, None) for num_rows, bypasses in users],
         backbone.device,
@@ -130,8 +130,8 @@ def _run_head(backbone: Backbone, graph: Graph, hidden: Tensor, users: Users) ->
 
 
 def _logits_of_vocabularies(backbone: Backbone, hidden: Tensor, users: Users) -> Tensor:
-    """Run the rows of each adapter whose vocabulary is another than the backbone's apart, and all
-    others at once.
+    """Return the logits of rows of several vocabularies: the rows of each adapter with its own
+    vocabulary run apart, all others at once.
     """
     vocab_size, start = backbone.architecture.vocab_size, 0
     groups: dict[Bypasses | None, tuple[list[int], list[tuple[int, Bypasses | None]]]] = {}

@@ -1,4 +1,4 @@
-"""What of a model runs on one rank: its graphs, and the sizes that follow from them.
+"""The part of a model that runs on one rank: its graphs, and the sizes that follow from them.
 
 An `Architecture` is the whole model: names, files, the shapes of adapters. A `LocalModel` is what
 one rank executes of it. With one rank the two have the same graphs.
@@ -20,7 +20,7 @@ from coserve.models.base import HEAD, Architecture, Part
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceRun:
-    """Neighbouring linear layers that read the same rows: places of adapters."""
+    """Neighbouring linear layers that read the same rows, as places of adapters."""
 
     node: str
     """Node of the first layer."""
@@ -45,6 +45,7 @@ class LocalModel:
     architecture: Architecture
     """The whole model."""
     ranks: Ranks
+    """Which rank this is."""
     graphs: Mapping[Part, Graph]
     """Graph of each part as it is executed; blocks that are alike share one object."""
     divided: Mapping[Part, LocalGraph]
@@ -105,7 +106,7 @@ class LocalModel:
         """Return the head's graph up to the logits of this rank's tokens, and how ranks divide the
         vocabulary.
 
-        For several ranks, whose graph of the head ends with a gather of these logits.
+        It is for several ranks, whose graph of the head ends with a gather of these logits.
         """
         head = self.graphs["head"]
         *nodes, gather = head.nodes

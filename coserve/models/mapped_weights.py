@@ -1,4 +1,4 @@
-"""A checkpoint whose weights stay in its files: mapped into memory's address space, read from disk
+"""Weights that stay in a checkpoint's files: mapped into memory's address space, read from disk
 where they are touched, and dropped again.
 """
 
@@ -22,7 +22,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class MappedFile:
-    """A safetensors file (its format: `coserve.adapters.tensor_files`). It must not be changed
+    """A safetensors file (its format: `coserve.adapters.tensor_files`), which must not be changed
     while it is mapped.
     """
 
@@ -39,7 +39,11 @@ class MappedFile:
         self._first, self._fields = 8 + length, json.loads(self.map[8 : 8 + length])
 
     def tensor(self, name: str) -> "MappedTensor":
-        """WeightsError for a type that is none of ours."""
+        """Return a tensor of the file.
+
+        Raises:
+            WeightsError: its type is not supported.
+        """
         fields = self._fields[name]
         if fields["dtype"] not in _DTYPES:
             raise WeightsError(
@@ -53,8 +57,11 @@ class MappedFile:
         return MappedTensor(file=self, start=start, end=end, tensor=flat.view(fields["shape"]))
 
     def check_is_whole(self) -> None:
-        """WeightsError if it has become shorter: what is missing could not be read, and would end
-        the process.
+        """Check that the file has not become shorter: the missing part could not be read, and would
+        end the process.
+
+        Raises:
+            WeightsError: it has.
         """
         try:
             num_bytes = self.path.stat().st_size
@@ -72,16 +79,20 @@ class MappedTensor:
     """Bytes [start, end) of a file as a tensor, in the checkpoint's dtype."""
 
     file: MappedFile
+    """The file."""
     start: int
+    """First byte."""
     end: int
+    """Byte after the last one."""
     tensor: Tensor
+    """The tensor."""
 
     def expect(self) -> None:
         """Have the system begin to read it."""
         self._advise(mmap.MADV_WILLNEED)
 
     def drop(self) -> None:
-        """It takes no memory of this process any more; it is read again where it is touched."""
+        """Release its memory in this process; it is read again where it is touched."""
         self._advise(mmap.MADV_DONTNEED)
 
     def _advise(self, advice: int) -> None:
@@ -91,11 +102,14 @@ class MappedTensor:
 
 
 class MappedWeights(Mapping[Part, Mapping[str, MappedTensor]]):
-    """Of each part of a model, what its graph reads by name."""
+    """Mapped weights of each part of a model, by the name in its graph."""
 
     def __init__(self, architecture: Architecture, directory: Path) -> None:
-        """WeightsError as `load_weights`; UnsupportedModelError if files have weights in another
-        layout.
+        """Map the files of a directory.
+
+        Raises:
+            WeightsError: as `load_weights`.
+            UnsupportedModelError: the files have weights in another layout than the graphs.
         """
         if others := [
             name for name, stored in architecture.stored.items() if type(stored) is not AsItIs

@@ -1,4 +1,4 @@
-"""What mixtures of experts share: a router, and an MLP for each expert, whose matrices are one
+"""The decoder of mixtures of experts: a router, and an MLP for each expert, whose matrices are one
 weight [E, out, in].
 """
 
@@ -9,25 +9,32 @@ from coserve.models.rotary_decoder import RotaryDecoder
 
 
 class MixtureDecoder(RotaryDecoder):
-    """A decoder whose blocks have experts in place of an MLP. Its fields are set by the family.
-
-    experts_per_row: to how many a row goes. all_scores: whether their shares are of a softmax over
-    all experts. shared_width: of one more expert, an MLP with a gate of its own to which all rows
-    go; 0: there is none.
-    """
+    """A decoder whose blocks have experts in place of an MLP. A family sets its fields."""
 
     depends_on = "the company of a row in its experts"
     router = "mlp.gate"
     router_bias: bool = False
+    """Whether the router has a bias."""
     expert_bias: bool = False
+    """Whether the experts have biases."""
     all_scores: bool = False
+    """Whether the shares of a row's experts are taken from a softmax over all experts."""
     shared_width: int = 0
+    """Width of a shared expert, an MLP with a gate of its own that all rows pass; 0: there is none.
+    """
     num_experts: int
+    """Number of experts."""
     experts_per_row: int
+    """Number of experts that a row is routed to."""
     expert_width: int
+    """Width of an expert's MLP."""
 
     def check_experts(self) -> None:
-        """UnsupportedModelError unless a row can go to that many."""
+        """Check the number of experts of a row.
+
+        Raises:
+            UnsupportedModelError: it is not valid.
+        """
         if not 1 <= self.experts_per_row <= self.num_experts:
             raise UnsupportedModelError(
                 f"num_experts_per_tok={self.experts_per_row} must be from 1 to the number of "
@@ -36,8 +43,8 @@ class MixtureDecoder(RotaryDecoder):
             )
 
     def experts(self, b: GraphBuilder, x: str) -> str:
-        """Add router and experts, from rows [hidden_size] to rows [hidden_size]; the output's
-        name.
+        """Add router and experts, from rows [hidden_size] to rows [hidden_size]; return the
+        output's name.
         """
         weight = b.weight(f"{self.router}.weight", self.num_experts, self.hidden_size)
         bias = b.weight(f"{self.router}.bias", self.num_experts) if self.router_bias else None
@@ -64,7 +71,9 @@ class MixtureDecoder(RotaryDecoder):
         return b.apply("sigmoid_mul", "mlp.shared_expert.gated", {"gate": share, "x": y})
 
     def expert_gate(self, b: GraphBuilder, fused: str) -> str:
-        """Add the gated unit, from rows [k * 2 * width] to rows [k * width]; the output's name."""
+        """Add the gated unit, from rows [k * 2 * width] to rows [k * width]; return the output's
+        name.
+        """
         widths = {"mlp.experts.gate": self.expert_width, "mlp.experts.up": self.expert_width}
         gate, up = b.split(fused, widths, groups=self.experts_per_row)
         return self.gated(b, gate, up)
@@ -72,7 +81,9 @@ class MixtureDecoder(RotaryDecoder):
     def _products(
         self, b: GraphBuilder, name: str, x: str, chosen: str, out: int, *, shared: bool
     ) -> str:
-        """shared: whether a row is the same for all its experts."""
+        """Add products with experts' matrices. shared: whether a row is the same for all its
+        experts.
+        """
         width = b.width(x) if shared else b.width(x) // self.experts_per_row
         weight = b.weight(f"{name}.weight", self.num_experts, out, width)
         bias = b.weight(f"{name}.bias", self.num_experts, out) if self.expert_bias else None

@@ -15,27 +15,27 @@ ACTIVATIONS = ("relu", "silu", *_GELUS)
 
 
 def activation(b: GraphBuilder, node: str, function: str, x: str) -> str:
-    """One of `ACTIVATIONS`."""
+    """Add one of `ACTIVATIONS`."""
     if function in _GELUS:
         return b.apply("gelu", node, {"x": x}, approximate=_GELUS[function])
     return b.apply(function, node, {"x": x})
 
 
 def layer_norm(b: GraphBuilder, name: str, x: str, eps: float, *, bias: bool = True) -> str:
-    """A layer norm of whole rows."""
+    """Add a layer norm of whole rows."""
     weight = b.weight(f"{name}.weight", b.width(x))
     offset = b.weight(f"{name}.bias", b.width(x)) if bias else None
     return b.apply("layer_norm", name, {"x": x, "weight": weight, "bias": offset}, eps=eps)
 
 
 def scaled(b: GraphBuilder, node: str, x: str, factor: float, *, rounded: bool = False) -> str:
-    """x times a number; as it is for one. rounded: see `Scale`."""
+    """Multiply by a number; a factor of 1 adds no node. rounded: see `Scale`."""
     more = {"rounded": True} if rounded else {}
     return x if factor == 1.0 else b.apply("scale", node, {"x": x}, factor=factor, **more)
 
 
 def added(b: GraphBuilder, node: str, *terms: str) -> str:
-    """The sum of rows, the first two first."""
+    """Add rows up, the first two first."""
     total, *others = terms
     for index, term in enumerate(others):
         total = b.apply(
@@ -58,7 +58,7 @@ def rotated(
     *,
     interleaved: bool = False,
 ) -> str:
-    """Heads turned by angles, all their features or the first ones."""
+    """Rotate all features of the heads by angles, or the first ones."""
     cos, sin = table
     partial = (
         {"head_dim": head_dim, "interleaved": interleaved}

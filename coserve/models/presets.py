@@ -1,6 +1,4 @@
-"""Real shapes without files: the configurations of `dummy:<preset>`, as published with each
-model.
-"""
+"""Shapes of published models without their files: the configurations of `dummy:<preset>`."""
 
 from typing import Any
 

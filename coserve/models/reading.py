@@ -1,8 +1,8 @@
-"""Reading a checkpoint: from safetensors files in Hugging Face's layout into the dtype and device
-where weights stay.
+"""Loading of a checkpoint: from safetensors files in Hugging Face's layout to the dtype and device
+of the weights.
 
-A rank of a group reads its own pieces of plain tensors. Where a piece follows from whole rows, or a
-weight from several quantised tensors, the whole weight is made and then cut, one at a time.
+A rank of a group reads its own pieces of plain tensors. Where a piece depends on whole rows, or a
+weight is made from several quantised tensors, the whole weight is made and then cut, one at a time.
 """
 
 import logging
@@ -46,11 +46,11 @@ _log = logging.getLogger(__name__)
 def load_weights(
     local: LocalModel, directory: Path, storage: WeightStorage, *, progress: Progress | None = None
 ) -> Weights:
-    """Read a rank's share of a checkpoint's weights; of one rank all of them.
+    """Load a rank's share of a checkpoint's weights; one rank loads all of them.
 
     Names, shapes and types are checked before the first tensor is read. Weights of a quantised
-    checkpoint are made from their tensors one by one; the log says how far they are off as they are
-    held.
+    checkpoint are made from their tensors one by one, and the rounding error of their storage here
+    is logged.
 
     Raises:
         WeightsError: a file is missing or damaged, or a tensor is missing, unknown, misshapen or
@@ -94,7 +94,7 @@ def load_weights(
 
 
 class _Loading:
-    """Weights by full name, from a checkpoint's tensors as they come."""
+    """Weights by full name, built from a checkpoint's tensors as they come."""
 
     def __init__(self, local: LocalModel, storage: WeightStorage) -> None:
         self.weights: dict[str, Tensor | Weight] = {}
@@ -136,8 +136,8 @@ class _Loading:
         """Take a tensor that was made of several quantised ones, float32.
 
         Returns:
-            What this rank holds of it, before and after it was brought into the form in which it is
-            held.
+            This rank's share of it, before and after its conversion to the form in which it is
+            stored.
         """
         self.take(tensor_name, lambda index: tensor[index])
         name, _ = self._owners[tensor_name]
@@ -150,7 +150,7 @@ class _Loading:
         return piece(tensor, self._shares.state(name), self._shares.rank), dense
 
     def pieces(self, name: str) -> list[Pieces]:
-        """Return what is read of each tensor of a weight, and where it goes."""
+        """Return which parts of each tensor of a weight are read, and where they go."""
         shape, cut = self._architecture.weight_shapes[name], self._cut(name)
         places = self._architecture.stored[name].places(shape)
         if cut is None:
@@ -188,7 +188,7 @@ class _Loading:
 
 
 class Rounding:
-    """How far weights are off as they are held, from those that a quantised checkpoint says."""
+    """The error of weights as they are stored here, relative to those of a quantised checkpoint."""
 
     def __init__(self) -> None:
         self.num_weights = 0
@@ -196,7 +196,7 @@ class Rounding:
         self._worst = (0.0, "")
 
     def add(self, name: str, weight: Tensor, held: Tensor) -> None:
-        """weight: float32."""
+        """Add a weight. weight: float32. held: the same as it is stored."""
         wrong, whole = float((held.float() - weight).square().sum()), float(weight.square().sum())
         self._wrong, self._all, self.num_weights = (
             self._wrong + wrong,
@@ -207,11 +207,11 @@ class Rounding:
 
     @property
     def share(self) -> float:
-        """The root mean square of the error over that of the weights."""
+        """Return the root mean square of the error over that of the weights."""
         return (self._wrong / self._all) ** 0.5 if self._all else 0.0
 
     def words(self, weight_format: str, dtype: torch.dtype) -> str:
-        """For the log."""
+        """Return a line for the log."""
         kind = str(dtype).removeprefix("torch.") if weight_format == "dense" else weight_format
         most, name = self._worst
         return (
@@ -224,7 +224,7 @@ class Rounding:
 def _dequantised(
     entry: TensorEntry, reader: Any, quantisation: Quantisation, device: torch.device
 ) -> Tensor:
-    """A quantised weight in float32. reader: of the entry's file."""
+    """Return a quantised weight in float32. reader: the reader of the entry's file."""
 
     def read(part: TensorEntry) -> Tensor:
         if part.file == entry.file:

@@ -1,9 +1,9 @@
-"""Where the piece of a tensor that a rank holds lies in files, whose tensors are whole whatever the
-number of ranks.
+"""Places of a rank's piece of a tensor in files, whose tensors are whole whatever the number of
+ranks.
 
 A tensor of a file is a view of the whole weight or parameter: the same, transposed, or a part of
-it. From the view follows which block of the file's tensor a rank reads or writes, and which
-elements of the rank's piece these are.
+it. The view determines which block of the file's tensor a rank reads or writes, and which elements
+of the rank's piece these are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +19,15 @@ from coserve.kernels.cuts import Cut, Run, merged
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A block of a file's tensor, and the same elements as a rank holds them."""
+    """A block of a file's tensor, and the same elements in a rank's piece."""
 
     at: tuple[slice, ...]
     """The block: a slice for each dimension of the file's tensor."""
     part: Tensor
-    """A view of the rank's tensor that has the shape of the block."""
+    """View of the rank's tensor that has the shape of the block."""
 
     def blocks(self, shape: tuple[int, ...]) -> Iterator["ElementRuns"]:
-        """Yield the region's elements as neighbours in a file's tensor of this shape."""
+        """Yield the region's elements as runs of neighbours in a file's tensor of this shape."""
         sizes = [each.stop - each.start for each in self.at]
         # After the last dimension of which the block has only a part, elements are neighbours.
         dim = max((dim for dim, size in enumerate(sizes) if size < shape[dim]), default=0)
@@ -45,9 +45,9 @@ class ElementRuns:
     """Runs of neighbouring elements of a file's tensor, all of one length."""
 
     starts: Sequence[int]
-    """The number of each run's first element in the tensor, counted row by row."""
+    """Number of each run's first element in the tensor, counted row by row."""
     rows: Tensor
-    """The elements, [runs, length]."""
+    """Elements, [runs, length]."""
 
 
 Blocks = Callable[[], Iterator[ElementRuns]]
@@ -58,17 +58,18 @@ class TensorView:
     """A tensor of a file as a view of a whole tensor."""
 
     shape: tuple[int, ...]
-    """Of the file's tensor."""
+    """Shape of the file's tensor."""
     dims: tuple[int | None, ...]
-    """By dimension of the file's tensor, the one of the whole tensor; None where it has one entry
-    and is none."""
+    """Dimension of the whole tensor by dimension of the file's; None where that has one entry and
+    none corresponds.
+    """
     starts: tuple[int, ...]
-    """By dimension of the whole tensor, the first entry that is in the file's."""
+    """First entry that is in the file's tensor, by dimension of the whole tensor."""
 
     @classmethod
     def of(cls, tensor: Tensor, whole: Tensor) -> "TensorView | None":
-        """Return how a tensor views another one, which is contiguous; None if it does not, or takes
-        its dimensions apart or together.
+        """Return a tensor as a view of another one, which is contiguous; None if it is none, or
+        splits or joins dimensions.
         """
         if tensor is not whole and tensor._base is not whole:
             return None
@@ -97,12 +98,12 @@ class TensorView:
         return cls(shape=shape, dims=tuple(range(len(shape))), starts=(0,) * len(shape))
 
     def regions(self, piece: Tensor, state: AnyState, rank: int) -> Iterator[Region]:
-        """Yield what a rank holds of the file's tensor, for reading it.
+        """Yield a rank's regions of the file's tensor, for reading.
 
         Args:
-            piece: the rank's piece of the whole tensor.
-            state: how ranks divide that.
-            rank: number of the rank.
+            piece: The rank's piece of the whole tensor.
+            state: How ranks divide the whole tensor.
+            rank: Number of the rank.
         """
         if isinstance(state, Cut):
             yield from self._cut_regions(piece, state, held_runs(state, rank))
@@ -110,8 +111,8 @@ class TensorView:
             yield self._region(piece, None, 0, 0, 0)
 
     def owned_regions(self, piece: Tensor, state: AnyState, rank: int) -> Iterator[Region]:
-        """Yield what a rank writes of the file's tensor: what it holds and no rank before it does;
-        see `regions`.
+        """Yield the regions of the file's tensor that a rank writes: what it holds and no rank
+        before it does; see `regions`.
         """
         if isinstance(state, Cut):
             yield from self._cut_regions(piece, state, owned_runs(state, rank))
@@ -159,7 +160,7 @@ class TensorView:
 
 
 def held_runs(cut: Cut, rank: int) -> list[tuple[Run, int]]:
-    """Return the runs of entries that a rank holds, and where each begins in the rank's piece;
+    """Return the runs of entries that a rank holds, and the start of each in the rank's piece;
     without padding.
     """
     found, start = list[tuple[Run, int]](), 0
@@ -172,7 +173,9 @@ def held_runs(cut: Cut, rank: int) -> list[tuple[Run, int]]:
 
 
 def owned_runs(cut: Cut, rank: int) -> list[tuple[Run, int]]:
-    """Return the same of the entries that no rank before it holds: each entry is one rank's."""
+    """Return the runs of entries that a rank holds and no rank before it, and the start of each in
+    the rank's piece.
+    """
     others = merged(run for runs in cut.runs[:rank] for run in runs)
     found = list[tuple[Run, int]]()
     for run, start in held_runs(cut, rank):
@@ -186,11 +189,11 @@ def owned_runs(cut: Cut, rank: int) -> list[tuple[Run, int]]:
 
 
 def marked_blocks(values: Tensor, marks: Tensor) -> Iterator[ElementRuns]:
-    """Yield the elements of a file's tensor that are marked, run by run.
+    """Yield the marked elements of a file's tensor, run by run.
 
     Args:
-        values: the tensor, of which only these elements are right.
-        marks: bool, of the same shape.
+        values: The tensor, of which only these elements are right.
+        marks: Marks, bool, of the same shape.
     """
     flat, values = marks.reshape(-1).to(torch.int8), values.reshape(-1)
     steps = (
@@ -203,5 +206,5 @@ def marked_blocks(values: Tensor, marks: Tensor) -> Iterator[ElementRuns]:
 
 
 def region_blocks(regions: Callable[[], Iterator[Region]], shape: tuple[int, ...]) -> Blocks:
-    """Return what gives the blocks of regions of a file's tensor of this shape."""
+    """Return a function that yields the blocks of regions of a file's tensor of this shape."""
     return lambda: (block for region in regions() for block in region.blocks(shape))

@@ -1,4 +1,4 @@
-"""A model's weights as its files have them, for one whose weights have been changed since."""
+"""Restoration of a model's weights from its files, after they were changed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from coserve.models.weights import find_weights
 
 @dataclass(frozen=True, kw_only=True)
 class HeldWeights:
-    """What a rank holds of some of a model's weights, by full name."""
+    """A rank's pieces of some of a model's weights, by full name."""
 
     weights: Mapping[str, Tensor]
     """The rank's pieces."""
     states: Mapping[str, AnyState]
-    """How ranks divide the weights; what is left out is whole."""
+    """How ranks divide the weights; those that are left out are whole."""
     rank: int = 0
     """Number of the rank."""
 
     def stored(self, architecture: Architecture) -> "dict[str, StoredPiece]":
-        """Return what the rank holds of each of the checkpoint's tensors that the weights are, by
+        """Return the rank's piece of each of the checkpoint's tensors that make up the weights, by
         its name.
         """
         found = dict[str, StoredPiece]()
@@ -46,7 +46,7 @@ class HeldWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredPiece:
-    """What a rank holds of a weight, and one of the checkpoint's tensors as a view of the whole
+    """A rank's piece of a weight, and one of the checkpoint's tensors as a view of the whole
     weight.
     """
 
@@ -61,10 +61,11 @@ class StoredPiece:
 
 
 def read_weights(architecture: Architecture, source: ModelSource, held: HeldWeights) -> None:
-    """Overwrite weights with those of the files, of which only what the rank holds is read.
+    """Overwrite weights with those of the files, of which only the rank's pieces are read.
 
     Raises:
-        ModelError: there are no files. WeightsError: they are damaged, or of another model.
+        ModelError: there are no files.
+        WeightsError: the files are damaged, or of another model.
     """
     if source.directory is None:
         raise ModelError(f"{source.name} has no files of weights, so none can be read again")

@@ -1,4 +1,4 @@
-"""Rotary angles: from a configuration to cos and sin for any positions."""
+"""Rotary angles: cos and sin for any positions, by a configuration."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,26 +19,28 @@ _SCALED = ("linear", "llama3", "longrope", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryTable:
-    """Inverse frequencies float32 [D / 2] and the factor on cos and sin that some scalings ask for.
-
-    scale_beta, scale_after: both grow with the position p, too: by 1 + beta * log(1 + floor(p /
-    after)), as queries do in Llama 4 and Ministral 3.
-
-    short_frequencies, short_positions: of LongRoPE: other inverse frequencies, for sequences of up
-    to this many tokens.
-    """
+    """Inverse frequencies, with the scalings that some models have."""
 
     inverse_frequencies: Tensor
+    """Inverse frequencies, float32 [D / 2]."""
     factor: float = 1.0
+    """Factor on cos and sin."""
     scale_beta: float = 0.0
+    """Growth of cos and sin with the position p, by 1 + beta * log(1 + floor(p / after)), as for
+    queries of Llama 4 and Ministral 3; 0: none.
+    """
     scale_after: int = 1
+    """Number of positions, `after` in this formula."""
     short_frequencies: Tensor | None = None
+    """Inverse frequencies of LongRoPE for short sequences."""
     short_positions: int = 0
+    """Number of tokens of the longest sequence that is short."""
 
     def up_to(self, max_positions: int) -> "RotaryTable":
-        """The table of a model whose sequences have at most `max_positions` tokens: one set of
-        frequencies for all of them, since keys that are cached stay as they are when their sequence
-        grows.
+        """Return the table of a model whose sequences have at most `max_positions` tokens.
+
+        All sequences share one set of frequencies, since cached keys stay as they are when their
+        sequence grows.
         """
         if self.short_frequencies is None:
             return self
@@ -50,7 +52,7 @@ class RotaryTable:
         return replace(self, inverse_frequencies=chosen, short_frequencies=None)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions int64 [n] -> cos and sin [n, D], computed in float32, both halves alike."""
+        """Return cos and sin [n, D] of positions int64 [n], from float32, both halves alike."""
         angles = positions[:, None].float() * self.inverse_frequencies
         angles = torch.cat((angles, angles), -1)
         factor: Tensor | float = self.factor
@@ -74,11 +76,12 @@ def rotary_table(
     *,
     of_a_part: bool = False,
 ) -> RotaryTable:
-    """The table of a configuration; scalings are transformers' own (`modeling_rope_utils`).
+    """Return the table of a configuration; scalings are transformers' own (`modeling_rope_utils`).
 
-    layer_type: of which layers, where the configuration has parameters for each type. of_a_part:
-    whether the family turns a part of each head where `partial_rotary_factor` says so, which
-    transformers does not read for all.
+    Args:
+        layer_type: Type of the layers, where the configuration has parameters for each type.
+        of_a_part: Whether the family rotates a part of each head by `partial_rotary_factor`, which
+            transformers does not read for all families.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -1,4 +1,4 @@
-"""What Llama and its relatives share: RMS norms at attention and a gated MLP, rotary positions,
+"""The decoder of Llama and its relatives: RMS norms at attention and a gated MLP, rotary positions,
 grouped key heads.
 """
 
@@ -17,38 +17,47 @@ if TYPE_CHECKING:
 
 
 class RotaryDecoder(Architecture):
-    """A family says how it differs: biases, norms on queries and keys, norms before or after
-    attention and MLP, sliding windows and rotary tables by layer, factors, or another `norm`,
-    `mlp`, or `queries_keys_values`.
+    """A Llama-like decoder.
 
-    attention_norms, mlp_norms: the norms before and after each, None where there is none.
+    A family sets how it differs: biases, norms on queries and keys, norms before or after attention
+    and MLP, sliding windows and rotary tables by layer, factors, or another `norm`, `mlp`, or
+    `queries_keys_values`.
     """
 
     has_head_fields = True
-    # The norm before the head.
     norm_name: ClassVar[str] = "model.norm"
+    """Module of the norm before the head."""
     hidden_acts: ClassVar[tuple[str, ...]] = ("silu",)
+    """Activation functions of the MLP that the family may have."""
     hidden_act_name: ClassVar[str] = "hidden_act"
+    """Field of the configuration with the activation function."""
     attention_norms: ClassVar[tuple[str | None, str | None]] = ("input_layernorm", None)
+    """Modules of the norms before and after attention; None: there is none."""
     mlp_norms: ClassVar[tuple[str | None, str | None]] = ("post_attention_layernorm", None)
+    """Modules of the norms before and after the MLP; None: there is none."""
     qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
     output_bias: bool = False
+    """Whether the output projection of attention has a bias."""
     mlp_bias: bool = False
+    """Whether the projections of the MLP have biases."""
     norm_queries_and_keys: bool = False
-    # Whether `partial_rotary_factor` is read.
+    """Whether each head of queries and keys is normed."""
     turns_a_part: ClassVar[bool] = False
-    # Of the rows after the embedding (rounded to their dtype or not), and of what attention and MLP
-    # add to them.
+    """Whether `partial_rotary_factor` is read."""
     embedding_factor: float = 1.0
+    """Factor on the rows after the embedding."""
     embedding_factor_is_rounded: ClassVar[bool] = False
+    """Whether this factor is rounded to the rows' dtype."""
     residual_factor: float = 1.0
+    """Factor on what attention and MLP add to the rows."""
 
     def sliding_window(self, layer: int) -> int | None:
-        """Number of keys that a query of this layer sees, or None for all."""
+        """Return the number of keys that a query of this layer sees, or None for all."""
         return None
 
     def window_by_type(self, layer: int) -> int | None:
-        """`sliding_window` where the configuration has a type for each layer."""
+        """Return the `sliding_window` of a layer, where the configuration has a type for each."""
         types = ("full_attention", "sliding_attention")
         if (kind := self.config.layer_types[layer]) not in types:
             raise UnsupportedModelError(
@@ -58,11 +67,13 @@ class RotaryDecoder(Architecture):
         return window
 
     def rotary_prefix(self, layer: int) -> str | None:
-        """Which of the rotary tables turns the keys of this layer; None for none."""
+        """Return the prefix of the rotary table that rotates the keys of this layer; None: it
+        rotates none.
+        """
         return ""
 
     def query_rotary_prefix(self, layer: int) -> str | None:
-        """Which turns its queries."""
+        """Return the prefix of the rotary table that rotates the queries of this layer."""
         return self.rotary_prefix(layer)
 
     def __init__(self, config: "PretrainedConfig") -> None:
@@ -95,7 +106,7 @@ class RotaryDecoder(Architecture):
         return b.build(self.logits(b, b.linear("lm_head", x, self.vocab_size)))
 
     def queries_keys_values(self, b: GraphBuilder, x: str) -> tuple[str, str, str]:
-        """Add the projections, from rows [hidden_size]; their outputs' names."""
+        """Add the projections, from rows [hidden_size]; return their outputs' names."""
         width, kv_width = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         q = b.linear("self_attn.q_proj", x, width, bias=self.qkv_bias)
         k = b.linear("self_attn.k_proj", x, kv_width, bias=self.qkv_bias)
@@ -106,15 +117,17 @@ class RotaryDecoder(Architecture):
         return q, k, v
 
     def attention(self, b: GraphBuilder, q: str, k: str, v: str, layer: int) -> str:
-        """Add attention itself; its output's name."""
+        """Add attention itself; return its output's name."""
         return self._attention(b, q, k, v, self.sliding_window(layer))
 
     def feed_forward(self, b: GraphBuilder, x: str, layer: int) -> str:
-        """`mlp`, where blocks are not all alike."""
+        """Add the MLP, or what a block has instead; return its output's name."""
         return self.mlp(b, x)
 
     def mlp(self, b: GraphBuilder, x: str) -> str:
-        """Add the block's MLP, from rows [hidden_size] to rows [hidden_size]; its output's name."""
+        """Add the block's MLP, from rows [hidden_size] to rows [hidden_size]; return its output's
+        name.
+        """
         gate = b.linear("mlp.gate_proj", x, self.config.intermediate_size, bias=self.mlp_bias)
         up = b.linear("mlp.up_proj", x, self.config.intermediate_size, bias=self.mlp_bias)
         return b.linear(
@@ -122,9 +135,7 @@ class RotaryDecoder(Architecture):
         )
 
     def gated(self, b: GraphBuilder, gate: str, up: str, module: str = "mlp") -> str:
-        """Add activation(gate) * up; its output's name. module: what the names of its nodes begin
-        with.
-        """
+        """Add activation(gate) * up; return its output's name. module: prefix of the nodes."""
         name: str = getattr(self.config, self.hidden_act_name)
         if name == "silu":
             return b.apply("silu_mul", f"{module}.act", {"gate": gate, "up": up})
@@ -136,21 +147,22 @@ class RotaryDecoder(Architecture):
         )
 
     def norm(self, b: GraphBuilder, name: str, x: str, features: int) -> str:
-        """Add a norm of rows [features], or of each of their heads [features]; its output's
-        name.
-        """
+        """Add a norm of rows [features] or of their heads [features]; return its output's name."""
         weight = b.weight(f"{name}.weight", features)
         return b.apply("rms_norm", name, {"x": x, "weight": weight}, eps=self.config.rms_norm_eps)
 
     def logits(self, b: GraphBuilder, logits: str) -> str:
-        """Add what is done with the head's products; its output's name."""
+        """Add what follows the head's products; return its output's name."""
         return logits
 
     def attend(
         self, b: GraphBuilder, x: str, layer: int, tables: Mapping[str, tuple[str, str]]
     ) -> str:
-        """Add what looks at other rows, from rows [hidden_size] to rows [hidden_size]; its output's
-        name. tables: the angles' names, by what stands before them.
+        """Add attention with its projections, from rows [hidden_size] to rows [hidden_size]; return
+        its output's name.
+
+        Args:
+            tables: Names of the angles' constants, by the prefix of the rotary table.
         """
         q, k, v = self.queries_keys_values(b, x)
         if (prefix := self.query_rotary_prefix(layer)) is not None:
@@ -161,7 +173,7 @@ class RotaryDecoder(Architecture):
         return b.linear("self_attn.o_proj", y, self.hidden_size, bias=self.output_bias)
 
     def _angles(self, b: GraphBuilder, layer: int) -> dict[str, tuple[str, str]]:
-        """Declare the constants of the tables that a block uses."""
+        """Declare the constants of the rotary tables that a block uses."""
         prefixes = dict.fromkeys((self.rotary_prefix(layer), self.query_rotary_prefix(layer)))
         return {
             prefix: angles(b, self._num_rotated[prefix], prefix)
@@ -171,7 +183,7 @@ class RotaryDecoder(Architecture):
 
     @cached_property
     def _num_rotated(self) -> dict[str, int]:
-        """Features of a head that each table rotates."""
+        """Return the number of features of a head that each table rotates."""
         return {
             prefix: 2 * len(table.inverse_frequencies)
             for prefix, table in self.rotary_tables().items()

@@ -1,5 +1,5 @@
-"""Writes a model in Hugging Face's layout: a copy of the one that it came from, with some weights
-changed.
+"""Writing of a model in Hugging Face's layout: a copy of the one that it came from, with some
+weights changed.
 """
 
 import json
@@ -33,17 +33,17 @@ def save_model(
     *,
     keeps_tie: bool = False,
 ) -> None:
-    """Write a model to a directory, which is made; file by file, so that one file's weights are in
-    memory at a time.
+    """Write a model to a new directory, file by file, so that one file's weights are in memory at a
+    time.
 
     Args:
-        source: where the model came from; its weights keep their types and files.
-        changed: weights that are others, by full name. A head that was the table of embeddings is
-            written by itself where one of both is changed, unless it keeps_tie.
+        source: The model that it came from; its weights keep their types and files.
+        changed: Changed weights, by full name. A head that was the table of embeddings is written
+            by itself where one of both is changed, unless it keeps_tie.
 
     Raises:
-        ModelError: the model has no files, or a weight has no place in them. OSError: they cannot
-            be written.
+        ModelError: the model has no files, or a weight has no place in them.
+        OSError: they cannot be written.
     """
     files = files_of(architecture, source)
     table, head = (
@@ -71,8 +71,10 @@ def save_model(
 
 
 def files_of(architecture: Architecture, source: ModelSource) -> Path:
-    """Return the directory of a model's files; ModelError where changed weights have no place in
-    files like them.
+    """Return the directory of a model's files.
+
+    Raises:
+        ModelError: changed weights have no place in files like them.
     """
     if source.directory is None:
         raise ModelError(no_files(source))
@@ -91,17 +93,17 @@ def small_files(directory: Path) -> list[Path]:
 
 
 def no_place(directory: Path, tensors: Collection[str]) -> str:
-    """Return what is wrong with the files of a directory that have no place for tensors."""
+    """Return the error text for files of a directory that have no place for tensors."""
     return f"{directory} has no tensor {min(tensors)}; its files have another layout"
 
 
 def no_files(source: ModelSource) -> str:
-    """What is wrong with a model that was not read from files."""
+    """Return the error text for a model that was not read from files."""
     return f"{source.name} has no files of weights, so none can be written from it"
 
 
 def _as_stored(architecture: Architecture, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by full name -> the tensors that checkpoints have for them."""
+    """Return the checkpoint's tensors for weights by full name."""
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         stored = architecture.stored_as(name)
@@ -110,7 +112,7 @@ def _as_stored(architecture: Architecture, weights: Mapping[str, Tensor]) -> dic
 
 
 def stored_name(architecture: Architecture, name: str) -> str:
-    """What checkpoints call a weight that is one tensor in them."""
+    """Return the checkpoint's name of a weight that is one tensor there."""
     return architecture.stored_as(name).names[0]
 
 
@@ -121,14 +123,15 @@ def _write_file(
     changed: Mapping[str, Tensor],
     tied: tuple[str, str] | None,
 ) -> set[str]:
-    """A file with its changed tensors; those that are written. tied: the names of the table and of
-    the head, which is to stand beside it.
+    """Write a file with its changed tensors, and return their names. tied: names of the table of
+    embeddings and of the head that is written beside it.
     """
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
     with safe_open(path, framework="pt") as reader:
-        tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (it is no mapping)
+        names = reader.keys()  # a reader is not a mapping
+        tensors = {name: reader.get_tensor(name) for name in names}
     names = {name_in_model(architecture, name): name for name in tensors}
     if tied is not None and tied[0] in names:
         table, head = tied

@@ -1,5 +1,5 @@
-"""Writes a model that ranks hold in pieces in Hugging Face's layout: each rank what it holds of the
-changed weights.
+"""Writing of a model that ranks hold in pieces, in Hugging Face's layout: each rank writes its
+pieces of the changed weights.
 """
 
 from collections.abc import Iterator
@@ -35,19 +35,19 @@ def save_model_pieces(
     changed: HeldWeights,
     ranks: Ranks,
 ) -> None:
-    """Write this rank's pieces of a model to a directory, which is made; see `shared_files`. What
-    has not changed is written by rank 0. A head that is the table of embeddings stays that.
+    """Write this rank's pieces of a model to a new directory; see `shared_files`. Rank 0 writes
+    what has not changed. A head that is the table of embeddings stays that.
 
     Args:
-        architecture: the model's.
-        source: where the model came from; its weights keep their types and files.
-        directory: for the files.
-        changed: what the rank holds of weights that are others.
-        ranks: which rank this is.
+        architecture: Architecture of the model.
+        source: The model that it came from; its weights keep their types and files.
+        directory: Directory for the files.
+        changed: The rank's pieces of changed weights.
+        ranks: Which rank this is.
 
     Raises:
-        ModelError: the model has no files, or a weight has no place in them. OSError: they cannot
-            be written.
+        ModelError: the model has no files, or a weight has no place in them.
+        OSError: they cannot be written.
     """
     files = files_of(architecture, source)
     pieces = changed.stored(architecture)
@@ -98,11 +98,11 @@ def _tensor(
     """Return a tensor of a file as a rank writes it.
 
     Args:
-        entry: the tensor in the model's own file.
-        reader: of that file.
-        each: what the rank holds of it; None if it has not changed.
-        view: how the file's tensor views the whole weight.
-        rank: number of the rank.
+        entry: The tensor in the model's own file.
+        reader: Reader of that file.
+        each: The rank's piece; None if the tensor has not changed.
+        view: The file's tensor as a view of the whole weight.
+        rank: Number of the rank.
     """
     if (dtype := torch_type(entry.kind)) is None:
         raise ModelError(f"{entry.file}: {entry.name} is {entry.kind}, which ranks do not write")

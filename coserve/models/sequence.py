@@ -16,8 +16,8 @@ from coserve.models.bypasses import Bypasses
 
 
 class CachedSequence:
-    """Tokens that have been run, as K and V of every block with attention: float [capacity, Hkv *
-    D] each, in the compute dtype; and the states of the others, float32 [1, state size].
+    """Tokens that have run, as K and V of every block with attention, float [capacity, Hkv * D]
+    each in the compute dtype, and the states of the other blocks, float32 [1, state size].
     """
 
     def __init__(self, backbone: Backbone, capacity: int, bypasses: Bypasses | None = None) -> None:
@@ -40,7 +40,9 @@ class CachedSequence:
             }
 
     def extend(self, tokens: Tensor) -> RowSpan:
-        """A span that runs the next tokens (int64 [n]): a prefill chunk, or one decoded token."""
+        """Return a span that runs the next tokens (int64 [n]): a prefill chunk, or one decoded
+        token.
+        """
         start, end = self.length, self.length + tokens.shape[0]
         if end > self.capacity:
             raise BudgetError(

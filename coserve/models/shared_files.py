@@ -2,8 +2,8 @@
 another.
 
 Every rank opens the same files and writes its pieces in place. Until all have, a file has a name
-that nothing reads (`pending`). The process that has given the command hears from all ranks, and
-then gives the files their names (`named_when_written`); where one rank failed, none of the files
+that nothing reads (`pending`). The process that has given the command waits for all ranks, and then
+gives the files their names (`named_when_written`); where one rank failed, none of the files
 appears.
 """
 
@@ -49,11 +49,11 @@ class FileTensor:
     """A tensor of a file that ranks write together."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
-    """In the file."""
+    """Dtype in the file."""
     blocks: Blocks
-    """Gives what this rank writes of it, when it is written."""
+    """Function that yields what this rank writes of the tensor."""
 
 
 def write_shared_tensors(path: Path, tensors: Mapping[str, FileTensor], ranks: Ranks) -> None:
@@ -90,8 +90,10 @@ def write_shared_tensors(path: Path, tensors: Mapping[str, FileTensor], ranks: R
 
 
 def write_shared_bytes(path: Path, content: bytes, ranks: Ranks) -> None:
-    """Write a small file as rank 0; other ranks leave it to that one. OSError if it cannot be
-    written.
+    """Write a small file on rank 0; other ranks do nothing.
+
+    Raises:
+        OSError: it cannot be written.
     """
     if ranks.rank == 0:
         with pending(path).open("wb") as file:
@@ -101,15 +103,15 @@ def write_shared_bytes(path: Path, content: bytes, ranks: Ranks) -> None:
 
 
 def pending(path: Path) -> Path:
-    """Return the name of a file as long as not all ranks have written it."""
+    """Return the name of a file until all ranks have written it."""
     return path.with_name(path.name + _PENDING)
 
 
 @contextmanager
 def named_when_written(directory: Path) -> Iterator[None]:
-    """Give the files that ranks write in a directory their names once the context has ended without
-    an error, with which all ranks must be done. After an error they are removed, as are those that
-    an earlier writer has left.
+    """Give the files that ranks write in a directory their names once the context ends without an
+    error, with which all ranks must be done. After an error they are removed, as are those of an
+    earlier writer.
     """
     _remove_pending(directory)
     try:
@@ -130,7 +132,7 @@ def named_when_written(directory: Path) -> Iterator[None]:
 
 
 def torch_type(name: str) -> torch.dtype | None:
-    """Return a type by safetensors' name of it; None for one that is not written here."""
+    """Return the dtype of safetensors' name; None for one that is not written here."""
     return _TYPES.get(name)
 
 
@@ -144,10 +146,9 @@ def _remove_pending(directory: Path) -> None:
 
 
 def _header(tensors: Mapping[str, FileTensor]) -> tuple[bytes, dict[str, int], int]:
-    """Return what stands before the tensors, the first byte of each, and the number of bytes of the
-    file.
+    """Return the bytes before the tensors, the first byte of each tensor, and the size of the file.
 
-    All that is laid out as safetensors itself does it.
+    The layout is that of safetensors itself.
     """
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ends = dict[str, tuple[int, int]]()
@@ -169,7 +170,7 @@ def _header(tensors: Mapping[str, FileTensor]) -> tuple[bytes, dict[str, int], i
 
 
 def _write_at(descriptor: int, content: memoryview, start: int) -> None:
-    """Write all of some bytes, of which the system may take a part at a time."""
+    """Write all of some bytes; the system may take a part at a time."""
     while content:
         written = os.pwrite(descriptor, content, start)
         content, start = content[written:], start + written

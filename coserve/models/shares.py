@@ -1,4 +1,4 @@
-"""What a rank of a group holds of each weight of a model: all of it, or its piece of a cut."""
+"""Shares of a model's weights on the ranks of a group: all of a weight, or a piece of a cut."""
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ class WeightShares:
         """Take the states of all weights.
 
         Args:
-            local: what of the model runs on the rank.
+            local: What of the model runs on the rank.
         """
         self.architecture, self.rank = local.architecture, local.ranks.rank
         self._states: dict[str, AnyState] = {}
@@ -42,24 +42,22 @@ class WeightShares:
 
 
 def share(whole: Tensor | Weight, state: AnyState, rank: int) -> Tensor | Weight:
-    """Return what a rank holds of a weight in a state."""
+    """Return a rank's share of a weight in a state."""
     if isinstance(whole, Tensor):
         return piece(whole, state, rank)
     return whole.cut(state, rank) if isinstance(state, Cut) else whole
 
 
 def piece(whole: Tensor, state: AnyState, rank: int) -> Tensor:
-    """Return what a rank holds of a tensor in a state; the tensor itself where that is all of
-    it.
-    """
+    """Return a rank's piece of a tensor in a state; the tensor itself where that is all of it."""
     if isinstance(state, Cut):
         return state.take(whole, rank)
     return whole.new_zeros(whole.shape) if state is FIRST and rank else whole
 
 
 def owned(own: Tensor, state: AnyState, rank: int) -> Tensor | None:
-    """Return what a rank holds of a tensor, each entry on one rank alone; None where rank 0 has all
-    that others hold.
+    """Return a rank's piece of a tensor with each entry on one rank alone; None where rank 0 has
+    all that others hold.
 
     Of an entry that several ranks hold, those after the first of them have a zero.
     """

@@ -1,5 +1,5 @@
-"""Where a model comes from: a directory, a hub id, the package itself (`tiny`), or a shape without
-weights (`dummy:…`).
+"""Sources of models: a directory, a hub id, the package itself (`tiny`), or a shape without weights
+(`dummy:…`).
 """
 
 from collections.abc import Callable
@@ -23,28 +23,29 @@ _TINY_DIRECTORY = Path(__file__).parent / "tiny"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model that has been found: its name as given, its configuration (of its text part, if it
-    sees pictures, too), and its weights' directory (None: random weights).
-    """
+    """A model that has been found."""
 
     name: str
+    """Name as it was given."""
     config: "PretrainedConfig"
+    """Configuration of the model, or of its text part if it reads pictures, too."""
     directory: Path | None
+    """Directory of the weights; None: they are random."""
 
 
 def find_model(name: str | Path, *, with_weights: bool = True) -> ModelSource:
     """Find a model and read its configuration.
 
     Args:
-        name: a directory in Hugging Face's layout, a hub id ("org/name"), "tiny" for the built-in
-        model (a directory of that name is "./tiny"), "dummy:<preset>", or "dummy:<path to a
-        config.json>".
-        with_weights: whether a hub model's weights are fetched too, or only its configuration.
+        name: A directory in Hugging Face's layout, a hub id ("org/name"), "tiny" for the built-in
+            model (a directory of that name is "./tiny"), "dummy:<preset>", or "dummy:<path to a
+            config.json>".
+        with_weights: Whether a hub model's weights are fetched too, or only its configuration.
 
     Raises:
-        UnknownModelError: nothing is there. UnsupportedModelError: the family is not one of ours,
-        it does not generate text, or its weights are in a format that is not read (quantised,
-        GGUF).
+        UnknownModelError: there is no such model.
+        UnsupportedModelError: the family is not supported, it does not generate text, or its
+            weights are in a format that is not read (quantised, GGUF).
     """
     if isinstance(name, Path):  # never what is built in, or on the hub
         name = str(name.absolute())
@@ -82,15 +83,15 @@ def find_here(name: str) -> str:
 
 
 def find_fetched(name: str) -> ModelSource:
-    """Find a model whose files another process of this machine has fetched; nothing is asked of the
-    hub, where another revision may be by now. See `find_here` for errors.
+    """Find a model whose files another process of this machine has fetched, without asking the hub,
+    which may have another revision by now. Raises as `find_here` does.
     """
     return replace(find_model(find_here(name)), name=name)
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that is on this machine, as far as its small files tell, which takes no time;
-    see `find_model`.
+    """Refuse a model on this machine that its small files rule out, which takes no time; see
+    `find_model`.
 
     Raises:
         ModelError: `find_model` would refuse it, or its weights are not there.
@@ -104,8 +105,8 @@ def check_model(name: str) -> None:
 
 
 def model_files(name: str) -> list[Path]:
-    """The configuration and the weights of a model that is a directory here; of any other, and of
-    one that cannot be used, none.
+    """Return the configuration and the weight files of a model that is a directory here; nothing
+    for any other, and for one that cannot be used.
     """
     try:
         directory = None if name.startswith(_DUMMY) else _local_directory(name)
@@ -115,7 +116,7 @@ def model_files(name: str) -> list[Path]:
 
 
 def _local_directory(name: str) -> Path | None:
-    """None for what can only be the hub's name of a model."""
+    """Return the directory of a model on this machine; None if the name can only be the hub's."""
     directory = _TINY_DIRECTORY if name == TINY else Path(name)
     if name and _is(Path.is_dir, directory):
         return directory
@@ -142,7 +143,7 @@ def _dummy_config(name: str) -> "PretrainedConfig":
 
 
 def _dummy_path(name: str) -> Path | None:
-    """Of the config.json; None for a preset."""
+    """Return the path of a config.json; None for a preset."""
     if name in PRESETS:
         return None
     path = Path(name)
@@ -153,7 +154,9 @@ def _dummy_path(name: str) -> Path | None:
 
 
 def _is(question: Callable[[Path], bool], path: Path) -> bool:
-    """Ask about a path that may be no path at all (too long for the file system)."""
+    """Return a predicate of a path, and False for a name that cannot be one (too long for the file
+    system).
+    """
     try:
         return question(path)
     except OSError:

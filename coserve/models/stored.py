@@ -1,9 +1,7 @@
-"""How a checkpoint holds a weight of a graph: under which names, and how those tensors lie in the
-weight.
+"""Layout of a weight in a checkpoint: the names of its tensors, and their places in the weight.
 
-A layout is a way to look at a weight: for each tensor of the checkpoint, a view of the weight that
-has the tensor's shape. Loading copies into the views, saving copies out of them, so that both
-agree.
+A layout is a set of views of a weight: for each tensor of the checkpoint, a view that has the
+tensor's shape. Loading copies into the views, saving copies out of them, so that both agree.
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +21,12 @@ _ALL: int | slice = slice(None)
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlace:
-    """Where in a weight one of a checkpoint's tensors lies."""
+    """Place of one of a checkpoint's tensors in a weight."""
 
     at: Index = ()
+    """Index into the weight; () for all of it."""
     is_transposed: bool = False
-    """Whether the tensor has the last two dimensions of the weight the other way round."""
+    """Whether the tensor has the last two dimensions of the weight swapped."""
 
     def view(self, weight: Tensor) -> Tensor:
         """Return the tensor as a view of the weight."""
@@ -37,13 +36,13 @@ class TensorPlace:
     def of_rank(
         self, shape: tuple[int, ...], cut: Cut, rank: int
     ) -> list[tuple[Index, "TensorPlace"]]:
-        """Return what a rank needs of the tensor, and where that lies in the rank's piece of the
-        weight.
+        """Return which parts of the tensor a rank needs, with their places in the rank's piece of
+        the weight.
 
         Args:
-            shape: that of the whole weight.
-            cut: how ranks divide the weight.
-            rank: number of the rank.
+            shape: Shape of the whole weight.
+            cut: How ranks divide the weight.
+            rank: Number of the rank.
         """
         given: list[int | slice] = [*self.at, *[_ALL] * (len(shape) - len(self.at))]
         dim = len(shape) + cut.dim
@@ -79,27 +78,28 @@ WHOLE_TENSOR: Pieces = (((), TensorPlace()),)
 
 
 class Stored(ABC):
-    """Names of a checkpoint's tensors, and where they are in the weight."""
+    """Names of a checkpoint's tensors, and their places in the weight."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Of the tensors, in the order of `places`."""
+        """Return the names of the tensors, in the order of `places`."""
 
     @abstractmethod
     def places(self, shape: tuple[int, ...]) -> Sequence[TensorPlace]:
-        """Return where in a weight of this shape each of the tensors lies."""
+        """Return the place of each of the tensors in a weight of this shape."""
 
     def views(self, weight: Tensor) -> list[Tensor]:
-        """The weight as the checkpoint's tensors: views of it."""
+        """Return the checkpoint's tensors as views of the weight."""
         return [place.view(weight) for place in self.places(tuple(weight.shape))]
 
 
 @dataclass(frozen=True)
 class AsItIs(Stored):
-    """One tensor that is the weight, maybe of another name."""
+    """One tensor that is the weight, maybe under another name."""
 
     name: str
+    """Name of the tensor."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -121,14 +121,14 @@ class Transposed(AsItIs):
 class PerExpert(Stored):
     """A tensor [out, in] for each expert, or several, row after row; the weight is [experts, sum of
     out, in].
-
-    patterns: their names, with {} where the expert's number stands; all have as many rows. whole:
-    what files call the weight that have it as one tensor.
     """
 
     patterns: tuple[str, ...]
+    """Names of the tensors, with {} for the expert's number; all have equally many rows."""
     num_experts: int
+    """Number of experts."""
     whole: str | None = None
+    """Name of the weight in files that have it as one tensor."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""All blocks as one call, where a backend can do that (`coserve.kernels.trace`).
+"""Execution of all blocks as one call, where a backend supports it (`coserve.kernels.trace`).
 
 A trace belongs to a page pool, whose addresses it holds, to the places at which some adapter of the
 step sits, and to steps with training windows or without. It is made at the first step that can use
@@ -37,31 +37,35 @@ _MOST_TRACES = 32
 
 
 class _Traced(NamedTuple):
-    """What a trace is for. places: a bit for each at which an adapter sits."""
+    """Key of a trace."""
 
     places: int
+    """A bit for each place at which an adapter sits."""
     has_windows: bool
+    """Whether there are training windows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PageStores:
-    """The stores of keys and values by block with attention, [num_pages, block_tokens, Hkv * D]
-    each, and their traces by what they are for (None: the blocks cannot be traced for that).
-    """
+    """Keys and values by block with attention, and the traces of blocks that use them."""
 
     layers: Mapping[Part, tuple[Tensor, Tensor]]
+    """Stores of keys and values, [num_pages, block_tokens, Hkv * D] each."""
     traces: dict[_Traced, TracedCalls | None] = field(default_factory=dict)
+    """Traces by key; None: the blocks cannot be traced for it."""
 
     @property
     def most_rows(self) -> int:
-        """Of a step that runs as one call, as far as traces have been made; 0 without any."""
+        """Return the maximum number of rows of a step that runs as one call, by the traces made so
+        far; 0 without any.
+        """
         return max(
             [calls.most_rows for calls in self.traces.values() if calls is not None], default=0
         )
 
     @property
     def most_prompt_pairs(self) -> int:
-        """The same of pairs of a row and a key of prompts."""
+        """Return the maximum number of pairs of a row and a key of prompts in such a step."""
         return max(
             [calls.most_prompt_pairs for calls in self.traces.values() if calls is not None],
             default=0,
@@ -70,35 +74,36 @@ class PageStores:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InPages:
-    """Rows' places in the stores of keys and values of every block: which page, and which entry of
-    it, int64 [n].
-
-    pieces: rows that belong together; segments: then makes one for each row
-    (`TracedCalls.rows_apart`).
-    """
+    """Places of rows in the stores of keys and values of every block."""
 
     stores: PageStores
+    """The stores."""
     pages: Tensor
+    """Page of each row, int64 [n]."""
     offsets: Tensor
+    """Entry of each row in its page, int64 [n]."""
     pieces: Sequence[TracedPiece] = ()
+    """Rows that belong together."""
     segments: Callable[[], Sequence[Segment]] | None = None
+    """With pieces, a function that makes a segment for each row (`TracedCalls.rows_apart`)."""
 
 
 class KeptTensors:
-    """What a pack keeps of each part between forward and backward, a row of each tensor for each of
-    its own; they stay where they are.
+    """Saved activations of a pack by part, a row of each tensor for each row of the pack; their
+    memory does not move between forward and backward.
     """
 
     def __init__(
         self, tensors: Mapping[Part, Mapping[str, Tensor]], bypasses: Bypasses | None
     ) -> None:
-        """bypasses: of the adapter that is trained."""
+        """Refer to the tensors. bypasses: those of the trained adapter."""
         self._tensors, self.bypasses = tensors, bypasses
         self._found: dict[TracedCalls, tuple[Tensor, Tensor] | None] = {}
 
     def addresses(self, calls: TracedCalls, first_row: int) -> tuple[Tensor, Tensor] | None:
-        """Where rows of the pack go, the first of them in each tensor, int64: what these calls
-        give, and what the adapter's factors B multiply, by place; None if others are kept.
+        """Return the addresses at which rows from `first_row` on are saved, int64: in the calls'
+        tensors, and in those that the adapter's factors B multiply, by place; None if the pack
+        saves others.
         """
         if calls not in self._found:
             self._found[calls] = self._find(calls)
@@ -109,8 +114,8 @@ class KeptTensors:
         return kept, narrow
 
     def _find(self, calls: TracedCalls) -> tuple[Tensor, Tensor] | None:
-        """Where each tensor's first row lies, and bytes from one to the next: those of the calls,
-        then those within the adapter.
+        """Return the address of each tensor's first row, and the bytes from row to row: first of
+        the calls' tensors, then of those within the adapter.
         """
         numbers: dict[Hashable, int] = {name: number for number, name in enumerate(calls.kept)}
         num_places = 0
@@ -134,14 +139,16 @@ class KeptTensors:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InWindow:
-    """Rows of a training window: what its pack keeps, which of the pack's rows is the first of
-    them, whom they attend to, and the keys of their dropout, int64 [n].
-    """
+    """Rows of a training window."""
 
     kept: KeptTensors
+    """Saved activations of its pack."""
     first_row: int
+    """First of the pack's rows that is in the window."""
     segments: Sequence[Segment]
+    """Segments in which the rows attend."""
     dropout_row_ids: Tensor
+    """Keys of the rows' dropout, int64 [n]."""
 
     @property
     def num_rows(self) -> int:
@@ -149,13 +156,13 @@ class InWindow:
 
     @property
     def adapter(self) -> LowRankAdapter | None:
-        """The one that is trained, if it is of low rank."""
+        """Return the trained adapter, if it is of low rank."""
         bypasses = self.kept.bypasses
         return None if bypasses is None else bypasses.low_rank
 
     @property
     def may_run_at_once(self) -> bool:
-        """With its adapter."""
+        """Return whether the rows' adapter, if there is one, can be part of the call."""
         return self.kept.bypasses is None or self.adapter is not None
 
 
@@ -167,11 +174,15 @@ def run_at_once(
     windows: Sequence[InWindow],
     adapters: RowAdapters,
 ) -> Tensor | None:
-    """All blocks as one call; None where they must run one by one.
+    """Run all blocks as one call; return None where they must run one by one.
 
-    inputs: "x", rows after the embedding, and the model's constants in the compute dtype. requests:
-    the first of these rows; attention: makes theirs, told whether each row of a prompt is a segment
-    of its own. windows: all others, in their order. adapters: of all rows.
+    Args:
+        inputs: "x", rows after the embedding, and the model's constants in the compute dtype.
+        requests: The first of these rows.
+        attention: Makes the attention of requests; its argument is whether each row of a prompt is
+            a segment of its own.
+        windows: All other rows, in their order.
+        adapters: Adapters of all rows.
     """
     if adapters.have_requests_apart or not all(window.may_run_at_once for window in windows):
         return None
@@ -219,7 +230,7 @@ def run_at_once(
 def _traced_calls(
     backbone: Backbone, stores: PageStores, inputs: Mapping[str, Tensor], what: _Traced
 ) -> TracedCalls | None:
-    """The calls of all blocks; None where they must run one by one."""
+    """Return the calls of all blocks; None where they must run one by one."""
     if what not in stores.traces:
         if len(stores.traces) >= _MOST_TRACES:
             stores.traces.clear()
@@ -233,7 +244,7 @@ def _traced_calls(
 def _trace(
     backbone: Backbone, stores: PageStores, widths: dict[str, int], what: _Traced
 ) -> TracedCalls | None:
-    """widths: of the inputs."""
+    """Trace all blocks. widths: widths of the inputs."""
     if backbone.backend.captures and backbone.ranks.size > 1:
         return None  # captured calls that contain NCCL's have hung when they were run again
     layers = stores.layers  # without the traces, which would hold themselves
@@ -260,7 +271,7 @@ def _trace_block(
     key_values: Tensor,
     what: _Traced,
 ) -> Tensor:
-    """values: the block's inputs. Returns its output."""
+    """Trace a block, and return its output. values: the block's inputs."""
     graph = backbone.local.graphs[layer]
     runs = {run.node: run for run in backbone.local.place_runs[layer] if run.mask & what.places}
     stores = dict(zip(graph.kv_tensors, (keys, key_values), strict=True))

@@ -1,6 +1,4 @@
-"""Models that see pictures, too: their text part is a model here, and what is for pictures is left
-unread.
-"""
+"""Models that read pictures, too: their text part is a model here, and the rest is not read."""
 
 from copy import copy
 from typing import TYPE_CHECKING, ClassVar
@@ -18,8 +16,8 @@ _WHOLE = ("model_type", "tie_word_embeddings", "quantization_config", "dtype", "
 
 
 def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
-    """What a configuration says of the text part, by the whole model's type; of a text model, the
-    configuration.
+    """Return the configuration of the text part, by the whole model's type; the configuration
+    itself for a text model.
     """
     if (text := config.get_text_config()) is config:
         return config
@@ -31,9 +29,7 @@ def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 class VisionLanguage(RotaryDecoder):
-    """A text family comes after it among the bases. text_types: the model types of the text parts
-    that it runs.
-    """
+    """A model with a text part; a text family comes after it among the bases."""
 
     embedding_name = f"{_TEXT}embed_tokens"
     block_prefix = f"{_TEXT}layers"
@@ -42,6 +38,7 @@ class VisionLanguage(RotaryDecoder):
         rf"{RotaryDecoder.unread}|mtp\..*|(model\.)?(visual|vision_tower|multi_modal_projector)\..*"
     )
     text_types: ClassVar[tuple[str, ...]]
+    """Model types of the text parts that it runs."""
 
     def __init__(self, config: "PretrainedConfig") -> None:
         # The instance has the whole model's.
@@ -55,8 +52,8 @@ class VisionLanguage(RotaryDecoder):
 
 
 class LlavaNames(VisionLanguage):
-    """One whose checkpoints have the names of LLaVA's, which were those of transformers' modules
-    once.
+    """A model whose checkpoints have the names of LLaVA's, which were those of transformers'
+    modules once.
     """
 
     def stored_as(self, name: str) -> Stored:

@@ -1,5 +1,5 @@
-"""Weights as a model holds them: how they are stored, drawn at random or found in files, and
-joined.
+"""Weights as a model stores them: storage formats, random weights, names in files, and joined
+weights.
 
 `coserve.models.reading` reads them. One tensor is made at a time, so nothing large ever exists
 twice.
@@ -42,27 +42,28 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors writes them
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightStorage:
-    """How weights are held: the compute dtype, how those of linear layers are stored
-    (`weight_formats`; all others stay in the dtype), and which backend multiplies with them.
-    """
+    """Storage of weights."""
 
     dtype: torch.dtype
+    """Compute dtype, in which all but linear weights are stored."""
     weight_format: str
+    """Storage of linear weights (`weight_formats`)."""
     backend: Backend
+    """Backend that multiplies with the weights."""
 
     def __post_init__(self) -> None:
         weight_class(self.weight_format)  # ModelError if there is none
 
     def linear(self, tensor: Tensor) -> Weight:
-        """The weight of a linear layer as it is stored."""
+        """Return the weight of a linear layer as it is stored."""
         return weight_class(self.weight_format).from_dense(tensor)
 
     def experts(self, tensor: Tensor) -> "Tensor | Weight":
-        """The matrices of experts as they are stored: of floats they stay a tensor."""
+        """Return the matrices of experts as they are stored; floats stay a tensor."""
         return tensor if self.weight_format == DenseWeight.format else self.linear(tensor)
 
     def needs_whole(self, architecture: Architecture, name: str, cut: Cut) -> bool:
-        """Return whether a rank's piece of a weight follows from whole rows, of which it holds some
+        """Return whether a rank's piece of a weight depends on whole rows, of which it holds some
         columns.
         """
         is_float = not weight_class(self.weight_format).scales_rows
@@ -75,8 +76,8 @@ class WeightStorage:
         )
 
     def made(self, architecture: Architecture, name: str, tensor: Tensor) -> "Tensor | Weight":
-        """A tensor of the checkpoint as it is held. The table of embeddings that is also the head
-        stays a tensor.
+        """Return a tensor of the checkpoint as it is stored. The table of embeddings that is also
+        the head stays a tensor.
         """
         if name.removesuffix(".weight") in architecture.linear_sites and name.endswith(".weight"):
             return self.linear(tensor)
@@ -86,8 +87,10 @@ class WeightStorage:
 
 
 def find_weights(architecture: Architecture, directory: Path) -> dict[str, TensorEntry]:
-    """A checkpoint's tensors by the names that the model has for them, none of which is read;
-    WeightsError if they are not the model's.
+    """Return a checkpoint's tensors by the model's names; none is read.
+
+    Raises:
+        WeightsError: they are not the model's.
     """
     found: dict[str, TensorEntry] = {}
     whole = tensors_of_all_experts(architecture)
@@ -117,14 +120,14 @@ def find_weights(architecture: Architecture, directory: Path) -> dict[str, Tenso
 
 
 def quantisation_of_model(architecture: Architecture) -> Quantisation | None:
-    """None where its weights are floats."""
+    """Return the quantisation of a model's checkpoint; None where its weights are floats."""
     return quantisation_of(getattr(architecture.config, "quantization_config", None))
 
 
 def _whole(
     found: dict[str, TensorEntry], quantisation: Quantisation, architecture: Architecture
 ) -> dict[str, TensorEntry]:
-    """With one entry in place of those of the tensors that a quantised weight is made from."""
+    """Return entries with one in place of those that a quantised weight is made from."""
     groups: dict[str, dict[str, TensorEntry]] = {}
     plain: dict[str, TensorEntry] = {}
     for name, entry in found.items():
@@ -148,7 +151,9 @@ def _whole(
 
 
 def name_in_model(architecture: Architecture, name: str) -> str:
-    """A checkpoint of a model that was saved without its head lacks what all names begin with."""
+    """Return the model's name of a checkpoint's tensor, which lacks a prefix in a model that was
+    saved without its head.
+    """
     whole = architecture.bare_prefix + name
     return (
         whole
@@ -158,7 +163,7 @@ def name_in_model(architecture: Architecture, name: str) -> str:
 
 
 def stored_head(architecture: Architecture) -> str:
-    """The name in checkpoints of the head's weight, which a tied model may have too."""
+    """Return the checkpoint's name of the head's weight, which a tied model may have too."""
     return architecture.stored_as(HEAD).names[0]
 
 
@@ -194,12 +199,12 @@ def _check(architecture: Architecture, found: dict[str, TensorEntry], directory:
 
 
 def check_tied_head(head: TensorEntry, table: Tensor, pieces: Pieces = WHOLE_TENSOR) -> None:
-    """Compare the head that a tied checkpoint may store, too, with the embedding, which it must be.
+    """Check that the head that a tied checkpoint may store, too, equals the embedding.
 
     Args:
-        head: the head in its file.
-        table: the embedding, or a rank's piece of it.
-        pieces: which parts of the head are compared, and where these lie in the table.
+        head: The head in its file.
+        table: The embedding, or a rank's piece of it.
+        pieces: Parts of the head that are compared, and their places in the table.
 
     Raises:
         WeightsError: they differ.
@@ -216,10 +221,10 @@ def check_tied_head(head: TensorEntry, table: Tensor, pieces: Pieces = WHOLE_TEN
 
 
 def random_weights(local: LocalModel, storage: WeightStorage, *, seed: int) -> Weights:
-    """Weights drawn from N(0, 0.02²), norms at one, biases at zero: right in shape and speed, and
-    nothing more.
+    """Return weights drawn from N(0, 0.02²), norms at one, biases at zero: right in shape and speed
+    only.
 
-    A rank's are pieces of those that one rank has: each tensor is drawn whole.
+    A rank's are pieces of those of one rank: each tensor is drawn whole.
     """
     architecture, shares, device = local.architecture, WeightShares(local), storage.backend.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -239,8 +244,8 @@ def random_weights(local: LocalModel, storage: WeightStorage, *, seed: int) -> W
 def joined_weights(
     local: LocalModel, loaded: dict[str, Tensor | Weight], storage: WeightStorage
 ) -> Weights:
-    """`by_part`, with weights that are multiplied with the same rows in one piece of memory; takes
-    from `loaded`.
+    """Return weights by part (`by_part`), with those that are multiplied by the same rows in one
+    piece of memory; takes them from `loaded`.
     """
     weights = by_part(local.architecture, loaded, storage)
     loaded.clear()  # so that each goes as soon as its copy is there
@@ -266,7 +271,7 @@ def join_runs(weights: Weights, graphs: Mapping[Part, Graph]) -> Weights:
 
 
 def weight_tensors(weights: Mapping[str, Tensor | Weight]) -> list[Tensor]:
-    """What the weights of a part hold in memory."""
+    """Return the tensors that the weights of a part hold."""
     held = weights.values()
     return [
         tensor
@@ -276,7 +281,7 @@ def weight_tensors(weights: Mapping[str, Tensor | Weight]) -> list[Tensor]:
 
 
 def absent_weights(local: LocalModel, storage: WeightStorage) -> Weights:
-    """Weights of the right shapes on the meta device: nothing is read and nothing is held."""
+    """Return weights of the right shapes on the meta device: nothing is read or stored."""
     architecture, shares = local.architecture, WeightShares(local)
     loaded = {
         name: shares.of(
@@ -293,8 +298,8 @@ def absent_weights(local: LocalModel, storage: WeightStorage) -> Weights:
 def by_part(
     architecture: Architecture, weights: dict[str, Tensor | Weight], storage: WeightStorage
 ) -> Weights:
-    """Weights by full name -> by part and the name in its graph; a tied dense head shares the
-    embedding's tensor.
+    """Return weights by part and by the name in its graph, given those by full name; a tied dense
+    head shares the embedding's tensor.
     """
     if architecture.tied:
         table = weights[f"{architecture.embedding_name}.weight"]

@@ -119,7 +119,7 @@ class JobMemory:
         self._emit(job.event("pack_dropped", self._clock.now()))
 
     def _num_other_pages(self, job: Job) -> int:
-        """Return the number of pages of weights and moments without which a job cannot have a pack."""
+        """Return the number of pages of weights and moments that a job needs beside a pack."""
         other, moments = job.costs.other, self._moments_need(job)
         num_pages = 0 if other is None else self._pages.window_need(other).min_pages
         return num_pages + (0 if moments is None else moments.num_pages)

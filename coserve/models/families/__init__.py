@@ -1,4 +1,4 @@
-"""Model families, one file each, named as the `model_type` of the configurations that it reads;
+"""Model families, one file each, named after the `model_type` of the configurations that it reads;
 found by that name and imported on first use.
 """
 
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 
 def families() -> tuple[str, ...]:
-    """The model types that can be run."""
+    """Return the model types that are supported."""
     return tuple(name.replace("-", "_") for name in variant_names(__path__))
 
 
 def require_family(model_type: object) -> None:
-    """UnsupportedModelError, naming the known families, if there is none for this model type."""
+    """Check that a model type is supported.
+
+    Raises:
+        UnsupportedModelError: it is not; the message names the supported ones.
+    """
     if not isinstance(model_type, str) or model_type.replace("-", "_") not in families():
         near = get_close_matches(str(model_type), families(), n=1)
         nearest = f"the nearest that is, is {near[0]}; " if near else ""
@@ -36,16 +40,16 @@ def require_family(model_type: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What there is to say of a family. model_type: of its configurations. summary: a sentence or
-    two.
-    """
+    """Description of a family."""
 
     model_type: str
+    """Model type of its configurations."""
     summary: str
+    """A sentence or two, from the module's docstring."""
 
 
 def described_families() -> tuple[Family, ...]:
-    """All of them; nothing is imported."""
+    """Return descriptions of all families; nothing is imported."""
     return tuple(Family(model_type=name, summary=_summary(name)) for name in families())
 
 
@@ -57,7 +61,7 @@ def _summary(name: str) -> str:
 
 
 def build_architecture(config: "PretrainedConfig") -> "Architecture":
-    """The architecture of a configuration."""
+    """Return the architecture of a configuration."""
     from coserve.models.base import Architecture
 
     require_family(config.model_type)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from coserve.graph.ir import Graph, GraphBuilder
-from coserve.models.base import Architecture, tokens_input
+from coserve.models.base import Architecture
 from coserve.models.pieces import ACTIVATIONS, activation, added, angles, layer_norm, rotated
 from coserve.models.rope import RotaryTable, rotary_table
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 class Falcon(Architecture):
+    """A Falcon, whose configuration says which form it has."""
+
     embedding_name = "transformer.word_embeddings"
     block_prefix = "transformer.h"
     unread = r".*\.self_attention\.rotary_emb\.inv_freq"
@@ -43,18 +45,6 @@ class Falcon(Architecture):
 
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
         return {} if self.config.alibi else {"": rotary_table(self.config, self.head_dim)}
-
-    def embed(self) -> Graph:
-        b = GraphBuilder()
-        weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
-        return b.build(
-            b.apply(
-                "embedding",
-                self.embedding_name,
-                {"ids": tokens_input(b), "weight": weight},
-                offset=0,
-            )
-        )
 
     def block(self, layer: int) -> Graph:
         b, config, eps, width = (
@@ -89,7 +79,10 @@ class Falcon(Architecture):
         return b.build(b.linear("lm_head", x, self.vocab_size))
 
     def _attend(self, b: GraphBuilder, x: str) -> str:
-        """Queries of a key head, its key and its value stand together in the fused projection."""
+        """Add the fused projection and attention, and return its output's name.
+
+        In the projection, the queries of a key head, its key and its value stand together.
+        """
         kv_heads, head_dim = self.num_key_value_heads, self.head_dim
         widths = {
             "query": self.num_heads // kv_heads * head_dim,
@@ -117,7 +110,7 @@ class Falcon(Architecture):
 
 
 def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
-    """ALiBi's, as Falcon has them: rounded to bfloat16, and scaled as the scores are."""
+    """Return Falcon's slopes of ALiBi: rounded to bfloat16, and scaled as the scores are."""
     power = 2 ** floor(log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 
 
 class Gemma2(RotaryDecoder):
+    """A Gemma 2."""
+
     hidden_acts = ("gelu_pytorch_tanh", "gelu")
     hidden_act_name = "hidden_activation"
     attention_norms = ("input_layernorm", "post_attention_layernorm")
     mlp_norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
     embedding_factor_is_rounded = True
-    # Whether the caps of the configuration are read, on scores and on logits.
     caps_scores: ClassVar[bool] = True
+    """Whether the configuration's soft cap on attention scores is read."""
     caps_logits: ClassVar[bool] = True
+    """Whether the configuration's soft cap on logits is read."""
 
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
@@ -30,8 +33,8 @@ class Gemma2(RotaryDecoder):
 
     @property
     def embedded(self) -> str:
-        """The module of the embeddings scales them itself (elsewhere, as in Granite, the model
-        scales what it gets).
+        """Return the node after the scaling, which the module of the embeddings does itself (in
+        other families, such as Granite, the model scales its input).
         """
         return self.graphs["embed"].nodes[-1].name
 

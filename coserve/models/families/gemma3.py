@@ -5,5 +5,7 @@ from coserve.models.vision_language import LlavaNames
 
 
 class Gemma3(LlavaNames, Gemma3Text):
+    """The text part of a Gemma 3 that reads pictures."""
+
     text_types = ("gemma3_text",)
     caps_logits = False

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from coserve.models.families.gemma2 import Gemma2
 from coserve.models.rope import RotaryTable, rotary_table
 
-# What stands before the names of the constants of sliding layers.
+# Prefix of the constants of sliding layers.
 _LOCAL = "local_"
 
 
 class Gemma3Text(Gemma2):
+    """A text model of Gemma 3."""
+
     norm_queries_and_keys = True
     caps_scores = False
 

@@ -14,11 +14,13 @@ from coserve.models.stored import AsItIs, Stored, Transposed
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Modules of transformers' Conv1D.
+# Weights that transformers' Conv1D stores transposed.
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 class Gpt2(Architecture):
+    """A GPT-2."""
+
     embedding_name = "transformer.wte"
     block_prefix = "transformer.h"
     unread = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"

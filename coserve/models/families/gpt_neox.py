@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from coserve.graph.ir import Graph, GraphBuilder
-from coserve.models.base import HEAD, Architecture, tokens_input
+from coserve.models.base import HEAD, Architecture
 from coserve.models.pieces import ACTIVATIONS, activation, added, angles, layer_norm, rotated
 from coserve.models.rope import RotaryTable, rotary_table
 from coserve.models.stored import AsItIs, Stored
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class GptNeox(Architecture):
+    """A GPT-NeoX."""
+
     embedding_name = "gpt_neox.embed_in"
     block_prefix = "gpt_neox.layers"
     unread = r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
@@ -30,18 +32,6 @@ class GptNeox(Architecture):
 
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
         return {"": rotary_table(self.config, self.head_dim, of_a_part=True)}
-
-    def embed(self) -> Graph:
-        b = GraphBuilder()
-        weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
-        return b.build(
-            b.apply(
-                "embedding",
-                self.embedding_name,
-                {"ids": tokens_input(b), "weight": weight},
-                offset=0,
-            )
-        )
 
     def block(self, layer: int) -> Graph:
         b, config, eps = GraphBuilder(), self.config, self.config.layer_norm_eps

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class GptOss(MixtureDecoder):
+    """A gpt-oss."""
+
     router = "mlp.router"
     router_bias = expert_bias = True
 
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
         self.qkv_bias = self.output_bias = bool(config.attention_bias)
-        self.num_experts, self.experts_per_row = (
-            config.num_local_experts,
-            config.num_experts_per_tok,
-        )
+        self.num_experts = config.num_local_experts
+        self.experts_per_row = config.num_experts_per_tok
         self.expert_width = config.intermediate_size
         self.check_experts()
 

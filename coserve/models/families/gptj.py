@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coserve.graph.ir import Graph, GraphBuilder
-from coserve.models.base import Architecture, tokens_input
+from coserve.models.base import Architecture
 from coserve.models.pieces import ACTIVATIONS, activation, added, angles, layer_norm, rotated
 from coserve.models.rope import RotaryTable
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class Gptj(Architecture):
+    """A GPT-J."""
+
     embedding_name = "transformer.wte"
     block_prefix = "transformer.h"
     unread = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
@@ -29,18 +31,6 @@ class Gptj(Architecture):
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
         exponents = torch.arange(0, self._num_rotated, 2, dtype=torch.float32) / self._num_rotated
         return {"": RotaryTable(inverse_frequencies=1.0 / (10000**exponents))}
-
-    def embed(self) -> Graph:
-        b = GraphBuilder()
-        weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
-        return b.build(
-            b.apply(
-                "embedding",
-                self.embedding_name,
-                {"ids": tokens_input(b), "weight": weight},
-                offset=0,
-            )
-        )
 
     def block(self, layer: int) -> Graph:
         b, config, width = GraphBuilder(), self.config, self.hidden_size

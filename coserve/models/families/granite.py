@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class Granite(RotaryDecoder):
+    """A dense Granite."""
+
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
         self.qkv_bias = self.output_bias = bool(config.attention_bias)
         self.mlp_bias = bool(config.mlp_bias)
-        self.embedding_factor, self.residual_factor = (
-            config.embedding_multiplier,
-            config.residual_multiplier,
-        )
+        self.embedding_factor = config.embedding_multiplier
+        self.residual_factor = config.residual_multiplier
 
     def attention(self, b: GraphBuilder, q: str, k: str, v: str, layer: int) -> str:
         return self._attention(b, q, k, v, scale=self.config.attention_multiplier)

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 
 class Llama(RotaryDecoder):
+    """A Llama."""
+
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
         self.qkv_bias = self.output_bias = bool(config.attention_bias)

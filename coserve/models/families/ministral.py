@@ -4,5 +4,7 @@ from coserve.models.rotary_decoder import RotaryDecoder
 
 
 class Ministral(RotaryDecoder):
+    """A Ministral."""
+
     def sliding_window(self, layer: int) -> int | None:
         return self.window_by_type(layer)

@@ -6,25 +6,23 @@ from dataclasses import replace
 from coserve.models.rope import RotaryTable, rotary_table
 from coserve.models.rotary_decoder import RotaryDecoder
 
-# What stands before the names of the constants that turn queries.
+# Prefix of the constants that rotate queries.
 _QUERY = "query_"
 
 
 class Ministral3(RotaryDecoder):
+    """A Ministral 3."""
+
     def sliding_window(self, layer: int) -> int | None:
         window: int | None = self.config.sliding_window
         return window
 
     def rotary_tables(self) -> Mapping[str, RotaryTable]:
-        table, parameters = rotary_table(self.config, self.head_dim), self.config.rope_parameters
-        beta, after = (
-            parameters.get("llama_4_scaling_beta"),
-            parameters.get("original_max_position_embeddings"),
-        )
-        return {
-            "": table,
-            _QUERY: replace(table, scale_beta=beta or 0.0, scale_after=after or self.max_positions),
-        }
+        parameters = self.config.rope_parameters
+        beta = parameters.get("llama_4_scaling_beta") or 0.0
+        after = parameters.get("original_max_position_embeddings") or self.max_positions
+        table = rotary_table(self.config, self.head_dim)
+        return {"": table, _QUERY: replace(table, scale_beta=beta, scale_after=after)}
 
     def query_rotary_prefix(self, layer: int) -> str:
         return _QUERY

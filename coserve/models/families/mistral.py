@@ -4,6 +4,8 @@ from coserve.models.rotary_decoder import RotaryDecoder
 
 
 class Mistral(RotaryDecoder):
+    """A Mistral."""
+
     def sliding_window(self, layer: int) -> int | None:
         window: int | None = self.config.sliding_window
         return window

@@ -8,4 +8,6 @@ from coserve.models.vision_language import LlavaNames
 
 class Mistral3(LlavaNames, Ministral3):
     # A Mistral is a Ministral 3 whose queries do not grow.
+    """The text part of a Mistral or Ministral 3 that reads pictures."""
+
     text_types = ("mistral", "ministral3")

@@ -9,17 +9,17 @@ from coserve.models.stored import AsItIs, PerExpert, Stored
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Names in checkpoints, by what stands for them here.
+# Names in checkpoints, by the names of the fused weights here.
 _EXPERTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
 class Mixtral(MixtureDecoder):
+    """A Mixtral."""
+
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
-        self.num_experts, self.experts_per_row = (
-            config.num_local_experts,
-            config.num_experts_per_tok,
-        )
+        self.num_experts = config.num_local_experts
+        self.experts_per_row = config.num_experts_per_tok
         self.expert_width = config.intermediate_size
         self.check_experts()
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from coserve.errors import UnsupportedModelError
 from coserve.graph.ir import Graph, GraphBuilder
-from coserve.models.base import Architecture, tokens_input
+from coserve.models.base import Architecture
 from coserve.models.pieces import activation, added, layer_norm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# What transformers does not read: it runs any model as if it were so.
+# Settings that transformers does not read: it runs every model as if they had these values.
 _NOT_READ = {
     "attn_type": "multihead_attention",
     "alibi": True,
@@ -24,6 +24,8 @@ _NOT_READ = {
 
 
 class Mpt(Architecture):
+    """An MPT."""
+
     embedding_name = "transformer.wte"
     block_prefix = "transformer.blocks"
     max_positions_name = "max_seq_len"
@@ -36,18 +38,6 @@ class Mpt(Architecture):
                 raise UnsupportedModelError(
                     f"mpt with {setting}={found!r} is not supported; {setting} must be {value}"
                 )
-
-    def embed(self) -> Graph:
-        b = GraphBuilder()
-        weight = b.weight(f"{self.embedding_name}.weight", self.vocab_size, self.hidden_size)
-        return b.build(
-            b.apply(
-                "embedding",
-                self.embedding_name,
-                {"ids": tokens_input(b), "weight": weight},
-                offset=0,
-            )
-        )
 
     def block(self, layer: int) -> Graph:
         b, eps, width = GraphBuilder(), self.config.layer_norm_epsilon, self.hidden_size
@@ -78,7 +68,7 @@ class Mpt(Architecture):
 
 
 def _slopes(num_heads: int) -> tuple[float, ...]:
-    """ALiBi's, as MPT has them: those of the next power of two, every second one first."""
+    """Return MPT's slopes of ALiBi: those of the next power of two, every second one first."""
     power = 2 ** ceil(log2(num_heads))
     slopes = [2 ** -(8 * (head + 1) / power) for head in range(power)]
     return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 
 class Olmo2(RotaryDecoder):
+    """An OLMo 2."""
+
     attention_norms = (None, "post_attention_layernorm")
     mlp_norms = (None, "post_feedforward_layernorm")
 

@@ -12,11 +12,13 @@ from coserve.models.base import Architecture, tokens_input
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_POSITION_OFFSET = 2  # the checkpoints' position table begins two entries late
+_POSITION_OFFSET = 2  # the first two entries of the checkpoints' position table are unused
 _EPS = 1e-5
 
 
 class Opt(Architecture):
+    """An OPT."""
+
     embedding_name = "model.decoder.embed_tokens"
     block_prefix = "model.decoder.layers"
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 
 class Phi3(RotaryDecoder):
+    """A Phi-3, Phi-3.5 or Phi-4."""
+
     turns_a_part = True
 
     def __init__(self, config: "PretrainedConfig") -> None:

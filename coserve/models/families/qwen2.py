@@ -6,6 +6,8 @@ from coserve.models.rotary_decoder import RotaryDecoder
 
 
 class Qwen2(RotaryDecoder):
+    """A Qwen2 or Qwen2.5."""
+
     qkv_bias = True
 
     def sliding_window(self, layer: int) -> int | None:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 
 class Qwen3(Qwen2):
+    """A dense Qwen3."""
+
     norm_queries_and_keys = True
 
     def __init__(self, config: "PretrainedConfig") -> None:

@@ -5,4 +5,6 @@ from coserve.models.vision_language import VisionLanguage
 
 
 class Qwen35(VisionLanguage, Qwen35Text):
+    """The text part of a Qwen3.5 that reads pictures."""
+
     text_types = ("qwen3_5_text",)

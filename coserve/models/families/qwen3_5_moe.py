@@ -7,4 +7,6 @@ from coserve.models.vision_language import VisionLanguage
 
 
 class Qwen35Moe(VisionLanguage, Qwen35MoeText):
+    """The text part of a Qwen3.5 with experts that reads pictures."""
+
     text_types = ("qwen3_5_moe_text",)

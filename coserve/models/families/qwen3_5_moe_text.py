@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 
 class Qwen35MoeText(GatedDeltaDecoder, Qwen3Moe):
+    """A text model of Qwen3.5 with experts."""
+
     has_shared_expert = True
     depends_on = f"{GatedDeltaDecoder.depends_on}, and {Qwen3Moe.depends_on}"
 
@@ -21,5 +23,7 @@ class Qwen35MoeText(GatedDeltaDecoder, Qwen3Moe):
         self.all_scores = False  # of this family, transformers does not read norm_topk_prob
 
     def feed_forward(self, b: GraphBuilder, x: str, layer: int) -> str:
-        """Nor what says which blocks have none."""
+        """Add the experts, which all blocks have: of this family, transformers does not read which
+        blocks have none.
+        """
         return self.experts(b, x)

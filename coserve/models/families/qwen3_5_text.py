@@ -7,4 +7,4 @@ from coserve.models.gated_delta_decoder import GatedDeltaDecoder
 
 
 class Qwen35Text(GatedDeltaDecoder):
-    pass
+    """A text model of Qwen3.5."""

@@ -11,23 +11,25 @@ from coserve.models.stored import AsItIs, PerExpert, Stored
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Names in checkpoints, by what stands for them here.
+# Names in checkpoints, by the names of the fused weights here.
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Qwen3Moe(MixtureDecoder):
+    """A Qwen3 with experts."""
+
     norm_queries_and_keys = True
-    # Qwen3's own have none, whatever the configuration says of its width.
     has_shared_expert: ClassVar[bool] = False
+    """Whether the configuration's width of a shared expert is read: Qwen3's own models have none,
+    whatever it says.
+    """
 
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
         self.qkv_bias = self.output_bias = bool(config.attention_bias)
         self.num_experts, self.experts_per_row = config.num_experts, config.num_experts_per_tok
-        self.expert_width, self.all_scores = (
-            config.moe_intermediate_size,
-            not getattr(config, "norm_topk_prob", True),
-        )
+        self.expert_width = config.moe_intermediate_size
+        self.all_scores = not getattr(config, "norm_topk_prob", True)
         self.shared_width = config.shared_expert_intermediate_size if self.has_shared_expert else 0
         self.check_experts()
 
@@ -40,13 +42,11 @@ class Qwen3Moe(MixtureDecoder):
         return window
 
     def feed_forward(self, b: GraphBuilder, x: str, layer: int) -> str:
-        dense, every = (
-            getattr(self.config, "mlp_only_layers", None),
-            getattr(self.config, "decoder_sparse_step", 1),
-        )
-        return (
-            self.mlp(b, x) if layer in (dense or ()) or (layer + 1) % every else self.experts(b, x)
-        )
+        dense_layers = getattr(self.config, "mlp_only_layers", None) or ()
+        every = getattr(self.config, "decoder_sparse_step", 1)
+        if layer in dense_layers or (layer + 1) % every:
+            return self.mlp(b, x)
+        return self.experts(b, x)
 
     def stored_as(self, name: str) -> Stored:
         block, _, rest = name.partition(".mlp.experts.")

@@ -9,11 +9,15 @@ from coserve.models.gated_delta_decoder import GatedDeltaDecoder
 
 
 class Qwen3Next(GatedDeltaDecoder, Qwen3Moe):
+    """A Qwen3-Next."""
+
     has_shared_expert = True
     depends_on = f"{GatedDeltaDecoder.depends_on}, and {Qwen3Moe.depends_on}"
 
     def delta_projections(self, b: GraphBuilder, x: str) -> tuple[str, str, str, str]:
-        """Each key head stands before the values, their gates and all else of its value heads."""
+        """Add the fused projections and take them apart: each key head is followed by the values,
+        gates and all else of its value heads.
+        """
         config = self.config
         groups, num_heads = config.linear_num_key_heads, config.linear_num_value_heads
         shared = num_heads // groups

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 
 class Smollm3(RotaryDecoder):
+    """A SmolLM3."""
+
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
         self.qkv_bias = self.output_bias = bool(config.attention_bias)

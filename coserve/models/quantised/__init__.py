@@ -1,5 +1,5 @@
-"""Checkpoints whose weights are quantised, one file for each `quant_method` of
-`quantization_config`, found by that name. Nothing heavy is imported before weights are read.
+"""Quantised checkpoints, one file for each `quant_method` of `quantization_config`, found by that
+name. Nothing heavy is imported before weights are read.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,15 @@ from coserve.models.quantised.base import Quantisation
 
 
 def quantisation_methods() -> tuple[str, ...]:
-    """The names of all that are read."""
+    """Return the names of all methods that are read."""
     return variant_names(__path__)
 
 
 def quantisation_of(config: Mapping[str, Any] | None) -> Quantisation | None:
-    """Of a `quantization_config`; None without one. UnsupportedModelError says what of it is not
-    read.
+    """Return the quantisation of a `quantization_config`; None without one.
+
+    Raises:
+        UnsupportedModelError: a part of the configuration is not supported.
     """
     if not config:
         return None

@@ -21,7 +21,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class Awq(Quantisation):
-    """See the module."""
+    """An AWQ checkpoint (see the module)."""
 
     parts = (".qweight", ".qzeros", ".scales")
     needed = parts

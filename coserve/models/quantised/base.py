@@ -1,4 +1,4 @@
-"""How a quantised checkpoint holds a weight: in several tensors, from which it is made in float32.
+"""Layout of a quantised checkpoint: a weight is several tensors, from which it is made in float32.
 
 A weight is made when it is loaded, one at a time, and is then stored as any other (`--weights`).
 """
@@ -18,44 +18,51 @@ Shape = tuple[int, ...]
 
 
 class Quantisation(ABC):
-    """The weights of one checkpoint; an instance holds what its configuration says.
-
-    weight: what a weight's own name ends with, after its module's. parts: what the names of its
-    tensors end with. needed: the parts without which it is no quantised weight (a module that was
-    left out has a plain one). unused: tensors that say nothing of weights, such as scales of
-    activations.
-    """
+    """The quantisation of one checkpoint; an instance holds what its configuration says."""
 
     weight: ClassVar[str] = ".weight"
+    """End of a weight's own name, after its module's."""
     parts: ClassVar[tuple[str, ...]]
+    """Ends of the names of a weight's tensors."""
     needed: ClassVar[tuple[str, ...]]
+    """Parts without which it is not a quantised weight (a module that was left out has a plain
+    one).
+    """
     unused: ClassVar[tuple[str, ...]] = ()
+    """Tensors that do not concern weights, such as scales of activations."""
 
     @classmethod
     @abstractmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
-        """From a quantization_config; UnsupportedModelError says what of it is not read, and what
-        is.
+        """Return the quantisation of a quantization_config.
+
+        Raises:
+            UnsupportedModelError: a part of it is not supported; the message says what is.
         """
 
     @property
     @abstractmethod
     def words(self) -> str:
-        """For people, such as "AWQ, 4 bits"."""
+        """Return a description for people, such as "AWQ, 4 bits"."""
 
     @abstractmethod
     def shape(self, parts: Mapping[str, Shape]) -> Shape:
-        """The weight's shape, by those of its tensors; of one whose tensors do not say it, ()."""
+        """Return the weight's shape, by those of its tensors; () if these do not determine it."""
 
     @abstractmethod
     def dequantised(self, parts: "Mapping[str, Tensor]", shape: Shape) -> "Tensor":
-        """The weight in float32. parts: its tensors, those that there are. shape: that it must
-        have.
+        """Return the weight in float32.
+
+        Args:
+            parts: Its tensors, as far as there are any.
+            shape: Shape that it must have.
         """
 
     def check_layout(self, architecture: "Architecture") -> None:
-        """UnsupportedModelError if the family's checkpoints hold matrices in another layout than
-        linear layers do.
+        """Check that the family's checkpoints store matrices in the layout of linear layers.
+
+        Raises:
+            UnsupportedModelError: they do not.
         """
         from coserve.models.stored import Transposed
 
@@ -69,7 +76,9 @@ class Quantisation(ABC):
             )
 
     def split(self, name: str) -> tuple[str, str] | None:
-        """A tensor's weight, and which part of that it is; None: it is none."""
+        """Return the weight that a tensor belongs to, and which part of it that is; None: it
+        belongs to none.
+        """
         for part in sorted(self.parts, key=len, reverse=True):
             if name.endswith(part):
                 return name.removesuffix(part) + self.weight, part
@@ -77,7 +86,11 @@ class Quantisation(ABC):
 
 
 def require(name: str, value: Any, known: tuple[Any, ...]) -> None:
-    """UnsupportedModelError unless a field of the configuration has one of these values."""
+    """Check that a field of the configuration has one of these values.
+
+    Raises:
+        UnsupportedModelError: it has another one.
+    """
     if value not in known:
         raise UnsupportedModelError(
             f"weights quantised with {name}={value!r} are not read; {name} must be "
@@ -86,7 +99,7 @@ def require(name: str, value: Any, known: tuple[Any, ...]) -> None:
 
 
 def unpacked(packed: "Tensor", bits: int) -> "Tensor":
-    """Whole numbers out of int32 words [..., n], the lowest bits first -> uint8 [..., n, 32 /
+    """Unpack whole numbers from int32 words [..., n], the lowest bits first: uint8 [..., n, 32 /
     bits].
     """
     import torch
@@ -97,10 +110,11 @@ def unpacked(packed: "Tensor", bits: int) -> "Tensor":
 
 
 def by_blocks(scales: "Tensor", shape: Shape, block: tuple[int, int] | None) -> "Tensor":
-    """What there is one of for each block of a matrix, as it is to be broadcast to its elements.
+    """Return values, one for each block of a matrix, in a shape that broadcasts to its elements.
 
-    scales: [blocks of rows, blocks of columns], the last of which may be cut; without a block, one
-    for each row, or one.
+    Args:
+        scales: The values, [blocks of rows, blocks of columns], the last of which may be cut;
+            without a block, one for each row, or one.
     """
     if block is None:
         return scales.reshape(-1, 1)

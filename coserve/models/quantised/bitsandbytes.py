@@ -26,9 +26,10 @@ _NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
 
 @dataclass(frozen=True)
 class BitsAndBytes(Quantisation):
-    """See the module."""
+    """A bitsandbytes checkpoint (see the module)."""
 
     bits: int
+    """Bits of a number, 8 or 4."""
 
     parts = (".weight", ".SCB", ".weight.absmax", ".weight.quant_map", *_NESTED, *_STATES)
     unused = (".weight_format",)
@@ -90,8 +91,10 @@ def _four_bits(parts: "Mapping[str, Tensor]", shape: Shape) -> "Tensor":
 
 
 def _fields_of(state: bytes) -> dict[str, Any]:
-    """Return what a quant_state says; WeightsError if it does not say how the weight is laid
-    out.
+    """Return the fields of a quant_state.
+
+    Raises:
+        WeightsError: it does not describe the layout of the weight.
     """
     try:
         fields: dict[str, Any] = json.loads(state)
@@ -104,8 +107,11 @@ def _fields_of(state: bytes) -> dict[str, Any]:
 
 
 def _check_blocks(name: str, fields: dict[str, Any], num_blocks: int, num_values: int) -> None:
-    """Raise WeightsError unless blocks of this size are as many as the values need: they are laid
-    out in memory.
+    """Check that there are as many blocks of this size as the values need: they are laid out in
+    memory.
+
+    Raises:
+        WeightsError: there are not.
     """
     size = fields.get(name)
     if not isinstance(size, int) or not is_whole(size, 1) or num_blocks != -(-num_values // size):

@@ -25,14 +25,16 @@ _SCALE, _ZERO, _GROUPS = ".weight_scale", ".weight_zero_point", ".weight_g_idx"
 
 @dataclass(frozen=True)
 class CompressedTensors(Quantisation):
-    """See the module. kind: int or float. block: rows and columns that share a scale; None: a row,
-    or all.
-    """
+    """A checkpoint of compressed-tensors (see the module)."""
 
     bits: int
+    """Bits of a number."""
     kind: str
+    """Type of a number, int or float."""
     is_packed: bool
+    """Whether numbers are packed into int32 words."""
     block: tuple[int, int] | None
+    """Rows and columns that share a scale; None: a row, or all."""
 
     parts = (".weight", ".weight_packed", _SCALE, ".weight_shape", _ZERO, _GROUPS)
     unused = (
@@ -101,7 +103,7 @@ class CompressedTensors(Quantisation):
 
 
 def _kind(weights: Mapping[str, Any]) -> tuple[str, Any, tuple[int, int] | None]:
-    """Type, bits and block of a group's weights."""
+    """Return the type, bits and block of a group's weights."""
     group, block = weights.get("group_size"), weights.get("block_structure")
     if isinstance(block, list | tuple):
         return str(weights.get("type")), weights.get("num_bits"), (int(block[0]), int(block[1]))

@@ -17,9 +17,10 @@ _SCALE = ".weight_scale_inv"
 
 @dataclass(frozen=True)
 class Fp8(Quantisation):
-    """See the module. block: rows and columns that share a scale; None: one scale."""
+    """A float8 checkpoint (see the module)."""
 
     block: tuple[int, int] | None
+    """Rows and columns that share a scale; None: one scale."""
 
     parts = (".weight", _SCALE)
     needed = parts

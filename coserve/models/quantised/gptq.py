@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gptq(Quantisation):
-    """See the module. offset: what is missing from stored zeros."""
+    """A GPTQ checkpoint (see the module)."""
 
     bits: int
+    """Bits of a number."""
     offset: int
+    """Difference of zeros from their stored values."""
 
     parts = (".qweight", ".qzeros", ".scales", ".g_idx")
     needed = (".qweight", ".qzeros", ".scales")

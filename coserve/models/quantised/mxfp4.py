@@ -19,7 +19,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class Mxfp4(Quantisation):
-    """See the module."""
+    """An MXFP4 checkpoint (see the module)."""
 
     weight = ""
     parts = ("_blocks", "_scales")
