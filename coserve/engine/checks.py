@@ -129,7 +129,7 @@ def check_adapter_name(name: str, jobs: Iterable[Job], versions: AdapterVersions
     """
     if not isinstance(name, str) or not name or "@" in name:
         raise AdapterError(
-            f"{shown(name)} is no name for an adapter: it must not be empty, nor have an @"
+            f"{shown(name)} is not a valid adapter name: it must not be empty or contain an @"
         )
     if any(job.name == name and not job.is_terminal for job in jobs):
         raise AdapterError(f"a job is making the adapter {name!r}")

@@ -6,7 +6,6 @@ deterministic: the same commands, clock readings and results of the device give 
 step loop is `coserve.engine.step_loop`.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, assert_never
@@ -35,19 +34,16 @@ from coserve.engine.jobs.job_set import JobSet
 from coserve.engine.jobs.opening import JobOpener, trainable_model_path
 from coserve.engine.outbox import Event, Outbox
 from coserve.engine.page_manager import PageManager
-from coserve.engine.records import EngineStats, RequestRecord
+from coserve.engine.records import EngineStats
 from coserve.engine.request import Chunk
 from coserve.engine.request_lifecycle import RequestLifecycle, TextStreamMaker
 from coserve.engine.request_queue import RequestQueue
 from coserve.engine.served_adapters import (
     AdapterLoad,
     AdapterVersion,
-    AdapterVersions,
     ServedAdapters,
 )
 from coserve.engine.step_loop import StepLoop
-from coserve.memory.pages.allocator import PageAllocator
-from coserve.memory.pages.kv_cache import KvCache
 from coserve.memory.pages.pack_pages import OWNER as PACK_OWNER
 from coserve.scheduling.fairness import TokenCounters
 from coserve.scheduling.latency import LatencyModel
@@ -91,7 +87,7 @@ class EngineCore:
         self._default_slo = DefaultSlo(latency, ttft_s=config.ttft_s, tpot_s=config.tpot_s)
         self.log = CommandLog(device)
         send = self.log.send
-        self.calibration = Calibration(self.log, info, latency, self._default_slo)
+        self.calibration = Calibration(self.log, info, latency, self._default_slo, keep_profile)
         self.counters = TokenCounters(policy.token_weights)
         self.pages = PageManager(
             num_pages=info.num_pages,
@@ -101,25 +97,31 @@ class EngineCore:
             num_state_pages=info.num_state_pages,
             max_window_bytes=config.weight_window_bytes,
         )
-        self.swap = HostSwap(self.pages.cache, info, latency, send)
-        self.requests = RequestQueue(self.pages.cache, self.swap, self.counters, send)
+        self.pool, self.cache = self.pages.pool, self.pages.cache
+        self.swap = HostSwap(self.cache, info, latency, send)
+        self.requests = RequestQueue(self.cache, self.swap, self.counters, send)
         self.adapters = ServedAdapters(device, self.log, self.swap, most=config.max_adapters)
-        ends = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
-        self.grammars = Grammars(device, ends, find_pieces)
+        self.versions = self.adapters.versions
+        """Adapters that requests can name."""
+        self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
+        """Ids that end every request, of those that the model has."""
+        self.grammars = Grammars(device, self.end_tokens, find_pieces)
         self._serving = RequestLifecycle(
             device,
             self.requests,
-            self.adapters.versions,
+            self.versions,
             self.counters,
             latency,
             self._default_slo,
             self.grammars,
-            end_tokens=ends,
+            end_tokens=self.end_tokens,
             shares_prefixes=config.share_prefixes,
             text_stream=text_stream,
             emit=self._emit,
             send=send,
         )
+        self.records = self._serving.records
+        """Records of recent requests, the last one last; a reader may clear them."""
         self._opener = JobOpener(
             device, self.pages, self.adapters, self.log, config.trainable_models
         )
@@ -149,7 +151,7 @@ class EngineCore:
             adapters=self.adapters,
             jobs=self.jobs,
             counters=self.counters,
-            keep_profile=keep_profile,
+            calibration=self.calibration,
         )
 
     def _emit(self, chunk: Chunk) -> None:
@@ -192,32 +194,9 @@ class EngineCore:
         return self.loop.last_result
 
     @property
-    def pool(self) -> PageAllocator:
-        return self.pages.pool
-
-    @property
-    def cache(self) -> KvCache:
-        return self.pages.cache
-
-    @property
-    def versions(self) -> AdapterVersions:
-        """Return the adapters that requests can name."""
-        return self.adapters.versions
-
-    @property
     def num_preemptions(self) -> int:
         """Return the number of preemptions of requests so far."""
         return self.requests.num_preemptions
-
-    @property
-    def records(self) -> deque[RequestRecord]:
-        """Return the records of recent requests, the last one last; a reader may clear them."""
-        return self._serving.records
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Return the ids that end every request, of those that the model has."""
-        return self._serving.end_tokens
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -244,6 +223,7 @@ class EngineCore:
             self.swap,
         )
         owned, optimizers = pages.pool.num_pages_by_owner(), pages.cache.optimizers
+        window_use = jobs.lifecycle.window_use
         num_held = owned.get(PACK_OWNER, 0) + optimizers.num_pages - optimizers.num_lendable
         num_batch_running, num_batch_waiting = requests.num_batch()
         return EngineStats(
@@ -260,7 +240,9 @@ class EngineCore:
             num_pages=pages.pool.num_pages,
             num_pages_free=pages.pool.num_free,
             num_pages_by_owner=owned,
-            num_pages_for_requests=pages.num_available + num_held + requests.num_batch_pages(),
+            num_pages_for_requests=pages.cache.num_available
+            + num_held
+            + requests.num_batch_pages(),
             slack=max(0.0, 1 - loop.last_slo_use.time),
             margin=self.latency.corrections.margin,
             num_slos_clamped=self._serving.num_slos_clamped,
@@ -272,9 +254,9 @@ class EngineCore:
             num_host_pages_used=swap.num_pages_used,
             num_pages_moved=pages.num_moved,
             give_back_s=swap.give_back_s,
-            num_weight_bytes_copied=jobs.window_use.num_bytes_copied,
-            weights_wait_s=jobs.window_use.waited_s,
-            num_tasklets_declined=jobs.window_use.num_declined,
+            num_weight_bytes_copied=window_use.num_bytes_copied,
+            weights_wait_s=window_use.waited_s,
+            num_tasklets_declined=window_use.num_declined,
             num_grammars=len(self.grammars),
             grammar_bytes_by_tenant=dict(self.grammars.num_bytes_by_tenant()),
         )
@@ -391,9 +373,9 @@ class EngineCore:
             case commands.CombineJob():
                 self.jobs.combine(command.id, command.combination)
             case commands.CopyCheckpoint():
-                return self.jobs.checkpoint(command.id)
+                return self.jobs.lifecycle.checkpoint(self.jobs.find(command.id))
             case commands.CopyContribution():
-                return self.jobs.contribution(command.id)
+                return self.jobs.lifecycle.contribution(self.jobs.find(command.id))
             case commands.ForgetJob():
                 self.jobs.forget(command.id)
             case _:

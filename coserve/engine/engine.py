@@ -3,6 +3,7 @@ several ranks.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from coserve.devices.process.child import StartProcess, start_program
 from coserve.devices.profiles.store import correct_profile
 from coserve.devices.sampling_params import SamplingParams
 from coserve.devices.settings import LoadProgress
-from coserve.engine.closing import DeviceOwner, closed_on_error
 from coserve.engine.config import EngineConfig
 from coserve.engine.device_opening import device_settings, open_device_of
 from coserve.engine.jobs.events import JobEvent
@@ -66,7 +66,7 @@ class Completion:
     """Stop string or token id that has ended the sequence."""
 
 
-class Engine(TokenEngine, DeviceOwner):
+class Engine(TokenEngine):
     """One model on one device, serving and fine-tuning, with text in and out. It must not be shared
     between threads.
     """
@@ -213,7 +213,7 @@ class Engine(TokenEngine, DeviceOwner):
         )
         tokenizer = load_tokenizer(source)
         opened = open_device_of(source, settings, progress, start_rank)
-        with closed_on_error(opened):
+        with _closed_on_error(opened):
             return cls(
                 opened if wrap is None else wrap(opened),
                 config,
@@ -221,6 +221,19 @@ class Engine(TokenEngine, DeviceOwner):
                 answers_tokenizer=None if tokenizer is None else partial(load_tokenizer, source),
                 end_tokens=end_tokens_of(source, tokenizer),
             )
+
+    def close(self) -> None:
+        """Close the device, and end the processes of its ranks if it has several; may be called
+        again. The engine cannot be used any more.
+        """
+        self.device.close()
+
+    def __enter__(self) -> Self:
+        """Return the engine, which is closed at the end of the block."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     # -- requests -------------------------------------------------------------------
 
@@ -369,7 +382,7 @@ class Engine(TokenEngine, DeviceOwner):
             if num_empty == _MAX_EMPTY_STEPS:
                 self.cancel_job(job_id)
                 raise JobError(
-                    f"job {job_id} does not move on: policy {self.config.policy} runs no jobs"
+                    f"job {job_id} is not making progress: policy {self.config.policy} does not run jobs"
                 )
             events += self.outbox.take(
                 lambda event: isinstance(event, JobEvent) and event.job == job_id
@@ -397,7 +410,7 @@ class Engine(TokenEngine, DeviceOwner):
         num_empty = self._turn(num_empty)
         if num_empty == _MAX_EMPTY_STEPS:
             raise RequestError(
-                f"the request does not move on: policy {self.config.policy} runs no requests"
+                f"the request is not making progress: policy {self.config.policy} does not run requests"
             )
         return num_empty
 
@@ -450,6 +463,16 @@ class _Collector:
                 finish_reason=last.finish_reason,
                 stop_reason=last.stop_reason,
             )
+
+
+@contextmanager
+def _closed_on_error(device: Device) -> Iterator[None]:
+    """Close a device if the block, in which an engine takes it over, raises an error."""
+    try:
+        yield
+    except BaseException:
+        device.close()
+        raise
 
 
 def _text_stream(

@@ -79,13 +79,6 @@ class PageManager:
         self.num_moved = 0
         self._window_grew_at = 0  # releases of prefixes until then
 
-    @property
-    def num_available(self) -> int:
-        """Return the number of pages that could be had now: free ones, those of prefixes that no
-        request uses, and what the window of weights and the optimizers of jobs can lend.
-        """
-        return self.cache.num_available
-
     def num_pages(self, num_bytes: int) -> int:
         """Return the number of pages of a run of this many bytes."""
         return -(-num_bytes // self.pool.page_bytes)
@@ -221,7 +214,10 @@ class PageManager:
                 is no window of weights, which has more use for them.
         """
         num_pages, optimizers = self.num_pages(num_bytes), self.cache.optimizers
-        if num_pages > (self.num_available if needs_pages else self.pool.num_free) - num_pack_pages:
+        if (
+            num_pages
+            > (self.cache.num_available if needs_pages else self.pool.num_free) - num_pack_pages
+        ):
             return
         if not needs_pages and (
             self.window.run or num_pages + optimizers.num_pages > self.pool.num_pages // 2
@@ -274,7 +270,7 @@ class PageManager:
             try:
                 return self._take_free_runs(sizes)
             except BudgetError:
-                if sum(sizes) > self.num_available or not (
+                if sum(sizes) > self.cache.num_available or not (
                     self.window.num_lendable or optimizers.num_lendable
                 ):
                     raise

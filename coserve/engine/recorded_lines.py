@@ -77,7 +77,7 @@ def read_recording(path: str | Path) -> tuple[RecordingHeader, Iterator[Frame]]:
         header = msgspec.msgpack.decode(next(frames, b""), type=RecordingHeader)
         _check_device(header.info)
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no recording of `coserve up --record`: {error}") from None
+        raise DataError(f"{path} is not a recording of `coserve up --record`: {error}") from None
     if header.format != FORMAT:
         raise DataError(
             f"{path} is a recording of format {header.format}; this version reads format {FORMAT}"

@@ -118,7 +118,7 @@ class AdapterVersions:
             AdapterError: there is none; the message lists what there is.
         """
         if not isinstance(label, str):
-            raise AdapterError(f"an adapter is asked for by its name, which {shown(label)} is not")
+            raise AdapterError(f"the name of an adapter must be text, not {shown(label)}")
         name, _, step = label.rpartition("@")
         if name in self._versions and step.isdecimal():
             if (found := self._versions[name].get(int(step))) is not None:

@@ -170,7 +170,7 @@ def _may_run(jobs: Mapping[str, Job], job_id: str, num_rows: int) -> bool:
     if job_id not in jobs:
         return False
     job = jobs[job_id]
-    return job.has_pack and job.memory_failures.limit(num_rows) == num_rows
+    return job.has_pack and job.progress.memory_failures.limit(num_rows) == num_rows
 
 
 def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None:
@@ -179,7 +179,7 @@ def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None
 
 def _limited(job: Job, piece: Piece) -> Piece:
     """Return a piece of a job with no more rows than its memory failures allow."""
-    num_rows = job.memory_failures.limit(piece.rows)
+    num_rows = job.progress.memory_failures.limit(piece.rows)
     return piece if num_rows == piece.rows else structs.replace(piece, rows=num_rows)
 
 

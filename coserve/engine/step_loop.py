@@ -5,7 +5,7 @@ which rows run. The loop checks that pages allow it, has the device run it, and 
 what that means for requests is in `request_lifecycle.py`, for jobs in `job_set.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -13,6 +13,7 @@ from coserve.devices.base import Device
 from coserve.devices.messages.jobs import PlaceOptimizer
 from coserve.devices.messages.pages import MovePages
 from coserve.devices.messages.steps import StepBatch, StepResult
+from coserve.engine.calibration import Calibration
 from coserve.engine.command_log import CommandLog
 from coserve.engine.config import EngineConfig
 from coserve.engine.host_swap import HostSwap
@@ -29,13 +30,9 @@ from coserve.scheduling.history import StepView
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import Plan, RequestProgress, SloUse, TenantView, View
 from coserve.scheduling.policies import Policy
-from coserve.scheduling.profile import Profile
 from coserve.scheduling.slo import DefaultSlo
 from coserve.scheduling.slo.taken_time import taken_of
 from coserve.scheduling.tenant_times import TenantTimes
-
-# How often the default SLO follows what steps really take.
-_STEPS_PER_LOOK = 64
 
 
 class _Begun(msgspec.Struct, frozen=True):
@@ -75,16 +72,16 @@ class StepLoop:
         adapters: ServedAdapters,
         jobs: JobSet,
         counters: TokenCounters,
-        keep_profile: Callable[[Profile], None] | None,
+        calibration: Calibration,
     ) -> None:
-        """Begin without a step. keep_profile: see `EngineCore`."""
+        """Begin without a step."""
         self._device, self._latency, self._config = device, latency, config
         self._log, self._pages, self._swap = log, pages, swap
         self._requests, self._serving = requests, serving
         self._adapters, self._jobs, self._counters = adapters, jobs, counters
         self.times = TenantTimes(config.tenant_weights)
         self._charges = TenantCharges(self.times, requests, jobs)
-        self._keep_profile = keep_profile
+        self._calibration = calibration
         self._default_slo = default_slo
         self.policy = policy
         self.num_steps = 0
@@ -173,7 +170,7 @@ class StepLoop:
         """
         # pages may not have joined, and tokens that nobody has heard of may count as used
         self._close_running()
-        self._jobs.abandon(batch, error)
+        self._jobs.lifecycle.abandon(batch, error)
 
     def _close_running(self) -> None:
         """Preempt all running requests, since it is not known what the device has of them: they are
@@ -305,7 +302,7 @@ class StepLoop:
             batch_waiting,
             self._jobs.progress(now_s, without=without),
             tenants=self._tenants(now_s) if self._policy.is_fair else (),
-            num_free_pages=self._pages.num_available,
+            num_free_pages=self._pages.cache.num_available,
             num_pages=self._pages.pool.num_pages,
             block_tokens=self._config.block_tokens,
             ttft_s=slo.ttft_s,
@@ -352,7 +349,7 @@ class StepLoop:
             self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
         self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)
         self._note_model_changes()
-        self._follow_device()
+        self._calibration.follow_steps(self.num_steps)
 
     def _remember(self, step: _Begun, result: StepResult) -> None:
         """Add a step to the policy's history."""
@@ -376,17 +373,6 @@ class StepLoop:
                 num_ended=self._requests.num_ended,
             )
         )
-
-    def _follow_device(self) -> None:
-        """Adapt the default SLO, and the profile on disk, to measured step times."""
-        if self.num_steps % _STEPS_PER_LOOK:
-            return
-        self._default_slo.follow_device()
-        # Ever more rarely: after 512 steps, 1024, 2048, …
-        if self.num_steps & (self.num_steps - 1) or self._keep_profile is None:
-            return
-        if (profile := self._latency.corrections.settled(self._latency.profile)) is not None:
-            self._keep_profile(profile)
 
     def _recover(self, batch: StepBatch, result: StepResult, now_s: float) -> None:
         """Recover from a step that ran out of memory: jobs make room first, then steps get smaller,

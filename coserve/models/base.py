@@ -249,7 +249,7 @@ class Architecture(ABC):
         for name, size in sizes.items():
             if not is_whole(size, 1):
                 raise UnsupportedModelError(
-                    f"{name}={size!r} makes no model; it must be a whole number of at least 1"
+                    f"{name}={size!r} is not valid; it must be a whole number of at least 1"
                 )
         if self.num_heads % self.num_key_value_heads:
             raise UnsupportedModelError(

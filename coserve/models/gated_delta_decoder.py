@@ -137,7 +137,7 @@ class GatedDeltaDecoder(RotaryDecoder):
         for name in (*names, "linear_conv_kernel_dim"):
             if not is_whole(size := getattr(config, name), 1):
                 raise UnsupportedModelError(
-                    f"{name}={size!r} makes no model; it must be a whole number of at least 1"
+                    f"{name}={size!r} is not valid; it must be a whole number of at least 1"
                 )
         if config.linear_num_value_heads % config.linear_num_key_heads:
             raise UnsupportedModelError(

@@ -314,7 +314,7 @@ class JobCommands:
         """
         lane, start = self._lanes[job], self._start_of(job)
         assert start is not None, f"the engine has the job {job}"
-        step, last = self._engine.job(job).checkpoint_step, lane.last_checkpoint
+        step, last = self._engine.job(job).progress.checkpoint_step, lane.last_checkpoint
         report = PendingReport(job=job, step=step or 0, listed=listed, event=event)
         if step is None or not _writes_checkpoints(start):
             lane.append(report)

@@ -53,7 +53,7 @@ WRONG_CONFIG: Any = {"policy": "slack"}
         (
             lambda engine: engine.submit(EXAMPLES, name=5),
             AdapterError,
-            "5 is no name for an adapter",
+            "5 is not a valid adapter name",
         ),
         (
             lambda _: Engine.load(None),

@@ -201,9 +201,9 @@ def engine_with_full_pool() -> tuple[TokenEngine, int]:
     """Return an engine whose pool a job's pack nearly fills, and the pages that are free beside
     it."""
     engine = engine_with_job(num_pages=900)
-    while engine.pages.num_available > 100:
+    while engine.cache.num_available > 100:
         engine.step()
-    return engine, engine.pages.num_available
+    return engine, engine.cache.num_available
 
 
 @pytest.mark.parametrize("tenant", ["", "other"])
@@ -225,7 +225,7 @@ def test_a_request_takes_a_pack_s_pages_beside_one_that_is_without_jobs():
     engine.add_tokens([3] * 20, params, request_id="suspect", batch_due_s=1e6, without_jobs=True)
     while not engine.requests.running:
         engine.step()
-    num_tokens = 16 * (engine.pages.num_available + 4)
+    num_tokens = 16 * (engine.cache.num_available + 4)
     params = SamplingParams(max_tokens=5, temperature=0)
     engine.add_tokens([2] * num_tokens, params, request_id="mine")
     ended = finish_steps(engine, {"mine", "suspect"}, max_steps=400)

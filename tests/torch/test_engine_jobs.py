@@ -286,7 +286,7 @@ def test_each_example_is_used_once_in_every_epoch():
         if device.results and job.id in device.results.pop().packs:
             last = [command for command in device.commands if isinstance(command, BeginPack)][-1]
             used.append([tokens for tokens, _ in last.sequences])
-    assert job.num_drops > 3
+    assert job.progress.num_drops > 3
     flat = [tokens for pack in used for tokens in pack]
     assert len(flat) == 3 * len(examples)
     for epoch in range(3):
@@ -660,7 +660,7 @@ def test_names_of_jobs_and_their_adapters_are_checked():
     examples = examples_of((9,))
     with pytest.raises(AdapterError, match="there is an adapter 'served' already"):
         engine.submit(examples, name="served")
-    with pytest.raises(AdapterError, match="is no name for an adapter"):
+    with pytest.raises(AdapterError, match="is not a valid adapter name"):
         engine.submit(examples, name="a@1")
     with pytest.raises(AdapterError, match="there is no adapter 'nobody'; there are: served"):
         engine.submit(examples, adapter="nobody")

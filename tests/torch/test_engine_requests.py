@@ -594,7 +594,7 @@ def test_names_of_requests_and_adapters_are_checked():
         engine.add([1], greedy(), adapter="all@3")
     with pytest.raises(AdapterError, match="there is an adapter 'all' already"):
         engine.load_adapter("all", adapter_directory())
-    with pytest.raises(AdapterError, match="is no name for an adapter"):
+    with pytest.raises(AdapterError, match="is not a valid adapter name"):
         engine.load_adapter("a@1", adapter_directory())
     with pytest.raises(AdapterError, match="there is no adapter 'other'"):
         engine.unload_adapter("other")
@@ -933,7 +933,7 @@ def test_adapters_on_disk_come_and_go_by_use():
 
 def test_a_request_that_the_policy_never_runs_is_not_waited_for_for_ever():
     engine = make_engine(policy="tuning-only")
-    message = "the request does not move on: policy tuning-only runs no requests"
+    message = "the request is not making progress: policy tuning-only does not run requests"
     with pytest.raises(RequestError, match=message):
         engine.generate(prompts_of((9, 5)), greedy())
     with pytest.raises(RequestError, match=message):

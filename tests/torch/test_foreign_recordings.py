@@ -347,5 +347,5 @@ def test_a_recording_has_frames_of_the_kinds_that_are_changed(recording):
     assert steps_in(found) and any(
         isinstance(line, Call) and line.command not in steps_in(found) for line in found
     )
-    with pytest.raises(DataError, match="is no recording"):
+    with pytest.raises(DataError, match="is not a recording"):
         read_recording(Path(__file__))

@@ -569,7 +569,7 @@ def test_a_request_whose_pages_fail_to_come_in_where_a_pack_begins_is_computed_a
         with suppress(LostCommandError):
             events += pair.step()
     assert hits[0] > 1 and pair.decode.jobs[job].state == "succeeded"
-    assert pair.decode.jobs[job].memory_failures.num_in_a_row == 0
+    assert pair.decode.jobs[job].progress.memory_failures.num_in_a_row == 0
     got = tokens_by_request(events)
     assert got == {
         request: expected_tokens(prompt, NUM_TOKENS) for request, prompt in asked.items()

@@ -237,7 +237,7 @@ def test_an_unknown_family_names_the_known_ones(directory):
 def test_a_sliding_window_of_no_keys(tmp_path):
     directory = shutil.copytree(model_directory("mistral-sliding"), tmp_path / "model")
     edit_config(directory, sliding_window=0)
-    with pytest.raises(UnsupportedModelError, match="sliding_window=0 makes no model"):
+    with pytest.raises(UnsupportedModelError, match="sliding_window=0 is not valid"):
         load_backbone(str(directory))
 
 
@@ -263,7 +263,7 @@ def test_a_configuration_that_is_no_json(directory):
             "num_attention_heads=4 must be a multiple of num_key_value_heads=3",
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "a"}}, "is not valid"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0 makes no model"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not valid"),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({"quantization_config": {"quant_method": "hqq"}}, "weights quantised by hqq are not read"),
         (

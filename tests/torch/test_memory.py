@@ -396,61 +396,61 @@ def test_what_was_dropped_never_touches_pages_that_are_no_longer_its_own():
 
 
 def test_a_job_gets_the_pages_of_prefixes_that_no_request_uses():
-    broker = PageManager(
+    manager = PageManager(
         num_pages=60, page_bytes=64, block_tokens=BLOCK, send=list[object]().append
     )
     for seed in range(20):
         tokens = random_tokens(16, seed).tolist()
-        sequence = broker.cache.open((), 16)
+        sequence = manager.cache.open((), 16)
         sequence.reserve(16)
         sequence.commit(16, tokens, PrefixOwner(""))
         sequence.close()
-    assert broker.pool.num_free == 0
-    pack = broker.take_pack([40], 0)
-    broker.check_integrity(set(), [pack])
+    assert manager.pool.num_free == 0
+    pack = manager.take_pack([40], 0)
+    manager.check_integrity(set(), [pack])
     pack.release()
     with pytest.raises(BudgetError, match="side by side"):
-        broker.take_pack([61], 0)
-    broker.take_pack([0], 0).release()
-    assert broker.num_available == 60
+        manager.take_pack([61], 0)
+    manager.take_pack([0], 0).release()
+    assert manager.cache.num_available == 60
 
 
 def test_the_window_of_weights_grows_into_prefixes_that_no_request_uses():
     """Requests take most of it. Once they are over, and nobody has used their blocks for a pack's
     time, the next pack has all of it again.
     """
-    broker, need = (
+    manager, need = (
         PageManager(num_pages=60, page_bytes=64, block_tokens=BLOCK, send=list[object]().append),
         WindowNeed(5, 40),
     )
-    pack = broker.take_pack([8], 0, need)
-    assert len(broker.window.run) == 40
-    sequences = [broker.cache.open((), 40) for _ in range(4)]
+    pack = manager.take_pack([8], 0, need)
+    assert len(manager.window.run) == 40
+    sequences = [manager.cache.open((), 40) for _ in range(4)]
     for number, sequence in enumerate(sequences):
         sequence.reserve(40)
         sequence.commit(40, [number] * 40, PrefixOwner(""))
-    least = len(broker.window.run)
+    least = len(manager.window.run)
     assert least < 30
     pack.release()
-    broker.window.require(0)
-    second = broker.take_pack([8], 0, need)
-    assert len(broker.window.run) == least, "requests have what is below it"
+    manager.window.require(0)
+    second = manager.take_pack([8], 0, need)
+    assert len(manager.window.run) == least, "requests have what is below it"
     second.release()
     for sequence in sequences:
         sequence.close()
-    third = broker.take_pack([8], 0, need)
-    assert len(broker.window.run) == least, "they may have been used by the last step"
+    third = manager.take_pack([8], 0, need)
+    assert len(manager.window.run) == least, "they may have been used by the last step"
     third.release()
-    fourth = broker.take_pack([8], 0, need)
-    assert len(broker.window.run) == 40
-    broker.check_integrity(set(), [fourth])
+    fourth = manager.take_pack([8], 0, need)
+    assert len(manager.window.run) == 40
+    manager.check_integrity(set(), [fourth])
 
 
 def test_the_window_of_weights_grows_past_pages_of_requests():
     """Of four requests the last is right below it, and stays: its pages move aside, and the pack's
     own runs come to lie where the window does not grow to.
     """
-    broker, need = (
+    manager, need = (
         PageManager(num_pages=80, page_bytes=64, block_tokens=BLOCK, send=list[object]().append),
         WindowNeed(5, 40),
     )
@@ -461,28 +461,28 @@ def test_the_window_of_weights_grows_past_pages_of_requests():
             sequence.move(targets)
         return True
 
-    broker.on_move = move
-    broker.take_pack([8], 0, need).release()
-    assert len(broker.window.run) == 40
+    manager.on_move = move
+    manager.take_pack([8], 0, need).release()
+    assert len(manager.window.run) == 40
     for number in range(4):
-        sequence = broker.cache.open((), 52)
+        sequence = manager.cache.open((), 52)
         sequence.reserve(52)
         sequence.commit(52, [number] * 52, PrefixOwner(""))
         open_sequences.append(sequence)
-    assert len(broker.window.run) == 28
-    packs = [broker.take_pack([8], 0, need)]
-    assert len(broker.window.run) < 28, "there is no room for both"
+    assert len(manager.window.run) == 28
+    packs = [manager.take_pack([8], 0, need)]
+    assert len(manager.window.run) < 28, "there is no room for both"
     for _ in range(3):
         open_sequences.pop(0).close()
     for _ in range(2):
         packs.pop().release()
-        broker.window.require(0)
-        packs.append(broker.take_pack([8], 0, need))
-    assert len(broker.window.run) == 40 and broker.num_moved
+        manager.window.require(0)
+        packs.append(manager.take_pack([8], 0, need))
+    assert len(manager.window.run) == 40 and manager.num_moved
     (last,) = open_sequences
-    assert broker.pool.num_pages_by_owner()["weights"] == 40
-    broker.check_integrity(set(last.pages), packs)
-    assert not set(last.pages) & set(broker.window.run)
+    assert manager.pool.num_pages_by_owner()["weights"] == 40
+    manager.check_integrity(set(last.pages), packs)
+    assert not set(last.pages) & set(manager.window.run)
 
 
 def test_requests_and_a_job_share_one_pool():

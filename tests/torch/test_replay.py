@@ -320,10 +320,10 @@ def test_the_end_of_a_process_between_what_a_command_read_and_the_command_is_no_
 
 def test_what_is_no_recording_or_of_another_device_is_refused(recording, tmp_path):
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(DataError, match="is no recording"):
+    with pytest.raises(DataError, match="is not a recording"):
         read_recording(tmp_path / "text")
     (tmp_path / "other").write_bytes(b"\xff" * 100)  # as a length, more than any memory
-    with pytest.raises(DataError, match="is no recording"):
+    with pytest.raises(DataError, match="is not a recording"):
         read_recording(tmp_path / "other")
     header, lines = read_recording(recording)
     backbone = make_backbone()

@@ -202,13 +202,13 @@ def test_a_pack_resumes_where_the_step_that_copies_it_is_interrupted(after, undi
     )
     while not job.is_terminal:
         if job.phase == "backward" and job.has_pack and not hit:
-            num_drops = job.num_drops
+            num_drops = job.progress.num_drops
             engine.jobs.drop(job)  # as a plan may, which a step for requests alone follows
             engine.add(prompts_of((5,))[0], greedy(2))
             engine.policy = make_policy("inference-only")
             with suppress(KeyboardInterrupt):
                 engine.step()
-            assert job.num_drops == num_drops, "it is not begun again"
+            assert job.progress.num_drops == num_drops, "it is not begun again"
             engine.policy = random_policy(1)
         engine.step()
         engine.check_integrity()
@@ -309,5 +309,7 @@ def test_an_engine_begins_a_pack_again_where_copies_take_longer():
         engine.step()
     engine.pause_job(job.id)
     assert (
-        job.num_drops == 1 and job.progress.swapped is None and engine.stats().num_swapped_out == 0
+        job.progress.num_drops == 1
+        and job.progress.swapped is None
+        and engine.stats().num_swapped_out == 0
     )

@@ -214,7 +214,7 @@ def read_position(directory: str | Path) -> JobPosition:
         return msgspec.json.decode(content or b"", type=JobPosition)
     except (AdapterError, ValueError, RecursionError):
         raise JobError(
-            f"{directory} is no checkpoint of a job: it has no usable {POSITION_FILE}"
+            f"{directory} is not a checkpoint of a job: it has no usable {POSITION_FILE}"
         ) from None
 
 

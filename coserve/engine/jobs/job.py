@@ -119,31 +119,14 @@ class Job:
         return self.progress.num_rows_run
 
     @property
-    def num_drops(self) -> int:
-        """Return the number of packs whose work was discarded."""
-        return self.progress.num_drops
-
-    @property
     def optimizer_away(self) -> bool:
         """Return whether the optimizer's moments lie on the host."""
         return self.progress.optimizer_away
 
     @property
-    def memory_failures(self) -> MemoryFailures:
-        """Return the latest failures of its packs for lack of memory."""
-        return self.progress.memory_failures
-
-    @property
     def exchange(self) -> Exchange | None:
         """Return the state of a divided job's exchange with its other nodes."""
         return self.progress.exchange
-
-    @property
-    def checkpoint_step(self) -> int | None:
-        """Return the optimizer steps that a checkpoint would have now; None: there cannot be one
-        yet.
-        """
-        return self.progress.checkpoint_step
 
     @property
     def queue_item(self) -> tuple[str, str]:

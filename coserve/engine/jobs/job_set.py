@@ -8,13 +8,11 @@ from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.engine.command_log import CommandLog
 from coserve.engine.host_swap import HostOwner, HostSwap
 from coserve.engine.jobs.answers import Answers
-from coserve.engine.jobs.checkpoint import Checkpoint, DeviceCopy
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.jobs.job import Job
 from coserve.engine.jobs.lifecycle import JobLifecycle
 from coserve.engine.jobs.memory import JobMemory
 from coserve.engine.page_manager import PageManager
-from coserve.engine.records import WindowUse
 from coserve.engine.served_adapters import ServedAdapters
 from coserve.errors import DeviceMemoryError, JobError
 from coserve.memory.pages.pack_pages import PackPages
@@ -97,7 +95,7 @@ class JobSet(Mapping[str, Job]):
         self._served = ServedRows()
         self._num_tokens_forgotten = self._num_drops_forgotten = self._num_turns = 0
         self._memory = JobMemory(device.clock, log, pages, swap, latency, emit)
-        self._lifecycle = JobLifecycle(
+        self.lifecycle = JobLifecycle(
             device, self._memory, adapters, counters, log=log, answers=answers, emit=emit, jobs=self
         )
 
@@ -146,12 +144,9 @@ class JobSet(Mapping[str, Job]):
 
     @property
     def num_packs_dropped(self) -> int:
-        return self._num_drops_forgotten + sum(job.num_drops for job in self._jobs.values())
-
-    @property
-    def window_use(self) -> WindowUse:
-        """Return the totals of the window of weights."""
-        return self._lifecycle.window_use
+        return self._num_drops_forgotten + sum(
+            job.progress.num_drops for job in self._jobs.values()
+        )
 
     @property
     def joined(self) -> tuple[tuple[str, ...], ...]:
@@ -227,9 +222,9 @@ class JobSet(Mapping[str, Job]):
             job.num_tokens_trained
         )  # of one that is resumed: another engine's
         self._jobs[job.id] = job
-        self._lifecycle.note_change(job)  # to what it resumes from
+        self.lifecycle.note_change(job)  # to what it resumes from
         self._counters.arrive(job.tenant, job.queue_item)
-        self._lifecycle.serve_again(job)
+        self.lifecycle.serve_again(job)
         self._memory.place_moments(job)
         self.catch_up()
 
@@ -254,7 +249,7 @@ class JobSet(Mapping[str, Job]):
 
     def cancel(self, job_id: str) -> None:
         """End a job at once; versions that it has published stay."""
-        self._lifecycle.end(self._living(job_id), "cancelled")
+        self.lifecycle.end(self._living(job_id), "cancelled")
         self._log.flush()
 
     def forget(self, job_id: str) -> None:
@@ -266,29 +261,12 @@ class JobSet(Mapping[str, Job]):
         job = self.find(job_id)
         if not job.is_terminal:
             raise JobError(f"job {job_id!r} is {job.state}: cancel it first")
-        self._lifecycle.follow_end(job)
+        self.lifecycle.follow_end(job)
         self._num_tokens_forgotten += job.num_tokens_trained
-        self._num_drops_forgotten += job.num_drops
+        self._num_drops_forgotten += job.progress.num_drops
         del self._jobs[job_id]
         self._log.send(DropTrainer(job_id))
         self._log.flush()
-
-    def checkpoint(self, job_id: str) -> Checkpoint:
-        """Return a copy of a job after its last whole optimizer step. A job that is over has no
-        optimizer state.
-
-        Where its nodes each go their own way, the copy is of the moment when they last met.
-
-        Raises:
-            JobError: the nodes have not met yet.
-        """
-        return self._lifecycle.checkpoint(self.find(job_id))
-
-    def contribution(self, job_id: str) -> DeviceCopy:
-        """Return a copy of what this node contributes to a divided job, when its event reports that
-        it is due.
-        """
-        return self._lifecycle.contribution(self.find(job_id))
 
     def combine(self, job_id: str, combination: Combination) -> None:
         """Apply the contributions of a job's nodes, which have been read, and continue (when it
@@ -305,22 +283,22 @@ class JobSet(Mapping[str, Job]):
         for job in list(self._jobs.values()):
             progress = job.progress
             if progress.is_terminal:
-                self._lifecycle.follow_end(job)
+                self.lifecycle.follow_end(job)
                 continue
             # Of most jobs in most steps nothing is due.
             if progress.optimizer_away or progress.exchange is not None or not progress.packs:
                 if progress.status == "running":
                     self._place_moments(job)
-                self._lifecycle.follow(job)
+                self.lifecycle.follow(job)
             self._memory.hold_moments(job)
 
     def _place_moments(self, job: Job) -> None:
         """Have a job's moments where a step can use them, if there is room now."""
-        if job.optimizer_away and not job.memory_failures.num_turns:
+        if job.optimizer_away and not job.progress.memory_failures.num_turns:
             try:
                 self._memory.bring_moments_back(job)
             except DeviceMemoryError as error:
-                self._lifecycle.hold_back(job, str(error))
+                self.lifecycle.hold_back(job, str(error))
         if job.optimizer_away:
             return
         if job.progress.stage == "after_step" or (
@@ -339,7 +317,7 @@ class JobSet(Mapping[str, Job]):
         try:
             return self._memory.begin_pack(job, self._jobs.values())
         except DeviceMemoryError as error:
-            self._lifecycle.hold_back(job, str(error))
+            self.lifecycle.hold_back(job, str(error))
             return False
         finally:
             self._memory.hold_moments(job)
@@ -365,18 +343,14 @@ class JobSet(Mapping[str, Job]):
         """Apply the result of a step to its jobs, and do what is due. started_s: when the step
         began.
         """
-        self._lifecycle.apply(batch, result, started_s=started_s, now_s=now_s)
+        self.lifecycle.apply(batch, result, started_s=started_s, now_s=now_s)
         self.catch_up()
 
     def recover(self, batch: StepBatch, result: StepResult, now_s: float) -> bool:
         """Apply a step that ran out of memory. Returns whether jobs have given anything back."""
-        freed = self._lifecycle.recover(batch, result, now_s)
+        freed = self.lifecycle.recover(batch, result, now_s)
         self.catch_up()
         return freed
-
-    def abandon(self, batch: StepBatch, error: BaseException) -> None:
-        """Give up a step that the device failed in."""
-        self._lifecycle.abandon(batch, error)
 
     def _living(self, job_id: str) -> Job:
         job = self.find(job_id)

@@ -244,7 +244,7 @@ class JobLifecycle:
         Raises:
             JobError: the nodes have not met yet.
         """
-        if job.checkpoint_step is None:
+        if job.progress.checkpoint_step is None:
             raise JobError(
                 f"the nodes of job {job.id!r} have not met yet: it has no state to be kept"
             )
@@ -281,7 +281,7 @@ class JobLifecycle:
             found is None
             or job.state != "running"
             or job.optimizer_away
-            or job.memory_failures.num_turns
+            or job.progress.memory_failures.num_turns
         ):
             return
         try:
@@ -341,9 +341,9 @@ class JobLifecycle:
             message: Error of the device.
             num_rows: Rows of its largest piece then.
         """
-        job.set_memory_failures(job.memory_failures.after_failure(num_rows))
-        if job.memory_failures.too_many:
-            self.end(job, "failed", job.memory_failures.reason(message))
+        job.set_memory_failures(job.progress.memory_failures.after_failure(num_rows))
+        if job.progress.memory_failures.too_many:
+            self.end(job, "failed", job.progress.memory_failures.reason(message))
 
     def end(self, job: Job, status: JobEnd, message: str = "") -> None:
         """End a job, and do what follows from its end. message: why it has failed."""

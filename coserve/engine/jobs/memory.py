@@ -228,11 +228,11 @@ def _waits_for_another(job: Job, others: Iterable[Job]) -> bool:
     Of jobs that ran out of memory, only one at a time has a pack: what fails then is its own. So it
     is with jobs on other models, which would take the window of weights from one another.
     """
-    fails, shares = job.memory_failures.num_in_a_row > 0, job.costs.other is not None
+    fails, shares = job.progress.memory_failures.num_in_a_row > 0, job.costs.other is not None
     if not fails and not shares:
         return False
     packs = [other for other in others if other.has_pack]
     return any(
-        (fails and other.memory_failures.num_in_a_row) or (shares and other.costs.other)
+        (fails and other.progress.memory_failures.num_in_a_row) or (shares and other.costs.other)
         for other in packs
     )

@@ -86,7 +86,7 @@ def _json_line(number: int, line: Any) -> str:
     try:
         return json.dumps(line)
     except (TypeError, ValueError) as error:
-        raise DataError(f"line {number}: is no JSON: {error}") from None
+        raise DataError(f"line {number}: is not JSON: {error}") from None
 
 
 def _cut(example: Example, length: int) -> Example:
