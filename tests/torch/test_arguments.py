@@ -32,7 +32,7 @@ WRONG_CONFIG: Any = {"policy": "slack"}
         (
             lambda engine: engine.generate([[1]], adapter=3),
             AdapterError,
-            "by its name, which 3 is not",
+            "the name of an adapter must be text, not 3",
         ),
         (lambda engine: engine.add([1], slo=3), RequestError, "slo must be an Slo, not 3"),
         (
