@@ -1,5 +1,5 @@
-"""Calibration of the profile that predictions rest on: measured before the engine serves or while it
-serves, and corrected by the times of steps.
+"""Calibration of the profile that predictions rest on: measured before the engine serves, or while
+it serves, and corrected by the times of steps.
 """
 
 from collections.abc import Callable

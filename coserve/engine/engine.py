@@ -382,8 +382,8 @@ class Engine(TokenEngine):
             if num_empty == _MAX_EMPTY_STEPS:
                 self.cancel_job(job_id)
                 raise JobError(
-                    f"job {job_id} is not making progress: policy {self.config.policy} does not run "
-                    "jobs"
+                    f"job {job_id} is not making progress: "
+                    f"policy {self.config.policy} does not run jobs"
                 )
             events += self.outbox.take(
                 lambda event: isinstance(event, JobEvent) and event.job == job_id
@@ -411,8 +411,8 @@ class Engine(TokenEngine):
         num_empty = self._turn(num_empty)
         if num_empty == _MAX_EMPTY_STEPS:
             raise RequestError(
-                f"the request is not making progress: policy {self.config.policy} does not run "
-                "requests"
+                "the request is not making progress: "
+                f"policy {self.config.policy} does not run requests"
             )
         return num_empty
 
