@@ -141,7 +141,7 @@ def test_it_is_replayed_as_it_was(recording, closed):
     found = list(lines)
     kinds = {type(line).__name__ for line in found}
     assert kinds >= {
-        "Read",
+        "ReadFiles",
         "LoadAdapter",
         "StartJob",
         "PauseJob",
