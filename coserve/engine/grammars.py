@@ -214,10 +214,10 @@ class Grammars:
         return opened.num_bytes
 
     def _by_tenant(self) -> Counter[str]:
-        found: Counter[str] = Counter()
+        num_bytes: Counter[str] = Counter()
         for each in self._compiled.values():
-            found[each.tenant] += each.num_bytes
-        return found
+            num_bytes[each.tenant] += each.num_bytes
+        return num_bytes
 
     def _evicted(
         self, most: int, most_of_tenant: int, kept: Grammar | None = None

@@ -189,11 +189,13 @@ class HostSwap:
 
     def _store(self, keys: Sequence[Hashable], pages: Sequence[int]) -> None:
         """Copy these pages out where their contents are wanted: they are reused from now on."""
-        if found := self._blocks.store(keys):
+        if copies := self._blocks.store(keys):
             self._send(
-                SwapOut(tuple([pages[place] for place, _ in found]), tuple([to for _, to in found]))
+                SwapOut(
+                    tuple([pages[place] for place, _ in copies]), tuple([to for _, to in copies])
+                )
             )
-            self.num_swapped_out += len(found)
+            self.num_swapped_out += len(copies)
             self._has_copied_out = True
 
     # -- the device -----------------------------------------------------------------

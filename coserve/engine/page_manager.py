@@ -133,8 +133,8 @@ class PageManager:
         runs = self._take_sizes(tuple([size for size in group_pages if size is not None]))
         if len(runs) == len(group_pages):
             return [*runs]
-        taken = iter(runs)
-        return [None if size is None else next(taken) for size in group_pages]
+        left = iter(runs)
+        return [None if size is None else next(left) for size in group_pages]
 
     def _take_with_window(
         self, group_pages: Sequence[int | None], need: WindowNeed
@@ -162,8 +162,8 @@ class PageManager:
         # Nothing may fail from here on: what was taken would be lost.
         self._grow_window(need, num_kept=0, may_move=False)
         self._window_grew_at = self.cache.prefixes.num_released
-        given = iter(runs)
-        return [None if size is None else next(given) for size in group_pages]
+        left = iter(runs)
+        return [None if size is None else next(left) for size in group_pages]
 
     def _grow_window(self, need: WindowNeed, *, num_kept: int, may_move: bool) -> None:
         """Grow the window right below it, into free pages and into prefixes unused since a pack had
@@ -174,8 +174,8 @@ class PageManager:
         most = max(0, pool.num_free + len(unused) - num_kept)
 
         def room(usable: Collection[int]) -> range:
-            found = window.room_below(need.max_pages, usable)
-            return found[max(0, len(found) - most) :]
+            run = window.room_below(need.max_pages, usable)
+            return run[max(0, len(run) - most) :]
 
         below = room(unused)
         if may_move and len(wider := room(unused | prefixes.used)) > len(below):

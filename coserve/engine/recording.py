@@ -65,8 +65,8 @@ class RecordingEngine(Engine):
             command = replace(
                 command, prompt=list(command.prompt)
             )  # a library's caller may give any sequence
-        found = self._what_it_reads(command, read)
-        self._writer.write(*(() if found is None else (found,)), command)
+        files = self._what_it_reads(command, read)
+        self._writer.write(*(() if files is None else (files,)), command)
         if isinstance(read, AdapterLoad):
             self._recorded.note(OpenVersion(read.key, read.directory, read.model), read.opened)
         try:

@@ -184,8 +184,8 @@ def _handle_again(
             contents = read.directories
             if not contents and isinstance(command, LoadAdapter | StartJob):
                 contents = ({},)
-            found = [stack.enter_context(_directory(files)) for files in contents]
-            _handle(engine, command, read, found)
+            directories = [stack.enter_context(_directory(files)) for files in contents]
+            _handle(engine, command, read, directories)
     except CoserveError:
         pass
     except Exception as error:

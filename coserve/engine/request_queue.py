@@ -78,11 +78,11 @@ class BlockImports:
         """Return which blocks of a request's file can be used; at least one token is left to
         compute.
         """
-        found = self._blocks.get(request)
-        if found is None:
+        blocks = self._blocks.get(request)
+        if blocks is None:
             return range(0)
-        start = num_known // self._block_tokens - found.first_block
-        end = min(found.num_blocks, (num_tokens - 1) // self._block_tokens - found.first_block)
+        start = num_known // self._block_tokens - blocks.first_block
+        end = min(blocks.num_blocks, (num_tokens - 1) // self._block_tokens - blocks.first_block)
         return range(start, end) if start >= 0 else range(0)
 
     def check_integrity(self, waiting: set[str]) -> None:

@@ -121,8 +121,8 @@ class AdapterVersions:
             raise AdapterError(f"the name of an adapter must be text, not {shown(label)}")
         name, _, step = label.rpartition("@")
         if name in self._versions and step.isdecimal():
-            if (found := self._versions[name].get(int(step))) is not None:
-                return found
+            if (version := self._versions[name].get(int(step))) is not None:
+                return version
             have = ", ".join(str(one) for one in self._versions[name])
             raise AdapterError(f"adapter {name!r} has no version {step}; it has {have}")
         if label in self._versions:

@@ -97,10 +97,10 @@ def _runnable(
     """
     if _runs_whole(plan, reserved, jobs):
         return plan
-    found = [
+    kept = [
         reserved[each.item] if each.kind != "window" else _window(each, jobs) for each in plan.rows
     ]
-    rows = tuple([each for each in found if each is not None])
+    rows = tuple([each for each in kept if each is not None])
     losses = tuple(
         [_limited(jobs[piece.job], piece) for piece in plan.losses if _has_pack(jobs, piece.job)]
     )
@@ -326,13 +326,13 @@ def _observe_sides(
 
 def _joined_rows(plan: Plan, models: Mapping[str, str]) -> list[tuple[str, int]]:
     """Return the section of corrections and the rows of the tasklets that run at once, by group."""
-    found: dict[int | str, int] = {}
+    num_rows_of: dict[int | str, int] = {}
     sections: dict[int | str, str] = {}
     for part in plan.tasklets:
         group = part.job if part.group is None else part.group
-        found[group] = found.get(group, 0) + part.rows
+        num_rows_of[group] = num_rows_of.get(group, 0) + part.rows
         sections[group] = tasklet_section(models.get(part.job, ""))
-    return [(sections[group], num_rows) for group, num_rows in found.items()]
+    return [(sections[group], num_rows) for group, num_rows in num_rows_of.items()]
 
 
 def _share_run(plan: Plan, num_tasklets: Mapping[str, int]) -> float:

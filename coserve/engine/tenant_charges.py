@@ -75,20 +75,20 @@ def tenant_seconds(
         tenants: Tenants by the ids of running requests.
         step_s: Duration of the step.
     """
-    found: dict[str, float] = {}
+    tenant_s: dict[str, float] = {}
     num_rows = sum([piece.num_rows for piece in batch.windows])
     num_rows += sum([len(rows.tokens) for rows in batch.requests])
     row_s = result.forward_s / num_rows if num_rows else 0.0
     for rows in batch.requests:
         if (tenant := tenants.get(rows.request)) is not None:
-            found[tenant] = found.get(tenant, 0.0) + row_s * len(rows.tokens)
+            tenant_s[tenant] = tenant_s.get(tenant, 0.0) + row_s * len(rows.tokens)
     if batch.windows or batch.losses or batch.tasklets or batch.updates:
         for job, seconds in shares_of_time(batch, result).items():
             tenant = jobs[job].tenant
-            found[tenant] = found.get(tenant, 0.0) + sum(seconds.values())
-    counted_s = sum(found.values())
+            tenant_s[tenant] = tenant_s.get(tenant, 0.0) + sum(seconds.values())
+    counted_s = sum(tenant_s.values())
     times = step_s / counted_s if counted_s > 0 else 0.0
-    return {tenant: times * seconds for tenant, seconds in found.items()}
+    return {tenant: times * seconds for tenant, seconds in tenant_s.items()}
 
 
 def host_shares(

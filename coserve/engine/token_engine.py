@@ -264,15 +264,15 @@ class TokenEngine(EngineCore):
 
         It has no optimizer state if the job is over.
         """
-        taken: Checkpoint = self.handle(CopyCheckpoint(job_id))
-        return taken
+        checkpoint: Checkpoint = self.handle(CopyCheckpoint(job_id))
+        return checkpoint
 
     def contribution(self, job_id: str) -> DeviceCopy:
         """Return a copy of what this node contributes to a divided job, when its event reports that
         a contribution is due.
         """
-        taken: DeviceCopy = self.handle(CopyContribution(job_id))
-        return taken
+        copy: DeviceCopy = self.handle(CopyContribution(job_id))
+        return copy
 
     def combine(self, job_id: str, combination: Combination) -> None:
         """Apply the contributions of a divided job's nodes, which `ReadContributions` has read."""

@@ -28,7 +28,7 @@ from coserve.models.bypasses import BypassGroup
 
 # Most graphs that are remembered for a part: what is kept of it, and the adapters of its rows, are
 # seldom others.
-_MOST_REWRITTEN = 64
+_MAX_REWRITTEN = 64
 
 
 class Saver(Protocol):
@@ -139,7 +139,7 @@ class BypassRuns:
         if made is None or any(
             its_bypasses[site] is not bypass for site, bypass in bypasses.items()
         ):
-            if len(graph.rewritten) >= _MOST_REWRITTEN:
+            if len(graph.rewritten) >= _MAX_REWRITTEN:
                 graph.rewritten.clear()
             made = fuse(_with_bypasses(graph, bypasses, self.weights), operators, kept, rooms)
             graph.rewritten[key] = made, bypasses

@@ -33,7 +33,7 @@ from coserve.models.base import Part
 from coserve.models.bypasses import Bypasses, RowAdapters
 
 # Most traces that a pool keeps: users of many adapters have few targets.
-_MOST_TRACES = 32
+_MAX_TRACES = 32
 
 
 class _Traced(NamedTuple):
@@ -232,7 +232,7 @@ def _traced_calls(
 ) -> TracedCalls | None:
     """Return the calls of all blocks; None where they must run one by one."""
     if what not in stores.traces:
-        if len(stores.traces) >= _MOST_TRACES:
+        if len(stores.traces) >= _MAX_TRACES:
             stores.traces.clear()
         widths = {name: rows.shape[1] for name, rows in inputs.items()}
         found = _trace(backbone, stores, widths, what)

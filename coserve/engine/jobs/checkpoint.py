@@ -177,9 +177,9 @@ class DeviceCopies:
 
     def checkpoint(self, job: str, position: JobPosition) -> Checkpoint:
         """Copy a job after its last whole optimizer step, at which it has this position."""
-        taken = self.new(job)  # first, so that the copy goes with it in any case
-        self._log.execute(TakeCheckpoint(job, taken.id))
-        return Checkpoint(position=position, state=taken)
+        copy = self.new(job)  # first, so that the copy goes with it in any case
+        self._log.execute(TakeCheckpoint(job, copy.id))
+        return Checkpoint(position=position, state=copy)
 
 
 def write_contribution(state: TrainerState, directory: Path) -> Path:

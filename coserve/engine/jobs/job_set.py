@@ -187,7 +187,7 @@ class JobSet(Mapping[str, Job]):
         Where some are to be alone, they and all others take turns.
         """
         jobs = [job for job in self._jobs.values() if job.progress.status == "running"]
-        found: list[JobProgress] = []
+        views: list[JobProgress] = []
         is_one_alone = False
         for job in jobs:
             progress = job.progress
@@ -196,23 +196,23 @@ class JobSet(Mapping[str, Job]):
             if not self._memory.has_moments(job) and progress.update_due:
                 continue  # others have the pages of its moments
             is_one_alone |= progress.num_steps_done < job.alone_until_step
-            if (seen := job.view(now_s, self._memory.num_pack_pages(job))) is not None:
-                found.append(seen)
-        served = self._served.of(jobs, [each.id for each in found])
-        if len(found) > 1:
-            found.sort(key=lambda each: served[each.id])
-        return self._in_turn(tuple(found)) if is_one_alone else tuple(found)
+            if (view := job.view(now_s, self._memory.num_pack_pages(job))) is not None:
+                views.append(view)
+        served = self._served.of(jobs, [each.id for each in views])
+        if len(views) > 1:
+            views.sort(key=lambda each: served[each.id])
+        return self._in_turn(tuple(views)) if is_one_alone else tuple(views)
 
-    def _in_turn(self, found: tuple[JobProgress, ...]) -> tuple[JobProgress, ...]:
+    def _in_turn(self, views: tuple[JobProgress, ...]) -> tuple[JobProgress, ...]:
         """Return one of the jobs that are to be alone, or all others, in turn."""
-        alone = sorted(each.id for each in found if self._jobs[each.id].is_alone)
+        alone = sorted(each.id for each in views if self._jobs[each.id].is_alone)
         groups = [[id] for id in alone]
-        if others := [each.id for each in found if each.id not in alone]:
+        if others := [each.id for each in views if each.id not in alone]:
             groups.append(others)
         if not groups:
             return ()
         chosen = groups[self._num_turns % len(groups)]
-        return tuple([each for each in found if each.id in chosen])
+        return tuple([each for each in views if each.id in chosen])
 
     # -- life -----------------------------------------------------------------------
 

@@ -200,8 +200,8 @@ class JobLifecycle:
             )
             self.end(job, "failed", message)
             return
-        if (found := self._answers.found(job)) is not None:
-            self._finish_evaluation(job, found)
+        if (metrics := self._answers.found(job)) is not None:
+            self._finish_evaluation(job, metrics)
 
     def _finish_evaluation(self, job: Job, answers: Mapping[str, float]) -> None:
         """Complete an evaluation. answers: metrics of the answers to its questions."""
@@ -276,29 +276,29 @@ class JobLifecycle:
     def _combine(self, job: Job) -> None:
         """Apply the nodes' contributions, if they have come and the job can run."""
         assert job.exchange is not None
-        found = job.exchange.combination
+        combination = job.exchange.combination
         if (
-            found is None
+            combination is None
             or job.state != "running"
             or job.optimizer_away
             or job.progress.memory_failures.num_turns
         ):
             return
         try:
-            self._take_in_all(job, found)
+            self._take_in_all(job, combination)
         except DeviceMemoryError as error:
             self.hold_back(job, str(error))
 
-    def _take_in_all(self, job: Job, found: Combination) -> None:
+    def _take_in_all(self, job: Job, combination: Combination) -> None:
         exchange = job.exchange
         assert exchange is not None
         gives_gradients, meets = exchange.shard.gives_gradients, exchange.meets
-        if not gives_gradients and found.version is not None and not meets:
-            exchange = self._take_in(job, found.num_in_version)
-            if job.config.live and exchange.num_combined == found.num_in_version:
-                self._publish(job, transient=True, step=found.version)
+        if not gives_gradients and combination.version is not None and not meets:
+            exchange = self._take_in(job, combination.num_in_version)
+            if job.config.live and exchange.num_combined == combination.num_in_version:
+                self._publish(job, transient=True, step=combination.version)
         if not job.is_terminal:
-            exchange = self._take_in(job, len(found.directories))
+            exchange = self._take_in(job, len(combination.directories))
         common = exchange.common
         if not gives_gradients and meets:
             # Before the end: without memory for it all this comes again.
@@ -307,7 +307,7 @@ class JobLifecycle:
                 if exchange.shard.index == 0
                 else None
             )
-        job.set_exchange(exchange.end(found, common))
+        job.set_exchange(exchange.end(combination, common))
 
     def _take_in(self, job: Job, number: int) -> Exchange:
         """Have the device apply this many contributions of the combination, and return the state of
@@ -376,11 +376,11 @@ def _begun(job: Job) -> BegunPack:
 
 def largest_pieces(batch: StepBatch) -> dict[str, int]:
     """Return the jobs whose packs advance in a step, with the rows of the largest piece of each."""
-    found: dict[str, int] = {}
+    num_rows: dict[str, int] = {}
     for pieces in (batch.windows, batch.losses, batch.tasklets):
         for piece in pieces:
-            found[piece.job] = max(piece.num_rows, found.get(piece.job, 0))
-    return found
+            num_rows[piece.job] = max(piece.num_rows, num_rows.get(piece.job, 0))
+    return num_rows
 
 
 def joined_jobs(batch: StepBatch, result: StepResult) -> dict[str, frozenset[str]]:
@@ -398,28 +398,28 @@ def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, 
     """Return each job's share of a step by rows: seconds by job and by section (fields of
     `StepSeconds`).
     """
-    found: dict[str, dict[str, float]] = {}
+    shares: dict[str, dict[str, float]] = {}
     # What ran beside the forward pass counts as what most of it is.
     loss_s, backward_s = (0.0, result.beside_s) if batch.tasklets else (result.beside_s, 0.0)
     if batch.windows:
         num_others = sum([len(rows.tokens) for rows in batch.requests])
         num_rows = [(piece.job, piece.num_rows) for piece in batch.windows]
-        _share(found, "forward_s", num_rows, result.forward_s, num_others)
+        _share(shares, "forward_s", num_rows, result.forward_s, num_others)
     if batch.losses:
         num_rows = [(piece.job, piece.num_rows) for piece in batch.losses]
-        _share(found, "loss_s", num_rows, result.loss_s + loss_s)
+        _share(shares, "loss_s", num_rows, result.loss_s + loss_s)
     if batch.tasklets:
         num_rows = [
             (each.job, each.num_rows * result.num_tasklets[each.job]) for each in batch.tasklets
         ]
-        _share(found, "backward_s", num_rows, result.backward_s + backward_s)
+        _share(shares, "backward_s", num_rows, result.backward_s + backward_s)
     if batch.updates:
-        _share(found, "update_s", [(update.job, 1) for update in batch.updates], result.update_s)
-    return found
+        _share(shares, "update_s", [(update.job, 1) for update in batch.updates], result.update_s)
+    return shares
 
 
 def _share(
-    found: dict[str, dict[str, float]],
+    shares: dict[str, dict[str, float]],
     name: str,
     num_rows: Sequence[tuple[str, int]],
     seconds: float,
@@ -428,4 +428,4 @@ def _share(
     """Divide a section's seconds among its jobs by their rows. others: rows of no job."""
     whole = max(1, others + sum([number for _, number in num_rows]))
     for job, number in num_rows:
-        found.setdefault(job, {})[name] = seconds * number / whole
+        shares.setdefault(job, {})[name] = seconds * number / whole

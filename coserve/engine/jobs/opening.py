@@ -149,8 +149,8 @@ def fields_of(adapter: Any) -> dict[str, Any]:
     if isinstance(adapter, Mapping):
         return dict(adapter)
     if hasattr(adapter, "to_peft"):
-        found: dict[str, Any] = adapter.to_peft()
-        return found
+        fields: dict[str, Any] = adapter.to_peft()
+        return fields
     if hasattr(adapter, "peft_type") and hasattr(adapter, "to_dict"):
         plain: dict[str, Any] = json.loads(
             json.dumps(adapter.to_dict(), default=list)
@@ -167,13 +167,13 @@ def _version_of(adapter: Any, model: str, versions: AdapterVersions) -> str | No
     """
     if not isinstance(adapter, str):
         return None
-    found = versions.resolve(adapter)
-    if found.model != model:
+    version = versions.resolve(adapter)
+    if version.model != model:
         raise JobError(
-            f"adapter {found.label} is of {_named(found.model)}, the job of {_named(model)}: "
+            f"adapter {version.label} is of {_named(version.model)}, the job of {_named(model)}: "
             "continue it on its own model"
         )
-    return found.key
+    return version.key
 
 
 def _questions(

@@ -303,7 +303,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     def resumed_from(self, position: JobPosition) -> Self:
         """Take up a position, before anything has been run."""
-        found = replace(
+        resumed = replace(
             self,
             num_steps_done=position.num_steps_done,
             num_rows_run=position.num_rows_run,
@@ -313,12 +313,16 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
             best=position.best,
         )
         if not position.num_steps_done:
-            return found
+            return resumed
         exchange = (
             None if self.exchange is None else replace(self.exchange, step=position.num_steps_done)
         )
         return replace(
-            found, stage="after_step", packs=(), is_evaluated=position.evaluated, exchange=exchange
+            resumed,
+            stage="after_step",
+            packs=(),
+            is_evaluated=position.evaluated,
+            exchange=exchange,
         )
 
     def after_begin(self, begun: BegunPack) -> Self:
