@@ -215,13 +215,11 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return counts as of now."""
-        loop, requests, jobs, pages, swap = (
-            self.loop,
-            self.requests,
-            self.jobs,
-            self.pages,
-            self.swap,
-        )
+        loop = self.loop
+        requests = self.requests
+        jobs = self.jobs
+        pages = self.pages
+        swap = self.swap
         owned, optimizers = pages.pool.num_pages_by_owner(), pages.cache.optimizers
         window_use = jobs.lifecycle.window_use
         num_held = owned.get(PACK_OWNER, 0) + optimizers.num_pages - optimizers.num_lendable

@@ -71,9 +71,8 @@ class Grammars:
         """
         self._device, self._end_tokens, self._find_pieces = device, end_tokens, find_pieces
         self.vocabulary: Vocabulary | None = None
-        self._compiled: OrderedDict[Grammar, _Compiled] = (
-            OrderedDict()
-        )  # the one that was used last is last
+        # The one that was used last is last.
+        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
         self._of_request: dict[str, Grammar] = {}
         self._lock = Lock()
 

@@ -64,9 +64,8 @@ class PageManager:
         )
         self.pool = PageAllocator(num_pages, page_bytes)
         self.cache = KvCache(self.pool, block_tokens=block_tokens, num_state_pages=num_state_pages)
-        self.window = (
-            self.cache.window
-        )  # of weights of models that jobs train beside the one that serves
+        # The window holds weights of models that jobs train beside the one that serves.
+        self.window = self.cache.window
         self.window.on_resize = lambda run: send(ResizeWindow(run.start, len(run)))
         self.cache.optimizers.on_place = lambda job, run: send(
             PlaceOptimizer(job, run.start, len(run))
@@ -196,9 +195,8 @@ class PageManager:
         try:
             return self._take_runs(sizes)
         except BudgetError as refused:
-            self._refused_at = (
-                self._num_changes
-            )  # what it took for a moment, or the window lent, is no change
+            # Pages that the attempt took and gave back, or the window lent, are no change.
+            self._refused_at = self._num_changes
             self._refused[sizes] = str(refused)
             raise
 

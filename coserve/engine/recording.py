@@ -57,14 +57,12 @@ class RecordingEngine(Engine):
 
     def handle(self, command: EngineCommand, read: AdapterLoad | JobExamples | None = None) -> Any:
         """Record a command with the files that it reads, then handle it."""
-        if (
-            isinstance(command, FlushCommands) and not self.log.has_commands
-        ):  # a server without work asks all the time
+        # A server without work flushes all the time.
+        if isinstance(command, FlushCommands) and not self.log.has_commands:
             return None
         if isinstance(command, AddRequest) and not isinstance(command.prompt, list | tuple):
-            command = replace(
-                command, prompt=list(command.prompt)
-            )  # a library's caller may give any sequence
+            # A caller in this process may pass any sequence.
+            command = replace(command, prompt=list(command.prompt))
         files = self._what_it_reads(command, read)
         self._writer.write(*(() if files is None else (files,)), command)
         if isinstance(read, AdapterLoad):
@@ -77,9 +75,8 @@ class RecordingEngine(Engine):
     def begin_load(self, name: str, directory: str) -> AdapterLoad | None:
         load = super().begin_load(name, directory)
         if load is not None:
-            load.device = (
-                self._plain_device
-            )  # read at any moment, but written down when it is served
+            # It is read at any moment, and recorded when it is served.
+            load.device = self._plain_device
         return load
 
     def _what_it_reads(

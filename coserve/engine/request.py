@@ -245,10 +245,8 @@ class Request:
         self._num_pages_sent = len(sequence.pages)
         if self.num_cached_tokens is None:
             self.num_cached_tokens = max(0, sequence.length - self.num_virtual)
-        used, continues = (
-            self.params.penalizes,
-            self.params.penalizes or self.params.grammar is not None,
-        )
+        used = self.params.penalizes
+        continues = self.params.penalizes or self.params.grammar is not None
         return OpenRequest(
             request=self.id,
             params=self.params,

@@ -67,12 +67,10 @@ class RequestLifecycle:
             emit: Takes chunks.
             send: Has the device do a command with the next step.
         """
-        self._device, self._queue, self._versions, self._counters = (
-            device,
-            queue,
-            versions,
-            counters,
-        )
+        self._device = device
+        self._queue = queue
+        self._versions = versions
+        self._counters = counters
         self._latency, self._default_slo, self._grammars = latency, default_slo, grammars
         self._text_stream, self._emit, self._send = text_stream, emit, send
         self.end_tokens, self._shares_prefixes = end_tokens, shares_prefixes
@@ -185,12 +183,10 @@ class RequestLifecycle:
         """Apply the result of a step to its requests: their keys and values are known, and some
         have a new token. started_s: when the step began.
         """
-        running, prompts, tokens, emit = (
-            self._queue.running,
-            result.prompts,
-            result.tokens,
-            self._emit,
-        )
+        running = self._queue.running
+        prompts = result.prompts
+        tokens = result.tokens
+        emit = self._emit
         refused, ended, embeddings = result.refused, result.ended, result.embeddings
         num_tokens: dict[str, int] = {}
         for rows in batch.requests:

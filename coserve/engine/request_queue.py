@@ -266,9 +266,8 @@ class RequestQueue:
             return None
         opened = request.open(sequence)
         sequence.reserve(num_rows)
-        self._swap.bring_back(
-            sequence, keys, len(request.tokens)
-        )  # after that: its own blocks may have given way
+        # After the pages are reserved, for which its own blocks may have been evicted.
+        self._swap.bring_back(sequence, keys, len(request.tokens))
         self._imports.bring_in(request.id, sequence, len(request.tokens))
         self._stop_waiting(request)
         if not request.num_preemptions:

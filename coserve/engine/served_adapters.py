@@ -242,13 +242,11 @@ class AdapterLoad:
         model: str = "",
     ) -> None:
         """Begin a load. model: as in `OpenVersion`."""
-        self.device, self.versions, self.name, self.key, self.directory = (
-            device,
-            versions,
-            name,
-            key,
-            directory,
-        )
+        self.device = device
+        self.versions = versions
+        self.name = name
+        self.key = key
+        self.directory = directory
         self.model = model
         self.opened = VersionOpened(num_bypasses=0)
 
@@ -281,9 +279,8 @@ class ServedAdapters:
         # Two counts: that of loads begun beside steps, which no recording has, must not show in the
         # keys of the others.
         self._num_loads, self._num_reads = count(), count()
-        self._on_disk: OrderedDict[str, None] = (
-            OrderedDict()
-        )  # can be had again; unused longest first
+        # Names of adapters that can be loaded again; the one unused longest is first.
+        self._on_disk: OrderedDict[str, None] = OrderedDict()
 
     def load(self, name: str, directory: str, *, model: str = "", path: str = "") -> AdapterVersion:
         """Load an adapter in PEFT's format and serve it as `name`.

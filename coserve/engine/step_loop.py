@@ -176,9 +176,8 @@ class StepLoop:
         """Preempt all running requests, since it is not known what the device has of them: they are
         to be opened again.
         """
-        for request in reversed(
-            list(self._requests.running.values())
-        ):  # the first one is to be the first again
+        # Each goes to the head of the queue: the first one is to be the first again.
+        for request in reversed(list(self._requests.running.values())):
             self._log.send(self._requests.preempt(request))
 
     def _note_model_changes(self) -> None:
@@ -287,12 +286,10 @@ class StepLoop:
             batch = self._requests.running_progress(is_batch=True)
             batch_waiting = self._requests.waiting_progress(is_batch=True)
         if not self._policy.serves_batch:
-            requests, batch, waiting, batch_waiting = (
-                requests + batch,
-                (),
-                waiting + batch_waiting,
-                (),
-            )
+            requests += batch
+            batch = ()
+            waiting += batch_waiting
+            batch_waiting = ()
         self.last_slo_use, slo = self._serving.headroom.use(now_s), self._default_slo.value
         return View(
             now_s,
@@ -381,9 +378,8 @@ class StepLoop:
         assert result.failure is not None
         if not self._jobs.recover(batch, result, now_s):
             self._recover_requests(batch, result.failure.message)
-        if (
-            self._pages.cache.num_state_pages
-        ):  # blocks that had run have changed their states: no row may run twice
+        # Blocks that have run have changed their states, and no row may run twice.
+        if self._pages.cache.num_state_pages:
             self._close_running()
 
     def _recover_requests(self, batch: StepBatch, reason: str) -> None:

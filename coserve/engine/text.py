@@ -63,9 +63,8 @@ class TextStream:
         )
         self._window = self._context(prompt_tokens)
         self._num_read = len(self._window)  # tokens of the window whose text is settled
-        self._num_settled = len(
-            self._decode(self._window)
-        )  # characters of the window's text that are settled
+        # Characters of the window's text that are settled.
+        self._num_settled = len(self._decode(self._window))
         self._stop, self._include_stop = stop, include_stop
         self._held = ""  # settled, but perhaps the start of a stop string
         self._pieces: list[str] = []

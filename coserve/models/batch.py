@@ -316,9 +316,8 @@ class _Savers:
         """
         for saved in self._savers.get(name, ()):
             if (rows := _rows_in(saved, group)) is not None:
-                saved.keep.rows[name].copy_(
-                    value[rows]
-                )  # nothing to do where they are (`room`): PyTorch sees that
+                # PyTorch copies nothing where the rows are in place already (`room`).
+                saved.keep.rows[name].copy_(value[rows])
         for saved, made, node in self._made.get(name, ()):
             if (rows := _rows_in(saved, group)) is not None:
                 found = run_node(node, {name: value[rows]}, {}, self._context)

@@ -76,9 +76,8 @@ def likeliest_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -
     if pieces is None:
         return None
     rank = pieces[..., 0].argmax(0)
-    return (
-        pieces[..., 1].gather(0, rank[None])[0].long() + rank * cut.local
-    )  # pieces stand in the order of the ranks
+    # Pieces are in the order of the ranks.
+    return pieces[..., 1].gather(0, rank[None])[0].long() + rank * cut.local
 
 
 def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
@@ -119,11 +118,9 @@ def _run_head(backbone: Backbone, graph: Graph, hidden: Tensor, users: Users) ->
         apart=bool(backbone.block_rows),
     )
     context, values = row_context(backbone), {"x": hidden}
-    runs, weights, num_rows = (
-        backbone.local.place_runs["head"],
-        backbone.weights["head"],
-        hidden.shape[0],
-    )
+    runs = backbone.local.place_runs["head"]
+    weights = backbone.weights["head"]
+    num_rows = hidden.shape[0]
     after = AfterNode("head", graph, (), adapters, runs, weights, context, num_rows)
     after.run(values, context)
     return values[graph.outputs[0]]

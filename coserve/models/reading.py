@@ -98,11 +98,9 @@ class _Loading:
 
     def __init__(self, local: LocalModel, storage: WeightStorage) -> None:
         self.weights: dict[str, Tensor | Weight] = {}
-        self._architecture, self._storage, self._shares = (
-            local.architecture,
-            storage,
-            WeightShares(local),
-        )
+        self._architecture = local.architecture
+        self._storage = storage
+        self._shares = WeightShares(local)
         self._owners = {
             tensor: (name, index)
             for name, stored in self._architecture.stored.items()
@@ -141,9 +139,8 @@ class _Loading:
         """
         self.take(tensor_name, lambda index: tensor[index])
         name, _ = self._owners[tensor_name]
-        if (
-            type(self._architecture.stored[name]) is not AsItIs
-        ):  # the weight is made of several tensors, and is dense
+        # The weight is made of several tensors, and is dense.
+        if type(self._architecture.stored[name]) is not AsItIs:
             return tensor, tensor.to(self._storage.dtype)
         held = self.weights[name]
         dense = held if isinstance(held, Tensor) else held.dense()
@@ -168,11 +165,9 @@ class _Loading:
 
     def _begin(self, name: str) -> tuple[Tensor, Sequence[Pieces], int]:
         """Return an entry of `_partial` for a weight of which no tensor has come."""
-        shape, cut, pieces = (
-            self._architecture.weight_shapes[name],
-            self._cut(name),
-            self.pieces(name),
-        )
+        shape = self._architecture.weight_shapes[name]
+        cut = self._cut(name)
+        pieces = self.pieces(name)
         target = self._empty(shape if cut is None else cut.local_shape(shape))
         if cut is not None and cut.is_padded:
             target.zero_()
@@ -198,11 +193,9 @@ class Rounding:
     def add(self, name: str, weight: Tensor, held: Tensor) -> None:
         """Add a weight. weight: float32. held: the same as it is stored."""
         wrong, whole = float((held.float() - weight).square().sum()), float(weight.square().sum())
-        self._wrong, self._all, self.num_weights = (
-            self._wrong + wrong,
-            self._all + whole,
-            self.num_weights + 1,
-        )
+        self._wrong += wrong
+        self._all += whole
+        self.num_weights += 1
         self._worst = max(self._worst, ((wrong / whole) ** 0.5 if whole else 0.0, name))
 
     @property

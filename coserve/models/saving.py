@@ -46,10 +46,8 @@ def save_model(
         OSError: they cannot be written.
     """
     files = files_of(architecture, source)
-    table, head = (
-        stored_name(architecture, f"{architecture.embedding_name}.weight"),
-        stored_head(architecture),
-    )
+    table = stored_name(architecture, f"{architecture.embedding_name}.weight")
+    head = stored_head(architecture)
     tensors = _as_stored(architecture, changed)
     is_other = bool({table, head} & tensors.keys())
     unties = architecture.tied and is_other and not keeps_tie

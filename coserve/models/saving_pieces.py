@@ -51,10 +51,8 @@ def save_model_pieces(
     """
     files = files_of(architecture, source)
     pieces = changed.stored(architecture)
-    table, head = (
-        stored_name(architecture, f"{architecture.embedding_name}.weight"),
-        stored_head(architecture),
-    )
+    table = stored_name(architecture, f"{architecture.embedding_name}.weight")
+    head = stored_head(architecture)
     if architecture.tied and table in pieces:
         pieces[head] = pieces[table]  # where files have it as well
     directory.mkdir(parents=True, exist_ok=True)

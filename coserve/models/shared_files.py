@@ -71,9 +71,8 @@ def write_shared_tensors(path: Path, tensors: Mapping[str, FileTensor], ranks: R
     header, starts, num_bytes = _header(tensors)
     descriptor = os.open(pending(path), os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        os.ftruncate(
-            descriptor, num_bytes
-        )  # to the same size on every rank, so that nothing written is cut off
+        # Every rank sets the same size, so that nothing written is cut off.
+        os.ftruncate(descriptor, num_bytes)
         if ranks.rank == 0:
             _write_at(descriptor, memoryview(header), 0)
         for name, tensor in tensors.items():

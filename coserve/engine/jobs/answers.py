@@ -57,12 +57,10 @@ class Answers:
         """Begin without questions. decode: decodes answers; None: they are generated and not
         judged, as in a replay.
         """
-        self._adapters, self._serving, self._device, self._decode = (
-            adapters,
-            serving,
-            device,
-            decode,
-        )
+        self._adapters = adapters
+        self._serving = serving
+        self._device = device
+        self._decode = decode
         self._rounds: dict[str, _Round] = {}
         self._asked: dict[str, tuple[Job, int]] = {}  # by the name of the request
 

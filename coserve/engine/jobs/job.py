@@ -68,11 +68,9 @@ class Job:
             shard: Part of a divided job that this engine trains.
         """
         self.id, self.name, self.config, self.costs, self.tenant = id, name, config, costs, tenant
-        self.info, self.model, self.questions = (
-            JobInfo(counts=costs.counts, tenant=tenant),
-            model,
-            questions,
-        )
+        self.info = JobInfo(counts=costs.counts, tenant=tenant)
+        self.model = model
+        self.questions = questions
         self.order = TrainingOrder(examples, config, shard)
         self.alone_until_step = 0
         """Until this optimizer step, steps of the engine that work for the job work for no other

@@ -218,9 +218,8 @@ class JobSet(Mapping[str, Job]):
 
     def add(self, job: Job) -> None:
         """Add a job that has been opened (`JobOpener`): it runs from now on."""
-        self._num_tokens_forgotten -= (
-            job.num_tokens_trained
-        )  # of one that is resumed: another engine's
+        # Tokens of a resumed job were trained by another engine.
+        self._num_tokens_forgotten -= job.num_tokens_trained
         self._jobs[job.id] = job
         self.lifecycle.note_change(job)  # to what it resumes from
         self._counters.arrive(job.tenant, job.queue_item)

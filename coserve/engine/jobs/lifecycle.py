@@ -51,12 +51,10 @@ class JobLifecycle:
             emit: Takes events.
             jobs: All jobs, now and later.
         """
-        self._clock, self._memory, self._adapters, self._counters = (
-            device.clock,
-            memory,
-            adapters,
-            counters,
-        )
+        self._clock = device.clock
+        self._memory = memory
+        self._adapters = adapters
+        self._counters = counters
         self._log, self._answers, self._emit, self._jobs = log, answers, emit, jobs
         self._copies = DeviceCopies(device, log)
         self.window_use = WindowUse()

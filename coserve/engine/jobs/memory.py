@@ -37,13 +37,11 @@ class JobMemory:
         emit: Callable[[JobEvent], None],
     ) -> None:
         """Begin without jobs; emit: takes events."""
-        self._clock, self._log, self._pages, self._swap, self._latency = (
-            clock,
-            log,
-            pages,
-            swap,
-            latency,
-        )
+        self._clock = clock
+        self._log = log
+        self._pages = pages
+        self._swap = swap
+        self._latency = latency
         self._optimizers, self._emit = pages.cache.optimizers, emit
 
     # -- packs ----------------------------------------------------------------------
@@ -89,9 +87,8 @@ class JobMemory:
             self._log.execute(needs.command_to_begin(pack, pages, measures=measures, away=away))
             job.begin_pack(pages)
         except BaseException as error:
-            if pages is None and isinstance(
-                error, BudgetError
-            ):  # enough pages, but not side by side
+            # There are enough pages, but not side by side.
+            if pages is None and isinstance(error, BudgetError):
                 return False
             if pages is not None and job.progress.place is away:  # it was not booked
                 pages.release()

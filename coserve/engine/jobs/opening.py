@@ -152,9 +152,8 @@ def fields_of(adapter: Any) -> dict[str, Any]:
         fields: dict[str, Any] = adapter.to_peft()
         return fields
     if hasattr(adapter, "peft_type") and hasattr(adapter, "to_dict"):
-        plain: dict[str, Any] = json.loads(
-            json.dumps(adapter.to_dict(), default=list)
-        )  # it has sets and enumerations
+        # PEFT's fields include sets and enumerations.
+        plain: dict[str, Any] = json.loads(json.dumps(adapter.to_dict(), default=list))
         return plain
     raise AdapterError(
         f"an adapter is a configuration, the fields of PEFT's, or a name, not {shown(adapter)}"

@@ -53,9 +53,8 @@ class PackNeeds:
         id.
         """
         self._job, self._costs = job, costs
-        self._group_pages = lru_cache(maxsize=64)(
-            partial(_pages_of, costs)
-        )  # asked for by every view
+        # Every view asks for them.
+        self._group_pages = lru_cache(maxsize=64)(partial(_pages_of, costs))
 
     def num_trained_parts(self, *, measures: bool) -> int:
         """Return how many parts of the model a pack runs backward. measures: none of them."""

@@ -47,12 +47,10 @@ class Falcon(Architecture):
         return {} if self.config.alibi else {"": rotary_table(self.config, self.head_dim)}
 
     def block(self, layer: int) -> Graph:
-        b, config, eps, width = (
-            GraphBuilder(),
-            self.config,
-            self.config.layer_norm_epsilon,
-            self.hidden_size,
-        )
+        b = GraphBuilder()
+        config = self.config
+        eps = self.config.layer_norm_epsilon
+        width = self.hidden_size
         x = b.rows("x", width)
         has_two_norms = self._is_new and config.num_ln_in_parallel_attn in (None, 2)
 

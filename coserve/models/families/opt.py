@@ -81,10 +81,8 @@ class Opt(Architecture):
         return b.build(b.linear("lm_head", x, self.vocab_size))
 
     def _norm(self, b: GraphBuilder, name: str, x: str) -> str:
-        weight, bias = (
-            b.weight(f"{name}.weight", self.hidden_size),
-            b.weight(f"{name}.bias", self.hidden_size),
-        )
+        weight = b.weight(f"{name}.weight", self.hidden_size)
+        bias = b.weight(f"{name}.bias", self.hidden_size)
         return b.apply("layer_norm", name, {"x": x, "weight": weight, "bias": bias}, eps=_EPS)
 
     def _activation(self, b: GraphBuilder, x: str) -> str:

@@ -92,10 +92,8 @@ class CompressedTensors(Quantisation):
         if (groups := parts.get(_GROUPS)) is not None and int(
             groups.min()
         ) >= 0:  # -1: there is no other order
-            scales, zeros = (
-                scales[:, groups.long()],
-                None if zeros is None else zeros[:, groups.long()],
-            )
+            scales = scales[:, groups.long()]
+            zeros = None if zeros is None else zeros[:, groups.long()]
         else:
             scales = by_blocks(scales, shape, self.block)
             zeros = None if zeros is None else by_blocks(zeros, shape, self.block)
