@@ -1,18 +1,20 @@
 """Does what the plan says with one job, and applies the events that follow."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from math import inf
 from typing import Literal
 
+from coserve.engine.commands import JobStart
+from coserve.errors import EngineGoneError
 from coserve.jobs.datasets.validation import FileReader
 from coserve.jobs.deaths import MOST_DEATHS
 from coserve.jobs.lifecycle.catalogue import JobAdapters
-from coserve.jobs.lifecycle.engine_commands import EngineCommands
 from coserve.jobs.lifecycle.events import (
     Command,
     CommandSent,
+    EngineAnswered,
     EngineEvent,
     JobFailed,
     PendingCommand,
@@ -68,7 +70,7 @@ class JobActions:
         """
         self._jobs, self._writer, self._adapters, self._reader = jobs, writer, adapters, reader
         self._models, self._clock, self._timeout_s, self._put = models, clock, timeout_s, put
-        self._commands = EngineCommands(engine, put, jobs.is_current)
+        self._commands = _EngineCommands(engine, put, jobs.is_current)
         self._numbers = count()
 
     @property
@@ -161,3 +163,62 @@ class JobActions:
         self._jobs.end(job)
         if job.status == "cancelled":
             self._reader.stop(job.id)
+
+
+class _EngineCommands:
+    """Commands to the engine that it has not answered yet. Answers come as events, so that nobody waits
+    for them. Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        engine: JobEngine,
+        answered: Callable[[EngineAnswered], None],
+        is_current: Callable[[str, PendingCommand], bool],
+    ) -> None:
+        """Set what is called with each answer, and what says whether a job's engine is still the
+        one that a command was decided for: no other is told.
+        """
+        self._engine, self._answered, self._is_current = engine, answered, is_current
+        self._calls: set[asyncio.Task[None]] = set()
+
+    @property
+    def open(self) -> Sequence["asyncio.Task[None]"]:
+        """Commands that the engine has not answered yet."""
+        return tuple(self._calls)
+
+    def start(self, job: JobStart, pending: PendingCommand) -> None:
+        """Have the engine run a job."""
+        self._call(job.id, pending, lambda: self._engine.start_job(job))
+
+    def tell(self, job: str, pending: PendingCommand) -> None:
+        """Send a command about a job that the engine has."""
+        verbs: dict[Command, Callable[[str], Awaitable[None]]] = {
+            "pause": self._engine.pause_job,
+            "resume": self._engine.resume_job,
+            "cancel": self._engine.cancel_job,
+        }
+        self._call(job, pending, lambda: verbs[pending.command](job))
+
+    async def close(self) -> None:
+        """Wait for no answer any more."""
+        for call in self.open:
+            call.cancel()
+        await asyncio.gather(*self.open, return_exceptions=True)
+
+    def _call(self, job: str, pending: PendingCommand, do: Callable[[], Awaitable[None]]) -> None:
+        call = asyncio.create_task(self._await_answer(job, pending, do))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    async def _await_answer(
+        self, job: str, pending: PendingCommand, do: Callable[[], Awaitable[None]]
+    ) -> None:
+        error: Exception | None = None
+        try:
+            if not self._is_current(job, pending):
+                raise EngineGoneError("the engine has died")
+            await do()
+        except Exception as raised:
+            error = raised
+        self._answered(EngineAnswered(job=job, command=pending, error=error))

@@ -143,41 +143,69 @@ class JobState:
         return self.earlier_s + (0.0 if self.runs_since_s is None else now_s - self.runs_since_s)
 
 
-def apply(state: JobState, event: Event) -> JobState:  # noqa: C901
+def apply(state: JobState, event: Event) -> JobState:
     """Return the state after an event."""
     match event:
         case RecordWritten(job=job):
             return _recorded(state, job)
-        case ClientAsked(desired=desired):
-            return replace(state, asked=desired)
-        case RequestClosed():
-            return _without_request(state)
-        case StoreRefused():
-            return (
-                state if state.asked == "end" and state.is_end_certain else _without_request(state)
-            )
         case ReadingBegan() | ReadingEnded():
             return replace(state, is_reading=isinstance(event, ReadingBegan))
+        case ClientAsked() | RequestClosed() | StoreRefused():
+            return _after_request(state, event)
+        case SlotRequested() | SlotGranted():
+            return _after_slot(state, event)
+        case StepsRecorded() | CheckpointRecorded():
+            return _after_progress(state, event)
+        case CommandSent() | EngineAnswered() | EngineEnded() | EngineLost():
+            return _after_engine(state, event)
+        case JobFailed():
+            return replace(state, failure=_failure(event.code, event.message, event.param))
+
+
+def _after_request(state: JobState, event: ClientAsked | RequestClosed | StoreRefused) -> JobState:
+    """Note what a client has asked for, or that it is not asked for any more."""
+    match event:
+        case ClientAsked(desired=desired):
+            return replace(state, asked=desired)
+        case StoreRefused() if state.asked == "end" and state.is_end_certain:
+            return state
+        case RequestClosed() | StoreRefused():
+            return _without_request(state)
+
+
+def _after_slot(state: JobState, event: SlotRequested | SlotGranted) -> JobState:
+    """Note whether the job waits for a slot or has one."""
+    match event:
         case SlotRequested(ticket=ticket):
             return replace(state, slot="waiting", ticket=ticket)
         case SlotGranted():
             return replace(state, slot="held")
-        case CommandSent():
-            return _sent(state, event)
-        case EngineAnswered():
-            return _answered(state, event)
+
+
+def _after_progress(state: JobState, event: StepsRecorded | CheckpointRecorded) -> JobState:
+    """Note optimizer steps, or a checkpoint, that are on record."""
+    match event:
         case StepsRecorded(num_steps=num_steps, now_s=now_s):
             meter = None if state.meter is None else state.meter.after_steps(num_steps, now_s)
             return replace(state, meter=meter, last_step_s=event.last_step_s)
         case CheckpointRecorded(step=step):
             return replace(state, listed_step=step)
+
+
+def _after_engine(
+    state: JobState, event: CommandSent | EngineAnswered | EngineEnded | EngineLost
+) -> JobState:
+    """Note what the engine was told, what it has done, or that it has died."""
+    match event:
+        case CommandSent():
+            return _sent(state, event)
+        case EngineAnswered():
+            return _answered(state, event)
         case EngineEnded():
             return _ended(state, event)
         case EngineLost(now_s=now_s):
             lost = replace(_stopped(state, now_s), epoch=state.epoch + 1)
             return replace(lost, engine="absent", has_succeeded=False, meter=None)
-        case JobFailed():
-            return replace(state, failure=_failure(event.code, event.message, event.param))
 
 
 def _recorded(state: JobState, job: JobRecord) -> JobState:

@@ -29,8 +29,7 @@ from coserve.errors import CoserveError
 from coserve.home import make_private
 from coserve.jobs.files.shared_files import entries
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, FileRecord, JobRecord
-from coserve.jobs.sql.copying import Row
-from coserve.jobs.sql.schema import SCHEMA_VERSION
+from coserve.jobs.sql.schema import SCHEMA_VERSION, Row
 from coserve.jobs.sql.store import DATABASE_FILE, Store
 from coserve.jobs.sql.transaction import Transaction
 from coserve.version import VERSION

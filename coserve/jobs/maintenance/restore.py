@@ -1,27 +1,34 @@
-"""A home from a backup: checked whole before anything of it is where a server would read it."""
+"""A home from a backup: checked whole before anything of it is where a server would read it.
+
+A backup may be anyone's. A server makes paths of what its records name, and removes what it finds
+there: so every name must be a plain one, and every directory that a job has made must lie in the
+home.
+"""
 
 import hashlib
 import shutil
+import sqlite3
 import tarfile
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 
 from coserve.errors import CoserveError, StoreError
 from coserve.home import make_private
 from coserve.jobs.maintenance.backup import FORMAT, MANIFEST
-from coserve.jobs.maintenance.foreign_rows import (
-    ForeignRowError,
-    check_foreign_database,
-    check_foreign_row,
-)
-from coserve.jobs.sql.copying import Row
-from coserve.jobs.sql.schema import SCHEMA_VERSION
+from coserve.jobs.sql.schema import SCHEMA_VERSION, Row
 from coserve.jobs.sql.store import DATABASE_FILE, Store
 
 _STAGE = "restoring"
+# Columns whose values become parts of paths.
+_NAMES = (
+    *("id", "job", "training_file", "validation_file", "result_file"),
+    *("file", "input_file", "output_file", "error_file"),
+)
+_JOBS = "jobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +74,7 @@ def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
     make_private(stage)
     try:
         manifest = _extract(file, stage)
-        check_foreign_database(stage / DATABASE_FILE)
+        _check_foreign_database(stage / DATABASE_FILE)
         store = Store.at(home, url)
         try:
             _copy_records(stage, home, store)
@@ -78,7 +85,7 @@ def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
                 num_files, num_jobs = len(transaction.file_ids()), len(transaction.job_ids())
         finally:
             store.close()
-    except (OSError, tarfile.TarError, EOFError, ForeignRowError) as error:
+    except (OSError, tarfile.TarError, EOFError, _ForeignRowError) as error:
         reason: object = error
         if isinstance(error, tarfile.ReadError) and "unexpected end" not in str(error):
             reason = "it is no tar archive"
@@ -146,7 +153,7 @@ def _copy_records(stage: Path, home: Path, store: Store) -> None:
 
 def _restored_row(home: Path, row: Row) -> Row:
     """Return a row with paths of the new home in place of relative ones."""
-    check_foreign_row(row)
+    _check_foreign_row(row)
 
     def absolute(directory: str | None) -> str | None:
         return None if directory is None else str(home / directory)  # as it is, if it is elsewhere
@@ -156,3 +163,71 @@ def _restored_row(home: Path, row: Row) -> Row:
     if row.get("start") is not None:
         row["start"] = {**row["start"], "directory": absolute(row["start"]["directory"])}
     return row
+
+
+# -- checks of records that anyone may have written ------------------------------------------------
+
+
+class _ForeignRowError(Exception):
+    """A record, or the database itself, is not one that coserve has written."""
+
+
+def _check_foreign_database(path: Path) -> None:
+    """Raise _ForeignRowError unless a file is a SQLite database of tables and indexes alone.
+
+    Views, triggers and virtual tables would run SQL of their author, as soon as their table is read
+    or written.
+    """
+    try:
+        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
+        try:
+            connection.execute("PRAGMA trusted_schema=OFF")
+            found = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise _ForeignRowError(f"its database cannot be read: {error}") from None
+    for kind, name, sql in found:
+        if kind not in ("table", "index") or "VIRTUAL" in str(sql).upper().split()[:2]:
+            raise _ForeignRowError(f"its database has {name!r}, which is no plain table")
+
+
+def _check_foreign_row(row: Row) -> None:
+    """Raise _ForeignRowError for a record that leads out of the home."""
+    if "item" not in row:  # of a conversation: its ids are clients', and name no file
+        for column in _NAMES:
+            if (value := row.get(column)) is not None and not _is_plain(value):
+                raise _ForeignRowError(f"a record has {value!r} as its {column}, which is no name")
+    is_made_here = "step" in row or bool(row.get("job"))  # a checkpoint, or the adapter of a job
+    if row.get("directory") is not None:
+        _check_directory(row["directory"], is_made_here=is_made_here)
+    if row.get("start") is not None:
+        start = row["start"]
+        if not isinstance(start, dict) or "directory" not in start:
+            raise _ForeignRowError(f"a job starts from {start!r}, which is no adapter")
+        if start["directory"] is not None:
+            _check_directory(start["directory"], is_made_here=False)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is one part of a path, or empty."""
+    return (
+        isinstance(value, str)
+        and "\0" not in value
+        and (not value or (value == Path(value).name != ".."))
+    )
+
+
+def _check_directory(value: Any, *, is_made_here: bool) -> None:
+    """Raise _ForeignRowError unless a directory lies below the jobs of the home. One that clients
+    have loaded may be elsewhere: it is only read, and below --allow-adapter-paths alone.
+    """
+    path = PurePosixPath(value) if isinstance(value, str) and "\0" not in value else None
+    if path is not None:
+        if path.is_absolute() and not is_made_here:
+            return
+        if path.parts[:1] == (_JOBS,) and ".." not in path.parts and len(path.parts) > 2:
+            return
+    raise _ForeignRowError(
+        f"a record has the directory {value!r}, which is not below {_JOBS}/ in the home"
+    )

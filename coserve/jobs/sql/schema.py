@@ -1,9 +1,11 @@
-"""The tables of a database, and whose it is."""
+"""The schema of a database: its tables, the home that owns it, and copies of all its rows."""
 
+from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 
-from sqlalchemy import Connection, Engine, func, insert, inspect, select
+from sqlalchemy import Connection, Engine, func, insert, inspect, select, text
 
 from coserve.errors import StoreError
 from coserve.jobs.records import new_id
@@ -12,6 +14,11 @@ from coserve.jobs.sql.tables import HomeTable, SchemaTable, Table
 SCHEMA_VERSION = 1
 # In a home: which database is its own, if that is elsewhere.
 _MARK_FILE = "home-id"
+_ROWS_AT_ONCE = 1000
+# They are each database's own.
+_NOT_COPIED = {HomeTable.__tablename__, SchemaTable.__tablename__}
+
+Row = dict[str, Any]
 
 
 def make_tables(reading: Engine, writing: Engine) -> None:
@@ -49,3 +56,22 @@ def claim(connection: Connection, home: Path) -> None:
             f"an empty database "
             f"(if that home was moved here, write {owner.id} to {mark})"
         )
+
+
+def copy_rows(source: Connection, target: Connection, change: Callable[[Row], Row]) -> None:
+    """As `source` sees them at this moment, each as `change` makes it; the tables of `target` are
+    there, and empty.
+    """
+    for table in Table.metadata.sorted_tables:
+        if table.name in _NOT_COPIED:
+            continue
+        query = select(table).order_by(table.c.seq).execution_options(yield_per=_ROWS_AT_ONCE)
+        for rows in source.execute(query).mappings().partitions():
+            target.execute(insert(table), [change(dict(row)) for row in rows])
+        if target.dialect.name == "postgresql":  # or the next row would get a number that is taken
+            newest = target.scalar(select(func.max(table.c.seq)))
+            if newest is not None:
+                target.execute(
+                    text("SELECT setval(pg_get_serial_sequence(:name, 'seq'), :newest)"),
+                    {"name": table.name, "newest": newest},
+                )

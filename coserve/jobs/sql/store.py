@@ -21,9 +21,8 @@ from sqlalchemy.orm import Session
 
 from coserve.errors import DiskFullError, StoreError
 from coserve.home import make_private
-from coserve.jobs.sql.copying import Row, copy_rows
 from coserve.jobs.sql.databases import database_faults, has_tables, open_database
-from coserve.jobs.sql.schema import claim, make_tables
+from coserve.jobs.sql.schema import Row, claim, copy_rows, make_tables
 from coserve.jobs.sql.tables import SchemaTable, Table
 from coserve.jobs.sql.transaction import Transaction
 from coserve.settings import without_password
