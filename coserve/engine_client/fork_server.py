@@ -37,7 +37,7 @@ from coserve.home import home_environment
 from coserve.models.fast_imports import import_configurations, without_collections
 from coserve.sandbox.parent_death import end_with_parent
 
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 class _Fork(msgspec.Struct, tag=True, frozen=True):
@@ -48,7 +48,7 @@ class _Kill(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
-class _Ended(msgspec.Struct, tag=True, frozen=True):
+class _EngineExited(msgspec.Struct, tag=True, frozen=True):
     returncode: int
 
 
@@ -162,12 +162,14 @@ class ForkServer:
 
     def _read(self) -> None:
         try:
-            message = self._socket.recv(_MOST_BYTES)
+            message = self._socket.recv(_MAX_BYTES)
         except OSError:
             message = b""
         # Without the one that forks, there is no engine either.
         returncode = (
-            msgspec.json.decode(message, type=_Ended).returncode if message else -signal.SIGKILL
+            msgspec.json.decode(message, type=_EngineExited).returncode
+            if message
+            else -signal.SIGKILL
         )
         if not message:
             self._forget()
@@ -248,10 +250,10 @@ def _fork_engines(control: socket.socket, run_engine: Callable[[], int]) -> None
             _, status = os.waitpid(engine[0], 0)
             os.close(engine[1])
             engine = None
-            control.send(msgspec.json.encode(_Ended(os.waitstatus_to_exitcode(status))))
+            control.send(msgspec.json.encode(_EngineExited(os.waitstatus_to_exitcode(status))))
         if control.fileno() not in ready:
             continue
-        message, passed, _, _ = socket.recv_fds(control, _MOST_BYTES, 3)
+        message, passed, _, _ = socket.recv_fds(control, _MAX_BYTES, 3)
         if not message:
             return
         command = msgspec.json.decode(message, type=_Fork | _Kill)

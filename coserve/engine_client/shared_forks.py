@@ -30,8 +30,8 @@ from coserve.home import home_directory, make_private
 _CONNECT_S, _START_S, _POLL_S = 60.0, 5.0, 0.05
 _LOOK_S, _IDLE_S = 1.0, 60.0
 # unix(7): sun_path, with the zero at its end.
-_MOST_ADDRESS_BYTES = 103
-_MOST_WAITING = 256
+_MAX_ADDRESS_BYTES = 103
+_MAX_WAITING = 256
 _OF_IMPORTS = (
     *(
         "COSERVE_",
@@ -99,7 +99,7 @@ def _path() -> Path | None:
     ]
     same += sorted(f"{name}={value}" for name, value in os.environ.items() if _is_of_imports(name))
     path = directory / hashlib.sha256(repr(same).encode()).hexdigest()[:16]
-    return path if len(os.fsencode(path)) <= _MOST_ADDRESS_BYTES else None
+    return path if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES else None
 
 
 def _is_of_imports(variable: str) -> bool:
@@ -126,7 +126,7 @@ def main() -> None:
         path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(str(path))
-            listening.listen(_MOST_WAITING)
+            listening.listen(_MAX_WAITING)
             run_engine = import_for_engines(model)
             gc.freeze()
             children: set[int] = set()

@@ -27,7 +27,7 @@ from coserve.handover.messages import (
     ComputePrompt,
     Forget,
     Hello,
-    Refused,
+    PromptRefused,
     Rejected,
     Welcome,
     identity_of,
@@ -182,14 +182,14 @@ class DecodeEnd:
             _log.info("the prefill instance is there")
         elif isinstance(message, Rejected):
             self._lose(message.reason, retry_s=_REJECTED_RETRY_S)
-        elif isinstance(message, Computed | Refused):
+        elif isinstance(message, Computed | PromptRefused):
             self._is_silent = False
             found = next(
                 (name for name, asked in self._asked.items() if asked.id == message.id), None
             )
             if found is None:  # it is not wanted any more
                 return
-            if isinstance(message, Refused):
+            if isinstance(message, PromptRefused):
                 _log.warning(
                     "the prompt of %s is computed here: the prefill instance says %s",
                     found,

@@ -75,7 +75,7 @@ class AdapterFiles(msgspec.Struct, frozen=True):
 class ComputePrompt(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Compute K and V of tokens, which are whole blocks, and copy those from `first_block` on to a
     page file, the first of them to its first place. Answered by `Computed`, as blocks are there,
-    and perhaps `Refused`. ttft_s: time left to the request's first token. num_public_tokens: see
+    and perhaps `PromptRefused`. ttft_s: time left to the request's first token. num_public_tokens: see
     `SamplingParams`.
     """
 
@@ -115,14 +115,14 @@ class Computed(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class PromptRefused(msgspec.Struct, tag=True, frozen=True):
     """No more of a prompt will come."""
 
     id: int
     reason: str
 
 
-Message = Hello | ComputePrompt | Forget | Welcome | Rejected | Computed | Refused
+Message = Hello | ComputePrompt | Forget | Welcome | Rejected | Computed | PromptRefused
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -26,7 +26,7 @@ from coserve.handover.messages import (
     ComputePrompt,
     Forget,
     Hello,
-    Refused,
+    PromptRefused,
     Rejected,
     Welcome,
     difference,
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 # Of requests and adapters that the engine has for decode instances; none of a client's is called
 # so.
 _NAME = "handover/"
-_LEAST_TTFT_S = 1e-3
+_MIN_TTFT_S = 1e-3
 
 
 class _Prompt:
@@ -179,7 +179,7 @@ class PrefillEnd:
                 num_public_tokens=command.num_public_tokens,
             ),
             adapter=adapter,
-            slo=Slo(ttft_s=max(_LEAST_TTFT_S, command.ttft_s), tpot_s=self._engine.slo.tpot_s),
+            slo=Slo(ttft_s=max(_MIN_TTFT_S, command.ttft_s), tpot_s=self._engine.slo.tpot_s),
             request_id=prompt.request,
             tenant=command.tenant,
         )
@@ -229,7 +229,7 @@ class PrefillEnd:
     def _refuse(self, partner: _Partner, id: int, reason: str) -> None:
         self._num_refused += 1
         partner.prompts.pop(id, None)
-        partner.transport.send(Refused(id, " ".join(reason.split())))
+        partner.transport.send(PromptRefused(id, " ".join(reason.split())))
 
     def _lose(self, partner: _Partner, error: ConnectionError) -> None:
         if partner.is_known:

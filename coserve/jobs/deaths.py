@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Deaths of its own that a job has before it fails.
-MOST_DEATHS = 3
+MAX_DEATHS = 3
 # Optimizer steps beyond the furthest of its deaths, after which they are forgotten.
 _STEPS_TO_FORGET = 100
 
@@ -30,7 +30,7 @@ class Deaths:
     @property
     def are_too_many(self) -> bool:
         """Whether the job is to fail."""
-        return self.num >= MOST_DEATHS
+        return self.num >= MAX_DEATHS
 
     @property
     def alone_until_step(self) -> int:

@@ -35,9 +35,9 @@ _Settings = TypeVar("_Settings")
 _OPENAIS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _SHORTEST_SEQUENCE, _LONGEST_SEQUENCE = 2, 1024
 _SYNCHRONIZE_EVERY_STEPS = 8
-_MOST_MULTIPLIER = 1e6
+_MAX_MULTIPLIER = 1e6
 # Far beyond what trains anything: what is more is a slip that would fail a job much later.
-_MOST_OF_OPTIMIZER = {"learning_rate": 1e3, "eps": 1, "weight_decay": 1e3, "max_grad_norm": 1e9}
+_MAX_OPTIMIZER_VALUES = {"learning_rate": 1e3, "eps": 1, "weight_decay": 1e3, "max_grad_norm": 1e9}
 # Of a field's name in a message.
 _LONGEST_NAME = 64
 
@@ -261,7 +261,7 @@ def job_settings(
     )
     with _of("hyperparameters"):
         optimizer = settings.tuning_config(1).optimizer
-    for name, most in _MOST_OF_OPTIMIZER.items():
+    for name, most in _MAX_OPTIMIZER_VALUES.items():
         with _of(f"coserve.optimizer.{name}"):
             check_number(f"coserve.optimizer.{name}", getattr(optimizer, name), least=0, most=most)
     return settings
@@ -299,7 +299,7 @@ def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     if (factor := given.get("learning_rate_multiplier")) not in (None, "auto"):
         with _of("hyperparameters.learning_rate_multiplier"):
             check_number(
-                "hyperparameters.learning_rate_multiplier", factor, above=0, most=_MOST_MULTIPLIER
+                "hyperparameters.learning_rate_multiplier", factor, above=0, most=_MAX_MULTIPLIER
             )
         known["learning_rate_multiplier"] = float(factor)
     return known

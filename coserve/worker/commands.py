@@ -81,7 +81,7 @@ class Commands:
                 is_known = self._engine.vocabulary is not None
                 key = f"grammar {hash(command.params.grammar)}" if is_known else _VOCABULARY
                 self._queue.put(
-                    _Compiled(command),
+                    _CompiledRequest(command),
                     (key,),
                     partial(self._grammar_reading, command),
                     label=command.id,
@@ -169,7 +169,7 @@ class Commands:
                     with self._activity.of_request():
                         self._engine.handle(command)
                     self._handover.added(command.id)
-                case _Compiled():
+                case _CompiledRequest():
                     read()
                     self._take_request(command.request)
                 case UseVocabulary():
@@ -193,7 +193,7 @@ class Commands:
 
     def _refuse(self, command: Any, error: CoserveError) -> None:
         match command:
-            case AddRequest() | _Compiled():
+            case AddRequest() | _CompiledRequest():
                 self._send(RequestRefused(command.id, str(error), type(error).__name__))
             case UseVocabulary():
                 pass  # requests with grammars will be told
@@ -208,7 +208,7 @@ class Commands:
         )
 
 
-class _Compiled:
+class _CompiledRequest:
     """A request whose grammar is compiled before it is taken."""
 
     def __init__(self, request: AddRequest) -> None:

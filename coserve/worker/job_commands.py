@@ -40,7 +40,7 @@ from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.protocol.messages import CallReply
 from coserve.worker.activity import Activity
 from coserve.worker.job_files import read_job_files
-from coserve.worker.job_reports import JobLane, JobReports, PendingReport
+from coserve.worker.job_reports import JobLane, PendingReport, ReadyReports
 
 _log = logging.getLogger(__name__)
 
@@ -213,9 +213,9 @@ class JobCommands:
             elif event.kind == "failed":
                 self._forget(event.job, keep_versions=False)
 
-    def take_pending(self) -> JobReports:
+    def take_pending(self) -> ReadyReports:
         """Take what may be told now, and resume jobs that waited for the disk."""
-        reports = JobReports()
+        reports = ReadyReports()
         for id, lane in list(self._lanes.items()):
             while lane.has_ready:
                 self._finish(lane.pop_ready(), reports)
@@ -249,7 +249,7 @@ class JobCommands:
         for lane in self._lanes.values():
             lane.hurry()
 
-    def _finish(self, done: PendingReport, pending: JobReports) -> None:
+    def _finish(self, done: PendingReport, pending: ReadyReports) -> None:
         error: CoserveError | None = None
         directory = ""
         if done.contribution is not None and done.written is not None:

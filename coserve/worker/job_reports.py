@@ -29,7 +29,7 @@ _FULL_DISK_WAIT_S = 1.0
 
 
 @dataclass(kw_only=True)
-class JobReports:
+class ReadyReports:
     """What is to be told of jobs, in this order: events, checkpoints, contributions, replies."""
 
     events: list[JobEvent] = field(default_factory=list)

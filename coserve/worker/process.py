@@ -77,7 +77,7 @@ _IDLE_WAIT_MS = 1000
 # After this long without work, what is kept for requests to come is given back.
 _REST_S = 5.0
 # Reports that may wait for a server that is busy, before the engine does.
-_MOST_WAITING_REPORTS = 10_000
+_MAX_WAITING_REPORTS = 10_000
 _LINGER_MS = 2000
 _STDIN = 0
 
@@ -364,7 +364,7 @@ def main() -> int:
     threading.Thread(target=_end_with_the_server, daemon=True).start()
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.PAIR)
-    socket.set_hwm(_MOST_WAITING_REPORTS)
+    socket.set_hwm(_MAX_WAITING_REPORTS)
     socket.linger = _LINGER_MS
     socket.connect(settings.address)
     try:

@@ -17,7 +17,7 @@ from coserve.protocol.messages import CallReply
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.shard import Shard
 from coserve.worker.job_commands import JobCommands
-from coserve.worker.job_reports import JobReports
+from coserve.worker.job_reports import ReadyReports
 
 NUM_STEPS = 6
 
@@ -28,7 +28,7 @@ class Process:
     def __init__(self) -> None:
         self.engine = make_engine(max_adapters=1)
         self.commands = JobCommands(self.engine)
-        self.news = JobReports()
+        self.news = ReadyReports()
 
     def step(self) -> None:
         self.commands.take([event for event in self.engine.step() if isinstance(event, JobEvent)])
@@ -182,13 +182,13 @@ def test_the_end_of_a_cancelled_job_is_told_before_the_reply_and_not_again(
     it again."""
     process.commands.handle(StartJob(1, job(tmp_path)))
     process.run(2)
-    process.news = JobReports()
+    process.news = ReadyReports()
     process.commands.handle(CancelJob(2, "j", keeps=False))
     process.hear_all()
     assert process.kinds() == ["cancelled"]
     assert process.news.replies == [CallReply(2)]
     process.commands.handle(StartJob(3, job(tmp_path)))
-    process.news = JobReports()
+    process.news = ReadyReports()
     process.run()
     assert process.kinds() == ["step"] * NUM_STEPS + ["succeeded"]
 

@@ -10,7 +10,7 @@ from job_data import DATA, QUICK, adapter_in, distance, steps_of
 from job_engine import TENANT, World, world
 from safetensors.torch import load_file
 
-from coserve.jobs.deaths import MOST_DEATHS, Deaths
+from coserve.jobs.deaths import MAX_DEATHS, Deaths
 from coserve.jobs.records import EventRecord, job_event
 
 pytestmark = pytest.mark.long
@@ -224,7 +224,7 @@ def test_a_job_that_was_to_fail_when_the_server_died_is_not_started_again(tmp_pa
             job = await w.create(DATA, **CRASHED)
             await w.until(lambda: w.job(job.id).status == "queued")
             with w.store.write() as transaction:
-                transaction.put_deaths({job.id: Deaths(num=MOST_DEATHS, step=0)})
+                transaction.put_deaths({job.id: Deaths(num=MAX_DEATHS, step=0)})
         return job.id
 
     async def second(id):

@@ -15,7 +15,7 @@ from coserve.tuning.training_files import TrainingFile
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MOST_SHOWN, _MOST_TOKENS = 3, 2000
+_MAX_SHOWN, _MAX_TOKENS = 3, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def read_preview(
     vocab_size: int | None = None,
     end_tokens: Collection[int] = (),
     most_bytes: int | None = None,
-    num_shown: int = _MOST_SHOWN,
+    num_shown: int = _MAX_SHOWN,
 ) -> Preview:
     """Return what is in a file, as a job that is not strict reads it, up to its first ten different
     faults.
@@ -141,7 +141,7 @@ def _shown(place: str, example: Example, pieces: TokenBytes) -> ShownExample:
         tokens=tuple(tokens_of(example, pieces)),
         num_tokens=len(example.tokens),
         num_trained=example.num_trained,
-        num_more=max(0, len(example.tokens) - _MOST_TOKENS),
+        num_more=max(0, len(example.tokens) - _MAX_TOKENS),
         truncated=example.truncated,
     )
 
@@ -150,7 +150,7 @@ def tokens_of(example: Example, pieces: TokenBytes) -> Iterator[Token]:
     """What each of its first tokens adds to the text. The first of all is nobody's target, so it is
     not trained.
     """
-    trained = (False, *example.trained[1:])[:_MOST_TOKENS]
+    trained = (False, *example.trained[1:])[:_MAX_TOKENS]
     waiting = b""
     for place, (token, is_trained) in enumerate(zip(example.tokens, trained, strict=False)):
         waiting += pieces.of(token)

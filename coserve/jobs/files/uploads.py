@@ -10,7 +10,7 @@ from typing import BinaryIO
 from coserve.errors import JobError
 from coserve.jobs.files.blobs import Files
 from coserve.jobs.records import FileRecord, UploadRecord, new_id
-from coserve.jobs.sql.batch_rows import PART_PURPOSE
+from coserve.jobs.sql.batch_queries import PART_PURPOSE
 from coserve.jobs.sql.store import Store
 from coserve.jobs.sql.transaction import Transaction
 

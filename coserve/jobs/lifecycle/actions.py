@@ -9,7 +9,7 @@ from typing import Literal
 from coserve.engine.commands import JobStart
 from coserve.errors import EngineGoneError
 from coserve.jobs.datasets.validation import FileReader
-from coserve.jobs.deaths import MOST_DEATHS
+from coserve.jobs.deaths import MAX_DEATHS
 from coserve.jobs.lifecycle.catalogue import JobAdapters
 from coserve.jobs.lifecycle.events import (
     Command,
@@ -42,7 +42,7 @@ from coserve.jobs.records import JobRecord
 TOO_MANY_DEATHS = JobFailed(
     code="engine_died",
     message=(
-        f"the engine died, or stood still, {MOST_DEATHS} times while it worked for this job alone"
+        f"the engine died, or stood still, {MAX_DEATHS} times while it worked for this job alone"
     ),
 )
 

@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class _ClientCall:
     """Something to do, and the future of the caller that waits for it."""
 
     do: Callable[[], Awaitable[Any]]
@@ -40,7 +40,7 @@ class JobMailbox:
     def __init__(self, settle: Callable[[], Awaitable[None]]) -> None:
         self._settle = settle
         self._events: deque[EngineEvent] = deque()
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_ClientCall] = deque()
         self._awake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.blocked: CoserveError | None = None
@@ -114,7 +114,7 @@ class JobMailbox:
         if self.is_closing or self._task is None or self._task.done():
             raise EngineGoneError("the server is shutting down")
         future: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
-        self._calls.append(_Call(do=do, result=future))
+        self._calls.append(_ClientCall(do=do, result=future))
         self._awake.set()
         return await future
 
@@ -131,7 +131,7 @@ class JobMailbox:
             if not call.result.done():  # the caller may have given up
                 call.result.set_exception(EngineGoneError("the server is shutting down"))
 
-    async def _serve(self, call: _Call) -> None:
+    async def _serve(self, call: _ClientCall) -> None:
         try:
             result = await call.do()
         except Exception as error:

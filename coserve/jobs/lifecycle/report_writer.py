@@ -60,7 +60,7 @@ class JobReportWriter:
                 if there is one.
             now_s: The time of these reports, by the server's clock.
         """
-        batch = _Batch(last_step_s, now_s)
+        batch = _ReportBatch(last_step_s, now_s)
         with self._store.write() as transaction:
             for report in reports:
                 batch.write(transaction, report)
@@ -80,7 +80,7 @@ class JobReportWriter:
         return batch.finished()
 
 
-class _Batch:
+class _ReportBatch:
     """Reports that are written in one transaction."""
 
     def __init__(self, last_step_s: Mapping[str, float | None], now_s: float) -> None:

@@ -24,7 +24,7 @@ from coserve.jobs.lifecycle.state import TRANSITIONS
 from coserve.jobs.maintenance.backup import STAGE
 from coserve.jobs.maintenance.offline import job_writer_at
 from coserve.jobs.records import AdapterRecord, CheckpointRecord, FileRecord, JobRecord
-from coserve.jobs.sql.batch_rows import BATCHES_FOLDER
+from coserve.jobs.sql.batch_queries import BATCHES_FOLDER
 from coserve.jobs.sql.store import Store
 from coserve.models.files import weight_files
 

@@ -43,7 +43,7 @@ class Restored:
     missing: tuple[str, ...]
 
 
-class _Content(msgspec.Struct, frozen=True, kw_only=True):
+class _ArchivedFile(msgspec.Struct, frozen=True, kw_only=True):
     """An entry of the manifest about a file in the archive."""
 
     sha256: str
@@ -56,7 +56,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
     coserve: str
     missing: list[str]
-    contents: dict[str, _Content]
+    contents: dict[str, _ArchivedFile]
 
 
 def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:

@@ -17,10 +17,10 @@ from coserve.jobs.records import (
     JobRecord,
     Page,
 )
-from coserve.jobs.sql.batch_rows import PART_PURPOSE, BatchRows
-from coserve.jobs.sql.conversation_rows import ConversationRows
-from coserve.jobs.sql.response_rows import ResponseRows
-from coserve.jobs.sql.rows import Record, anything, record_of, row_of
+from coserve.jobs.sql.batch_queries import PART_PURPOSE, BatchQueries
+from coserve.jobs.sql.conversation_queries import ConversationQueries
+from coserve.jobs.sql.queries import Record, anything, record_of, row_of
+from coserve.jobs.sql.response_queries import ResponseQueries
 from coserve.jobs.sql.tables import (
     AdapterTable,
     CheckpointTable,
@@ -32,7 +32,7 @@ from coserve.jobs.sql.tables import (
 )
 
 
-class Transaction(ResponseRows, ConversationRows, BatchRows):
+class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
     """Questions and changes, within one transaction."""
 
     # -- files ----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from coserve.jobs.files.remote_files import files_url, shared_files
 from coserve.jobs.manager import JobManager
 from coserve.jobs.metrics.trackers import Trackers
 from coserve.jobs.models import BaseModel, JobModels
-from coserve.jobs.sql.batch_rows import BATCHES_FOLDER
+from coserve.jobs.sql.batch_queries import BATCHES_FOLDER
 from coserve.jobs.sql.databases import database_url
 from coserve.jobs.sql.store import Store
 from coserve.models.families import build_architecture

@@ -7,14 +7,14 @@ from typing import Any
 from sqlalchemy import delete, func, select, update
 
 from coserve.jobs.records import ConversationRecord
-from coserve.jobs.sql.rows import Rows, row_of
+from coserve.jobs.sql.queries import Queries, row_of
 from coserve.jobs.sql.tables import ConversationItemTable, ConversationTable
 
 # Where others make room, they make this much more of it: the next one finds some.
 _ROOM_SHARE = 1 / 16
 
 
-class ConversationRows(Rows):
+class ConversationQueries(Queries):
     """See `Transaction`."""
 
     def add_conversation(self, record: ConversationRecord) -> None:

@@ -21,7 +21,7 @@ def anything(row: Any) -> bool:
     return True
 
 
-class Rows:
+class Queries:
     """Within one transaction."""
 
     def __init__(self, session: Session) -> None:

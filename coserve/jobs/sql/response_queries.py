@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import delete, func, select, update
 
 from coserve.jobs.records import ResponseRecord
-from coserve.jobs.sql.rows import Rows, row_of
+from coserve.jobs.sql.queries import Queries, row_of
 from coserve.jobs.sql.tables import ResponseTable
 
 # Where the oldest make room, they make this much more of it: the next one finds some.
@@ -15,7 +15,7 @@ _ROOM_SHARE = 1 / 16
 _UNFINISHED = ("queued", "in_progress")
 
 
-class ResponseRows(Rows):
+class ResponseQueries(Queries):
     """See `Transaction`."""
 
     def put_response(self, record: ResponseRecord, *, most_bytes: int) -> None:

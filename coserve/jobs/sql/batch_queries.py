@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import func, select, update
 
 from coserve.jobs.records import BATCH_OVER, BatchRecord, FileRecord, Page, UploadRecord
-from coserve.jobs.sql.rows import Rows, row_of
+from coserve.jobs.sql.queries import Queries, row_of
 from coserve.jobs.sql.tables import BatchTable, FileTable, UploadTable
 
 # Of files that are parts of an upload, by its id as their name; no client sees them.
@@ -14,7 +14,7 @@ PART_PURPOSE = "upload-part"
 BATCHES_FOLDER = "batches"
 
 
-class BatchRows(Rows):
+class BatchQueries(Queries):
     """See `Transaction`."""
 
     def add_upload(self, record: UploadRecord) -> None:
