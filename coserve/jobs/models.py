@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 class BaseModel:
     """Facts about a model that jobs need."""
 
-    # The name by which clients and jobs call the model.
     name: str
+    """The name by which clients and jobs call the model."""
     architecture: Architecture
     tokenizer: "PreTrainedTokenizerBase | None"
-    # Positions of the longest example; None: as many as the model was made for.
     max_positions: int | None = None
-    # Ids at which generation stops; empty if they are not known.
+    """Positions of the longest example; None: as many as the model was made for."""
     end_tokens: frozenset[int] = frozenset()
+    """Ids at which generation stops; empty if they are not known."""
 
 
 class JobModels:

@@ -94,8 +94,8 @@ class JobSettings:
     evaluate_every_steps: int = 50
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     best_metric: str = LOSS
-    # Whether the model is the checkpoint of the best evaluation, and not the last one.
     keep_best: bool = False
+    """Whether the model is the checkpoint of the best evaluation, and not the last one."""
     early_stopping: EarlyStopping | None = None
     live: bool = False
     strict: bool = False

@@ -47,19 +47,19 @@ class PendingReport:
 
     job: str
     step: int = 0
-    # Of a checkpoint: whether users were promised it.
     listed: bool = False
-    # The directory, when it is written; None: there is nothing to write.
+    """Of a checkpoint: whether users were promised it."""
     written: "Future[Path] | None" = None
-    # Whether the checkpoint itself is to be told: it was not before.
+    """The directory, when it is written; None: there is nothing to write."""
     is_new: bool = True
+    """Whether the checkpoint itself is to be told: it was not before."""
     event: JobEvent | None = None
-    # The command whose reply this is.
     call: int | None = None
-    # The adapter on the device that is on disk with the checkpoint.
+    """The command whose reply this is."""
     adapter: str | None = None
-    # What is written is this contribution, for the other nodes of the job.
+    """The adapter on the device that is on disk with the checkpoint."""
     contribution: Contributed | None = None
+    """What is written is this contribution, for the other nodes of the job."""
 
     @property
     def is_ready(self) -> bool:

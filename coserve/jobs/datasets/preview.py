@@ -42,18 +42,18 @@ class ShownExample:
 class Preview:
     """The contents of a file, or of its beginning."""
 
-    # Whether all of the file has been read; all numbers are of what has been.
     is_whole: bool = True
-    # All examples.
+    """Whether all of the file has been read; all numbers are of what has been."""
     found: list[Example] = field(default_factory=list)
-    # The first of them, to be shown.
+    """All examples."""
     examples: list[ShownExample] = field(default_factory=list)
-    # Faults at which a job would fail.
+    """The first of them, to be shown."""
     faults: Remarks = field(default_factory=Remarks)
-    # Places of examples that are cut, since they are too long.
+    """Faults at which a job would fail."""
     cut: list[str] = field(default_factory=list)
-    # Records that are left out, and parts of records that are not learned.
+    """Places of examples that are cut, since they are too long."""
     report: ReadingReport = field(default_factory=ReadingReport)
+    """Records that are left out, and parts of records that are not learned."""
 
     @property
     def num_examples(self) -> int:

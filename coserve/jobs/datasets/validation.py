@@ -34,14 +34,15 @@ class Validated:
     """Numbers and remarks about a job's files."""
 
     num_examples: int
-    # Tokens of one epoch.
     num_tokens: int
+    """Tokens of one epoch."""
     num_steps: int
-    # Examples that were cut, since they were too long.
     num_cut: int
-    # Remarks about what is not trained on, each fit for an event: records that were left out, and
-    # parts of records.
+    """Examples that were cut, since they were too long."""
     warnings: tuple[str, ...] = ()
+    """Remarks about what is not trained on, each fit for an event: records that were left out, and
+    parts of records.
+    """
 
 
 def validate(

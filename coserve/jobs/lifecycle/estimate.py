@@ -15,9 +15,10 @@ _WINDOW = 32
 class ProgressMeter:
     """The steps of one run of a job; a pause, or another engine, begins a new one."""
 
-    # When the last steps were done, in seconds of any clock that does not jump; the first of them
-    # is where the window begins: when the run began, until it has made many steps.
     times_s: tuple[float, ...]
+    """When the last steps were done, in seconds of any clock that does not jump; the first of them
+    is where the window begins: when the run began, until it has made many steps.
+    """
 
     def after_steps(self, num_steps: int, now_s: float) -> "ProgressMeter":
         """Return the meter after this many more optimizer steps."""

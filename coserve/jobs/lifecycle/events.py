@@ -22,11 +22,12 @@ class PendingCommand:
     """A command that the engine has not answered yet."""
 
     command: Command
-    # Differs from that of every other command of this process.
     number: int
-    # The state's epoch when the command was sent: an answer from an earlier epoch is of an engine
-    # that has died.
+    """Differs from that of every other command of this process."""
     epoch: int
+    """The state's epoch when the command was sent: an answer from an earlier epoch is of an engine
+    that has died.
+    """
 
 
 # -- events from outside --------------------------------------------------------------
@@ -55,10 +56,10 @@ class EngineLost:
     """An engine has died, and every job that it had with it."""
 
     now_s: float
-    # Jobs that the engine may have died of; None: any that it had.
     under_way: Collection[str] | None = None
-    # Jobs that the engine had; None: all, since there is no other engine.
+    """Jobs that the engine may have died of; None: any that it had."""
     jobs: Collection[str] | None = None
+    """Jobs that the engine had; None: all, since there is no other engine."""
 
     def had(self, job: str) -> bool:
         """Return whether the engine had a job."""
@@ -138,8 +139,9 @@ class CommandSent:
 
     command: PendingCommand
     now_s: float
-    # Of a start: the step from which the job resumes, and that of its newest promised checkpoint.
     resumed_step: int = 0
+    """Of a start: the step from which the job resumes, and that of its newest promised checkpoint.
+    """
     listed_step: int | None = None
 
 
@@ -149,8 +151,8 @@ class StepsRecorded:
 
     num_steps: int
     now_s: float
-    # The engine's time of the last of them.
     last_step_s: float
+    """The engine's time of the last of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

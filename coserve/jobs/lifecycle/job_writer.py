@@ -38,16 +38,16 @@ TIMEOUT = "job_timeout"
 class ResumePoint:
     """Where a job resumes, or that it does not."""
 
-    # As it is now: what came after the checkpoint is forgotten.
     job: JobRecord
-    # The checkpoint; None: the job begins anew.
+    """As it is now: what came after the checkpoint is forgotten."""
     checkpoint: CheckpointRecord | None = None
-    # Step of the newest checkpoint that users were promised; None: there is none.
+    """The checkpoint; None: the job begins anew."""
     listed_step: int | None = None
-    # Whether nothing is left to be done.
+    """Step of the newest checkpoint that users were promised; None: there is none."""
     is_done: bool = False
-    # Engines that died while they worked for the job; None: it is not suspected.
+    """Whether nothing is left to be done."""
     deaths: Deaths | None = None
+    """Engines that died while they worked for the job; None: it is not suspected."""
 
     @property
     def are_deaths_too_many(self) -> bool:

@@ -28,10 +28,10 @@ from coserve.jobs.sql.transaction import Transaction
 class RecordedReports:
     """What follows from reports that are on record."""
 
-    # For the states of jobs, in order.
     events: dict[str, list[Event]] = field(default_factory=dict)
-    # Live jobs that serve a version.
+    """For the states of jobs, in order."""
     published: dict[str, JobRecord] = field(default_factory=dict)
+    """Live jobs that serve a version."""
     num_checkpoints: int = 0
 
     def add(self, job: str, event: Event) -> None:

@@ -63,42 +63,44 @@ def is_legal(old: JobStatus, new: JobStatus) -> bool:
 class JobState:
     """One job that has not ended."""
 
-    # As the store has it.
     job: JobRecord
-    # Whether this server has the model that the job trains; a job without it waits.
+    """As the store has it."""
     has_model: bool = True
-    # Whether the job's files are being read.
+    """Whether this server has the model that the job trains; a job without it waits."""
     is_reading: bool = False
-    # What a client has asked for and does not have yet.
+    """Whether the job's files are being read."""
     asked: DesiredState | None = None
+    """What a client has asked for and does not have yet."""
     engine: EngineState = "absent"
-    # While there is one, the engine is told nothing else about the job.
     pending: PendingCommand | None = None
-    # Number of engines that have died, in this process, of those that had the job or would have had
-    # it.
+    """While there is one, the engine is told nothing else about the job."""
     epoch: int = 0
-    # Whether the job has succeeded in the engine.
+    """Number of engines that have died, in this process, of those that had the job or would have
+    had it.
+    """
     has_succeeded: bool = False
-    # Step of the newest checkpoint that users were promised; None: there is none since the job was
-    # started.
+    """Whether the job has succeeded in the engine."""
     listed_step: int | None = None
-    # Why the job is to end as failed: code, message, param.
+    """Step of the newest checkpoint that users were promised; None: there is none since the job was
+    started.
+    """
     failure: dict[str, Any] | None = None
+    """Why the job is to end as failed: code, message, param."""
     slot: Slot = "none"
-    # Order of those that wait for a slot.
     ticket: int = 0
-    # Steps of the current run, for estimates; None unless the job runs.
+    """Order of those that wait for a slot."""
     meter: ProgressMeter | None = None
-    # The engine's time of the last optimizer step of the current run.
+    """Steps of the current run, for estimates; None unless the job runs."""
     last_step_s: float | None = None
-    # The step from which the engine resumed the job.
+    """The engine's time of the last optimizer step of the current run."""
     resumed_step: int = 0
-    # Whether a client has resumed the job since the engine was given it.
+    """The step from which the engine resumed the job."""
     was_resumed: bool = False
-    # Seconds that the job ran before `runs_since_s`, in this process.
+    """Whether a client has resumed the job since the engine was given it."""
     earlier_s: float = 0.0
-    # When the job began to run; None: it does not run.
+    """Seconds that the job ran before `runs_since_s`, in this process."""
     runs_since_s: float | None = None
+    """When the job began to run; None: it does not run."""
 
     @property
     def id(self) -> str:
