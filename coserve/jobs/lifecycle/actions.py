@@ -1,4 +1,6 @@
-"""Does what the plan says with one job, and applies the events that follow."""
+"""Executor of planned actions: it does what the plan says with one job, and applies the events that
+follow.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -48,8 +50,10 @@ TOO_MANY_DEATHS = JobFailed(
 
 
 class JobActions:
-    """Called from the mailbox's task. What the store does not take raises StoreError or OSError,
-    and is undone.
+    """Executor of the actions of `coserve.jobs.lifecycle.plan`, for use in the mailbox's task
+    alone.
+
+    An action that the store cannot write is undone and raises StoreError or OSError.
     """
 
     def __init__(
@@ -65,8 +69,11 @@ class JobActions:
         timeout_s: float,
         put: Callable[[EngineEvent], None],
     ) -> None:
-        """timeout_s: how long a job may run. put: called with the events that come of commands, and
-        of time.
+        """Connect the jobs with the store, the engine and the clock.
+
+        Args:
+            timeout_s: Longest time that a job may run.
+            put: Receives the events that follow from commands and from elapsed time.
         """
         self._jobs, self._writer, self._adapters, self._reader = jobs, writer, adapters, reader
         self._models, self._clock, self._timeout_s, self._put = models, clock, timeout_s, put
@@ -79,11 +86,11 @@ class JobActions:
         return self._commands.open
 
     async def close(self) -> None:
-        """Wait for no answer any more."""
+        """Cancel the wait for all open answers."""
         await self._commands.close()
 
     async def do(self, action: Action, state: JobState) -> JobRecord | None:
-        """Do one action, and apply what follows from it; returns the job if that was its end."""
+        """Do one action and apply the events that follow; return the job if this has ended it."""
         id = state.id
         match action:
             case ReadFiles():
@@ -131,8 +138,8 @@ class JobActions:
     def _send(
         self, id: str, command: Command, resumed_step: int = 0, listed_step: int | None = None
     ) -> PendingCommand:
-        """Note that the engine is told something; a job that runs from now on is looked at when its
-        time is up.
+        """Record that a command is being sent, and schedule the time limit of a job that starts to
+        run.
         """
         pending = PendingCommand(
             command=command, number=next(self._numbers), epoch=self._jobs[id].epoch
@@ -150,14 +157,14 @@ class JobActions:
         return pending
 
     async def _end(self, id: str, status: Literal["succeeded", "failed", "cancelled"]) -> JobRecord:
-        """End a job: what an engine may still say of it is too late."""
+        """End a job in the store; later reports of the engine about it are ignored."""
         error = self._jobs[id].failure if status == "failed" else None
         job = await asyncio.to_thread(self._writer.end, id, status, error)
         self.let_go(job)
         return job
 
     def let_go(self, job: JobRecord) -> None:
-        """Forget a job that has ended in the store."""
+        """Drop a job that has ended in the store from memory."""
         self._adapters.remove_live(job)
         self._adapters.changed()
         self._jobs.end(job)
@@ -166,8 +173,9 @@ class JobActions:
 
 
 class _EngineCommands:
-    """Commands to the engine that it has not answered yet. Answers come as events, so that nobody waits
-    for them. Belongs to one event loop.
+    """Commands that the engine has not answered yet.
+
+    Answers arrive as events, so that no caller waits for them. Belongs to one event loop.
     """
 
     def __init__(
@@ -176,8 +184,13 @@ class _EngineCommands:
         answered: Callable[[EngineAnswered], None],
         is_current: Callable[[str, PendingCommand], bool],
     ) -> None:
-        """Set what is called with each answer, and what says whether a job's engine is still the
-        one that a command was decided for: no other is told.
+        """Connect the commands with an engine.
+
+        Args:
+            engine: Engine that runs the jobs.
+            answered: Receives each answer.
+            is_current: Returns whether a job's engine is still the one for which a command was
+                planned; a command for an earlier engine is not sent.
         """
         self._engine, self._answered, self._is_current = engine, answered, is_current
         self._calls: set[asyncio.Task[None]] = set()
@@ -201,7 +214,7 @@ class _EngineCommands:
         self._call(job, pending, lambda: verbs[pending.command](job))
 
     async def close(self) -> None:
-        """Wait for no answer any more."""
+        """Cancel the wait for all open answers."""
         for call in self.open:
             call.cancel()
         await asyncio.gather(*self.open, return_exceptions=True)

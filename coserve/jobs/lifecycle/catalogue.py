@@ -1,5 +1,5 @@
-"""The adapters that jobs have made, by tenant and name: those in the store, and those of live
-jobs.
+"""Catalogue of the adapters that jobs have made, by tenant and name: those in the store, and those
+of live jobs.
 """
 
 from collections.abc import Callable
@@ -12,29 +12,38 @@ from coserve.jobs.sql.store import Store
 
 
 class JobAdapters:
-    """An `AdapterCatalogue`. Questions from any thread; changes from the event loop alone."""
+    """An `AdapterCatalogue` of jobs' adapters.
+
+    Lookups may come from any thread; changes come from the event loop alone.
+    """
 
     def __init__(self, store: Store, base: str, folders: Folders) -> None:
-        """base: the model that is served; adapters of others are not found. folders: where jobs
-        keep them.
+        """Open the catalogue of the adapters of one base model.
+
+        Args:
+            store: Store that records adapters.
+            base: Model that is served; `find` and `list` leave out adapters of other models.
+            folders: Folders in which jobs keep their adapters.
         """
         self._store, self._base, self._folders = store, base, folders
         self._kept: dict[tuple[str, str], AdapterRecord] = {}
         self._live: dict[tuple[str, str], AdapterRecord] = {}
 
     def list(self, tenant: str) -> list[AdapterRecord]:
-        """Those that a tenant's jobs have made, the oldest first, and those of its live jobs."""
+        """Return the adapters of a tenant's finished jobs and checkpoints, the oldest first, then
+        those of its live jobs.
+        """
         with self._store.read() as transaction:
             found = transaction.adapters(tenant, self._base)
         return [*found, *(each for (owner, _), each in list(self._live.items()) if owner == tenant)]
 
     def find(self, tenant: str, name: str) -> AdapterRecord | None:
-        """The one of a name; the store is asked once."""
+        """Return the adapter of a name, on the served model; the store is queried once per name."""
         found = self.find_on_any(tenant, name)
         return None if found is None or found.base != self._base else found
 
     def find_on_any(self, tenant: str, name: str) -> AdapterRecord | None:
-        """The same on whatever model, served or not."""
+        """Return the adapter of a name, on any model, served or not."""
         kept = self._kept  # another, if something changes while the store is asked
         if (found := kept.get((tenant, name)) or self._live.get((tenant, name))) is not None:
             return found
@@ -46,36 +55,42 @@ class JobAdapters:
         return found
 
     def is_live(self, tenant: str, name: str) -> bool:
-        """Whether a job that has not ended serves it."""
+        """Return whether the adapter is that of a live job that has not ended."""
         return (tenant, name) in self._live
 
     def changed(self) -> None:
-        """What is in the store may have changed."""
+        """Discard cached lookups, since the store may have changed."""
         self._kept = {}
 
     def add_live(self, job: JobRecord) -> None:
-        """A live job has published; no error if it had before."""
+        """Add the adapter of a live job that has published a version; a repeated call changes
+        nothing.
+        """
         self._live.setdefault((job.tenant, job.name), adapter_of(job, job.name, None))
 
     def remove_live(self, job: JobRecord) -> None:
-        """The job has ended."""
+        """Remove the adapter of a live job that has ended."""
         self._live.pop((job.tenant, job.name), None)
 
     def lose_live(self, is_lost: Callable[[str], bool]) -> None:
-        """An engine has died, and what was on its device alone is gone. is_lost: whether it had a
-        job.
+        """Remove live adapters whose engine has died: they existed on its device alone.
+
+        Args:
+            is_lost: Returns whether the dead engine had a job.
         """
         self._live = {name: each for name, each in self._live.items() if not is_lost(each.job)}
 
     def delete(self, tenant: str, name: str) -> tuple[str, ...]:
-        """Forget an adapter and remove it from disk: a checkpoint, or a model with all checkpoints
-        of its job. Blocks; may be called from any thread, and `changed` has to be called after it.
+        """Delete an adapter from the store and from disk: a checkpoint, or a model with all
+        checkpoints of its job.
+
+        Blocks; may be called from any thread, and `changed` must be called afterwards.
 
         Returns:
-            The names that are gone; none if it was not there.
+            The names that were deleted; none if the adapter does not exist.
 
         Raises:
-            JobError: A job needs it, or trains it now.
+            JobError: A job needs the adapter, or is training it.
         """
         is_live = self.is_live(tenant, name)
         with self._store.write() as transaction:

@@ -1,20 +1,19 @@
-"""Drives each job from its actual to its desired state: events in, `apply`, `plan`, and what the
-plan says.
+"""Driver of jobs: brings each job from its actual to its desired state by `apply` and `plan`.
 
-The store is true: what an event brings is written there first, whole or not at all, and applied to
-the `JobState` after that. A job is `running` if the engine that lives now has taken it. When an
-engine is ready, and when the server starts, every unfinished job resumes from its newest
-checkpoint; what its events say after that is forgotten, since it will happen again. So every step
+The store is the source of truth: what an event brings is written there first, whole or not at all,
+and only then applied to the `JobState`. A job is `running` if the engine that lives now has
+accepted it. When an engine becomes ready, and when the server starts, every unfinished job resumes
+from its newest checkpoint; its later events are deleted, since those steps run again. So every step
 appears once, and every example is used once per epoch.
 
-The engine may answer late: a pause is answered when its checkpoint is on disk. Nothing here waits
-for that. An answer is an event, and until it comes the job that it is about is left as it is;
-others are not.
+The engine may answer late: a pause is answered when its checkpoint is on disk. The driver does not
+wait for that. An answer is an event, and until it arrives its job is left as it is; other jobs are
+not.
 
-Nothing here waits for a store that cannot be written (its disk is full, say) either. A client that
-asks for something gets an error. What the engine has reported stays where it is, in order, and a
-job that could not be settled is put off alone: both are tried again until they can be done, and so
-are kept, once.
+The driver does not wait for a store that cannot be written either (its disk is full, say). A
+client's request fails with an error. Reports of the engine stay queued in order, and a job that
+could not be settled is put off alone: both are retried until they succeed, so that each is recorded
+exactly once.
 """
 
 import asyncio
@@ -57,7 +56,9 @@ _MAX_WAITING_EVENTS = 1000
 
 
 class JobDriver:
-    """Called from the mailbox's task, but for `put`, `close` and the questions."""
+    """The driver of all jobs, for use in the mailbox's task; `put`, `close` and the lookups may be
+    called from outside it.
+    """
 
     def __init__(
         self,
@@ -72,7 +73,11 @@ class JobDriver:
         slots: TrainingSlots,
         timeout_s: float = inf,
     ) -> None:
-        """timeout_s: how long a job may run."""
+        """Connect jobs with the store, the engine and the mailbox.
+
+        Args:
+            timeout_s: Longest time that a job may run.
+        """
         self._writer, self._report_writer, self._adapters = writer, report_writer, adapters
         self._models, self._clock, self._timeout_s = models, clock, timeout_s
         self.jobs = LiveJobs(slots)
@@ -94,19 +99,19 @@ class JobDriver:
     # -- life -----------------------------------------------------------------------
 
     async def start(self, jobs: Collection[JobRecord]) -> None:
-        """Begin with the jobs that have not ended, which no engine has."""
+        """Start with the jobs that have not ended, none of which an engine has."""
         for job in jobs:
             self.add(job)
         self.mailbox.start()
         await self.mailbox.call(self._settle_all)
 
     def add(self, job: JobRecord) -> None:
-        """Take over a job from the store."""
+        """Add a job from the store."""
         self.jobs.add(JobState(job=job, has_model=job.base in self._models))
 
     async def close(self) -> None:
-        """Take what has been reported, and end: no answer is waited for, and clients that wait get
-        EngineGoneError.
+        """Handle all pending reports and stop; open answers are not awaited, and waiting clients
+        get EngineGoneError.
         """
         await self.mailbox.close()
         self._retry.close()
@@ -116,15 +121,15 @@ class JobDriver:
     # -- events ---------------------------------------------------------------------
 
     def put(self, event: EngineEvent) -> None:
-        """Have an event handled; returns at once. No engine that has died is told anything from now
-        on.
+        """Queue an event and return at once; after a loss, commands that were planned for the dead
+        engine are not sent.
         """
         if isinstance(event, EngineLost | EngineReady):
             self.jobs.announce(event)
         self.mailbox.put(event)
 
     async def settle(self) -> None:
-        """Handle all events so far, as far as the store takes them, and what was put off."""
+        """Handle all queued events, as far as the store accepts them, and retry postponed jobs."""
         is_early = self._retry.is_waiting and not self.mailbox.is_closing
         if self.mailbox.blocked is not None and is_early:
             return
@@ -142,10 +147,13 @@ class JobDriver:
             await self.settle_job(next)
 
     async def _take(self, events: Sequence[EngineEvent]) -> None:
-        """Handle events. StoreError or OSError: nothing of it was done, and it can be tried again.
+        """Handle events.
 
         Args:
             events: Reports, or one event of another kind.
+
+        Raises:
+            StoreError, OSError: Nothing was done, and the call can be repeated.
         """
         first = events[0]
         match first:
@@ -232,9 +240,10 @@ class JobDriver:
         await self.settle_job(id)
 
     def _hold_back(self, error: CoserveError) -> None:
-        """The store does not take the first event. Clients that wait get an error; jobs are paused
-        if they report too much meanwhile: when that has been taken, they are resumed as any job is
-        that should run and does not.
+        """Keep events for later because the store does not accept the first one.
+
+        Clients that wait get an error. Running jobs are paused when too many events are queued;
+        afterwards the plan resumes them, as any job that should run and does not.
         """
         self._retry.failed(error)
         for state in self.jobs:
@@ -249,11 +258,11 @@ class JobDriver:
     # -- what clients ask -----------------------------------------------------------
 
     async def ask(self, id: str, desired: DesiredState) -> Waiter:
-        """Have a job, of which nothing else is asked now, brought to what a client wants.
+        """Start to bring a job to the state that a client desires; no other request is open for it.
 
         Raises:
-            StoreError, OSError: It cannot be kept now, and nothing has been done.
-            JobError: An end that was asked for before stands.
+            StoreError, OSError: The store cannot be written now, and nothing was done.
+            JobError: The job has ended, or is already being cancelled.
         """
         if self.mailbox.blocked is not None:
             raise self.mailbox.blocked
@@ -273,14 +282,18 @@ class JobDriver:
         return waiter
 
     def check_later(self, id: str, error: StoreError | OSError) -> None:
-        """Have a job looked at again when the store works: a write that it refused may be in it all
-        the same.
+        """Settle a job again once the store works: a write that the store refused may have taken
+        effect all the same.
         """
         self._put_off.add(id)
         self._retry.failed(store_error(error))
 
     async def read(self, id: str, found: Validated | JobError) -> None:
-        """Take what is in a job's files. StoreError or OSError: this is to be called again."""
+        """Record what was found in a job's files.
+
+        Raises:
+            StoreError, OSError: The store cannot be written now; the call is to be repeated.
+        """
         if (record := await self._read_record(id)) is None or record.is_terminal:
             await asyncio.to_thread(self._writer.sweep, id)
             return
@@ -304,8 +317,10 @@ class JobDriver:
             await self.settle_job(id)
 
     async def settle_job(self, id: str) -> JobRecord | None:
-        """Do what there is to do with a job now; returns it as it is then. What the store does not
-        take is put off, and no other job suffers from what goes wrong with this one: then None.
+        """Do all that can be done with a job now, and return its record.
+
+        Failures stay with this job: what the store refuses is put off, and any other error is
+        logged. Both return None.
         """
         try:
             return await self._advance(id)
@@ -320,8 +335,8 @@ class JobDriver:
         return None
 
     async def _advance(self, id: str) -> JobRecord | None:
-        """Do what the plan says, one action after the other, until there is nothing left to do;
-        returns the job as it is then, None if there is none.
+        """Carry out planned actions until none is left, and return the job's record; None if there
+        is no such job.
         """
         while (job := await self._read_record(id)) is not None and not job.is_terminal:
             state = self.jobs[id]
@@ -334,11 +349,11 @@ class JobDriver:
         return job
 
     async def _read_record(self, id: str) -> JobRecord | None:
-        """Return a job as the store has it, and take that over; None if there is none.
+        """Return a job's record from the store and update its state from it; None if there is none.
 
-        A write of which the store said that it failed may have been done: a connection to
-        PostgreSQL can break while it commits. So what is in memory is never taken for what the
-        store has.
+        A write that the store reported as failed may have taken effect: a connection to PostgreSQL
+        can break during a commit. So the record in memory is never assumed to be the one in the
+        store.
         """
         job = await asyncio.to_thread(self._writer.any_job, id)
         if job is None or (job.is_terminal and id not in self.jobs):

@@ -1,4 +1,4 @@
-"""When a job will be done, from what was measured of it, or before it runs, of its model."""
+"""Estimates of when a job will be done: from measured steps, or before it runs, from a profile."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,12 @@ _WINDOW = 32
 
 @dataclass(frozen=True)
 class ProgressMeter:
-    """The steps of one run of a job; a pause, or another engine, begins a new one."""
+    """Times of the steps of one run of a job; a pause or another engine starts a new meter."""
 
     times_s: tuple[float, ...]
-    """When the last steps were done, in seconds of any clock that does not jump; the first of them
-    is where the window begins: when the run began, until it has made many steps.
+    """Times at which the last steps ended, in seconds of a monotonic clock. The first entry is the
+    start of the window: the start of the run, until the run has made more steps than the window
+    holds.
     """
 
     def after_steps(self, num_steps: int, now_s: float) -> "ProgressMeter":
@@ -25,10 +26,10 @@ class ProgressMeter:
         return ProgressMeter((*self.times_s, *[now_s] * num_steps)[-_WINDOW - 1 :])
 
     def seconds_left(self, num_steps: int, now_s: float) -> float | None:
-        """For as many more steps; None before one is done.
+        """Return the estimated seconds for this many more steps; None before the first step.
 
-        A step that has taken longer than the others did counts with what it has taken: a job that
-        requests hold up is not promised for soon.
+        The current step counts with the time it has taken once that exceeds the average, so that a
+        job that requests hold up is not promised for soon.
         """
         num_done = len(self.times_s) - 1
         if not num_done:
@@ -39,9 +40,10 @@ class ProgressMeter:
 
 
 def seconds_alone(order: TrainingOrder, profile: Profile) -> float:
-    """Of a job that nothing else holds up, with the profile's reference adapter (LoRA of rank 16 at
-    every linear layer, as jobs have it unless they ask for another). Validation, checkpoints and
-    restarts are not counted.
+    """Return the estimated seconds of a job that runs alone.
+
+    The adapter is the profile's reference (LoRA of rank 16 at every linear layer, the default of
+    jobs). Validation, checkpoints and restarts are not counted.
     """
     model, counts = LatencyModel(profile), profile.job
 

@@ -1,7 +1,7 @@
-"""The events that change jobs: those that reach the mailbox, and those that follow from what the
-driver has done.
+"""Events that change jobs: those that reach the mailbox, and those that follow from what the driver
+does.
 
-The time that an event needs is in it.
+An event carries the time that it needs, so that no state reads a clock.
 """
 
 from collections.abc import Collection
@@ -22,11 +22,12 @@ class PendingCommand:
     """A command that the engine has not answered yet."""
 
     command: Command
+    """Verb that was sent."""
     number: int
-    """Differs from that of every other command of this process."""
+    """Number of the command, unique in this process."""
     epoch: int
-    """The state's epoch when the command was sent: an answer from an earlier epoch is of an engine
-    that has died.
+    """Epoch of the job's state when the command was sent; an answer from an earlier epoch comes
+    from an engine that has died.
     """
 
 
@@ -35,15 +36,17 @@ class PendingCommand:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineReady:
-    """A fresh engine takes commands."""
+    """A fresh engine accepts commands."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineReported:
-    """An engine has reported on jobs, in this order: events, then checkpoints."""
+    """An engine has reported on jobs."""
 
     events: Collection[JobEvent] = ()
+    """Events of jobs, in order."""
     checkpoints: Collection[Checkpointed] = ()
+    """Checkpoints that are complete on disk; they follow the events."""
 
     @property
     def jobs(self) -> set[str]:
@@ -53,11 +56,12 @@ class EngineReported:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineLost:
-    """An engine has died, and every job that it had with it."""
+    """An engine has died with all jobs that it had."""
 
     now_s: float
+    """Time of the loss, by the server's clock."""
     under_way: Collection[str] | None = None
-    """Jobs that the engine may have died of; None: any that it had."""
+    """Jobs that may have caused the death; None: any that the engine had."""
     jobs: Collection[str] | None = None
     """Jobs that the engine had; None: all, since there is no other engine."""
 
@@ -68,25 +72,30 @@ class EngineLost:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineAnswered:
-    """The engine has answered a command; error: None if it was done."""
+    """The engine has answered a command."""
 
     job: str
+    """Id of the job."""
     command: PendingCommand
+    """Command that was answered."""
     error: Exception | None = None
+    """Error of the command; None if it was done."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TimeUp:
-    """A job may have run for as long as it may."""
+    """A job may have reached its time limit."""
 
     job: str
+    """Id of the job."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClientAsked:
-    """A client wants something of a job of which nothing else is asked."""
+    """A client has requested a state of a job that has no other open request."""
 
     desired: DesiredState
+    """State that the client requested."""
 
 
 # -- events that follow from what the driver has done -----------------------------------
@@ -94,13 +103,13 @@ class ClientAsked:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestClosed:
-    """The client was answered: what it asked for is done, or cannot be done."""
+    """The client was answered: its request was fulfilled or refused."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoreRefused:
-    """The store could not be written. What was asked for counts as not asked, but for an end that
-    is certain.
+    """The store could not be written. The client's request is dropped, unless it is an end that is
+    already certain.
     """
 
 
@@ -109,6 +118,7 @@ class RecordWritten:
     """The store has a new version of the job's record."""
 
     job: JobRecord
+    """The new record."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,31 +128,34 @@ class ReadingBegan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReadingEnded:
-    """What is in the job's files is on record, or is a failure."""
+    """The job's files have been read: their contents are on record, or the job has failed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotRequested:
-    """The job waits for a slot, after those with lower tickets."""
+    """The job waits for a training slot."""
 
     ticket: int
+    """Position in the queue; lower tickets come first."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotGranted:
-    """The job has a slot."""
+    """The job has a training slot."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CommandSent:
-    """The engine was told something about the job."""
+    """A command about the job was sent to the engine."""
 
     command: PendingCommand
+    """The command, now pending."""
     now_s: float
+    """Time at which it was sent, by the server's clock."""
     resumed_step: int = 0
-    """Of a start: the step from which the job resumes, and that of its newest promised checkpoint.
-    """
+    """Step from which a started job resumes."""
     listed_step: int | None = None
+    """Step of the newest listed checkpoint of a started job."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,24 +163,29 @@ class StepsRecorded:
     """Optimizer steps are on record."""
 
     num_steps: int
+    """Number of new optimizer steps."""
     now_s: float
+    """Time of the report, by the server's clock."""
     last_step_s: float
-    """The engine's time of the last of them."""
+    """Time of the last of these steps, by the engine's clock."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CheckpointRecorded:
-    """A checkpoint that users were promised is on record."""
+    """A listed checkpoint is on record."""
 
     step: int
+    """Optimizer step of the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineEnded:
-    """The engine has reported that it does not have the job any more."""
+    """The engine has reported that a job has ended there."""
 
     outcome: Literal["succeeded", "failed", "cancelled"]
+    """Outcome in the engine; a job that was cancelled there need not be over."""
     message: str = ""
+    """Reason of a failure."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,8 +193,11 @@ class JobFailed:
     """The job is to end as failed, for a reason that does not come from the engine."""
 
     code: str
+    """Code of the job's error."""
     message: str
+    """Message of the job's error."""
     param: str | None = None
+    """Field that the error is about, if any."""
 
 
 # What a mailbox takes, and what changes one state.

@@ -1,6 +1,4 @@
-"""Every change of a job as it is written into the store (whole, or not at all) and on disk. Calls
-block.
-"""
+"""Writer of every change of a job: whole or not at all, into the store and to disk. Calls block."""
 
 import time
 from collections.abc import Collection
@@ -36,27 +34,27 @@ TIMEOUT = "job_timeout"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Where a job resumes, or that it does not."""
+    """The point from which a job resumes, or the reason why it does not."""
 
     job: JobRecord
-    """As it is now: what came after the checkpoint is forgotten."""
+    """The job's record, without what came after the checkpoint."""
     checkpoint: CheckpointRecord | None = None
-    """The checkpoint; None: the job begins anew."""
+    """The checkpoint; None: the job starts anew."""
     listed_step: int | None = None
-    """Step of the newest checkpoint that users were promised; None: there is none."""
+    """Step of the newest listed checkpoint; None: there is none."""
     is_done: bool = False
-    """Whether nothing is left to be done."""
+    """Whether the job has made all of its steps and its model is on disk."""
     deaths: Deaths | None = None
-    """Engines that died while they worked for the job; None: it is not suspected."""
+    """Engine deaths that the job is suspected of; None: it is not suspected."""
 
     @property
     def are_deaths_too_many(self) -> bool:
-        """Whether the job is to fail instead; then nothing was rolled back."""
+        """Return whether the job is to fail instead; then nothing was rolled back."""
         return self.deaths is not None and self.deaths.are_too_many
 
 
 class JobWriter:
-    """The only one that changes a job's status."""
+    """The only writer of a job's status."""
 
     def __init__(self, store: Store, files: Files, folders: Folders) -> None:
         self._store, self._files, self._folders = store, files, folders
@@ -69,18 +67,23 @@ class JobWriter:
             return transaction.job(tenant, id)
 
     def any_job(self, id: str) -> JobRecord | None:
-        """Return a job, whosever it is; None if there is none."""
+        """Return a job of any tenant; None if there is none."""
         with self._store.read() as transaction:
             return transaction.any_job(id)
 
     def job(self, id: str) -> JobRecord:
-        """Return a job that there is."""
+        """Return a job of any tenant, which must exist."""
         found = self.any_job(id)
         assert found is not None, f"job {id} is not in the store"
         return found
 
     def start_of(self, point: ResumePoint, *, model: str = "") -> JobStart:
-        """Return all that an engine needs to run a job from there. model: see `JobStart`."""
+        """Return the command that starts a job in an engine.
+
+        Args:
+            point: Point from which the job resumes.
+            model: See `JobStart`.
+        """
         job, settings = point.job, JobSettings.from_data(point.job.settings)
         return JobStart(
             id=job.id,
@@ -112,8 +115,11 @@ class JobWriter:
     # -- from the beginning ---------------------------------------------------------
 
     def tidy(self) -> tuple[JobRecord, ...]:
-        """Remove at the start what a process left half done; returns the unfinished jobs, which no
-        engine has. This needs no room on a disk.
+        """Remove at the start what an earlier process left half done. This needs no free disk
+        space.
+
+        Returns:
+            The unfinished jobs, none of which an engine has.
         """
         self._files.tidy()
         with self._store.read() as transaction:
@@ -128,8 +134,11 @@ class JobWriter:
         return jobs
 
     def add(self, record: JobRecord, max_jobs: int | None = None) -> None:
-        """Add a new job; JobError for files that are not there, or not for fine-tuning, LimitError
-        if the tenant has max_jobs that have not ended.
+        """Add a new job.
+
+        Raises:
+            JobError: A file does not exist, or was not uploaded for fine-tuning.
+            LimitError: The tenant has max_jobs unfinished jobs.
         """
         with self._store.write() as transaction:
             if (
@@ -161,7 +170,7 @@ class JobWriter:
             )
 
     def change(self, id: str, status: JobStatus, message: str | None = None) -> JobRecord:
-        """Give a job that has not ended another status, and an event that says so."""
+        """Change the status of a job that has not ended, and add an event with the message."""
         with self._store.write() as transaction:
             job = transaction.any_job(id)
             assert job is not None, f"job {id} is not in the store"
@@ -171,7 +180,7 @@ class JobWriter:
         return job
 
     def validated(self, job: JobRecord, found: Validated) -> JobRecord:
-        """Write what was found in a job's files; a paused job stays so."""
+        """Write what was found in a job's files, and queue the job unless it is paused."""
         with self._store.write() as transaction:
             if found.num_cut:
                 length = job.settings["max_sequence_length"]
@@ -201,15 +210,14 @@ class JobWriter:
     def lose_engine(
         self, lost: Collection[str], under_way: Collection[str] | None
     ) -> tuple[tuple[JobRecord, ...], frozenset[str]]:
-        """Write that the engine which had these jobs has died: they wait for the next one.
+        """Write that the engine of these jobs has died: they are queued for the next one.
 
         Args:
             lost: Jobs that the engine had.
-            under_way: Jobs that the engine may have died of; None: any.
+            under_way: Jobs that may have caused the death; None: any.
 
         Returns:
-            The jobs that are queued now, and the ids of those that engines have died of too many
-            times.
+            The jobs that are queued now, and the ids of those that have caused too many deaths.
         """
         with self._store.write() as transaction:
             jobs = [
@@ -228,8 +236,9 @@ class JobWriter:
         return queued, frozenset(id for id in blamed if suspected[id].are_too_many)
 
     def roll_back(self, id: str) -> ResumePoint:
-        """Forget all that a job did after its newest checkpoint, as if it had not been, unless
-        nothing is left to be done, or engines have died of it too many times.
+        """Delete everything that a job did after its newest checkpoint.
+
+        Nothing is deleted if the job is done or has caused too many engine deaths.
         """
         with self._store.read() as transaction:
             checkpoints, deaths = transaction.all_checkpoints(id), transaction.deaths().get(id)
@@ -264,7 +273,13 @@ class JobWriter:
         status: Literal["succeeded", "failed", "cancelled"],
         error: dict[str, Any] | None = None,
     ) -> JobRecord:
-        """End a job; no error if it has ended before. error: code, message, param."""
+        """End a job; a job that has ended before is returned unchanged.
+
+        Args:
+            id: Id of the job.
+            status: Final status.
+            error: Error of a failed job: code, message, param.
+        """
         job = self.job(id)
         if job.is_terminal:
             return job
@@ -285,9 +300,7 @@ class JobWriter:
         error: dict[str, Any] | None,
         results: FileRecord | None,
     ) -> tuple[JobRecord, tuple[CheckpointRecord, ...]]:
-        """Write down that a job has ended; returns it as it is then, and the checkpoints that are
-        kept.
-        """
+        """Write that a job has ended; return its record and the checkpoints that are kept."""
         with self._store.write() as transaction:
             if error is not None and error["code"] == TIMEOUT:
                 _list_newest(transaction, job)
@@ -318,7 +331,7 @@ class JobWriter:
         return job, kept
 
     def sweep(self, id: str) -> None:
-        """Remove what a job that has ended does not need."""
+        """Remove files that a job needs no more after its end."""
         with self._store.read() as transaction:
             kept = transaction.all_checkpoints(id)
         self._folders.sweep(id, kept, is_terminal=True)
@@ -338,9 +351,7 @@ class JobWriter:
 
 
 def _check_start(transaction: Transaction, job: JobRecord, folders: Folders) -> None:
-    """Raise JobError if the adapter that a job is to train further was deleted after it had been
-    looked up.
-    """
+    """Raise JobError if the adapter that a job is to train further was deleted after its lookup."""
     directory = None if job.start is None else job.start["directory"]
     if directory is None or not folders.holds(Path(directory)):
         return

@@ -1,6 +1,4 @@
-"""The states of all jobs that have not ended, and the clients that wait for what they have asked of
-them.
-"""
+"""States of all jobs that have not ended, and the clients that wait for their requests."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -27,7 +25,10 @@ Waiter = asyncio.Future[JobRecord]
 
 
 class LiveJobs:
-    """Changed from one task alone; `get` and `slot_position` may be called from any thread."""
+    """States of all jobs that have not ended.
+
+    One task changes them; `get` and `slot_position` may be called from any thread.
+    """
 
     def __init__(self, slots: TrainingSlots) -> None:
         self._slots = slots
@@ -51,23 +52,23 @@ class LiveJobs:
         return self._states.get(id)
 
     def add(self, state: JobState) -> None:
-        """Take over a job."""
+        """Add a job."""
         self._states[state.id] = state
 
     def apply(self, id: str, event: Event) -> None:
-        """Have an event change a job."""
+        """Apply an event to a job."""
         self._states[id] = apply(self._states[id], event)
 
     def end(self, job: JobRecord) -> None:
-        """Let go of a job that has ended; a client that waits gets the record."""
+        """Remove a job that has ended, and answer the client that waits for it with the record."""
         del self._states[job.id]
         self._answer(job.id, lambda waiter: waiter.set_result(job))
 
     # -- engines --------------------------------------------------------------------
 
     def announce(self, event: EngineLost | EngineReady) -> None:
-        """Note that an engine has died or is ready, which is applied when the store has taken all
-        that came before.
+        """Note that an engine has died or is ready; the event is applied once the store has
+        recorded all that came before.
         """
         self._announced.append(event)
         is_other_left = (
@@ -76,26 +77,24 @@ class LiveJobs:
         self._is_engine_up = isinstance(event, EngineReady) or is_other_left
 
     def apply_ready(self, event: EngineReady) -> None:
-        """Have jobs start on an engine that was announced."""
+        """Allow jobs to start on an engine that was announced."""
         self._announced.remove(event)
 
     def apply_loss(self, event: EngineLost) -> None:
-        """Have the death of an engine that was announced change the jobs that it had."""
+        """Apply the announced death of an engine to the jobs that it had."""
         self._announced.remove(event)
         for state in self:
             if event.had(state.id):
                 self.apply(state.id, event)
 
     def can_start(self, id: str) -> bool:
-        """Return whether there is an engine, and all that engines have done to a job so far has
-        been applied.
-        """
+        """Return whether an engine is up and all announced events about a job have been applied."""
         return self._is_engine_up and not any(
             isinstance(each, EngineReady) or each.had(id) for each in self._announced
         )
 
     def is_current(self, id: str, command: PendingCommand) -> bool:
-        """Return whether no engine that had a job has died since a command was sent."""
+        """Return whether no engine that had the job has died since a command was planned."""
         state = self.get(id)
         if state is None or command.epoch != state.epoch:
             return False
@@ -104,16 +103,14 @@ class LiveJobs:
     # -- slots ----------------------------------------------------------------------
 
     def request_slot(self, id: str) -> None:
-        """Have a job wait for a slot, which it gets at once if it is the next."""
+        """Queue a job for a training slot, which is granted at once if the job is the next."""
         self.apply(id, SlotRequested(ticket=next(self._tickets)))
         first = self._slots.next(self._states.values())
         if first is not None and first.id == id:
             self._grant_slot(first)
 
     def grant_next_slot(self) -> str | None:
-        """Grant a slot that is free; returns the job that has it now, None if there is none to
-        grant.
-        """
+        """Grant a free slot, and return the job that has it now; None if there is none to grant."""
         state = self._slots.next(self._states.values())
         if state is None:
             return None
@@ -133,45 +130,48 @@ class LiveJobs:
     # -- clients --------------------------------------------------------------------
 
     def waiter(self, id: str) -> Waiter | None:
-        """Return what resolves when a client has what it asked of a job; None if no client
-        waits.
-        """
+        """Return the future of the client that waits for a job; None if no client waits."""
         found = self._waiters.get(id)
         return None if found is None or found.done() else found
 
     def ask(self, id: str, desired: DesiredState) -> Waiter:
-        """Note what a client wants of a job, of which no other waits."""
+        """Record a client's request about a job that has no other open request."""
         assert self.waiter(id) is None, "one request at a time"
         self.apply(id, ClientAsked(desired=desired))
         waiter = self._waiters[id] = asyncio.get_running_loop().create_future()
         return waiter
 
     def take_back(self, id: str, before: DesiredState | None) -> None:
-        """Undo `ask`. before: what had been asked for until then."""
+        """Undo `ask`.
+
+        Args:
+            id: Id of the job.
+            before: Request that was open until then.
+        """
         self._waiters.pop(id, None)
         if id in self._states:
             self.apply(id, RequestClosed() if before is None else ClientAsked(desired=before))
 
     def grant(self, id: str) -> None:
-        """Answer the client that asked for something: all that can be done now has been."""
+        """Answer the client that all that can be done now has been done."""
         self.apply(id, RequestClosed())
         job = self._states[id].job
         self._answer(id, lambda waiter: waiter.set_result(job))
 
     def refuse(self, id: str, error: CoserveError) -> None:
-        """Answer the client that what it asked for cannot be done."""
+        """Answer the client that its request cannot be fulfilled."""
         if id in self._states:
             self.apply(id, RequestClosed())
         self._answer(id, lambda waiter: waiter.set_exception(error))
 
     def put_off(self, id: str, error: CoserveError) -> None:
-        """Answer the client that what it asked for cannot be written now."""
+        """Answer the client that its request cannot be written now."""
         if id in self._states:
             self.apply(id, StoreRefused())
         self._answer(id, lambda waiter: waiter.set_exception(error))
 
     def refuse_all(self, error: CoserveError) -> None:
-        """Answer every client that waits with an error."""
+        """Answer every waiting client with an error."""
         for id in list(self._waiters):
             self.refuse(id, error)
 

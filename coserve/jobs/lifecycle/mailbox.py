@@ -1,9 +1,7 @@
-"""A mailbox: everything that changes jobs is handled serially in one task, so that no two changes
-ever meet.
+"""Mailbox of jobs: all mutations run serially in one task, so that no two changes ever meet.
 
-It has two lanes. Calls of clients are answered in the order in which they came. What engines have
-reported stays, in order, until the store has taken it; meanwhile clients' calls are answered all
-the same.
+It has two lanes. Client calls run in the order in which they arrived. Reports of engines stay
+queued, in order, until the store has recorded them; client calls are answered meanwhile.
 """
 
 import asyncio
@@ -24,17 +22,19 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class _ClientCall:
-    """Something to do, and the future of the caller that waits for it."""
+    """A call of a client that waits for its turn."""
 
     do: Callable[[], Awaitable[Any]]
+    """Function to run in the mailbox's task."""
     result: "asyncio.Future[Any]"
+    """Future of the caller."""
 
 
 class JobMailbox:
-    """Belongs to one event loop.
+    """A queue of events and calls with one task that handles them. Belongs to one event loop.
 
     `settle` is awaited whenever an event or a timer woke the task, and after every call; it takes
-    the events. blocked: why the first event could not be taken when that was last tried.
+    the events. `blocked` is the reason why the first event could not be taken at the last attempt.
     """
 
     def __init__(self, settle: Callable[[], Awaitable[None]]) -> None:
@@ -47,11 +47,11 @@ class JobMailbox:
         self.is_closing = False
 
     def start(self) -> None:
-        """Begin; calls are taken from now on."""
+        """Start the task; calls are accepted from now on."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Settle once more, and end; calls whose turn has not come get an EngineGoneError."""
+        """Settle once more and stop; calls whose turn has not come get an EngineGoneError."""
         self.is_closing = True
         self._awake.set()
         if self._task is not None:
@@ -63,12 +63,12 @@ class JobMailbox:
     # -- events ---------------------------------------------------------------------
 
     def put(self, event: EngineEvent) -> None:
-        """Add the newest event; returns at once."""
+        """Append an event and return at once."""
         self._events.append(event)
         self._awake.set()
 
     def wake(self) -> None:
-        """Have the task settle, though nothing was put."""
+        """Make the task settle, although no event was put."""
         self._awake.set()
 
     @property
@@ -77,9 +77,10 @@ class JobMailbox:
         return len(self._events)
 
     async def take_events(self, take: Callable[[Sequence[EngineEvent]], Awaitable[None]]) -> None:
-        """Hand over all events, neighbouring reports together, until `take` raises StoreError or
-        OSError: nothing of what it was given has been taken then, and that comes first the next
-        time. Any other error costs only the events that it was raised for.
+        """Pass all events to `take`, consecutive reports together.
+
+        StoreError and OSError stop the loop: the events of the failed call stay queued, and come
+        first the next time. Any other error is logged, and drops only the events of its call.
         """
         self.blocked = None
         while self._events:
@@ -94,7 +95,7 @@ class JobMailbox:
                 _log.exception("a job's report could not be taken in: %s", error)
 
     def _next_events(self) -> list[EngineEvent]:
-        """Take the first event, or all reports at the beginning."""
+        """Pop the first event, or all reports at the beginning of the queue."""
         events = [self._events.popleft()]
         while self._events and all(
             isinstance(each, EngineReported) for each in (events[0], self._events[0])
@@ -110,7 +111,7 @@ class JobMailbox:
         return len(self._calls)
 
     async def call(self, do: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Have something done in its turn; returns what it returns, and raises what it raises."""
+        """Run a function in its turn; return its result, or raise its error."""
         if self.is_closing or self._task is None or self._task.done():
             raise EngineGoneError("the server is shutting down")
         future: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()

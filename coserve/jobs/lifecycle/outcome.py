@@ -1,6 +1,4 @@
-"""The outcome of a job that has succeeded: its model, which is its last checkpoint or its best
-one.
-"""
+"""Outcome of a job that has succeeded: its model, which is its last checkpoint or its best one."""
 
 from collections.abc import Sequence
 
@@ -14,7 +12,10 @@ def add_model(
 ) -> None:
     """Add the model of a job that has succeeded, and events that say which checkpoint it is.
 
-    checkpoints: those that are kept, by step; the last one is that of the job's end.
+    Args:
+        transaction: Transaction in which the job ends.
+        job: The job.
+        checkpoints: Checkpoints that are kept, by step; the last one is that of the job's end.
     """
     settings = JobSettings.from_data(job.settings)
     if stops_early(job) and settings.early_stopping is not None:
@@ -35,14 +36,12 @@ def add_model(
 
 
 def stops_early(job: JobRecord) -> bool:
-    """Return whether a job has ended before its last step, of those that have succeeded."""
+    """Return whether a job that has succeeded ended before its last step."""
     return job.num_steps_done < job.num_steps
 
 
 def num_trained_tokens(transaction: Transaction, job: JobRecord) -> int:
-    """Return the tokens that a job which has succeeded was trained on, every use of an example
-    counted.
-    """
+    """Return the number of trained tokens of a job that has succeeded, every use counted."""
     if stops_early(job):
         steps = [event for event in transaction.metrics(job.id) if event.kind == "step"]
         return sum(int(event.data["num_tokens"]) for event in steps)
@@ -55,9 +54,7 @@ def num_trained_tokens(transaction: Transaction, job: JobRecord) -> int:
 def _best(
     transaction: Transaction, job: JobRecord, checkpoints: Sequence[CheckpointRecord]
 ) -> CheckpointRecord:
-    """Return the checkpoint of the best evaluation; the last one, with a warning, if there is
-    none.
-    """
+    """Return the checkpoint of the best evaluation; without one, the last, with a warning."""
     best = transaction.best_evaluations([job.id]).get(job.id)
     found = [each for each in checkpoints if best is not None and each.step == best.step]
     if found:

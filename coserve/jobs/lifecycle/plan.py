@@ -1,9 +1,7 @@
-"""What is to be done next with a job: `plan(state)` is pure, and compares what is with what should
-be.
+"""Planner of jobs: `plan(state)` is pure, and compares a job's actual state with its desired state.
 
-The driver does what it says, applies the events that follow, and asks again, until there is nothing
-left to do. So a job comes from whatever state it is in to the state that is desired, whatever
-happens in between.
+The driver carries out the planned action, applies the events that follow, and plans again until
+nothing is left to do. So a job comes from any state to the desired one, whatever happens meanwhile.
 """
 
 from dataclasses import dataclass
@@ -16,31 +14,33 @@ from coserve.jobs.records import OVER, JobStatus
 
 @dataclass(frozen=True)
 class ReadFiles:
-    """Read the job's files."""
+    """An action: read and validate the job's files."""
 
 
 @dataclass(frozen=True)
 class RequestSlot:
-    """Ask for a slot to train in."""
+    """An action: queue the job for a training slot."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Give the job to the engine, from its newest checkpoint."""
+    """An action: start the job in the engine, from its newest checkpoint."""
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Send the engine a command about a job that it has."""
+    """An action: send the engine a command about a job that it has."""
 
     command: Command
+    """Verb to send."""
 
 
 @dataclass(frozen=True)
 class Write:
-    """Write another status into the store."""
+    """An action: write another status into the store."""
 
     status: JobStatus
+    """The new status."""
 
 
 Action = ReadFiles | RequestSlot | Start | Tell | Write
@@ -56,7 +56,7 @@ def _rule(
     engine: EngineState | None,
     action: Action | None,
 ) -> _Rule:
-    """Make a rule; None: any status, or any state in the engine."""
+    """Make a rule; None matches any status, or any state in the engine."""
     return (
         desired,
         _LIVING if status is None else frozenset((status,)),
@@ -85,13 +85,12 @@ _RULES: tuple[_Rule, ...] = (
 
 
 def plan(state: JobState, *, can_start: bool) -> Action | None:
-    """Return what brings a job one step nearer to what should be; None: there is nothing to do, or
-    only to wait.
+    """Return the action that brings a job one step nearer to its desired state; None: there is
+    nothing to do, or the job has to wait.
 
     Args:
         state: The job.
-        can_start: Whether there is an engine, and all that engines have done to the job so far has
-            been applied.
+        can_start: Whether an engine is up and all announced events about the job have been applied.
     """
     if state.status in OVER:
         return None
@@ -114,9 +113,7 @@ def _rule_for(state: JobState) -> Action | None:
 
 
 def _when_possible(action: Action | None, state: JobState, can_start: bool) -> Action | None:
-    """Return the action, or what is to be done while it has to wait for a model, a slot or an
-    engine.
-    """
+    """Return the action, or what comes first while the job lacks a model, a slot or an engine."""
     if isinstance(action, ReadFiles):
         return action if state.has_model and not state.is_reading else None
     if action not in (Start(), Tell("resume")):
@@ -129,9 +126,9 @@ def _when_possible(action: Action | None, state: JobState, can_start: bool) -> A
 
 
 def refusal(state: JobState, answer: EngineAnswered, *, is_current: bool) -> CoserveError | None:
-    """Return the error for the client that asked, if a command was not done and the job is to be
-    left as it is: else the engine would be told the same for ever. None: what there is to do with
-    the job is planned again.
+    """Return the error for the client whose command failed, if the job is to be left as it is.
+
+    Without a refusal the plan would send the same command for ever. None: the job is planned again.
 
     Args:
         state: The job before the answer.

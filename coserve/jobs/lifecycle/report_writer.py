@@ -1,5 +1,5 @@
-"""From what an engine reports of jobs to what the store keeps, and to the events of their
-states.
+"""Writer of an engine's reports: it records them in the store, and returns the events that follow
+for the jobs' states.
 """
 
 import time
@@ -26,13 +26,14 @@ from coserve.jobs.sql.transaction import Transaction
 
 @dataclass(kw_only=True)
 class RecordedReports:
-    """What follows from reports that are on record."""
+    """Consequences of reports that are on record."""
 
     events: dict[str, list[Event]] = field(default_factory=dict)
-    """For the states of jobs, in order."""
+    """Events for the states of jobs, by job, in order."""
     published: dict[str, JobRecord] = field(default_factory=dict)
-    """Live jobs that serve a version."""
+    """Live jobs that serve a version, by id."""
     num_checkpoints: int = 0
+    """Number of checkpoints that were recorded."""
 
     def add(self, job: str, event: Event) -> None:
         """Add an event of a job."""
@@ -40,7 +41,7 @@ class RecordedReports:
 
 
 class JobReportWriter:
-    """Writes reports down: each batch whole, or not at all."""
+    """A writer that records each batch of reports whole, or not at all."""
 
     def __init__(self, store: Store, folders: Folders) -> None:
         self._store, self._folders = store, folders
@@ -51,14 +52,13 @@ class JobReportWriter:
         last_step_s: Mapping[str, float | None],
         now_s: float,
     ) -> RecordedReports:
-        """Write reports of the jobs that are the living engine's to report on. Blocks; safe to do
-        again if it failed.
+        """Write the reports of the living engine's jobs. Blocks; may be repeated after a failure.
 
         Args:
-            reports: In the order in which they came.
-            last_step_s: Those jobs, and the engine's time of their last optimizer step in this run,
-                if there is one.
-            now_s: The time of these reports, by the server's clock.
+            reports: Reports in the order in which they arrived.
+            last_step_s: Ids of the living engine's jobs, with the engine's time of their last
+                optimizer step in this run, if any.
+            now_s: Time of these reports, by the server's clock.
         """
         batch = _ReportBatch(last_step_s, now_s)
         with self._store.write() as transaction:
@@ -105,7 +105,7 @@ class _ReportBatch:
                 self.too_late.append(checkpoint.directory)
 
     def finished(self) -> RecordedReports:
-        """Return what follows, when all is on record."""
+        """Return the consequences, once the transaction is committed."""
         for id, job in self.stepped.items():
             last_step_s = self._last_step_s[id]
             assert last_step_s is not None, "it has made a step"
@@ -144,7 +144,7 @@ class _ReportBatch:
             self._recorded.add(job.id, EngineEnded(outcome=event.kind, message=event.message))
 
     def _write_checkpoint(self, transaction: Transaction, checkpoint: Checkpointed) -> None:
-        """Write a checkpoint, which may take the place of another of the same step."""
+        """Write a checkpoint, which may replace another of the same step."""
         job = _job(transaction, checkpoint.job)
         old = [
             each.directory

@@ -1,7 +1,7 @@
-"""Which jobs may train now, and in which order the others follow: a slot each, and tenants take
-turns.
+"""Training slots: the rule that says which jobs may train now, and in which order the others
+follow.
 
-Who has a slot, and who waits for one, is in the jobs' states; here is the rule alone.
+Tenants take turns. The jobs' states hold who has a slot and who waits for one.
 """
 
 from collections import Counter
@@ -14,16 +14,18 @@ TenantLimit = Callable[[str], int | None]
 
 
 class TrainingSlots:
-    """Belongs to one event loop; `position` may be called from any thread."""
+    """Allocator of training slots. Belongs to one event loop; `position` may be called from any
+    thread.
+    """
 
     def __init__(self, max_running: int | None, max_running_of: TenantLimit) -> None:
-        """Set how many jobs may train at once, of all and of a tenant; None: no limit."""
+        """Set how many jobs may train at once, in total and per tenant; None: no limit."""
         self._max_running, self._max_running_of = max_running, max_running_of
         self._num_granted: Counter[str] = Counter()  # by tenant, ever
 
     def next(self, states: Collection[JobState]) -> JobState | None:
-        """Return the job that is to have a slot now; None if none is free, or no job waits that may
-        have it.
+        """Return the job that gets the next slot; None if no slot is free, or no waiting job may
+        have one.
         """
         waiting = [state for state in states if state.slot == "waiting"]
         if not waiting:
@@ -69,8 +71,8 @@ def _held(states: Collection[JobState]) -> Counter[str]:
 def _first(
     waiting: Collection[JobState], held: Counter[str], granted: Counter[str]
 ) -> JobState | None:
-    """Return the oldest of the tenant that holds fewest slots, and of these of the one that was
-    granted fewest.
+    """Return the oldest job of the tenant that holds fewest slots, and among such tenants of the
+    one that was granted fewest.
     """
 
     def key(state: JobState) -> tuple[int, int, int]:

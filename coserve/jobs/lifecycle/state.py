@@ -1,10 +1,9 @@
-"""The state of a job that has not ended, and the events that change it: `apply(state, event)` is
-pure.
+"""State of a job that has not ended, and how events change it: `apply(state, event)` is pure.
 
-A `JobState` holds all that decides what happens next to a job: the record as the store has it, what
-a client has asked for, and what the engine has of the job. `coserve.jobs.lifecycle.plan` says from it what is
-to be done; `coserve.jobs.lifecycle.driver` does that, and applies the events that follow. No clock, store or
-engine is used here: an event carries the time it needs.
+A `JobState` holds all that decides what happens next to a job: its record in the store, what a
+client has requested, and what the engine has of the job. `coserve.jobs.lifecycle.plan` derives the
+next action from it; `coserve.jobs.lifecycle.driver` carries that out and applies the events that
+follow. No clock, store or engine is used here: an event carries the time it needs.
 """
 
 from dataclasses import dataclass, replace
@@ -55,52 +54,55 @@ TRANSITIONS: dict[JobStatus, frozenset[JobStatus]] = {
 
 
 def is_legal(old: JobStatus, new: JobStatus) -> bool:
-    """Return whether a job may change from one status to another; staying is always legal."""
+    """Return whether a job may change from one status to another; no change is always legal."""
     return old == new or new in TRANSITIONS[old]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """One job that has not ended."""
+    """State of one job that has not ended."""
 
     job: JobRecord
-    """As the store has it."""
+    """Record of the job, as the store has it."""
     has_model: bool = True
     """Whether this server has the model that the job trains; a job without it waits."""
     is_reading: bool = False
     """Whether the job's files are being read."""
     asked: DesiredState | None = None
-    """What a client has asked for and does not have yet."""
+    """State that a client has requested and that is not reached yet."""
     engine: EngineState = "absent"
+    """What the engine has of the job."""
     pending: PendingCommand | None = None
-    """While there is one, the engine is told nothing else about the job."""
+    """Command that the engine has not answered yet; until then no other command about the job is
+    sent.
+    """
     epoch: int = 0
-    """Number of engines that have died, in this process, of those that had the job or would have
-    had it.
+    """Number of engines that have died, in this process, and that had the job or would have had it.
     """
     has_succeeded: bool = False
     """Whether the job has succeeded in the engine."""
     listed_step: int | None = None
-    """Step of the newest checkpoint that users were promised; None: there is none since the job was
-    started.
-    """
+    """Step of the newest listed checkpoint; None: there is none since the job was started."""
     failure: dict[str, Any] | None = None
-    """Why the job is to end as failed: code, message, param."""
+    """Reason why the job is to end as failed: code, message, param."""
     slot: Slot = "none"
+    """Training slot of the job. A granted slot is kept, across engines, until the job ends or is
+    paused.
+    """
     ticket: int = 0
-    """Order of those that wait for a slot."""
+    """Position in the queue for a slot; lower tickets come first."""
     meter: ProgressMeter | None = None
-    """Steps of the current run, for estimates; None unless the job runs."""
+    """Step times of the current run, for estimates; None unless the job runs."""
     last_step_s: float | None = None
-    """The engine's time of the last optimizer step of the current run."""
+    """Time of the last optimizer step of the current run, by the engine's clock."""
     resumed_step: int = 0
-    """The step from which the engine resumed the job."""
+    """Step from which the engine resumed the job."""
     was_resumed: bool = False
-    """Whether a client has resumed the job since the engine was given it."""
+    """Whether a client has resumed the job since it was started in the engine."""
     earlier_s: float = 0.0
     """Seconds that the job ran before `runs_since_s`, in this process."""
     runs_since_s: float | None = None
-    """When the job began to run; None: it does not run."""
+    """Time at which the job started to run, by the server's clock; None: it does not run."""
 
     @property
     def id(self) -> str:
@@ -114,8 +116,8 @@ class JobState:
 
     @property
     def desired(self) -> DesiredState:
-        """What should be: a failed job ends; else as a client has asked; else as the status
-        says.
+        """State that the job should reach: a failed job ends; otherwise as a client has requested;
+        otherwise as its status implies.
         """
         if self.failure is not None:
             return "end"
@@ -123,19 +125,19 @@ class JobState:
 
     @property
     def has_last_checkpoint(self) -> bool:
-        """Whether the checkpoint after the last step that the job has made is on record: it may
-        have stopped early.
+        """Return whether the checkpoint of the job's last completed step is on record (the job may
+        have stopped early).
         """
         return self.listed_step == self.job.num_steps_done
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job is to end by what has become of it in the engine."""
+        """Return whether the job is over in the engine, successfully or not."""
         return self.has_succeeded or self.failure is not None
 
     @property
     def is_end_certain(self) -> bool:
-        """Whether the engine has ended the job, or was told to, which cannot be taken back."""
+        """Return whether the engine has ended the job, or was told to, which cannot be undone."""
         return self.engine == "ended" or (
             self.pending is not None and self.pending.command == "cancel"
         )
@@ -211,20 +213,20 @@ def _after_engine(
 
 
 def _recorded(state: JobState, job: JobRecord) -> JobState:
-    """Take over the record; a job that is paused now gives its slot back."""
+    """Update the record; a job that has just been paused gives its slot back."""
     if job.status == "paused" != state.status:
         return replace(state, job=job, slot="none", meter=None)
     return replace(state, job=job)
 
 
 def _without_request(state: JobState) -> JobState:
-    """Forget what a client has asked for; a job that stays paused needs no slot."""
+    """Drop the client's request; a job that stays paused needs no slot."""
     rests = state.status == "paused" and state.engine != "running" and state.pending is None
     return replace(state, asked=None, slot="none" if rests else state.slot)
 
 
 def _sent(state: JobState, event: CommandSent) -> JobState:
-    """Note a command, and when the job began to run or stopped."""
+    """Set the pending command, and note when the job started to run or stopped."""
     state = replace(_stopped(state, event.now_s), pending=event.command)
     if event.command.command in ("pause", "cancel"):
         return state
@@ -243,7 +245,7 @@ def _sent(state: JobState, event: CommandSent) -> JobState:
 
 
 def _answered(state: JobState, event: EngineAnswered) -> JobState:
-    """Note what the engine did; an answer to any command but the pending one changes nothing."""
+    """Apply an answer of the engine; only the answer to the pending command changes anything."""
     if state.pending != event.command:
         return state
     state, command, error = replace(state, pending=None), event.command, event.error
@@ -261,7 +263,7 @@ def _answered(state: JobState, event: EngineAnswered) -> JobState:
 
 
 def _ended(state: JobState, event: EngineEnded) -> JobState:
-    """Note how the job ended in the engine. One that was cancelled there need not be over."""
+    """Apply the job's end in the engine. A job that was cancelled there need not be over."""
     if event.outcome == "cancelled":
         return replace(state, engine="absent", has_succeeded=False)
     failure = (

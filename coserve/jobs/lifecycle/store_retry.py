@@ -1,4 +1,4 @@
-"""When to try again what the store, or a disk, did not take: it may be full, or away."""
+"""Retries of writes that the store or a disk refused, because it is full or cannot be reached."""
 
 import asyncio
 import logging
@@ -13,21 +13,21 @@ _WAIT_S = 1.0
 
 
 class StoreRetry:
-    """Belongs to one event loop."""
+    """A timer for the next attempt. Belongs to one event loop."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """wake: told when it is time."""
+        """Call `wake` whenever the next attempt is due."""
         self._wake = wake
         self._timer: asyncio.TimerHandle | None = None
         self._is_failing = False
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is too early."""
+        """Return whether the next attempt is not due yet."""
         return self._timer is not None
 
     def failed(self, error: CoserveError) -> None:
-        """Something was not taken."""
+        """Note a failed attempt: log the first one, and schedule the next."""
         if not self._is_failing:
             _log.error("%s; it is tried again until it can be done", error)
         self._is_failing = True
@@ -35,13 +35,13 @@ class StoreRetry:
             self._timer = asyncio.get_running_loop().call_later(_WAIT_S, self._is_due)
 
     def worked(self) -> None:
-        """All has been taken."""
+        """Note that everything has been written."""
         if self._is_failing:
             _log.warning("what waited for the store has been done")
         self._is_failing = False
 
     def close(self) -> None:
-        """Nothing is tried later."""
+        """Cancel the next attempt."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -52,7 +52,7 @@ class StoreRetry:
 
 
 def store_error(error: StoreError | OSError) -> CoserveError:
-    """As who asked for something is told."""
+    """Return the error of a store or a disk as a client gets to see it."""
     if isinstance(error, StoreError):
         return error
     if is_disk_full(error):

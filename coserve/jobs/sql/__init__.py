@@ -1,1 +1,1 @@
-"""The store of jobs in SQL: tables, transactions, and the databases that can hold them."""
+"""Records of jobs in SQL: tables, transactions, and the databases that can hold them."""
