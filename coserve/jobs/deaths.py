@@ -1,12 +1,13 @@
-"""Which jobs engines die of: they are set aside, and no other job is.
+"""Blame for engine deaths: a job that kills engines is isolated and fails, and no other job does.
 
-The engine's process leaves word of the jobs that it worked for (`coserve.worker.activity`). If it
-was one alone, that is what it died of. Of several, each is suspected, and the next engine works for
-suspects one at a time, until it is known which, or until each has come well beyond where it was. So
-a job fails after a few deaths of its own, whatever it did between them, and a job that happened to
-be there, or that somebody's `kill -9` met, does not.
+The engine's process records the jobs that it works for (`coserve.worker.activity`). If it died
+while it worked for one job alone, that job caused the death. Of several, each is a suspect, and the
+next engine works for suspects one at a time until the cause is known, or until each has made many
+steps beyond the one at which it was suspected. So a job fails after a few deaths of its own,
+whatever it did between them; a job that only happened to be there, or that a `kill -9` hit, does
+not.
 
-Counts are in the store, so that no restart of the server hides what a job does to engines.
+Counts are in the store, so that a restart of the server does not reset them.
 """
 
 from collections.abc import Mapping
@@ -20,29 +21,32 @@ _STEPS_TO_FORGET = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Deaths:
-    """Engines that died while they worked for one job, which is suspected. num: those that worked
-    for no other. step: the furthest that the job had come then.
-    """
+    """Engine deaths of which one job is suspected."""
 
     num: int
+    """Number of engines that died while they worked for this job alone."""
     step: int
+    """Highest optimizer step of the job at any of these deaths."""
 
     @property
     def are_too_many(self) -> bool:
-        """Whether the job is to fail."""
+        """Return whether the job is to fail."""
         return self.num >= MAX_DEATHS
 
     @property
     def alone_until_step(self) -> int:
-        """No step of an engine is to work for another job as well until the job has made this step,
-        and all is forgotten.
+        """Step up to which no engine step may serve another job as well; after it all deaths are
+        forgotten.
         """
         return self.step + _STEPS_TO_FORGET
 
 
 def after_death(known: Mapping[str, Deaths], under_way: Mapping[str, int]) -> dict[str, Deaths]:
-    """Who is suspected when an engine has died. known: who was before. under_way: the jobs that it
-    worked for, and how far each had come.
+    """Return the suspected jobs after an engine has died.
+
+    Args:
+        known: Jobs that were suspected before.
+        under_way: Jobs that the engine worked for, with the optimizer step of each.
     """
     is_its_own = len(under_way) == 1
     after = {job: each for job, each in known.items() if each.num > 0 or not is_its_own}

@@ -1,9 +1,9 @@
-"""What clients may ask of jobs, and what an engine reports of them: the room's front.
+"""Manager of jobs, the front of this package: requests of clients, and reports of engines.
 
 All changes go through the one task of a `JobMailbox` to the `JobDriver`, which drives each job from
-its actual to its desired state. That task waits for the store alone. A client that asks for a
-change waits, besides, for what the engine answers about that job, and so for its checkpoints;
-nothing that is asked of another job does.
+its actual to its desired state. That task waits only for the store. A client that requests a change
+also waits for the engine's answer about that job, and so for its checkpoints; requests about other
+jobs do not wait for that.
 """
 
 import asyncio
@@ -34,7 +34,9 @@ from coserve.jobs.sql.store import Store
 
 
 class JobManager:
-    """Belongs to one event loop: `start` and `close` on it, and everything else between those."""
+    """The manager of all jobs of a server. Belongs to one event loop; all calls come between
+    `start` and `close`.
+    """
 
     def __init__(
         self,
@@ -49,8 +51,18 @@ class JobManager:
         max_running_of: TenantLimit = lambda tenant: None,
         timeout_s: float = inf,
     ) -> None:
-        """directory: where jobs keep checkpoints. max_running, max_running_of: jobs that train at
-        once, of all and of a tenant. timeout_s: how long a job may run before it fails.
+        """Connect jobs with the store, their files and the engine.
+
+        Args:
+            store: Store of records.
+            files: Uploaded files.
+            directory: Directory in which jobs keep checkpoints.
+            engine: Engine that runs the jobs.
+            models: Models that jobs may train.
+            clock: Returns seconds; must not jump.
+            max_running: Number of jobs that may train at once (None: no limit).
+            max_running_of: Returns the same limit for a tenant.
+            timeout_s: Longest time that a job may run before it fails.
         """
         self.store, self.files, self.models = store, files, models
         folders = Folders(directory, files.shared)
@@ -74,18 +86,18 @@ class JobManager:
     # -- life -----------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Remove what a process that ended anywhere left half done, and begin."""
+        """Remove what an earlier process left half done, and start."""
         await self._driver.start(await asyncio.to_thread(self._writer.tidy))
 
     async def close(self) -> None:
-        """Write down what has been reported, and end. Jobs resume at the next start."""
+        """Record what has been reported, and stop. Jobs resume at the next start."""
         self._reader.stop_all()
         await self._driver.close()
         await self._reader.wait()
 
     async def settled(self) -> None:
-        """Wait until files have been read, and all that was asked for, answered and reported so far
-        has been done.
+        """Wait until files have been read, and everything requested, answered and reported so far
+        is handled.
         """
         await self._reader.wait()
 
@@ -100,19 +112,19 @@ class JobManager:
     # -- what the engine says (on the event loop; returns at once) ------------------
 
     def engine_ready(self) -> None:
-        """A fresh engine takes commands."""
+        """Note that a fresh engine accepts commands."""
         self._driver.put(EngineReady())
 
     def engine_gone(
         self, under_way: Collection[str] | None = None, jobs: Collection[str] | None = None
     ) -> None:
-        """An engine has died; see `EngineLost`."""
+        """Note that an engine has died; see `EngineLost`."""
         self._driver.put(EngineLost(now_s=self._clock(), under_way=under_way, jobs=jobs))
 
     def engine_reported(
         self, events: Sequence[JobEvent], checkpoints: Sequence[Checkpointed]
     ) -> None:
-        """What it reports, in the order in which it was reported."""
+        """Queue an engine's report, after all earlier ones."""
         if events or checkpoints:
             self._driver.put(EngineReported(events=events, checkpoints=checkpoints))
 
@@ -132,11 +144,23 @@ class JobManager:
         start: AdapterRef | None,
         max_jobs: int | None = None,
     ) -> JobRecord:
-        """A new job. model: as it was asked for. base: the model underneath. start: the adapter
-        that it trains further. max_jobs: of the tenant, that have not ended.
+        """Create a job.
+
+        Args:
+            tenant: Owner of the job.
+            model: Model as the client named it.
+            base: Base model.
+            training_file: Id of the training file.
+            validation_file: Id of the validation file, if any.
+            suffix: Part of the new model's name, if any.
+            metadata: Labels of the job, if any.
+            settings: Settings of the job.
+            start: Adapter that the job trains further, if any.
+            max_jobs: Limit of the tenant's unfinished jobs (None: no limit).
 
         Raises:
-            JobError: names the field. LimitError: the tenant has as many jobs as it may.
+            JobError: The message names the field.
+            LimitError: The tenant has max_jobs unfinished jobs.
         """
         if settings.live and base != self.models.served.name:
             raise JobError(
@@ -172,38 +196,55 @@ class JobManager:
         return await self.mailbox.call(lambda: self._create(record, max_jobs))
 
     async def cancel(self, tenant: str, id: str) -> JobRecord:
-        """End a job; JobError if there is none, or it has ended."""
+        """Cancel a job.
+
+        Raises:
+            JobError: There is no such job, or it has ended.
+        """
         return await self._change(tenant, id, "end")
 
     async def pause(self, tenant: str, id: str) -> JobRecord:
-        """Let a job rest; JobError if there is none, or it has ended or is paused."""
+        """Pause a job.
+
+        Raises:
+            JobError: There is no such job, or it has ended or is paused.
+        """
         return await self._change(tenant, id, "rest")
 
     async def resume(self, tenant: str, id: str) -> JobRecord:
-        """Resume a paused job; JobError if it is not paused."""
+        """Resume a paused job.
+
+        Raises:
+            JobError: The job is not paused.
+        """
         return await self._change(tenant, id, "run")
 
     async def delete_adapter(self, tenant: str, name: str) -> tuple[str, ...]:
-        """Forget an adapter, and remove what is on disk of it; with a model go all checkpoints of
-        its job.
+        """Delete an adapter from the store and from disk; a model goes with all checkpoints of its
+        job.
 
-        Returns the names that are gone: none if it was not there.
+        Returns:
+            The names that were deleted; none if the adapter does not exist.
 
         Raises:
-            JobError: a job that has not ended still needs it.
+            JobError: A job that has not ended needs it.
         """
         return await self.mailbox.call(lambda: self._delete_adapter(tenant, name))
 
     def queue_position(self, job: JobRecord) -> int | None:
-        """Return the position of a job that waits for a slot to train in: 1 is the next."""
+        """Return the position of a job that waits for a training slot: 1 is the next."""
         return self._driver.jobs.slot_position(job.id)
 
     def share_validated(self, job: JobRecord) -> float | None:
-        """Of the bytes of its files, while they are read."""
+        """Return the share of the bytes of a job's files that was read; None if they are not being
+        read.
+        """
         return self._reader.share_read(job.id)
 
     def estimated_finish(self, job: JobRecord) -> int | None:
-        """Unix time; None unless it is running and has made a step since that began."""
+        """Return the estimated end in Unix time; None unless the job is running and has made a step
+        since it started to.
+        """
         state = self._driver.jobs.get(job.id)
         if job.status != "running" or state is None or state.meter is None:
             return None
@@ -213,7 +254,7 @@ class JobManager:
     # -- outside of the mailbox ---------------------------------------------------------
 
     async def _change(self, tenant: str, id: str, desired: DesiredState) -> JobRecord:
-        """Ask for it, and wait until it is so."""
+        """Request a state of a job, and wait until it is reached."""
         while (asked := await self.mailbox.call(lambda: self._ask(tenant, id, desired))) is None:
             if (earlier := self._driver.jobs.waiter(id)) is not None:
                 await asyncio.wait([earlier])
@@ -240,7 +281,9 @@ class JobManager:
         await self.mailbox.call(lambda: self._driver.read(id, found))
 
     async def _ask(self, tenant: str, id: str, desired: DesiredState) -> Waiter | None:
-        """None: something else has been asked of the job, and comes first."""
+        """Return the future of a request; None if another request is open for the job and comes
+        first.
+        """
         job = await asyncio.to_thread(self._writer.find, tenant, id)
         if job is None:
             raise JobError(f"There is no fine-tuning job {id!r}")
@@ -264,6 +307,6 @@ class JobManager:
 
 
 def check_not_over(job: JobRecord, *, unless_resumed: bool = False) -> None:
-    """JobError if nothing can be changed any more."""
+    """Raise JobError if a job has ended, so that nothing can be changed any more."""
     if job.is_terminal and not unless_resumed:
         raise JobError(f"Job {job.id} has already completed: its status is {job.status}")

@@ -1,6 +1,4 @@
-"""What a jobs' manager and an engine say to each other about jobs; the engine may be in another
-process.
-"""
+"""Messages about jobs between the jobs' manager and an engine, which may be in another process."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,51 +8,63 @@ from coserve.engine.commands import JobStart
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointed:
-    """A checkpoint of a job after `step` optimizer steps is complete on disk: the adapter in PEFT's
-    format, and all that it takes to resume. listed: one that users were promised (every
-    `checkpoint_every_steps`, and the last), not one that is only there so that nothing is lost.
+    """A checkpoint is complete on disk: the adapter in PEFT's format, and all files needed to
+    resume.
     """
 
     job: str
+    """Id of the job."""
     step: int
+    """Number of optimizer steps before the checkpoint."""
     directory: str
+    """Directory of the checkpoint."""
     listed: bool
+    """Whether clients see the checkpoint (every `checkpoint_every_steps`, and the last one); others
+    only protect progress.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contributed:
-    """A node has written what the other nodes of a job are to have of it, and waits for the
-    `Combination` that follows. step: optimizer steps of its own before that. meets: it waits for
-    all others. num_trained: trained rows in it.
+    """A node has written its contribution for the other nodes of a job, and waits for the
+    `Combination` that follows.
     """
 
     job: str
+    """Id of the job."""
     step: int
+    """Number of the node's own optimizer steps before the contribution."""
     directory: str
+    """Directory of the contribution."""
     meets: bool
+    """Whether the node waits for all others."""
     num_trained: int
+    """Number of trained rows in the contribution."""
 
 
 class JobEngine(Protocol):
-    """An engine as the jobs' manager sees it. Every call raises JobError, AdapterError or DataError
-    with one line, EngineGoneError if the engine died before it answered, and but for `start_job`
-    JobOverError if the job has ended.
+    """An engine as the jobs' manager sees it.
+
+    Every call raises JobError, AdapterError or DataError with one line, EngineGoneError if the
+    engine died before it answered, and, except for `start_job`, JobOverError if the job has ended.
     """
 
     async def start_job(self, job: JobStart) -> None:
-        """Returns when the engine has taken it."""
+        """Start a job; return when the engine has accepted it."""
         ...
 
     async def pause_job(self, job: str) -> None:
-        """It rests; a checkpoint has been written when this returns, or could not be, which is
+        """Pause a job; return when its checkpoint is on disk, or could not be written, which is
         logged.
         """
         ...
 
     async def resume_job(self, job: str) -> None:
-        """The inverse."""
+        """Resume a paused job."""
         ...
 
     async def cancel_job(self, job: str) -> None:
-        """It is over; likewise."""
+        """Cancel a job; return when its checkpoint is on disk, or could not be written, which is
+        logged.
+        """
         ...

@@ -1,4 +1,4 @@
-"""The models that jobs may train: the one that is served, and those that are trained beside it."""
+"""Models that jobs may train: the one that is served, and those that are only trained."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,25 +15,27 @@ class BaseModel:
     """Facts about a model that jobs need."""
 
     name: str
-    """The name by which clients and jobs call the model."""
+    """Name by which clients and jobs refer to the model."""
     architecture: Architecture
+    """Architecture of the model."""
     tokenizer: "PreTrainedTokenizerBase | None"
+    """Tokenizer of the model; None if it has none."""
     max_positions: int | None = None
-    """Positions of the longest example; None: as many as the model was made for."""
+    """Longest example in tokens; None: as long as the model was made for."""
     end_tokens: frozenset[int] = frozenset()
     """Ids at which generation stops; empty if they are not known."""
 
 
 class JobModels:
-    """By name. Jobs on others wait until a server has their model."""
+    """The models of a server, by name. Jobs on other models wait for a server that has them."""
 
     def __init__(self, served: BaseModel, others: Collection[BaseModel] = ()) -> None:
-        """others: whose names differ from each other's and from that of the one that is served."""
+        """Set the model that is served, and the others, all with different names."""
         self.served = served
         self._by_name = {model.name: model for model in (served, *others)}
 
     def find(self, name: str) -> BaseModel | None:
-        """None: it is not here."""
+        """Return a model; None if this server does not have it."""
         return self._by_name.get(name)
 
     def __getitem__(self, name: str) -> BaseModel:
@@ -44,9 +46,9 @@ class JobModels:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Names of those that are not served."""
+        """Names of the models that are not served."""
         return tuple(name for name in self._by_name if name != self.served.name)
 
     def engine_name(self, name: str) -> str:
-        """What the engine calls it; "" for the one that it serves."""
+        """Return the name of a model in the engine; "" is the one that it serves."""
         return "" if name == self.served.name else name

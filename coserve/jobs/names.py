@@ -1,4 +1,4 @@
-"""What models that jobs make are called: `ft:<base>:<org>:<suffix>:<id>`, as OpenAI calls them."""
+"""Names of the models that jobs make: `ft:<base>:<org>:<suffix>:<id>`, as in OpenAI's API."""
 
 import re
 
@@ -12,22 +12,22 @@ _CHECKPOINT = ":ckpt-step-"
 
 
 def checkpoint_name(model: str, step: int) -> str:
-    """Of a job's model as it was after a step."""
+    """Return the name of a job's checkpoint after a step."""
     return f"{model}{_CHECKPOINT}{step}"
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether it is the name of one, and not of a finished model."""
+    """Return whether a name is that of a checkpoint, and not of a finished model."""
     return _CHECKPOINT in name
 
 
 def organization(tenant: str) -> str:
-    """The name of a tenant in what others read."""
+    """Return the name of a tenant as others read it."""
     return "coserve" if tenant == DEFAULT_TENANT else tenant
 
 
 def model_name(base: str, tenant: str, suffix: str | None) -> str:
-    """A new name. base: the model's, of which the last part of a path is taken."""
+    """Return a new model name, with the last part of the base model's path."""
     parts = (base.rstrip("/").rsplit("/", 1)[-1].removeprefix("dummy:"), organization(tenant))
     short = [re.sub(r"[^A-Za-z0-9._-]+", "-", part) for part in parts]
     return ":".join(("ft", *short, suffix or "", new_id("", 8)))

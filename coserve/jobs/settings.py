@@ -1,9 +1,8 @@
-"""From what a client asks for to what a job is told: OpenAI's hyperparameters, and the `coserve`
-extension.
+"""Settings of jobs, from a client's request: OpenAI's hyperparameters, and the `coserve` extension.
 
-"auto" (or nothing) means, of n examples: n_epochs 3, or as many as make a hundred uses of examples,
-up to 10; batch_size n / 16, from 1 to 16; learning_rate_multiplier 1. The multiplier is a factor on
-`coserve.optimizer.learning_rate`, which is 1e-4 unless given.
+"auto" (or nothing) means, with n examples: n_epochs 3, or as many as make a hundred uses of
+examples, up to 10; batch_size n / 16, from 1 to 16; learning_rate_multiplier 1. The multiplier is a
+factor on `coserve.optimizer.learning_rate`, whose default is 1e-4.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,69 +43,95 @@ _LONGEST_NAME = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """The `coserve` field of a job; see `TuningConfig`.
-
-    adapter: `type` (the name of a file of `adapters/methods/`), and that method's settings.
-    checkpoint_every_steps: optimizer steps from one listed checkpoint to the next (0: after the
-    last alone). evaluate_every_steps: None: with every checkpoint. evaluation: see
-    `EvaluationConfig`. best_metric: see `TuningConfig` (None: the metric of `evaluation`).
-    keep_best: the model is the checkpoint of the best evaluation, not the last. early_stopping: see
-    `EarlyStopping`. strict: a file with an example whose prompt alone is too long is refused; else
-    such ones are left out. max_recompute: see `TuningConfig`. data_parallel: nodes of a cluster
-    that the job is divided among; synchronization, synchronize_every_steps: how they exchange what
-    they learn, and how often (see `coserve.tuning.shard`; None: 1 if synchronous, else 8).
-    """
+    """The `coserve` field of a request for a job."""
 
     adapter: Mapping[str, Any] | None = None
+    """`type` (the name of a file of `adapters/methods/`), and that method's settings."""
     optimizer: Mapping[str, Any] | None = None
+    """Fields of `OptimizerConfig`."""
     max_sequence_length: int | None = None
+    """Number of tokens to which an example is cut (None: 1,024, or what the model allows)."""
     shuffle: bool = True
+    """Whether each epoch has its own order of examples."""
     checkpoint_every_steps: int = 50
+    """Optimizer steps from one listed checkpoint to the next (0: one after the last step alone)."""
     evaluate_every_steps: int | None = None
+    """Optimizer steps from one evaluation to the next (None: one with every checkpoint)."""
     evaluation: Mapping[str, Any] | None = None
+    """Fields of `EvaluationConfig`."""
     best_metric: str | None = None
+    """Metric that decides which evaluation is the best, see `TuningConfig` (None: that of
+    `evaluation`).
+    """
     keep_best: bool = False
+    """Whether the model is the checkpoint of the best evaluation, not the last one."""
     early_stopping: Mapping[str, Any] | None = None
+    """Fields of `EarlyStopping` (None: the job makes all of its steps)."""
     live: bool = False
+    """Whether every step is served at once."""
     strict: bool = False
+    """Whether a file is refused if the prompt alone of an example is too long; otherwise such
+    examples are left out.
+    """
     max_recompute: float = 0.0
+    """Limit of recomputation of activations, see `TuningConfig`."""
     data_parallel: int = 1
+    """Number of a cluster's nodes among which the job is divided."""
     synchronization: str = "synchronous"
+    """Strategy by which nodes exchange updates, see `coserve.tuning.shard`."""
     synchronize_every_steps: int | None = None
+    """Optimizer steps from one exchange to the next (None: 1 if synchronous, else 8)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """What is kept of a job's settings. adapter: PEFT's configuration of a fresh one; None: it
-    trains another further. None of n_epochs, batch_size, learning_rate_multiplier: auto.
-    integrations: as OpenAI has them. data_parallel: None: it is not divided.
-    """
+    """Settings of a job, as they are stored."""
 
     adapter: dict[str, Any] | None = None
+    """PEFT's configuration of a new adapter; None: the job trains another one further."""
     n_epochs: int | None = None
+    """Number of epochs; None: auto."""
     batch_size: int | None = None
+    """Number of examples of an optimizer step; None: auto."""
     learning_rate_multiplier: float | None = None
+    """Factor on the learning rate; None: auto."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Settings of the optimizer."""
     max_sequence_length: int = _LONGEST_SEQUENCE
+    """Number of tokens to which an example is cut."""
     shuffle: bool = True
+    """Whether each epoch has its own order of examples."""
     seed: int = 0
+    """Seed of initial values, of dropout and of the order of examples."""
     checkpoint_every_steps: int = 50
+    """Optimizer steps from one listed checkpoint to the next (0: one after the last step alone)."""
     evaluate_every_steps: int = 50
+    """Optimizer steps from one evaluation to the next (0: one after the last step alone)."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """How the validation set is evaluated."""
     best_metric: str = LOSS
+    """Metric that decides which evaluation is the best."""
     keep_best: bool = False
-    """Whether the model is the checkpoint of the best evaluation, and not the last one."""
+    """Whether the model is the checkpoint of the best evaluation, not the last one."""
     early_stopping: EarlyStopping | None = None
+    """Rule by which the job ends early (None: it makes all of its steps)."""
     live: bool = False
+    """Whether every step is served at once."""
     strict: bool = False
+    """Whether a file is refused if the prompt alone of an example is too long."""
     max_recompute: float = 0.0
+    """Limit of recomputation of activations, see `TuningConfig`."""
     objective: str = SUPERVISED
+    """Name of the objective, see `coserve.tuning.objectives`."""
     objective_settings: dict[str, float] = field(default_factory=dict)
+    """Hyperparameters of the objective that the client gave."""
     integrations: tuple[dict[str, Any], ...] = ()
+    """Experiment trackers, as in OpenAI's API."""
     data_parallel: DataParallel | None = None
+    """Division among nodes; None: the job is not divided."""
 
     def tuning_config(self, num_examples: int) -> TuningConfig:
-        """With every "auto" settled."""
+        """Return the configuration of training, with every "auto" resolved."""
         n_epochs = self.n_epochs or min(10, max(3, -(-100 // num_examples)))
         rate = self.optimizer.learning_rate * (self.learning_rate_multiplier or 1.0)
         return TuningConfig(
@@ -127,7 +152,9 @@ class JobSettings:
         )
 
     def hyperparameters(self, num_examples: int) -> dict[str, Any]:
-        """As a job shows them: "auto" until the examples have been counted."""
+        """Return the hyperparameters as a job shows them: "auto" until the examples have been
+        counted.
+        """
         if not num_examples:
             names = ("n_epochs", "batch_size", "learning_rate_multiplier")
             known = {
@@ -142,14 +169,14 @@ class JobSettings:
         } | self._objective_settings()
 
     def _objective_settings(self) -> dict[str, Any]:
-        """Those that were given, and what the others are."""
+        """Return the objective's hyperparameters, with defaults for those that were not given."""
         made = make_objective(self.objective, self.objective_settings)
         return (
             {} if made is None else {each.name: getattr(made, each.name) for each in fields(made)}
         )
 
     def to_data(self) -> dict[str, Any]:
-        """As plain data; `from_data` is the inverse."""
+        """Return the settings as plain data, which `from_data` converts back."""
         data: dict[str, Any] = msgspec.to_builtins(self)
         return data
 
@@ -170,19 +197,22 @@ def job_settings(
     objective: str = SUPERVISED,
     has_validation: bool = False,
 ) -> JobSettings:
-    """The settings of a job.
+    """Return the settings of a job, after all checks.
 
     Args:
-        hyperparameters: OpenAI's, with those of the objective; "auto", None or nothing for auto.
-        extension: the `coserve` field.
-        architecture: of the model, which the adapter must fit.
-        max_positions: of the longest example; None: as many as the model was made for.
-        is_fresh: whether it makes an adapter, or trains one further.
-        num_virtual: virtual tokens of the one that it trains further.
-        has_validation: whether it has a validation file.
+        hyperparameters: OpenAI's hyperparameters and those of the objective; "auto" and None mean
+            auto.
+        extension: The `coserve` field.
+        seed: Seed of the job.
+        architecture: Architecture of the model, which the adapter must fit.
+        is_fresh: Whether the job makes a new adapter; otherwise it trains one further.
+        max_positions: Longest example in tokens; None: as long as the model was made for.
+        num_virtual: Number of virtual tokens of the adapter that is trained further.
+        objective: Name of the objective.
+        has_validation: Whether there is a validation file.
 
     Raises:
-        JobError: names the field, and what would be right.
+        JobError: The message names the field, and what would be right.
     """
     asked = _build(Extension, extension, "coserve")
     for name, value, least in (
@@ -290,7 +320,7 @@ def _data_parallel(asked: Extension) -> DataParallel | None:
 
 
 def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """None for auto."""
+    """Return the hyperparameters that are not auto."""
     known: dict[str, Any] = {}
     for name, most in (("n_epochs", 50), ("batch_size", 256)):
         if (value := given.get(name)) not in (None, "auto"):
@@ -320,8 +350,10 @@ def _evaluation(given: Any, objective: str, has_validation: bool) -> EvaluationC
 def _early_stopping(
     asked: Extension, evaluation: EvaluationConfig, *, has_validation: bool
 ) -> EarlyStopping | None:
-    """Return when a job stops early; JobError for what needs evaluations that the job does not
-    have.
+    """Return the rule by which a job ends early.
+
+    Raises:
+        JobError: A setting needs evaluations that the job does not have.
     """
     every = (
         asked.checkpoint_every_steps
@@ -377,7 +409,7 @@ def _adapter(given: Mapping[str, Any], architecture: Architecture, objective: st
 
 
 def _sequence_length(asked: int | None, positions: int, num_virtual: int) -> int:
-    """Of the longest example, which an adapter's virtual tokens stand before."""
+    """Return the length to which examples are cut, with room for an adapter's virtual tokens."""
     if (room := positions - num_virtual) < _SHORTEST_SEQUENCE:
         _refuse(
             "coserve.adapter.num_virtual_tokens",
@@ -403,7 +435,7 @@ def _trains_model(adapter: Any) -> bool:
 
 
 def _check_full(objective: str) -> None:
-    """JobError for what full fine-tuning cannot be trained for."""
+    """Raise JobError if full fine-tuning cannot train for an objective."""
     with _of("method"):
         found = objective_class(objective)
     if found is not None and found.needs_reference:
@@ -424,7 +456,7 @@ def _needs_reference(objective: str) -> bool:
 
 
 def _build(kind: type[_Settings], given: Any, where: str) -> _Settings:
-    """A settings class from a client's object; JobError, naming the field."""
+    """Build a settings class from a client's object; JobError names the field."""
     if not isinstance(given, Mapping):
         _refuse(where, f"must be an object, not {shown(given)}")
     known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
@@ -451,7 +483,7 @@ def _check_whole(name: str, value: Any, least: int, most: int) -> None:
 
 @contextmanager
 def _of(name: str) -> Iterator[None]:
-    """What is wrong with a field, as JobError."""
+    """Turn ValueError into a JobError about a field."""
     try:
         yield
     except ValueError as error:

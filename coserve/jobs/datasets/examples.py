@@ -1,5 +1,5 @@
-"""Training files to examples, and examples to one compact file that the engine's process reads
-fast.
+"""Conversion of training files to examples, and a compact file of examples that the engine's
+process reads fast.
 """
 
 import os
@@ -26,16 +26,20 @@ _Extras = tuple[tuple[int, ...], tuple[float, ...], tuple[tuple[float, ...], ...
 
 
 class _Packed(msgspec.Struct, frozen=True, kw_only=True):
-    """All examples end to end: lengths int32 [examples], tokens int32 and trained uint8 [tokens],
-    truncated uint8 [examples], as this machine lays them out: the file is for the process next
-    door. extras: of each example, its parts, labels and values, where any has some.
+    """Examples end to end, in this machine's byte order: the reader is a process of the same
+    machine.
     """
 
     lengths: bytes
+    """Number of tokens of each example, int32 [examples]."""
     tokens: bytes
+    """Token ids of all examples, int32 [tokens]."""
     trained: bytes
+    """Whether each token is trained on, uint8 [tokens]."""
     truncated: bytes
+    """Whether each example was cut, uint8 [examples]."""
     extras: list[_Extras] = []
+    """Parts, labels and values of each example; empty if no example has any."""
 
 
 def read_training_file(
@@ -50,22 +54,24 @@ def read_training_file(
     report: ReadingReport | None = None,
     is_wanted: "Callable[[int], bool]" = lambda num_bytes: True,
 ) -> list[Example]:
-    """Return each record of a file as an example; this takes as long as tokenizing does.
+    """Return the examples of a training file, one per record; this takes as long as tokenizing
+    does.
 
     Args:
-        path: The file.
-        tokenizer: None is enough where the objective's records are tokens.
-        max_sequence_length: Tokens to which each sequence is cut.
-        vocab_size: Of the model.
-        name: The file's name as its owner gave it, see `TrainingFile`.
-        objective: What the job learns.
+        path: File to read.
+        tokenizer: Tokenizer of the model; None suffices if the objective's records are tokens.
+        max_sequence_length: Number of tokens to which each sequence is cut.
+        vocab_size: Vocabulary size of the model.
+        name: Name of the file as its owner gave it, see `TrainingFile`.
+        objective: Objective of the job.
         end_tokens: Ids at which generation stops, if they are known.
-        report: Takes remarks about the records, see `collected`.
-        is_wanted: Asked before each record, with the number of bytes that were read.
+        report: Collects remarks about the records, see `collected`.
+        is_wanted: Called before each record with the number of bytes read so far; returns whether
+            to go on.
 
     Raises:
         DataError: The message names lines and reasons of the first ten different faults.
-        JobError: The job is not wanted any more.
+        JobError: `is_wanted` returned False.
     """
     if tokenizer is None and needs_tokenizer(objective):
         raise DataError("the model has no tokenizer, so that files cannot be trained on")
@@ -94,7 +100,7 @@ def _while(is_wanted: "Callable[[int], bool]", file: TrainingFile) -> "Iterator[
 
 
 def write_examples_file(path: Path, examples: "Sequence[Example]") -> None:
-    """Write them whole, or not at all."""
+    """Write examples to a file, whole or not at all."""
     packed = _Packed(
         lengths=array("i", [len(example.tokens) for example in examples]).tobytes(),
         tokens=array("i", [token for example in examples for token in example.tokens]).tobytes(),
@@ -114,7 +120,11 @@ def write_examples_file(path: Path, examples: "Sequence[Example]") -> None:
 
 
 def read_examples_file(path: str | Path) -> list[Example]:
-    """The inverse; DataError if it is not there or damaged."""
+    """Read the examples that `write_examples_file` has written.
+
+    Raises:
+        DataError: The file does not exist, or is damaged.
+    """
     try:
         packed = msgspec.msgpack.decode(Path(path).read_bytes(), type=_Packed)
         lengths, tokens = array("i"), array("i")

@@ -1,4 +1,4 @@
-"""What a job would be trained on: a file's examples, as jobs read them, token by token."""
+"""Preview of what a job would be trained on: a file's examples, as jobs read them, by token."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -20,40 +20,48 @@ _MAX_SHOWN, _MAX_TOKENS = 3, 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """Of an example, as text; of several tokens, where they are parts of one character."""
+    """One token of an example as text, or several that together form a character."""
 
     text: str
+    """Text of the token."""
     is_trained: bool
+    """Whether the token is a training target."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownExample:
-    """num_more: tokens that are not shown."""
+    """An example that is shown token by token."""
 
     place: str
+    """Place of the example in the file, such as its line."""
     tokens: tuple[Token, ...]
+    """First tokens of the example."""
     num_tokens: int
+    """Number of all tokens of the example."""
     num_trained: int
+    """Number of tokens that are trained on."""
     num_more: int
+    """Number of tokens that are not shown."""
     truncated: bool
+    """Whether the example was cut to the longest sequence."""
 
 
 @dataclass(kw_only=True)
 class Preview:
-    """The contents of a file, or of its beginning."""
+    """Contents of a file, or of its beginning."""
 
     is_whole: bool = True
-    """Whether all of the file has been read; all numbers are of what has been."""
+    """Whether the whole file was read; all numbers count what was read."""
     found: list[Example] = field(default_factory=list)
     """All examples."""
     examples: list[ShownExample] = field(default_factory=list)
-    """The first of them, to be shown."""
+    """The first examples, token by token."""
     faults: Remarks = field(default_factory=Remarks)
-    """Faults at which a job would fail."""
+    """Faults that would fail a job."""
     cut: list[str] = field(default_factory=list)
-    """Places of examples that are cut, since they are too long."""
+    """Places of examples that are cut because they are too long."""
     report: ReadingReport = field(default_factory=ReadingReport)
-    """Records that are left out, and parts of records that are not learned."""
+    """Records that are left out, and parts of records that are not trained on."""
 
     @property
     def num_examples(self) -> int:
@@ -79,21 +87,21 @@ def read_preview(
     most_bytes: int | None = None,
     num_shown: int = _MAX_SHOWN,
 ) -> Preview:
-    """Return what is in a file, as a job that is not strict reads it, up to its first ten different
-    faults.
+    """Return the contents of a file as a job that is not strict reads it, up to the first ten
+    different faults.
 
     Args:
-        file: The file.
-        tokenizer: That of the model.
-        max_sequence_length: Tokens to which each sequence is cut.
-        objective: What the job learns.
-        vocab_size: Of the model, if it is known.
+        file: File to read.
+        tokenizer: Tokenizer of the model.
+        max_sequence_length: Number of tokens to which each sequence is cut.
+        objective: Objective of the job.
+        vocab_size: Vocabulary size of the model, if it is known.
         end_tokens: Ids at which generation stops, if they are known.
-        most_bytes: Bytes of the file that are read, give or take a record (None: all).
-        num_shown: Examples to show token by token.
+        most_bytes: Number of bytes to read, rounded up to a whole record (None: all).
+        num_shown: Number of examples to show token by token.
 
     Raises:
-        DataError: Nothing of the file can be read, or it is damaged.
+        DataError: The file has no examples, or is damaged.
         OSError: The disk fails.
     """
     preview, pieces = Preview(), TokenBytes(tokenizer)
@@ -147,8 +155,8 @@ def _shown(place: str, example: Example, pieces: TokenBytes) -> ShownExample:
 
 
 def tokens_of(example: Example, pieces: TokenBytes) -> Iterator[Token]:
-    """What each of its first tokens adds to the text. The first of all is nobody's target, so it is
-    not trained.
+    """Yield the text that each of the first tokens adds. The very first token is no target, so it
+    counts as not trained.
     """
     trained = (False, *example.trained[1:])[:_MAX_TOKENS]
     waiting = b""

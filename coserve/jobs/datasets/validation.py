@@ -1,4 +1,4 @@
-"""The first thing that happens to a job: its files are read, checked, and laid down as examples for
+"""Validation of a job's files, its first stage: they are read, checked, and written as examples for
 the engine.
 """
 
@@ -34,15 +34,15 @@ class Validated:
     """Numbers and remarks about a job's files."""
 
     num_examples: int
+    """Number of training examples."""
     num_tokens: int
-    """Tokens of one epoch."""
+    """Number of tokens of one epoch."""
     num_steps: int
+    """Number of optimizer steps of the job."""
     num_cut: int
-    """Examples that were cut, since they were too long."""
+    """Number of examples that were cut because they are too long."""
     warnings: tuple[str, ...] = ()
-    """Remarks about what is not trained on, each fit for an event: records that were left out, and
-    parts of records.
-    """
+    """Messages for the job's events about records, or parts of records, that are not trained on."""
 
 
 def validate(
@@ -52,15 +52,20 @@ def validate(
     model: BaseModel,
     is_wanted: Callable[[float], bool],
 ) -> Validated:
-    """Read a job's files, and write its examples. Blocks for as long as tokenizing takes, and
-    is_wanted says so.
+    """Read a job's files and write its examples; this blocks for as long as tokenizing takes.
 
-    is_wanted: asked before each line, with the share of the files' bytes that were read.
+    Args:
+        job: The job.
+        files: Files of the server.
+        folders: Folders in which jobs keep their examples.
+        model: Model that the job trains.
+        is_wanted: Called before each line with the share of the files' bytes read so far; returns
+            whether to go on.
 
     Raises:
-        JobError: names the file's field, and the line and the reason of the first ten faults; or it
-            is not wanted
-        any more. StoreError or OSError: the disk, say, is full.
+        JobError: The message names the field, and lines and reasons of the first ten different
+            faults; or `is_wanted` returned False.
+        StoreError, OSError: The disk fails, because it is full, say.
     """
     settings = JobSettings.from_data(job.settings)
     training = _record_of(job, "training_file", files)
@@ -110,7 +115,7 @@ def validate(
 
 
 def _warnings(report: ReadingReport, field: str, record: FileRecord, model: str) -> list[str]:
-    """Return what the owner of a file should know of what is not learned of it."""
+    """Return messages about the records of a file that are not trained on."""
     found = [f"{field} {record.id}: {line} (model {model})" for line in report.warnings.lines()]
     if count := report.left_out.num_places:
         examples = "1 example was" if count == 1 else f"{count:,} examples were"
@@ -129,7 +134,7 @@ def _record_of(job: JobRecord, field: str, files: Files) -> FileRecord:
 
 
 class FileReader:
-    """Reads the files of jobs in a thread, one job after the other. Belongs to one event loop."""
+    """A reader of jobs' files, in a thread, one job after the other. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -138,7 +143,7 @@ class FileReader:
         models: JobModels,
         done: Callable[[str, Validated | JobError], Awaitable[None]],
     ) -> None:
-        """done: told what was found in a job's files."""
+        """Pass the result of each job's files to `done`."""
         self._files, self._folders, self._models, self._done = files, folders, models, done
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unwanted: set[str] = set()
@@ -146,27 +151,27 @@ class FileReader:
         self._one_at_a_time = asyncio.Semaphore(1)
 
     def begin(self, job: JobRecord) -> None:
-        """Read a job's files, unless that is under way."""
+        """Start to read a job's files, unless that is under way."""
         if job.id not in self._tasks:
             self._tasks[job.id] = asyncio.create_task(self._read(job))
 
     def stop(self, id: str) -> None:
-        """What is in its files does not matter any more."""
+        """Stop reading a job's files soon; the result does not matter any more."""
         if id in self._tasks:
             self._unwanted.add(id)
 
     def stop_all(self) -> None:
-        """Likewise, of all."""
+        """Stop reading the files of all jobs soon."""
         self._unwanted |= self._tasks.keys()
 
     def share_read(self, id: str) -> float | None:
-        """Of the bytes of a job's files, while they are read; 0 while they wait for those of other
-        jobs.
+        """Return the share of the bytes of a job's files that was read; 0 while the job waits for
+        its turn, None if its files are not being read.
         """
         return self._shares.get(id, 0.0) if id in self._tasks else None
 
     async def wait(self) -> None:
-        """Until nothing is being read."""
+        """Wait until no files are being read."""
         while self._tasks:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
@@ -182,8 +187,8 @@ class FileReader:
             self._shares.pop(job.id, None)
 
     async def _again(self, id: str, do: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Do something as often as it takes for the disk and the store to take it; a job that is
-        not wanted any more is tried once.
+        """Repeat an operation until the disk and the store accept it; try only once for a job that
+        is not wanted any more.
         """
         for wait_s in _waits_s():
             try:

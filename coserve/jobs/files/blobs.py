@@ -1,5 +1,6 @@
-"""Files: blobs on disk below one directory, each under its record's id. No name that a client gave
-is ever a path.
+"""Blobs of uploaded files below one directory, each under the id of its record.
+
+No name that a client gave becomes a path.
 """
 
 import logging
@@ -28,7 +29,9 @@ _PART = ".part"
 
 
 class Files:
-    """Calls block; from any thread."""
+    """Files of all tenants: records in the store, and blobs on disk. Calls block, and may come from
+    any thread.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,14 @@ class Files:
         max_bytes: int = 512 * 10**6,
         shared: SharedFiles | None = None,
     ) -> None:
-        """max_bytes: of one file. shared: where `directory` is (default: here alone)."""
+        """Open the files below a directory.
+
+        Args:
+            store: Store of the records.
+            directory: Directory of the blobs.
+            max_bytes: Size limit of one file.
+            shared: Storage of the directory (default: this machine alone).
+        """
         self._store, self._directory, self.max_bytes = store, directory, max_bytes
         self.shared = shared or SharedFiles()
         make_private(directory)
@@ -55,7 +65,7 @@ class Files:
         id: str | None = None,
         also: Callable[[Transaction, FileRecord], None] = lambda transaction, record: None,
     ) -> FileRecord:
-        """Keep what `source` holds; see `create_of`."""
+        """Store the content of `source` as a file; see `create_of`."""
         return self.create_of(
             iter(lambda: source.read(_CHUNK_BYTES), b""),
             tenant,
@@ -79,17 +89,24 @@ class Files:
         id: str | None = None,
         also: Callable[[Transaction, FileRecord], None] = lambda transaction, record: None,
     ) -> FileRecord:
-        """Keep a file. It is durable when this returns; on any error, nothing is left.
+        """Store a file. It is durable when this returns; on any error, nothing is left.
 
         Args:
-            max_total_bytes: of all files of the tenant.
-            id: of the file (default: a new one).
-            also: what else is written down with it, or not at all. What it removes makes room.
+            chunks: Content of the file.
+            tenant: Owner of the file.
+            purpose: Purpose, as clients give it.
+            filename: Name, as clients give it.
+            expires_after_s: Lifetime in seconds (None: unlimited).
+            max_total_bytes: Limit of the sizes of all files of the tenant.
+            id: Id of the file (default: a new one).
+            also: Makes further changes in the same transaction. Files that it removes make room for
+                this one.
 
         Raises:
-            DataError: it is longer than max_bytes. LimitError: the tenant's files would be more
-                than it may have.
-            DiskFullError: there is no room. StoreError: it cannot be shared.
+            DataError: The file is longer than max_bytes.
+            LimitError: The tenant's files would exceed max_total_bytes.
+            DiskFullError: There is no room on the disk.
+            StoreError: The file cannot be shared.
         """
         now = int(time.time())
         id = id or new_id("file-")
@@ -116,10 +133,13 @@ class Files:
         return record
 
     def write_blob(self, id: str, chunks: Iterable[bytes]) -> int:
-        """Write a blob whole, or not at all; returns its bytes. Without a record, it is gone after
-        the next start.
+        """Write a blob whole, or not at all, and return its size in bytes. A blob without a record
+        is removed at the next start.
 
-        DiskFullError if there is no room for it; StoreError if it cannot be shared.
+        Raises:
+            DataError: The blob is longer than max_bytes.
+            DiskFullError: There is no room on the disk.
+            StoreError: The blob cannot be shared.
         """
         part, num_bytes = self._directory / f"{id}{_PART}", 0
         try:
@@ -146,13 +166,15 @@ class Files:
         return num_bytes
 
     def remove_blob(self, id: str) -> None:
-        """No error if it is not there, or cannot be removed: then it is gone after the next
-        start.
-        """
+        """Remove a blob, if it exists; if it cannot be removed now, the next start removes it."""
         self.shared.discard(self._directory / id)
 
     def path(self, record: FileRecord) -> Path:
-        """Where its blob is, if it is anywhere; StoreError if that cannot be known now."""
+        """Return the path of a file's blob, after it was fetched if it is elsewhere.
+
+        Raises:
+            StoreError: The shared storage cannot be read now.
+        """
         path = self._directory / record.id
         self.shared.fetch(path)
         return path
@@ -162,7 +184,7 @@ class Files:
             return transaction.file(tenant, id)
 
     def delete(self, tenant: str, id: str) -> bool:
-        """Returns whether it was there."""
+        """Delete a tenant's file; return whether it existed."""
         with self._store.write() as transaction:
             found = transaction.remove_file(tenant, id)
         if found:
@@ -170,9 +192,10 @@ class Files:
         return found
 
     def tidy(self) -> None:
-        """Remove what nothing refers to: blobs of uploads that broke off, and of files that are
-        past their time. Only before anything else is asked. Without room for a change of the store,
-        records of the latter stay for now.
+        """Remove blobs without a record, of uploads that broke off, and files that have expired.
+
+        Must be called before anything else. If the store has no room for changes, expired records
+        stay for now.
         """
         try:
             with self._store.write() as transaction:

@@ -1,8 +1,7 @@
-"""What jobs keep on disk: examples while a job needs them, and checkpoints, each in the job's own
-folder.
+"""Folders of jobs on disk: examples while a job needs them, and checkpoints.
 
-Whatever the store does not know is removed, so that a process may end anywhere between a directory
-and its record. What cannot be removed is logged, and tried again at the next start.
+Whatever is not in the store is removed, so that a process may end at any point between the writing
+of a directory and of its record. What cannot be removed is logged, and removed at the next start.
 """
 
 from collections.abc import Collection
@@ -21,54 +20,61 @@ PART = ".part"
 
 
 class Folders:
-    """Below one directory, a folder for each job."""
+    """Folders of all jobs, below one directory."""
 
     def __init__(self, directory: Path, shared: SharedFiles | None = None) -> None:
-        """shared: where `directory` is (default: here alone)."""
+        """Open the folders below a directory.
+
+        Args:
+            directory: Directory of the folders.
+            shared: Storage of the directory (default: this machine alone).
+        """
         self._directory, self.shared = directory, shared or SharedFiles()
         self._thin = set[str]()  # directories that have been thinned out, which nobody fills again
         make_private(directory)
 
     def examples(self, job: str) -> Path:
-        """The training file's examples."""
+        """Return the path of a job's training examples."""
         return self._directory / job / EXAMPLES
 
     def validation(self, job: str) -> Path:
-        """The validation file's."""
+        """Return the path of a job's validation examples."""
         return self._directory / job / "validation.msgpack"
 
     def checkpoints(self, job: str) -> Path:
-        """Where the engine writes checkpoints."""
+        """Return the directory into which the engine writes a job's checkpoints."""
         return self._directory / job / "checkpoints"
 
     def contributions(self, job: str) -> Path:
-        """Where the nodes of a data-parallel job exchange what they have learned, as long as it
+        """Return the directory in which the nodes of a data-parallel job exchange updates while it
         trains.
         """
         return contributions_beside(self.checkpoints(job))
 
     def parts(self, job: str) -> list[Path]:
-        """Return files of a job that broke off while they were written; or are being written
-        now.
-        """
+        """Return files of a job whose writing broke off, or is under way."""
         return [path for path in entries(self._directory / job) if path.name.endswith(PART)]
 
     def holds(self, directory: Path) -> bool:
-        """Whether a directory is in here."""
+        """Return whether a directory lies below this one."""
         return self._directory in directory.parents
 
     def thin_out(self, kept: Collection[CheckpointRecord], dropped: Collection[str]) -> bool:
-        """While a job runs: remove the directories that were dropped, and keep all checkpoints but
-        the newest as adapters alone. What else is there, the engine may be writing just now.
-        Returns whether all of it could be done.
+        """Reduce the checkpoints of a running job: remove the dropped directories, and keep all
+        checkpoints but the newest as adapters alone.
+
+        Other files stay, since the engine may be writing them.
+
+        Returns:
+            Whether everything could be removed.
         """
         done = [self.shared.discard(Path(directory)) for directory in dropped]
         done += [self._thin_out(each) for each in sorted(kept, key=lambda each: each.step)[:-1]]
         return all(done)
 
     def sweep(self, job: str, kept: Collection[CheckpointRecord], *, is_terminal: bool) -> None:
-        """When no engine has the job: remove all that is not known. Of a job that is over, adapters
-        alone are kept.
+        """Remove all unknown files of a job that no engine has. Of a job that is over, only
+        adapters are kept.
         """
         known = {Path(each.directory) for each in kept}
         there = self.shared.entries(self.checkpoints(job))
@@ -85,23 +91,25 @@ class Folders:
                 )  # the last: as long as it is there, this has not been done
 
     def unswept(self) -> list[str]:
-        """Jobs whose examples are there."""
+        """Return the ids of jobs whose examples exist, so that `sweep` has not finished."""
         there = (
             path.parent for path in self.shared.all_below(self._directory) if path.name == EXAMPLES
         )
         return sorted(path.name for path in there if path.parent == self._directory)
 
     def remove(self, job: str) -> None:
-        """Remove all of a job's; no error if there is nothing."""
+        """Remove the folder of a job, if there is one."""
         self.shared.discard(self._directory / job)
 
     def tidy(
         self, known: Collection[str], unfinished: Collection[str], kept: Collection[str]
     ) -> None:
-        """Remove the folders of jobs that are not known; and of those that are over, the
-        checkpoints that are not.
+        """Remove the folders of unknown jobs, and unknown checkpoints of jobs that are over.
 
-        kept: the directories that are.
+        Args:
+            known: Ids of all jobs.
+            unfinished: Ids of jobs that have not ended.
+            kept: Directories of all known checkpoints and adapters.
         """
         there = self.shared.all_below(self._directory)
         parts = [path.relative_to(self._directory).parts for path in there]
@@ -122,8 +130,8 @@ class Folders:
                         self.shared.discard(checkpoint)
 
     def resume_point(self, checkpoints: Collection[CheckpointRecord]) -> CheckpointRecord | None:
-        """The newest checkpoint that has all that it takes to resume, as there is not once a job is
-        over.
+        """Return the newest checkpoint that has all files needed to resume; None if there is none,
+        as after the end of a job.
         """
         for each in sorted(checkpoints, key=lambda each: each.step, reverse=True):
             if all(self.shared.is_file(Path(each.directory) / name) for name in JOB_FILES):
@@ -131,11 +139,11 @@ class Folders:
         return None
 
     def has_adapter(self, checkpoint: CheckpointRecord) -> bool:
-        """Whether it is there, at least as an adapter."""
+        """Return whether a checkpoint exists, at least as an adapter."""
         return self.shared.is_file(Path(checkpoint.directory) / CONFIG_FILE)
 
     def _thin_out(self, checkpoint: CheckpointRecord) -> bool:
-        """Keep its adapter alone; returns whether that could be done."""
+        """Reduce a checkpoint to its adapter; return whether that succeeded."""
         directory = checkpoint.directory
         if directory not in self._thin and all(
             self.shared.discard(Path(directory) / name) for name in JOB_FILES
@@ -145,15 +153,17 @@ class Folders:
 
 
 def contributions_beside(checkpoints: Path) -> Path:
-    """Of the job that has its checkpoints there."""
+    """Return the directory of contributions beside a job's directory of checkpoints."""
     return checkpoints.with_name("contributions")
 
 
 def prune_records(
     transaction: Transaction, job: JobRecord, *, is_terminal: bool
 ) -> tuple[tuple[CheckpointRecord, ...], tuple[str, ...]]:
-    """Forget checkpoints that are only there so that nothing is lost, except the newest of a job
-    that has not ended; returns what is left, and the directories of the others.
+    """Delete records of unlisted checkpoints, except the newest one of a job that has not ended.
+
+    Returns:
+        The records that are left, and the directories of the deleted ones.
     """
     found = transaction.all_checkpoints(job.id)
     kept = tuple(

@@ -1,10 +1,9 @@
-"""Files that a server and its engines share by a URL (an object store, an FTP server, whatever
-fsspec knows), with what this machine needs of them in a directory of its own, under the same names.
+"""Shared storage at a URL that fsspec supports (an object store, an FTP server), with local copies
+under the same names.
 
-Nothing half-written is ever read as whole. A file is known by a record that is written after it is
-there. A directory has, beside its files, a marker that is uploaded last and says which files it
-has, of how many bytes: without it, there is no such directory, and what does not have the bytes
-that it says is not taken.
+Nothing half-written is ever read as whole. A file counts once its record is written, after it was
+uploaded. A directory has a marker beside its files, uploaded last, with their names and sizes:
+without it the directory does not exist, and files of other sizes are rejected.
 """
 
 import json
@@ -39,8 +38,10 @@ _Found = TypeVar("_Found")
 
 
 def files_url(given: str | None = None) -> str | None:
-    """The one that was given, or else `$COSERVE_FILES_URL`; None: files lie in the home alone.
-    ValueError if it cannot be one.
+    """Return the given URL, or else `$COSERVE_FILES_URL`; None: files lie in the home alone.
+
+    Raises:
+        ValueError: It is not a URL that every machine can read.
     """
     url = given or os.environ.get("COSERVE_FILES_URL") or None
     if url is None:
@@ -59,16 +60,18 @@ def files_url(given: str | None = None) -> str | None:
 
 
 def shared_files(url: str | None, root: Path, *, most_bytes: int | None = None) -> SharedFiles:
-    """At a URL, and what is needed of it below `root`; None: there alone. most_bytes: see
-    `RemoteFiles`.
+    """Return the storage at a URL, with local copies below `root`; None: `root` alone.
+
+    Args:
+        url: URL of the storage.
+        root: Directory of the local copies.
+        most_bytes: See `RemoteFiles`.
     """
     return SharedFiles() if url is None else RemoteFiles(url, root, most_bytes=most_bytes)
 
 
 class RemoteFiles(SharedFiles):
-    """See the module. What is not below `root` is nobody's but this machine's, and is left as it
-    is.
-    """
+    """Shared storage at a URL. Paths that are not below `root` belong to this machine alone."""
 
     def __init__(
         self,
@@ -78,8 +81,14 @@ class RemoteFiles(SharedFiles):
         most_bytes: int | None = None,
         waits_s: Sequence[float] | None = None,
     ) -> None:
-        """most_bytes: of checkpoints and examples that may stay below `root` (None: all may).
-        waits_s: before a call that failed is tried again (default: a few seconds in all).
+        """Connect a directory with a URL.
+
+        Args:
+            url: URL of the storage.
+            root: Directory of the local copies.
+            most_bytes: Bytes of checkpoints and examples that may stay below `root` (None: all
+                may).
+            waits_s: Delays between attempts of a failed call (default: a few seconds in total).
         """
         self._url, self._root, self._most_bytes = url.rstrip("/"), root, most_bytes
         self._waits_s = _WAITS_S if waits_s is None else waits_s
@@ -224,8 +233,12 @@ class RemoteFiles(SharedFiles):
     def _tried(
         self, do: Callable[[Any, str], _Found], otherwise: _Found, *, missing: _Found | None = None
     ) -> _Found:
-        """Once; what cannot be done is logged, and nothing hangs on it. missing: what it is if
-        nothing is there.
+        """Call `do` once; log errors and return `otherwise` instead.
+
+        Args:
+            do: Receives the file system and the path of the URL.
+            otherwise: Result if the call fails.
+            missing: Result if the path does not exist (None: `otherwise`).
         """
         try:
             return self._do(do, waits_s=())
@@ -238,8 +251,11 @@ class RemoteFiles(SharedFiles):
     def _do(
         self, do: Callable[[Any, str], _Found], *, waits_s: Sequence[float] | None = None
     ) -> _Found:
-        """With the file system and its path of the URL; StoreError if that fails, again and
-        again.
+        """Call `do` with the file system and the path of the URL, and retry after errors.
+
+        Raises:
+            StoreError: All attempts failed.
+            DiskFullError: This machine's disk is full.
         """
         for wait_s in (*(self._waits_s if waits_s is None else waits_s), None):
             try:
@@ -268,7 +284,7 @@ class RemoteFiles(SharedFiles):
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """A connection of its own where a protocol has some, and nothing that was read earlier."""
+    """Return a fresh connection, with empty caches, and its path."""
     from fsspec.core import url_to_fs
 
     fs, base = url_to_fs(url)
@@ -284,7 +300,7 @@ def _reason(error: Exception) -> str:
 
 
 def _size(fs: Any, target: str) -> int | None:
-    """Of a file; None if there is none."""
+    """Return the size of a file in bytes; None if there is none."""
     try:
         found = fs.info(target)
     except FileNotFoundError:
@@ -314,8 +330,8 @@ def _get(fs: Any, target: str, path: Path, size: int) -> None:
 
 
 def _fetch_directory(fs: Any, target: str, part: Path, marker_bytes: int) -> None:
-    """What the marker names and is still there: what only its job needs is removed when a job is
-    over.
+    """Download the files of the marker that still exist: files that only the job needs are removed
+    when it is over.
     """
     marker = part / MARKER
     _get(fs, f"{target}/{MARKER}", marker, marker_bytes)
@@ -329,7 +345,11 @@ def _fetch_directory(fs: Any, target: str, part: Path, marker_bytes: int) -> Non
 
 
 def _read_marker(marker: Path, target: str) -> dict[str, int]:
-    """Sizes by names; DataError if it is not what `keep` writes."""
+    """Return the sizes of files by name.
+
+    Raises:
+        DataError: The marker is not one that `keep` has written.
+    """
     try:
         found = json.loads(marker.read_bytes())
     except (ValueError, RecursionError):
@@ -342,7 +362,7 @@ def _read_marker(marker: Path, target: str) -> dict[str, int]:
 
 
 def _move(part: Path, path: Path) -> None:
-    """Another thread may have had it a moment before."""
+    """Rename a download, unless another thread has completed the same one before."""
     try:
         part.rename(path)
     except OSError:
@@ -351,7 +371,7 @@ def _move(part: Path, path: Path) -> None:
 
 
 def _use_of(path: Path) -> tuple[float, Path, int]:
-    """When it was last used, and its bytes; another thread may remove it now."""
+    """Return the time of last use and the size of a path; zeros if it is removed meanwhile."""
     try:
         files = [each.stat() for each in path.iterdir()] if path.is_dir() else []
         own = path.stat()

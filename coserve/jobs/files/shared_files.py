@@ -1,5 +1,7 @@
-"""Where a server and its engines keep what they share: files, examples, checkpoints. Here: a
-directory that all of them read and write at the same path; elsewhere: `coserve.jobs.files.remote_files`.
+"""Storage that a server and its engines share for files, examples and checkpoints.
+
+The base class is a directory that all of them read and write at the same path. Storage at a URL is
+`coserve.jobs.files.remote_files`.
 """
 
 import logging
@@ -11,59 +13,69 @@ _log = logging.getLogger(__name__)
 
 
 class SharedFiles:
-    """Calls block; from any thread. Paths are of this machine."""
+    """Shared storage in a local directory. Calls block, and may come from any thread. Paths are
+    those of this machine.
+    """
 
     def check(self) -> None:
-        """StoreError, in one line, if it cannot be used."""
+        """Raise StoreError, in one line, if the storage cannot be used."""
 
     def keep(self, path: Path) -> None:
-        """A file, or a directory of files, has been written here whole: others find it when this
+        """Publish a file, or a directory of files, that is complete here; others find it when this
         returns.
 
-        StoreError if that cannot be.
+        Raises:
+            StoreError: It cannot be published.
         """
 
     def keep_checkpoint(self, directory: Path) -> Path:
-        """The same, of a directory whose name another engine may take, too; returns its name from
-        now on.
+        """Publish a directory under a name that no other engine uses, and return its path from now
+        on.
         """
         return directory
 
     def fetch(self, path: Path) -> None:
-        """Have here what others have kept, whole or not at all; who opens it finds out if it is not
-        there.
+        """Make a published path available here, whole or not at all; a path that does not exist is
+        no error.
 
-        StoreError if it cannot be had now, DiskFullError if there is no room for it.
+        Raises:
+            StoreError: It cannot be fetched now.
+            DiskFullError: There is no room for it.
         """
 
     def is_file(self, path: Path) -> bool:
-        """Whether others find it; StoreError if that cannot be known now."""
+        """Return whether others find a file.
+
+        Raises:
+            StoreError: The storage cannot be read now.
+        """
         return path.is_file()
 
     def entries(self, directory: Path) -> list[Path]:
-        """What is in it, for all; nothing if it is not there, or cannot be read."""
+        """Return the entries of a directory, as everyone sees it; none if it does not exist or
+        cannot be read.
+        """
         return entries(directory)
 
     def all_below(self, directory: Path) -> Collection[Path]:
-        """Files in it, and in all directories in it; perhaps the directories, too."""
+        """Return all files below a directory, perhaps with the directories between."""
         return list(directory.rglob("*"))
 
     def discard(self, path: Path) -> bool:
-        """Remove a file or a directory, for all; see `discard`."""
+        """Remove a file or a directory for everyone; see `discard`."""
         return discard(path)
 
     def release(self, path: Path) -> None:
-        """Nobody on this machine needs it any more."""
+        """Allow this machine to drop its copy, which it does not need any more."""
 
     def trim(self, spared: Collection[Path]) -> None:
-        """Have no more here than there may be. spared: what is still needed."""
+        """Drop the oldest copies on this machine that exceed its limit, except spared ones."""
 
 
 def discard(path: Path) -> bool:
-    """Remove a file, or a directory and all in it; returns whether it is gone now.
+    """Remove a file, or a directory with its contents; return whether it is gone now.
 
-    What cannot be removed is logged and left: nothing that matters hangs on it, and nothing waits
-    for it.
+    What cannot be removed is logged and left in place: nothing depends on its removal.
     """
     try:
         if path.is_dir():
@@ -79,7 +91,7 @@ def discard(path: Path) -> bool:
 
 
 def entries(directory: Path) -> list[Path]:
-    """What is in it; nothing if it is not there, or cannot be read."""
+    """Return the entries of a directory; none if it does not exist or cannot be read."""
     try:
         return list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,6 @@
-"""Files that come in parts: each part is kept by itself, and all of them become one file."""
+"""Uploads: files that arrive in parts. Each part is stored by itself until they are joined to one
+file.
+"""
 
 import hashlib
 import time
@@ -20,7 +22,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Uploads:
-    """Calls block; from any thread."""
+    """Uploads of all tenants. Calls block, and may come from any thread."""
 
     def __init__(self, store: Store, files: Files) -> None:
         self._store, self._files = store, files
@@ -35,7 +37,11 @@ class Uploads:
         num_bytes: int,
         expires_after_s: int | None,
     ) -> UploadRecord:
-        """One that waits for its parts; JobError if the file would be too long."""
+        """Create an upload that waits for its parts.
+
+        Raises:
+            JobError: The file would be too long.
+        """
         if num_bytes > self._files.max_bytes:
             raise JobError(
                 f"bytes is {num_bytes}; a file may have {self._files.max_bytes}", param="bytes"
@@ -63,8 +69,10 @@ class Uploads:
     def add_part(
         self, upload: UploadRecord, source: BinaryIO, *, max_total_bytes: int | None
     ) -> FileRecord:
-        """Keep a part; JobError if the upload takes none any more. Other errors: see
-        `Files.create`.
+        """Store a part; see `Files.create` for other errors.
+
+        Raises:
+            JobError: The upload takes no parts any more.
         """
         _check_pending(upload)
 
@@ -90,11 +98,11 @@ class Uploads:
         md5: str | None,
         max_total_bytes: int | None = None,
     ) -> FileRecord:
-        """Join its parts, in this order; once, however many ask for it at the same time. Other
-        errors: see `Files.create`.
+        """Join parts, in this order, to one file; only one of several concurrent calls succeeds.
+        See `Files.create` for other errors.
 
         Raises:
-            JobError: names what is wrong with them, or the upload is over, or being completed.
+            JobError: The parts are wrong, or the upload is over or being completed.
         """
         with _one_at_a_time(upload):
             with self._store.read() as transaction:
@@ -122,7 +130,11 @@ class Uploads:
         return record
 
     def cancel(self, upload: UploadRecord) -> None:
-        """Forget its parts; JobError if it is over."""
+        """Cancel an upload and delete its parts.
+
+        Raises:
+            JobError: The upload is over.
+        """
         with self._store.write() as transaction:
             _check_pending(_found(transaction, upload), "it cannot be cancelled any more")
             parts = [part.id for part in transaction.parts(upload.id)]
@@ -132,8 +144,10 @@ class Uploads:
         self._forget(parts)
 
     def _joined(self, parts: Sequence[FileRecord], md5: str | None) -> Iterator[bytes]:
-        """Yield the content of parts; JobError if one is gone, or if all of it is not what `md5`
-        says.
+        """Yield the content of parts.
+
+        Raises:
+            JobError: A part is gone, or the whole content does not match `md5`.
         """
         digest = hashlib.md5(usedforsecurity=False)
         for part in parts:
@@ -165,7 +179,7 @@ _completing_lock = Lock()
 
 @contextmanager
 def _one_at_a_time(upload: UploadRecord) -> Iterator[None]:
-    """JobError if it is being completed already."""
+    """Raise JobError if an upload is being completed already."""
     with _completing_lock:
         if upload.id in _completing:
             raise JobError(f"Upload {upload.id} is being completed: it cannot be completed twice")
@@ -180,7 +194,7 @@ def _one_at_a_time(upload: UploadRecord) -> Iterator[None]:
 def _chosen(
     upload: UploadRecord, parts: Sequence[str], known: Mapping[str, FileRecord]
 ) -> list[FileRecord]:
-    """Return the parts of these ids; JobError names what is wrong with them."""
+    """Return the parts of these ids; JobError if they are wrong."""
     if missing := [id for id in parts if id not in known]:
         raise JobError(
             f"part_ids names {missing[0][:100]!r}, which is no part of {upload.id}",
@@ -205,7 +219,7 @@ def _found(transaction: Transaction, upload: UploadRecord) -> UploadRecord:
 
 
 def status_of(upload: UploadRecord) -> str:
-    """pending, completed, cancelled or expired."""
+    """Return the status of an upload: pending, completed, cancelled or expired."""
     is_late = upload.status == "pending" and upload.expires_at <= time.time()
     return "expired" if is_late else upload.status
 

@@ -1,11 +1,10 @@
-"""A backup of a home, also while its server runs: records, files, and all that jobs need, as of one
+"""Backup of a home, also while its server runs: records, files, and all that jobs need, as of one
 moment.
 
-At that moment nobody may write records, while every file that they name gets a second name (a hard
-link) in a directory of the backup's own: that takes milliseconds. Files are never changed under a
-name, and whatever removes one has removed its record before: so all of them are there, and stay
-there until they are in the archive. The records are copied from a transaction that sees the same
-moment.
+At that moment nobody may write records, while every file that they name gets a hard link in a
+directory of the backup's own, which takes milliseconds. Files never change under a name, and
+whatever removes one has removed its record before: so all of them exist, and stay until they are in
+the archive. The records are copied from a transaction that sees the same moment.
 """
 
 import fcntl
@@ -42,33 +41,40 @@ STAGE = ".backup"
 
 @dataclass(frozen=True, kw_only=True)
 class Backup:
-    """What is in one. missing: paths below the home that are on record, and were not there."""
+    """Summary of a backup."""
 
     file: str
+    """Path of the archive."""
     num_bytes: int
+    """Size of the archive."""
     num_files: int
+    """Number of uploaded files."""
     num_jobs: int
+    """Number of jobs."""
     num_checkpoints: int
+    """Number of checkpoints."""
     missing: tuple[str, ...]
+    """Paths below the home that are on record and do not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What the records name. paths: below the home; whole: directories of checkpoints from which
-    jobs resume, which are needed whole; adapters: those of which the adapter alone is.
-    """
+    """Paths below the home that the records name."""
 
     paths: frozenset[Path]
+    """Files."""
     whole: frozenset[Path]
+    """Directories of checkpoints from which jobs resume, which are needed whole."""
     adapters: frozenset[Path]
+    """Directories of which only the adapter is needed."""
 
 
 def write_backup(home: Path, store: Store, file: Path) -> Backup:
     """Write an archive, whole or not at all.
 
     Raises:
-        CoserveError: it cannot be written, is there already, or another backup is being written.
-            StoreError: the database cannot be read now.
+        CoserveError: It cannot be written, exists already, or another backup is being written.
+        StoreError: The database cannot be read now.
     """
     file = file.absolute()
     if file.exists():
@@ -92,7 +98,7 @@ def write_backup(home: Path, store: Store, file: Path) -> Backup:
 
 @contextmanager
 def _stage(home: Path) -> Iterator[Path]:
-    """A directory of this backup's own; what an earlier one left is removed."""
+    """Create a directory for this backup, after one that an earlier backup left was removed."""
     stage = home / STAGE
     with (home / f"{STAGE}.lock").open("a") as lock:
         try:
@@ -108,8 +114,10 @@ def _stage(home: Path) -> Iterator[Path]:
 
 
 def _gather(home: Path, store: Store, stage: Path) -> tuple[list[str], list[str], dict[str, int]]:
-    """Have in `stage` what belongs into the archive: its names, those that are missing, and how
-    much it is.
+    """Collect in `stage` the content of the archive.
+
+    Returns:
+        Its names, the names that are missing, and counts of records.
     """
     found: set[Path] = {Path(DATABASE_FILE)}
     missing: set[Path] = set()
@@ -133,9 +141,7 @@ def _gather(home: Path, store: Store, stage: Path) -> tuple[list[str], list[str]
 
 
 def _relative(home: Path, directory: str | None) -> str | None:
-    """Paths below the home as relative ones: when it is restored, the new home's will be put before
-    them.
-    """
+    """Return a path below the home as a relative one, so that a new home can prepend its own."""
     path = Path(directory or "")
     for form in (home, home.resolve()):
         if path.is_relative_to(form):
@@ -200,9 +206,7 @@ def _link_all(
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give a file a second name, or copy it where it cannot have one; returns whether it was
-    there.
-    """
+    """Give a file a hard link, or copy it where that is impossible; return whether it existed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         try:
@@ -217,7 +221,7 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _write_archive(stage: Path, names: list[str], missing: list[str], file: Path) -> None:
-    """The manifest comes last: by then, all checksums are known."""
+    """Write the files and then the manifest, since all checksums are known by then."""
     contents: dict[str, dict[str, Any]] = {}
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with (
@@ -250,7 +254,7 @@ def _member(name: str, num_bytes: int) -> tarfile.TarInfo:
 
 
 class _Hashing:
-    """A file whose checksum is taken as it is read."""
+    """A file whose checksum is computed as it is read."""
 
     def __init__(self, source: BinaryIO) -> None:
         self._source, self.sum = source, hashlib.sha256()
@@ -262,5 +266,5 @@ class _Hashing:
 
 
 def to_data(backup: Backup) -> dict[str, Any]:
-    """As JSON takes it."""
+    """Return a backup's summary as plain data."""
     return asdict(backup)

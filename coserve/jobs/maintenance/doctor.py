@@ -1,8 +1,8 @@
-"""What is wrong with a home: each check asks, changes nothing, and says what would mend it.
+"""Checks of a home: each reports what is wrong, changes nothing, and says what would mend it.
 
-What loses nothing is mended on request: what no record names is moved to `lost+found` in the home,
-never deleted. What is on record and not on disk is left as it is: only its owner can say whether it
-is in a backup.
+What can be mended without loss is mended on request: paths that no record names are moved to
+`lost+found` in the home, never deleted. What is on record and not on disk stays: only its owner
+knows whether a backup has it.
 """
 
 import json
@@ -34,30 +34,39 @@ _MODEL_CONFIG = "config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is not as it should be. about: what it concerns. remedy: what `mend` does, or,
-    without it, what its owner can do.
-    """
+    """A fault of a home."""
 
     about: str
+    """What the fault concerns."""
     problem: str
+    """What is wrong."""
     remedy: str
+    """What `mend` does, or without it, what the owner can do."""
     mend: Callable[[], object] | None = field(default=None, compare=False)
+    """Mends the fault; None if only the owner can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Home:
-    """All that the checks look at."""
+    """All that the checks examine."""
 
     path: Path
+    """Path of the home."""
     store: Store
+    """Store of the home."""
     files: tuple[FileRecord, ...]
+    """Every tenant's files."""
     jobs: tuple[JobRecord, ...]
+    """Every tenant's jobs."""
     checkpoints: tuple[CheckpointRecord, ...]
+    """Every tenant's checkpoints."""
     adapters: tuple[AdapterRecord, ...]
+    """Every tenant's adapters that jobs have made."""
     loaded: tuple[AdapterRecord, ...]
+    """Every tenant's adapters that were loaded from directories."""
 
     def orphan(self, path: Path, problem: str) -> Finding:
-        """Something that no record names."""
+        """Return a finding about a path that no record names."""
         return Finding(
             about=str(path.relative_to(self.path)),
             problem=problem,
@@ -67,7 +76,7 @@ class _Home:
 
 
 def examine(home: Path, store: Store) -> list[Finding]:
-    """All that is wrong, while no server uses it."""
+    """Return all faults of a home that no server uses now."""
     try:
         if faults := store.faults():
             return [_database_finding(fault) for fault in faults]
@@ -105,7 +114,9 @@ def _read(home: Path, store: Store) -> _Home:
 
 
 def _permissions(home: _Home) -> Iterator[Finding]:
-    """Of the home, and of the files in it; into its directories comes only who may enter it."""
+    """Check the modes of the home and of the files in it; its directories are only reachable
+    through it.
+    """
     for path in (home.path, *sorted(home.path.iterdir())):
         known = path.lstat()
         name = str(path) if path == home.path else path.name
@@ -180,7 +191,8 @@ def _jobs(home: _Home) -> Iterator[Finding]:
                 remedy="restore a backup" if job.is_terminal else cancel,
             )
         if job.is_terminal == (job.finished_at is None):
-            problem = f"is {job.status} {'without' if job.is_terminal else 'with'} a time at which it ended"
+            word = "without" if job.is_terminal else "with"
+            problem = f"is {job.status} {word} a time at which it ended"
             yield Finding(
                 about=about,
                 problem=problem,
@@ -262,8 +274,11 @@ def _checkpoints(home: _Home) -> Iterator[Finding]:
 
 
 def _fault_of(directory: Path, *, is_needed_whole: bool) -> str | None:
-    """What is wrong with a directory with an adapter, and, if it is needed whole, with what its job
-    resumes from.
+    """Return what is wrong with the directory of an adapter; None if nothing is.
+
+    Args:
+        directory: Directory of the adapter or checkpoint.
+        is_needed_whole: Whether a job resumes from it, so that its other files are needed too.
     """
     if not directory.is_dir():
         return "is not there"
@@ -292,7 +307,11 @@ def _fault_of(directory: Path, *, is_needed_whole: bool) -> str | None:
 
 
 def _files_of_model(directory: Path) -> list[str]:
-    """Of what full fine-tuning has made; ModelError if not all of its weights are there."""
+    """Return the files of a model that full fine-tuning has made.
+
+    Raises:
+        ModelError: Some of its weights are missing.
+    """
     return [_MODEL_CONFIG, *(path.name for path in weight_files(directory))]
 
 

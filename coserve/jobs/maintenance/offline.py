@@ -1,4 +1,4 @@
-"""What can be done with jobs on record, while no server has them. Calls block."""
+"""Changes of jobs while no server runs. Calls block."""
 
 from pathlib import Path
 
@@ -17,8 +17,10 @@ def job_writer_at(store: Store, home: Path) -> JobWriter:
 
 
 def cancel_job(store: Store, home: Path, id: str | None) -> JobRecord:
-    """End a job of whichever tenant as a server would; None: the newest. JobError if there is none,
-    or it is over.
+    """Cancel a job of any tenant as a server would; None: the newest job.
+
+    Raises:
+        JobError: There is no such job, or it has ended.
     """
     with store.read() as transaction:
         job = transaction.newest_job() if id is None else transaction.any_job(id)

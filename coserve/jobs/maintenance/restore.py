@@ -1,8 +1,9 @@
-"""A home from a backup: checked whole before anything of it is where a server would read it.
+"""Restoration of a home from a backup, which is checked whole before any of it lies where a server
+would read it.
 
-A backup may be anyone's. A server makes paths of what its records name, and removes what it finds
-there: so every name must be a plain one, and every directory that a job has made must lie in the
-home.
+A backup may be anyone's. A server derives paths from what its records name, and removes what it
+finds there: so every name must be a plain one, and every directory that a job has made must lie in
+the home.
 """
 
 import hashlib
@@ -33,42 +34,55 @@ _JOBS = "jobs"
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What is there now. missing: paths below the home that are on record, and were not there when
-    it was backed up.
-    """
+    """Summary of a restored home."""
 
     home: str
+    """Path of the home."""
     num_files: int
+    """Number of uploaded files."""
     num_jobs: int
+    """Number of jobs."""
     missing: tuple[str, ...]
+    """Paths below the home that are on record, and did not exist when the backup was made."""
 
 
 class _ArchivedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of the manifest about a file in the archive."""
+    """Manifest entry of a file in the archive."""
 
     sha256: str
+    """SHA-256 of the file, as hexadecimal digits."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The last file of an archive; see `coserve.jobs.maintenance.backup`."""
 
     format: int
+    """Version of the archive's format."""
     schema: int
+    """Version of the database's schema."""
     coserve: str
+    """Version of the coserve that wrote the archive."""
     missing: list[str]
+    """Paths that were on record and did not exist."""
     contents: dict[str, _ArchivedFile]
+    """Files in the archive, by name."""
 
 
 def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
-    """Make a home of an archive. url: of an empty database for its records; SQLite in the home by
-    default.
+    """Create a home from an archive.
 
-    The home is locked, and has nothing in it; paths of adapters in the home are those of the new
+    The home is locked and empty; paths of adapters in the archived home become paths in the new
     one.
 
+    Args:
+        file: Archive to restore.
+        home: Directory of the new home.
+        url: URL of an empty database for the records (default: SQLite in the home).
+
     Raises:
-        CoserveError: the archive is none of coserve's, damaged or of a newer version, or the home
-            cannot be written. StoreError: the database cannot be written, or is not empty.
+        CoserveError: The archive is not one of coserve's, is damaged or of a newer version, or the
+            home cannot be written.
+        StoreError: The database cannot be written, or is not empty.
     """
     stage = home / _STAGE
     make_private(stage)
@@ -98,9 +112,9 @@ def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
 
 
 def _extract(file: Path, stage: Path) -> _Manifest:
-    """Extract all that the manifest has, and nothing else; each as it was.
+    """Extract exactly the files of the manifest, with their checksums verified.
 
-    An archive is not compressed, and has no holes: what it extracts to is no larger than itself.
+    An archive is neither compressed nor sparse, so that its content is no larger than itself.
     """
     with tarfile.open(file, "r:") as archive:
         members = archive.getmembers()
@@ -152,7 +166,7 @@ def _copy_records(stage: Path, home: Path, store: Store) -> None:
 
 
 def _restored_row(home: Path, row: Row) -> Row:
-    """Return a row with paths of the new home in place of relative ones."""
+    """Return a row whose relative paths are replaced by paths in the new home."""
     _check_foreign_row(row)
 
     def absolute(directory: str | None) -> str | None:
@@ -193,7 +207,7 @@ def _check_foreign_database(path: Path) -> None:
 
 
 def _check_foreign_row(row: Row) -> None:
-    """Raise _ForeignRowError for a record that leads out of the home."""
+    """Raise _ForeignRowError for a record that points outside of the home."""
     if "item" not in row:  # of a conversation: its ids are clients', and name no file
         for column in _NAMES:
             if (value := row.get(column)) is not None and not _is_plain(value):
@@ -219,8 +233,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _check_directory(value: Any, *, is_made_here: bool) -> None:
-    """Raise _ForeignRowError unless a directory lies below the jobs of the home. One that clients
-    have loaded may be elsewhere: it is only read, and below --allow-adapter-paths alone.
+    """Raise _ForeignRowError unless a directory lies below the jobs of the home.
+
+    One that clients have loaded may lie elsewhere: it is only read, and only below
+    --allow-adapter-paths.
     """
     path = PurePosixPath(value) if isinstance(value, str) and "\0" not in value else None
     if path is not None:

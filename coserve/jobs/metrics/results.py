@@ -1,4 +1,4 @@
-"""A job's metrics: what its events say of each step, and the result file, as OpenAI gives it."""
+"""Metrics of a job: the data of its events, and the result file in OpenAI's format."""
 
 import csv
 import io
@@ -24,7 +24,7 @@ _COLUMNS = {
 
 
 def metrics_of(event: JobEvent, *, num_steps: int, tokens_per_s: float | None) -> dict[str, Any]:
-    """The data of a metrics event. Validation is always over the whole set."""
+    """Return the data of a metrics event. Validation always covers the whole set."""
     data: dict[str, Any] = {"step": event.step, "total_steps": num_steps}
     if event.kind == "step":
         data |= {
@@ -49,7 +49,7 @@ def metrics_of(event: JobEvent, *, num_steps: int, tokens_per_s: float | None) -
 
 
 def message_of(event: JobEvent, num_steps: int) -> str:
-    """A metrics event in words."""
+    """Return the message of a metrics event."""
     what = "training" if event.kind == "step" else "validation"
     loss = "no number" if _number(event.loss) is None else f"{event.loss:.4g}"
     skipped = (
@@ -66,7 +66,7 @@ def message_of(event: JobEvent, num_steps: int) -> str:
 
 
 def by_step(events: Sequence[EventRecord]) -> dict[int, dict[str, Any]]:
-    """All that metrics events say of each step, in the order of steps."""
+    """Return all metrics of each step, in the order of steps."""
     found: dict[int, dict[str, Any]] = {}
     for event in events:
         assert event.step is not None
@@ -75,7 +75,7 @@ def by_step(events: Sequence[EventRecord]) -> dict[int, dict[str, Any]]:
 
 
 def results_csv(events: Sequence[EventRecord]) -> bytes:
-    """The result file of a job; what was not measured is empty."""
+    """Return the result file of a job; values that were not measured are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     steps = by_step(events)
@@ -91,5 +91,5 @@ def results_csv(events: Sequence[EventRecord]) -> bytes:
 
 
 def _number(value: float | None) -> float | None:
-    """JSON has no word for what is no number."""
+    """Return a finite number, or None, since JSON has neither NaN nor infinity."""
     return value if value is not None and isfinite(value) else None

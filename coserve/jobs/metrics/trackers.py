@@ -1,10 +1,9 @@
-"""Where a job's metrics go beside the store: TensorBoard's event files, and Weights & Biases if the
-job asks for it.
+"""Trackers that follow jobs' metrics outside the store: TensorBoard's event files, and Weights &
+Biases if a job asks for it.
 
-On a thread of its own, so that neither holds up anything; what goes wrong there is logged and
-changes no job. A job that cannot be followed at Weights & Biases has an event that says why. After
-an engine's death steps are made again: TensorBoard is told which ones to forget, Weights & Biases
-keeps the first.
+They run on a thread of their own and delay nothing; errors are logged and change no job. A job that
+cannot be followed at Weights & Biases gets an event with the reason. After an engine's death, steps
+are repeated: TensorBoard is told which ones to forget, Weights & Biases keeps the first.
 """
 
 import importlib.util
@@ -46,13 +45,17 @@ _numbers = count()  # of files, which may be begun within one second
 
 
 class Tracker(Protocol):
-    """Takes one job's metrics, in the order of steps."""
+    """A receiver of one job's metrics, in the order of steps."""
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """What was measured after a step."""
+        """Take the values that were measured after a step."""
 
     def close(self, status: str) -> None:
-        """There is no more. status: of the job; "queued" where it only rests."""
+        """End the tracking.
+
+        Args:
+            status: Status of the job; "queued" if it will continue.
+        """
 
 
 def _one_line(error: Exception) -> str:
@@ -60,7 +63,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _has_wandb_key(wandb: Any) -> bool:
-    """Return whether the package has credentials; without, it would ask for them on the server's
+    """Return whether the package has credentials; without them, it would prompt on the server's
     terminal.
     """
     if os.environ.get("WANDB_API_KEY"):
@@ -72,15 +75,20 @@ def _has_wandb_key(wandb: Any) -> bool:
 
 
 def has_wandb() -> bool:
-    """Whether the package is installed."""
+    """Return whether the package wandb is installed."""
     return importlib.util.find_spec("wandb") is not None
 
 
 class Trackers:
-    """Those of all jobs. Calls return at once."""
+    """Trackers of all jobs. Calls return at once."""
 
     def __init__(self, store: Store, directory: Path) -> None:
-        """directory: where jobs have their folders."""
+        """Start the thread of the trackers.
+
+        Args:
+            store: Store of the jobs.
+            directory: Directory of the jobs' folders.
+        """
         self._store, self._directory = store, directory
         self._open: dict[str, list[Tracker]] = {}
         self._told = set[tuple[str, str]]()  # warnings that jobs have
@@ -90,18 +98,20 @@ class Trackers:
         self._thread.start()
 
     def take(self, events: Sequence[JobEvent]) -> None:
-        """What an engine reports."""
+        """Pass on an engine's reports."""
         found = [event for event in events if event.kind in ("step", "evaluation", *_ENDS)]
         if found:
             self._calls.put(partial(self._take, found))
 
     def rest(self) -> None:
-        """The engine has died: its jobs will report again, from where they resume."""
+        """Close the trackers after an engine's death: its jobs will report again from where they
+        resume.
+        """
         self._calls.put(self._close_all)
 
     def close(self, limit_s: float = _CLOSE_S) -> None:
-        """Write all that has come. Blocks, but no longer than this: a service that does not answer
-        keeps no server.
+        """Write everything that has arrived, and stop. Blocks for at most `limit_s`, so that a
+        service that does not answer does not keep the server alive.
         """
         self._calls.put(self._close_all)
         self._calls.put(None)
@@ -149,7 +159,7 @@ class Trackers:
         return found
 
     def _warn(self, job: JobRecord, message: str) -> None:
-        """Add an event to a job, once; and log it."""
+        """Log a warning, and add it to the job's events once."""
         _log.warning("job %s: %s", job.id, message)
         if (job.id, message) not in self._told:
             with self._store.write() as transaction:
@@ -166,13 +176,17 @@ class Trackers:
 
 
 class TensorboardTracker:
-    """Event files in a directory, written by the caller's thread: tensorboardX's own writer has one
-    that ends at the first error, and its callers then wait for ever. What cannot be written is left
-    out, and said once for each time that it begins; after that a new file is begun.
+    """A writer of event files that runs in the caller's thread.
+
+    The writer of tensorboardX has a thread that ends at the first error, after which its callers
+    wait for ever. Here values that cannot be written are dropped, with one warning per
+    interruption, and a new file follows.
     """
 
     def __init__(self, directory: Path, *, first_step: int) -> None:
-        """first_step: that comes; what is there of it and of later ones is forgotten."""
+        """Open a file, which makes TensorBoard forget `first_step` and later steps of earlier
+        files.
+        """
         self._directory, self._fails = directory, False
         self._file: RecordWriter | None = None
         self._flushed_s = 0.0
@@ -198,7 +212,7 @@ class TensorboardTracker:
                 file.close()
 
     def _write(self, step: int, events: "Sequence[Event]") -> None:
-        """step: which a file begins with, if it is a new one."""
+        """Write events; a new file starts with `step`."""
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.record_writer import RecordWriter
 
@@ -244,8 +258,11 @@ class WandbTracker:
     """A run of Weights & Biases; the server's environment has its key, or WANDB_MODE=offline."""
 
     def __init__(self, job: JobRecord, settings: Mapping[str, Any], directory: Path) -> None:
-        """Begin the run; JobError where the server has no key, any error where the service does not
-        take it.
+        """Start the run.
+
+        Raises:
+            JobError: The server has no key.
+            Exception: The service rejects the run.
         """
         import wandb
 
@@ -279,7 +296,7 @@ class WandbTracker:
 
 
 def _values(event: JobEvent) -> dict[str, float]:
-    """By the names that OpenAI's metrics have, below train/ and valid/."""
+    """Return an event's values by OpenAI's names of metrics, below train/ and valid/."""
     side = "train" if event.kind == "step" else "valid"
     given = {
         f"{side}/loss": event.loss,

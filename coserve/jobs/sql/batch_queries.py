@@ -1,4 +1,4 @@
-"""Uploads in parts, and batches, in the store."""
+"""Queries about uploads and batches."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ BATCHES_FOLDER = "batches"
 
 
 class BatchQueries(Queries):
-    """See `Transaction`."""
+    """The part of `Transaction` about uploads and batches."""
 
     def add_upload(self, record: UploadRecord) -> None:
         self._session.add(row_of(UploadTable, record))
@@ -27,11 +27,11 @@ class BatchQueries(Queries):
         )
 
     def change_upload(self, id: str, **values: Any) -> None:
-        """Set fields."""
+        """Set fields of an upload."""
         self._execute(update(UploadTable).where(UploadTable.id == id).values(**values))
 
     def parts(self, upload: str) -> tuple[FileRecord, ...]:
-        """Of an upload, as they came."""
+        """Return the parts of an upload, in the order of their arrival."""
         where = (FileTable.purpose == PART_PURPOSE, FileTable.filename == upload)
         return self._all(FileRecord, select(FileTable).where(*where).order_by(FileTable.seq))
 
@@ -44,12 +44,12 @@ class BatchQueries(Queries):
         )
 
     def batches(self, tenant: str, *, after: str | None, limit: int) -> Page:
-        """The newest first."""
+        """Return a page of a tenant's batches, the newest first."""
         query = select(BatchTable).where(BatchTable.tenant == tenant)
         return self._page(BatchRecord, BatchTable, tenant, query, after, limit, True)
 
     def unfinished_batches(self) -> tuple[BatchRecord, ...]:
-        """Of every tenant, the oldest first."""
+        """Return the unfinished batches of every tenant, the oldest first."""
         query = select(BatchTable).where(BatchTable.status.not_in(BATCH_OVER))
         return self._all(BatchRecord, query.order_by(BatchTable.seq))
 
@@ -60,5 +60,5 @@ class BatchQueries(Queries):
         return int(self._session.scalar(query) or 0)
 
     def change_batch(self, id: str, **values: Any) -> None:
-        """Set fields."""
+        """Set fields of a batch."""
         self._execute(update(BatchTable).where(BatchTable.id == id).values(**values))

@@ -1,4 +1,4 @@
-"""Conversations of /v1/conversations in the store: of each tenant, those used last that fit."""
+"""Queries about conversations of /v1/conversations; each tenant keeps those used last that fit."""
 
 import time
 from collections.abc import Sequence
@@ -15,29 +15,29 @@ _ROOM_SHARE = 1 / 16
 
 
 class ConversationQueries(Queries):
-    """See `Transaction`."""
+    """The part of `Transaction` about conversations."""
 
     def add_conversation(self, record: ConversationRecord) -> None:
         self._session.add(row_of(ConversationTable, record))
 
     def conversation(self, tenant: str, id: str) -> ConversationRecord | None:
-        """None if it is not there, or another's."""
+        """Return a tenant's conversation; None if there is none."""
         where = (ConversationTable.tenant == tenant, ConversationTable.id == id)
         return self._one(ConversationRecord, select(ConversationTable).where(*where))
 
     def label_conversation(self, id: str, metadata: dict[str, str]) -> None:
-        """Give it other metadata."""
+        """Replace the metadata of a conversation."""
         self._execute(
             update(ConversationTable).where(ConversationTable.id == id).values(labels=metadata)
         )
 
     def remove_conversation(self, id: str) -> None:
-        """With its items."""
+        """Remove a conversation with its items."""
         self._execute(delete(ConversationItemTable).where(ConversationItemTable.conversation == id))
         self._execute(delete(ConversationTable).where(ConversationTable.id == id))
 
     def conversation_items(self, id: str) -> list[dict[str, Any]]:
-        """In order."""
+        """Return the items of a conversation, in order."""
         mine = ConversationItemTable.conversation == id
         return list(
             self._session.scalars(
@@ -52,10 +52,14 @@ class ConversationQueries(Queries):
         *,
         most_bytes: int,
     ) -> None:
-        """At its end; the tenant's conversations that were not used for longest make room for them.
+        """Append items to a conversation; the tenant's least recently used conversations make room
+        for them.
 
-        items: each with its size, and an id that is not there yet. most_bytes: of all of a
-        tenant's; this one is kept even if it is larger.
+        Args:
+            conversation: Conversation to extend.
+            items: Items with new ids, each with its size in bytes.
+            most_bytes: Limit of all conversations of a tenant; this one is kept even if it is
+                larger.
         """
         for item, num_bytes in items:
             more = {
@@ -85,7 +89,7 @@ class ConversationQueries(Queries):
             num_bytes -= size
 
     def remove_conversation_item(self, conversation: str, id: str) -> bool:
-        """Returns whether it was there."""
+        """Remove an item; return whether it existed."""
         where = (ConversationItemTable.conversation == conversation, ConversationItemTable.id == id)
         found = self._execute(delete(ConversationItemTable).where(*where)) > 0
         self._resize(conversation)

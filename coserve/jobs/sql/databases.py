@@ -1,7 +1,7 @@
-"""What each kind of database needs, so that transactions mean the same in all: one writer at a
-time, who sees all that was written before; and questions that see one moment, and hold up nobody.
+"""Kinds of databases, set up so that transactions mean the same in all of them.
 
-SQLite and PostgreSQL are tested.
+There is one writer at a time, who sees all that was written before; readers see one moment, and
+block nobody. SQLite and PostgreSQL are tested.
 """
 
 import os
@@ -31,8 +31,11 @@ def database_url(given: str | None = None) -> str | None:
 
 
 def open_database(url: str) -> tuple[Engine, Engine]:
-    """Two ways into one database: to ask, and to write. SQLAlchemy's errors, or an ImportError
-    without its driver.
+    """Open a database twice: for reading, and for writing.
+
+    Raises:
+        SQLAlchemyError: It cannot be opened.
+        ImportError: Its driver is not installed.
     """
     parsed = make_url(url)
     if parsed.drivername in ("postgres", "postgresql"):
@@ -46,8 +49,11 @@ def open_database(url: str) -> tuple[Engine, Engine]:
 
 
 def has_tables(url: str) -> bool:
-    """Whether anything is there; nothing is made. SQLAlchemy's errors, or an ImportError without
-    its driver.
+    """Return whether a database has tables, without creating anything.
+
+    Raises:
+        SQLAlchemyError: It cannot be opened.
+        ImportError: Its driver is not installed.
     """
     parsed = make_url(url)
     path = parsed.database or ""
@@ -66,9 +72,7 @@ def has_tables(url: str) -> bool:
 
 
 def database_faults(connection: Connection, metadata: MetaData) -> list[str]:
-    """What is wrong with the database itself: damage (SQLite tells), and tables that are not as
-    they should be.
-    """
+    """Return descriptions of damage (SQLite reports it), and of missing tables and columns."""
     faults = []
     if connection.dialect.name == "sqlite":
         told = [row[0] for row in connection.exec_driver_sql("PRAGMA integrity_check")]
@@ -91,9 +95,11 @@ def database_faults(connection: Connection, metadata: MetaData) -> list[str]:
 
 
 def _set_up_sqlite(engine: Engine) -> None:
-    """Readers beside a writer (WAL), waiting for locks, foreign keys; and transactions that begin
-    where they say so: a writer takes its lock at once, so that it never finds later that another
-    one was faster.
+    """Set up readers beside a writer (WAL), waiting for locks, foreign keys, and explicit
+    transactions.
+
+    A writer takes its lock when its transaction begins, so that it never finds out later that
+    another one was faster.
     """
 
     @event.listens_for(engine, "connect")
@@ -110,8 +116,10 @@ def _set_up_sqlite(engine: Engine) -> None:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """While others write a database that has no WAL yet, SQLite refuses at once to make one,
-    whatever busy_timeout is: https://sqlite.org/c3ref/busy_handler.html.
+    """Turn on WAL, and retry while the database is busy.
+
+    While others write a database that has no WAL yet, SQLite refuses at once to make one, whatever
+    busy_timeout is: https://sqlite.org/c3ref/busy_handler.html.
     """
     until_s = time.monotonic() + _BUSY_S
     while True:
@@ -125,9 +133,11 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 
 def _open_postgresql(url: URL) -> tuple[Engine, Engine]:
-    """A writer first takes a lock that all writers share, and reads by statements that each see
-    what is committed: so what it has read holds until it has written, and numbers of rows grow in
-    the order in which they can be seen.
+    """Open a PostgreSQL database.
+
+    A writer first takes a lock that all writers share, and each of its statements sees what is
+    committed: so what it has read holds until it has written, and row numbers grow in the order in
+    which rows become visible.
     """
     defaults = {
         "application_name": "coserve",

@@ -1,4 +1,4 @@
-"""From rows to records and back, and by pages: what all questions to the store share."""
+"""Base of all queries: conversion between rows and records, and pages."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -17,12 +17,12 @@ _RENAMED = {"metadata": "labels"}
 
 
 def anything(row: Any) -> bool:
-    """Every row is asked for."""
+    """Return True: every row is selected."""
     return True
 
 
 class Queries:
-    """Within one transaction."""
+    """Queries within one transaction."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -68,16 +68,16 @@ class Queries:
 
 
 def _stored(kind: Any) -> dict[str, str]:
-    """Field of a record -> column."""
+    """Return the column of each field of a record."""
     names = [each.name for each in fields(kind) if each.metadata.get("stored", True)]
     return {name: _RENAMED.get(name, name) for name in names}
 
 
 def record_of(kind: type[Record], row: Any) -> Record:
-    """What a row holds."""
+    """Return the record that a row holds."""
     return kind(**{name: getattr(row, column) for name, column in _stored(kind).items()})
 
 
 def row_of(table: type[Any], record: Any) -> Any:
-    """A row that holds a record."""
+    """Return a row that holds a record."""
     return table(**{column: getattr(record, name) for name, column in _stored(record).items()})

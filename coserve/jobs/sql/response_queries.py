@@ -1,4 +1,4 @@
-"""Answers of /v1/responses in the store: of each tenant, the newest that fit."""
+"""Queries about responses of /v1/responses; each tenant keeps the newest that fit."""
 
 import time
 from collections.abc import Collection
@@ -16,13 +16,15 @@ _UNFINISHED = ("queued", "in_progress")
 
 
 class ResponseQueries(Queries):
-    """See `Transaction`."""
+    """The part of `Transaction` about responses."""
 
     def put_response(self, record: ResponseRecord, *, most_bytes: int) -> None:
-        """Add it, or let it take the place of the one of this id; the tenant's oldest make room for
-        it.
+        """Add a response, or replace the one of this id; the tenant's oldest responses make room
+        for it.
 
-        most_bytes: of all of a tenant's; the new one is kept even if it is larger.
+        Args:
+            record: Response to store.
+            most_bytes: Limit of all responses of a tenant; this one is kept even if it is larger.
         """
         found = self._session.scalar(select(ResponseTable).where(ResponseTable.id == record.id))
         if found is None:
@@ -56,13 +58,13 @@ class ResponseQueries(Queries):
             self._execute(delete(ResponseTable).where(others, ResponseTable.seq <= last))
 
     def response(self, tenant: str, id: str) -> ResponseRecord | None:
-        """None if it is not there, another's, or past its time."""
+        """Return a tenant's response; None if there is none, or it has expired."""
         alive = ResponseTable.expires_at > int(time.time())
         where = (ResponseTable.tenant == tenant, ResponseTable.id == id, alive)
         return self._one(ResponseRecord, select(ResponseTable).where(*where))
 
     def remove_response(self, tenant: str, id: str) -> bool:
-        """Returns whether it was there."""
+        """Remove a response; return whether it existed."""
         return (
             self._execute(
                 delete(ResponseTable).where(ResponseTable.tenant == tenant, ResponseTable.id == id)
@@ -79,7 +81,7 @@ class ResponseQueries(Queries):
         )
 
     def end_unfinished_responses(self, ids: Collection[str], error: dict[str, Any]) -> None:
-        """Have those of these that are not over fail; and forget all that are past their time."""
+        """Let unfinished responses among these fail, and remove all expired responses."""
         self._execute(delete(ResponseTable).where(ResponseTable.expires_at <= int(time.time())))
         unfinished = select(ResponseTable).where(
             ResponseTable.id.in_(ids), ResponseTable.status.in_(_UNFINISHED)

@@ -1,4 +1,4 @@
-"""The schema of a database: its tables, the home that owns it, and copies of all its rows."""
+"""Schema of a database: its tables, the home that owns it, and copies of all its rows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,11 @@ Row = dict[str, Any]
 
 
 def make_tables(reading: Engine, writing: Engine) -> None:
-    """Those that are missing; StoreError if a newer coserve has made them."""
+    """Create missing tables.
+
+    Raises:
+        StoreError: A newer coserve has made the tables.
+    """
     if inspect(reading).has_table(SchemaTable.__tablename__):
         with reading.connect() as connection:
             version = connection.scalar(select(func.max(SchemaTable.version))) or 0
@@ -39,8 +43,12 @@ def make_tables(reading: Engine, writing: Engine) -> None:
 
 
 def claim(connection: Connection, home: Path) -> None:
-    """Make a database a home's own: two with one would take up the same jobs, and tidy away each
-    other's files. StoreError if it is another's.
+    """Make a database a home's own.
+
+    Two homes with one database would run the same jobs, and remove each other's files.
+
+    Raises:
+        StoreError: The database belongs to another home.
     """
     mark = home / _MARK_FILE
     mine = mark.read_text().strip() if mark.is_file() else None
@@ -59,8 +67,8 @@ def claim(connection: Connection, home: Path) -> None:
 
 
 def copy_rows(source: Connection, target: Connection, change: Callable[[Row], Row]) -> None:
-    """As `source` sees them at this moment, each as `change` makes it; the tables of `target` are
-    there, and empty.
+    """Copy all rows, as `source` sees them at this moment and changed by `change`, into the empty
+    tables of `target`, which may be of another kind.
     """
     for table in Table.metadata.sorted_tables:
         if table.name in _NOT_COPIED:

@@ -1,8 +1,8 @@
-"""The store: what is known of files, jobs, events, checkpoints and adapters, in SQL.
+"""Store of files, jobs, events, checkpoints and adapters, in SQL.
 
-All that goes through it is a transaction: `with store.write() as transaction: …` happens whole or
-not at all, and survives the process however that ends. Every question takes the tenant who asks.
-Records come out, never live rows. Calls block; from any thread.
+Everything happens in transactions: `with store.write() as transaction: …` takes effect whole or not
+at all, and survives the end of the process. Every lookup of clients' data takes the tenant. Results
+are records, never live rows. Calls block, and may come from any thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,18 +34,18 @@ _FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE", "53100")
 
 
 class Store:
-    """One database."""
+    """A database of records."""
 
     def __init__(self, url: str) -> None:
-        """Open it, and make its tables if it is new.
+        """Open a database, and create its tables if it is new.
 
         Args:
-            url: in SQLAlchemy's form, such as "sqlite:////home/me/.coserve/coserve.db" or
+            url: URL in SQLAlchemy's form, such as "sqlite:////home/me/.coserve/coserve.db" or
                 "postgresql://me@host/coserve".
 
         Raises:
-            StoreError: it cannot be opened, or a newer coserve has written it; DiskFullError: there
-                is no room to.
+            StoreError: It cannot be opened, or a newer coserve has written it.
+            DiskFullError: There is no room on the disk.
         """
         try:
             self._reading, self._writing = open_database(url)
@@ -55,11 +55,11 @@ class Store:
 
     @classmethod
     def at(cls, home: Path, url: str | None = None) -> "Store":
-        """The one of a home directory: in SQLite below it; or at a URL, and then from now on this
-        home's alone.
+        """Open the database of a home: in SQLite in the home, or at a URL, which belongs to this
+        home from now on.
 
         Raises:
-            StoreError: it cannot be opened, or is another home's.
+            StoreError: It cannot be opened, or belongs to another home.
         """
         if not home.is_dir():
             make_private(home)
@@ -77,26 +77,36 @@ class Store:
         return store
 
     def close(self) -> None:
-        """Give its connections back."""
+        """Close all connections."""
         self._reading.dispose()
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
-        """Questions that see one moment; StoreError if the database cannot be read now."""
+        """Open a transaction for reading, which sees one moment.
+
+        Raises:
+            StoreError: The database cannot be read now.
+        """
         with _store_errors(), Session(self._reading) as session, session.begin():
             yield Transaction(session)
 
     @contextmanager
     def write(self) -> Iterator[Transaction]:
-        """Changes that all happen at the end, or, on an error, none; StoreError if it cannot be
-        written now, and DiskFullError if there is no room.
+        """Open a transaction whose changes take effect at its end; none does after an error.
+
+        Raises:
+            StoreError: The database cannot be written now.
+            DiskFullError: There is no room on the disk.
         """
         with _store_errors(), Session(self._writing) as session, session.begin():
             yield Transaction(session)
 
     def check_room(self) -> None:
-        """Change nothing, on the disk: DiskFullError if there is no room for a change, StoreError
-        if it cannot be written now.
+        """Write a change that changes nothing.
+
+        Raises:
+            StoreError: The database cannot be written now.
+            DiskFullError: There is no room on the disk.
         """
         with _store_errors(), self._writing.begin() as connection:
             connection.execute(update(SchemaTable).values(version=SchemaTable.version))
@@ -107,8 +117,13 @@ class Store:
         change: Callable[[Row], Row],
         while_still: Callable[[Transaction], None] = lambda transaction: None,
     ) -> None:
-        """All that is in it at one moment, each row as `change` makes it, into another one, which
-        is empty. Writers wait no longer than `while_still` takes, which sees what is copied.
+        """Copy all rows, as of one moment, to another store, which is empty.
+
+        Args:
+            other: Store to copy to.
+            change: Changes each row.
+            while_still: Called with a transaction that sees the copied moment; writers wait only
+                for this call.
         """
         with _store_errors(), self._reading.begin() as source:
             with Session(self._writing) as session, session.begin():
@@ -119,13 +134,17 @@ class Store:
                 copy_rows(source, target, change)
 
     def faults(self) -> list[str]:
-        """What is wrong with the database itself, in words."""
+        """Return descriptions of what is wrong with the database itself."""
         with _store_errors(), self._reading.begin() as connection:
             return database_faults(connection, Table.metadata)
 
 
 def has_records(url: str) -> bool:
-    """Whether a server has made its tables in a database; StoreError if that cannot be opened."""
+    """Return whether a server has created tables in a database.
+
+    Raises:
+        StoreError: It cannot be opened.
+    """
     try:
         return has_tables(url)
     except (SQLAlchemyError, ImportError) as error:
@@ -162,7 +181,7 @@ def _store_errors() -> Iterator[None]:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether an error of SQLAlchemy's says that the database's disk is full."""
+    """Return whether an error of SQLAlchemy's means that the database's disk is full."""
     reason = getattr(error, "orig", None)
     return (
         getattr(reason, "sqlite_errorname", None) in _FULL

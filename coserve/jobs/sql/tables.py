@@ -1,5 +1,6 @@
-"""The tables of the store; nothing outside `store.py` sees them. seq: the order in which rows
-came.
+"""Tables of the store, for use within `coserve.jobs.sql` alone.
+
+Columns have the names and meanings of the fields of their records. `seq` is the order of insertion.
 """
 
 from typing import Any
@@ -22,16 +23,14 @@ class Table(DeclarativeBase):
 
 
 class SchemaTable(Table):
-    """One row: the version of these tables."""
+    """The version of these tables, in one row."""
 
     __tablename__ = "coserve_schema"
     version: Mapped[int] = mapped_column(primary_key=True)
 
 
 class HomeTable(Table):
-    """One row at most: the home that a database elsewhere belongs to, and where that was at
-    first.
-    """
+    """The home that owns a database outside of it, in at most one row."""
 
     __tablename__ = "coserve_home"
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -39,7 +38,7 @@ class HomeTable(Table):
 
 
 class FileTable(Table):
-    """See `FileRecord`."""
+    """Table of `FileRecord`."""
 
     __tablename__ = "files"
     seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
@@ -53,7 +52,7 @@ class FileTable(Table):
 
 
 class JobTable(Table):
-    """See `JobRecord`."""
+    """Table of `JobRecord`."""
 
     __tablename__ = "jobs"
     seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
@@ -83,7 +82,7 @@ class JobTable(Table):
 
 
 class EventTable(Table):
-    """See `EventRecord`; a job has each step's metrics once."""
+    """Table of `EventRecord`; each step's metrics of a job are in it once."""
 
     __tablename__ = "events"
     __table_args__ = (UniqueConstraint("job", "step", "kind"),)
@@ -100,7 +99,7 @@ class EventTable(Table):
 
 
 class DeathsTable(Table):
-    """See `Deaths`."""
+    """Table of `Deaths`, by job."""
 
     __tablename__ = "engine_deaths"
     seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
@@ -110,7 +109,7 @@ class DeathsTable(Table):
 
 
 class CheckpointTable(Table):
-    """See `CheckpointRecord`."""
+    """Table of `CheckpointRecord`."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (UniqueConstraint("job", "step"),)
@@ -126,7 +125,7 @@ class CheckpointTable(Table):
 
 
 class _AdapterColumns:
-    """See `AdapterRecord`."""
+    """Columns of `AdapterRecord`."""
 
     seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
     tenant: Mapped[str] = mapped_column(String(128))
@@ -138,21 +137,21 @@ class _AdapterColumns:
 
 
 class AdapterTable(_AdapterColumns, Table):
-    """Those that jobs have made; those of live jobs that run are not in here."""
+    """Adapters that jobs have made; those of live jobs that run are not in it."""
 
     __tablename__ = "adapters"
     __table_args__ = (UniqueConstraint("tenant", "name"),)
 
 
 class LoadedAdapterTable(_AdapterColumns, Table):
-    """Those that clients have loaded from directories."""
+    """Adapters that clients have loaded from directories."""
 
     __tablename__ = "loaded_adapters"
     __table_args__ = (UniqueConstraint("tenant", "name"),)
 
 
 class ResponseTable(Table):
-    """See `ResponseRecord`."""
+    """Table of `ResponseRecord`."""
 
     __tablename__ = "responses"
     seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
@@ -168,7 +167,7 @@ class ResponseTable(Table):
 
 
 class ConversationTable(Table):
-    """See `ConversationRecord`."""
+    """Table of `ConversationRecord`."""
 
     __tablename__ = "conversations"
     seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
@@ -181,8 +180,8 @@ class ConversationTable(Table):
 
 
 class ConversationItemTable(Table):
-    """What was said in a conversation, in order. id: the item's own, which another conversation may
-    have, too.
+    """Items of conversations, in order. The id is the item's own; another conversation may have it
+    too.
     """
 
     __tablename__ = "conversation_items"
@@ -194,7 +193,7 @@ class ConversationItemTable(Table):
 
 
 class UploadTable(Table):
-    """See `UploadRecord`."""
+    """Table of `UploadRecord`."""
 
     __tablename__ = "uploads"
     seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)
@@ -212,7 +211,7 @@ class UploadTable(Table):
 
 
 class BatchTable(Table):
-    """See `BatchRecord`."""
+    """Table of `BatchRecord`."""
 
     __tablename__ = "batches"
     seq: Mapped[int] = mapped_column(_SERIAL, primary_key=True, autoincrement=True)

@@ -1,4 +1,4 @@
-"""What is asked and changed of the store within one transaction, record by record."""
+"""Queries and changes of the store within one transaction, record by record."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -33,7 +33,7 @@ from coserve.jobs.sql.tables import (
 
 
 class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
-    """Questions and changes, within one transaction."""
+    """Queries and changes within one transaction."""
 
     # -- files ----------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         self._session.add(row_of(FileTable, record))
 
     def file(self, tenant: str, id: str) -> FileRecord | None:
-        """None if it is not there, another's, or past its time."""
+        """Return a tenant's file; None if there is none, or it has expired."""
         return self._one(FileRecord, self._files(tenant).where(FileTable.id == id))
 
     def files(
@@ -53,28 +53,28 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         return self._page(FileRecord, FileTable, tenant, query, after, limit, newest_first)
 
     def remove_file(self, tenant: str, id: str) -> bool:
-        """Returns whether it was there."""
+        """Remove a file; return whether it existed."""
         return (
             self._execute(delete(FileTable).where(FileTable.tenant == tenant, FileTable.id == id))
             > 0
         )
 
     def remove_expired_files(self) -> list[str]:
-        """Forget files that are past their time; returns their ids."""
+        """Remove expired files, and return their ids."""
         expired = FileTable.expires_at <= int(time.time())
         ids = list(self._session.scalars(select(FileTable.id).where(expired)))
         self._execute(delete(FileTable).where(expired))
         return ids
 
     def file_bytes(self, tenant: str) -> int:
-        """Of all of its files."""
+        """Return the size of all files of a tenant."""
         query = select(func.coalesce(func.sum(FileTable.num_bytes), 0)).where(
             FileTable.tenant == tenant
         )
         return int(self._session.scalar(query) or 0)
 
     def file_ids(self) -> set[str]:
-        """Of every tenant; for tidying up."""
+        """Return the ids of every tenant's files."""
         return set(self._session.scalars(select(FileTable.id)))
 
     def _files(self, tenant: str) -> Select[Any]:
@@ -103,8 +103,14 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         metadata: dict[str, str] | None = None,
         bare: bool = False,
     ) -> Page:
-        """The newest first. metadata: only those with these entries. bare: only those without
-        any.
+        """Return a page of a tenant's jobs, the newest first.
+
+        Args:
+            tenant: Owner of the jobs.
+            after: Id of the job after which the page begins.
+            limit: Maximum number of jobs.
+            metadata: Select only jobs with these entries.
+            bare: Select only jobs without metadata.
         """
         query = select(JobTable).where(JobTable.tenant == tenant)
         if bare:
@@ -125,15 +131,15 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         )
 
     def any_job(self, id: str) -> JobRecord | None:
-        """A job of whichever tenant: for the manager, who serves all."""
+        """Return a job of any tenant."""
         return self._one(JobRecord, select(JobTable).where(JobTable.id == id))
 
     def newest_job(self) -> JobRecord | None:
-        """Of every tenant."""
+        """Return the newest job of all tenants."""
         return self._one(JobRecord, select(JobTable).order_by(JobTable.seq.desc()).limit(1))
 
     def unfinished_jobs(self) -> tuple[JobRecord, ...]:
-        """Of every tenant, the oldest first."""
+        """Return the unfinished jobs of every tenant, the oldest first."""
         return self._all(
             JobRecord, select(JobTable).where(JobTable.status.not_in(OVER)).order_by(JobTable.seq)
         )
@@ -143,37 +149,39 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         return int(self._session.scalar(query) or 0)
 
     def job_ids(self) -> set[str]:
-        """Of every tenant; for tidying up."""
+        """Return the ids of every tenant's jobs."""
         return set(self._session.scalars(select(JobTable.id)))
 
     def change_job(self, id: str, **values: Any) -> JobRecord:
-        """Set fields; returns the job as it is now."""
+        """Set fields of a job, and return its new record."""
         self._execute(update(JobTable).where(JobTable.id == id).values(**values))
         record = self.any_job(id)
         assert record is not None
         return record
 
     def deaths(self) -> dict[str, Deaths]:
-        """The jobs of whichever tenant that engines may have died of."""
+        """Return the suspected engine deaths of every tenant's jobs, by job."""
         return {
             row.job: record_of(Deaths, row) for row in self._session.scalars(select(DeathsTable))
         }
 
     def put_deaths(self, deaths: Mapping[str, Deaths]) -> None:
-        """All that are to be remembered."""
+        """Replace all suspected engine deaths."""
         self._execute(delete(DeathsTable))
         self._session.add_all(
             DeathsTable(job=job, num=each.num, step=each.step) for job, each in deaths.items()
         )
 
     def forget_deaths(self, job: str) -> None:
-        """No error if there were none."""
+        """Remove the suspected engine deaths of a job, if there are any."""
         self._execute(delete(DeathsTable).where(DeathsTable.job == job))
 
     # -- events ---------------------------------------------------------------------
 
     def add_event(self, record: EventRecord) -> bool:
-        """Metrics that are there already are not added again; returns whether it was added."""
+        """Add an event, unless it is of metrics that are on record already; return whether it was
+        added.
+        """
         if record.step is not None and self._session.scalar(
             select(func.count())
             .select_from(EventTable)
@@ -189,15 +197,19 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         return True
 
     def events(self, tenant: str, job: str, *, after: str | None, limit: int) -> Page:
-        """The newest first."""
+        """Return a page of a job's events, the newest first."""
         query = select(EventTable).where(EventTable.tenant == tenant, EventTable.job == job)
         return self._page(EventRecord, EventTable, tenant, query, after, limit, True)
 
     def metrics(
         self, job: str, *, step: int | None = None, every: int = 1
     ) -> tuple[EventRecord, ...]:
-        """A job's metrics (of one step; or of each `every`-th step, and all of validations), by
-        step.
+        """Return a job's metrics events, by step.
+
+        Args:
+            job: Id of the job.
+            step: Select only this step.
+            every: Select only steps that are multiples of this, and all evaluations.
         """
         query = select(EventTable).where(EventTable.job == job, EventTable.step.is_not(None))
         if step is not None:
@@ -207,7 +219,9 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         return self._all(EventRecord, query.order_by(EventTable.step, EventTable.seq))
 
     def last_losses(self, jobs: Collection[str]) -> dict[str, float | None]:
-        """Of the last optimizer step of each of these jobs that has made one."""
+        """Return the training loss of the last optimizer step of each of these jobs that has made
+        one.
+        """
         is_step = (EventTable.kind == "step", EventTable.job.in_(jobs))
         newest = select(EventTable.job, func.max(EventTable.step).label("step")).where(*is_step)
         last = newest.group_by(EventTable.job).subquery()
@@ -218,7 +232,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         return {row.job: row.data.get("train_loss") for row in rows}
 
     def best_evaluations(self, jobs: Collection[str]) -> dict[str, EventRecord]:
-        """Return the evaluation that was the best of each of these jobs that has been evaluated."""
+        """Return the best evaluation of each of these jobs that has been evaluated."""
         query = select(EventTable).where(EventTable.kind == "evaluation", EventTable.job.in_(jobs))
         found = self._all(EventRecord, query.order_by(EventTable.step, EventTable.seq))
         return {event.job: event for event in found if event.data.get(IS_BEST)}
@@ -226,8 +240,8 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
     # -- checkpoints ----------------------------------------------------------------
 
     def put_checkpoint(self, record: CheckpointRecord) -> CheckpointRecord:
-        """Add it, or let it take the place of the one of this step, whose id and promise to be
-        listed stand.
+        """Add a checkpoint, or replace the directory of the one of this step, which keeps its id
+        and stays listed if it was.
         """
         where = (CheckpointTable.job == record.job, CheckpointTable.step == record.step)
         row = self._session.scalar(select(CheckpointTable).where(*where))
@@ -239,7 +253,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         return record_of(CheckpointRecord, row)
 
     def checkpoints(self, tenant: str, job: str, *, after: str | None, limit: int) -> Page:
-        """Those that are listed, the newest first."""
+        """Return a page of a job's listed checkpoints, the newest first."""
         query = select(CheckpointTable).where(
             CheckpointTable.tenant == tenant,
             CheckpointTable.job == job,
@@ -248,7 +262,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         return self._page(CheckpointRecord, CheckpointTable, tenant, query, after, limit, True)
 
     def all_checkpoints(self, job: str) -> tuple[CheckpointRecord, ...]:
-        """Listed or not, by step."""
+        """Return all checkpoints of a job, listed or not, by step."""
         query = select(CheckpointTable).where(CheckpointTable.job == job)
         return self._all(CheckpointRecord, query.order_by(CheckpointTable.step))
 
@@ -258,7 +272,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         )
 
     def remove_checkpoints(self, job: str) -> None:
-        """All of a job's."""
+        """Remove all checkpoints of a job."""
         self._execute(delete(CheckpointTable).where(CheckpointTable.job == job))
 
     def remove_checkpoint_of_name(self, job: str, name: str) -> None:
@@ -267,9 +281,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         )
 
     def roll_back(self, job: str, step: int) -> JobRecord:
-        """Forget what a job did after a step, since it will do it again; returns the job as it is
-        now.
-        """
+        """Remove what a job did after a step, which it will repeat; return its new record."""
         self._execute(delete(EventTable).where(EventTable.job == job, EventTable.step > step))
         late = (CheckpointTable.job == job, CheckpointTable.step > step)
         names = list(self._session.scalars(select(CheckpointTable.name).where(*late)))
@@ -282,7 +294,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
     # -- adapters -------------------------------------------------------------------
 
     def put_adapter(self, record: AdapterRecord) -> None:
-        """Add it, or let it take the place of the one of this name."""
+        """Add an adapter, or replace the one of this name."""
         self.remove_adapter(record.tenant, record.name)
         self._session.add(row_of(AdapterTable, record))
 
@@ -291,22 +303,22 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         return self._one(AdapterRecord, query)
 
     def adapters(self, tenant: str, base: str) -> tuple[AdapterRecord, ...]:
-        """Those of a model, the oldest first."""
+        """Return a tenant's adapters of a model, the oldest first."""
         query = select(AdapterTable).where(AdapterTable.tenant == tenant, AdapterTable.base == base)
         return self._all(AdapterRecord, query.order_by(AdapterTable.seq))
 
     def adapters_in(self, directory: str) -> tuple[AdapterRecord, ...]:
-        """All adapters in this directory."""
+        """Return all adapters in a directory."""
         return self._all(
             AdapterRecord, select(AdapterTable).where(AdapterTable.directory == directory)
         )
 
     def adapters_of(self, job: str) -> tuple[AdapterRecord, ...]:
-        """All that a job has made: its model, and its checkpoints."""
+        """Return all adapters that a job has made: its model and its checkpoints."""
         return self._all(AdapterRecord, select(AdapterTable).where(AdapterTable.job == job))
 
     def adapter_directories(self) -> set[str]:
-        """Of every tenant's adapters and checkpoints; for tidying up."""
+        """Return the directories of every tenant's adapters and checkpoints."""
         return {
             directory
             for table in (AdapterTable, CheckpointTable)
@@ -315,7 +327,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         }
 
     def remove_adapter(self, tenant: str, name: str) -> bool:
-        """Returns whether it was there."""
+        """Remove an adapter; return whether it existed."""
         return (
             self._execute(
                 delete(AdapterTable).where(AdapterTable.tenant == tenant, AdapterTable.name == name)
@@ -326,30 +338,30 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
     # -- everything -------------------------------------------------------------------
 
     def all_of(self, kind: type[Record]) -> tuple[Record, ...]:
-        """Every tenant's records of a kind, the oldest first; of adapters, those that jobs have
-        made.
+        """Return every tenant's records of a kind, the oldest first; of adapters, those that jobs
+        have made.
         """
         tables = {JobRecord: JobTable, FileRecord: FileTable, CheckpointRecord: CheckpointTable}
         table: Any = tables.get(kind, AdapterTable)
         return self._all(kind, select(table).order_by(table.seq))
 
     def all_loaded_adapters(self) -> tuple[AdapterRecord, ...]:
-        """Every tenant's, the oldest first."""
+        """Return every tenant's loaded adapters, the oldest first."""
         return self._all(AdapterRecord, select(LoadedAdapterTable).order_by(LoadedAdapterTable.seq))
 
     # -- adapters that clients have loaded ---------------------------------------------
 
     def put_loaded_adapter(self, record: AdapterRecord) -> None:
-        """Add it, or let it take the place of the one of this name."""
+        """Add a loaded adapter, or replace the one of this name."""
         self.remove_loaded_adapter(record.tenant, record.name)
         self._session.add(row_of(LoadedAdapterTable, record))
 
     def loaded_adapters(self, base: str) -> tuple[AdapterRecord, ...]:
-        """Every tenant's, on a model, the oldest first."""
+        """Return every tenant's loaded adapters of a model, the oldest first."""
         query = select(LoadedAdapterTable).where(LoadedAdapterTable.base == base)
         return self._all(AdapterRecord, query.order_by(LoadedAdapterTable.seq))
 
     def remove_loaded_adapter(self, tenant: str, name: str) -> None:
-        """No error if it is not there."""
+        """Remove a loaded adapter, if it exists."""
         where = (LoadedAdapterTable.tenant == tenant, LoadedAdapterTable.name == name)
         self._execute(delete(LoadedAdapterTable).where(*where))
