@@ -1,10 +1,10 @@
-"""Which jobs an engine's process works for just now, in memory that outlives it: so it is known
-what it died of.
+"""Record of the jobs that an engine's process is working for, in memory that outlives it, so that
+the cause of its death is known.
 
 The process writes ids into memory that it shares with a file, without a system call; the server
-reads the file when the process is gone, however it went. What runs on the device comes first: only
-while nothing does are those noted whose files threads read or write, such as a job that has not
-begun, or one that waits for its disk.
+reads the file when the process is gone, however it ended. Work on the device comes first: only
+while there is none are the jobs recorded whose files threads read or write, such as a job that has
+not started, or one that waits for its disk.
 """
 
 import mmap
@@ -23,10 +23,10 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 class Activity:
-    """Belongs to the thread of the step loop, but for `files_of`."""
+    """The record of one engine. Belongs to the thread of the step loop, except `files_of`."""
 
     def __init__(self, path: str | None) -> None:
-        """path: of a file that `coserve.engine_client.last_activity` made; None: nobody asks."""
+        """Open the file that the server's `LastActivity` has made; None: nothing is recorded."""
         self._memory: mmap.mmap | None = None
         self._now, self._on_device, self._slot = _NOTHING, _NOTHING, 0
         self._at_files: list[str] = []
@@ -38,7 +38,7 @@ class Activity:
             HEAD.pack_into(self._memory, 0, os.getpid(), 0)
 
     def note(self, jobs: frozenset[str]) -> None:
-        """The device works for these jobs, and for no other."""
+        """Record that the device works for these jobs, and for no other."""
         with self._lock:
             self._on_device = jobs
             self._write()
@@ -55,7 +55,7 @@ class Activity:
 
     @contextmanager
     def of(self, job: str) -> Iterator[None]:
-        """Something is done for a job. An error that ends the process leaves the note."""
+        """Record work for a job; an error that ends the process leaves the record."""
         before = self._on_device
         self.note(frozenset((job,)))
         try:
@@ -67,8 +67,8 @@ class Activity:
 
     @contextmanager
     def of_request(self) -> Iterator[None]:
-        """Note that a request is taken in, which is the work of no job. An error that ends the
-        process leaves the note.
+        """Record that a request is being added, which is the work of no job; an error that ends the
+        process leaves the record.
         """
         before = self._on_device
         self.note(_NOTHING)
@@ -81,7 +81,7 @@ class Activity:
 
     @contextmanager
     def files_of(self, job: str) -> Iterator[None]:
-        """Files of a job are read or written, by any thread; an error there ends no process."""
+        """Record that any thread reads or writes files of a job; an error there ends no process."""
         with self._lock:
             self._at_files.append(job)
             self._write()
@@ -94,8 +94,10 @@ class Activity:
 
 
 class WatchedDevice:
-    """A device that notes whose work it does. What a step has noted stands until the next one: what
-    follows from it may end the process, too.
+    """A device that records whose work it does.
+
+    The record of a step stands until the next one: what follows from a step may end the process,
+    too.
     """
 
     def __init__(self, device: Device, activity: Activity) -> None:

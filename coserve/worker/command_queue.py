@@ -1,9 +1,8 @@
-"""Commands that wait for what threads read for them, without holding up steps: each is done in its
-turn.
+"""Queue of commands that wait for what threads read for them, without holding up steps.
 
-Commands that share a key (an adapter, a job) are done in the order in which they came; others pass
-them. Slow ones come one at a time, after all others: when an engine begins with many jobs, those
-who ask it something do not wait for them.
+Commands that share a key (an adapter, a job) run in the order of their arrival; others overtake
+them. Slow ones run one at a time, after all others: when an engine starts with many jobs, clients
+do not wait for them.
 """
 
 from collections.abc import Callable, Collection
@@ -25,29 +24,34 @@ Do = Callable[[Any, Callable[[], Any]], CoserveError | None]
 
 @dataclass(eq=False)
 class QueuedCommand:
-    """A command in its place."""
+    """A command in the queue."""
 
     command: Any
+    """The command itself."""
     keys: frozenset[str]
+    """Keys that order it: commands that share one keep their order."""
     prepare: Callable[[], Reading]
+    """Called when its turn has come; returns what a thread is to read."""
     label: str
+    """Label by which it can be discarded."""
     is_slow: bool
+    """Whether `poll` runs at most one such command per call."""
     after: "QueuedCommand | None"
+    """Earlier command with the same keys whose error is also this one's."""
     reading: "Future[Any] | None" = None
+    """Result of the thread; None while nothing is read."""
     error: CoserveError | None = None
-    """What it was refused for, once it was done."""
+    """Error with which the command was refused, if any."""
 
     def read(self) -> Any:
-        """Return what was read for it; raises what went wrong, with that or with the command that
-        it comes after.
-        """
+        """Return what a thread has read; raise its error, or that of the command in `after`."""
         if self.after is not None and self.after.error is not None:
             raise self.after.error
         return None if self.reading is None else self.reading.result()
 
 
 class CommandQueue:
-    """Belongs to one thread, which calls `poll` between steps."""
+    """The queue. Belongs to one thread, which calls `poll` between steps."""
 
     def __init__(self, do: Do) -> None:
         self._do = do
@@ -57,7 +61,7 @@ class CommandQueue:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is a command that could not be done yet."""
+        """Return whether a command is waiting."""
         return bool(self._waiting)
 
     def put(
@@ -70,14 +74,16 @@ class CommandQueue:
         is_slow: bool = False,
         after: QueuedCommand | None = None,
     ) -> QueuedCommand:
-        """Do a command as soon as all earlier ones with one of its keys are done, and what it needs
-        has been read.
+        """Run a command as soon as all earlier ones with one of its keys are done and its files are
+        read.
 
         Args:
-            prepare: called when its turn has come; returns what a thread is to read.
-            label: to discard it by.
-            is_slow: it is left to `poll`, which does one such.
-            after: one that came before it with the same keys, without which it is refused.
+            command: Command to run.
+            keys: Keys that order it.
+            prepare: Called when its turn has come; returns what a thread is to read.
+            label: Label by which it can be discarded.
+            is_slow: Whether it is left to `poll`, which runs one such command per call.
+            after: Earlier command with the same keys whose error is also this one's.
         """
         queued = QueuedCommand(command, frozenset(keys), prepare, label, is_slow, after)
         self._waiting.append(queued)
@@ -85,20 +91,21 @@ class CommandQueue:
         return queued
 
     def discard(self, label: str) -> bool:
-        """Forget a command that has not been done; returns whether there was one."""
+        """Remove a waiting command; return whether there was one."""
         kept = [each for each in self._waiting if each.label != label]
         found, self._waiting = len(kept) < len(self._waiting), kept
         return found
 
     def poll(self) -> None:
-        """Do all that can be done now, and of what is slow the first."""
+        """Run all commands that can run now, and the first slow one."""
         slow = self._do_the_quick()
         if slow is not None:
             self._do_now(slow)
 
     def _do_the_quick(self) -> QueuedCommand | None:
-        """All that can be done now and is not slow; the first that is. What is put meanwhile is
-        done in its turn.
+        """Run all commands that can run now and are not slow; return the first slow one.
+
+        A command that is put meanwhile runs in its turn.
         """
         self._has_more = True
         if self._is_doing:
@@ -139,6 +146,6 @@ class CommandQueue:
         return each.reading.done()
 
     def close(self) -> None:
-        """Forget what waits; what is being read is not waited for."""
+        """Drop waiting commands; reads that are under way are not awaited."""
         self._waiting.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)

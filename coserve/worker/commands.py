@@ -1,5 +1,5 @@
-"""What the server commands, done by the engine: at once, or when the files that a command needs
-have been read.
+"""Commands of the server, run by the engine at once, or when the files that a command needs have
+been read.
 """
 
 import logging
@@ -36,7 +36,7 @@ _VOCABULARY = "vocabulary"
 
 
 class Commands:
-    """Called between steps; no call waits for a disk."""
+    """Dispatcher of commands, called between steps; no call waits for a disk."""
 
     def __init__(
         self,
@@ -46,9 +46,14 @@ class Commands:
         activity: Activity | None = None,
         handover: HandoverEnd | None = None,
     ) -> None:
-        """send: takes what answers a command at once; other answers come out of
-        `JobCommands.take_pending`. activity: told whose command is being done. handover: told of
-        requests.
+        """Connect the commands with an engine.
+
+        Args:
+            engine: Engine that runs them.
+            jobs: Commands about jobs.
+            send: Sends an immediate answer; other answers come from `JobCommands.take_pending`.
+            activity: Records whose command is running.
+            handover: Is notified of new requests.
         """
         self._engine, self._jobs, self._send = engine, jobs, send
         self._handover = handover or Alone()
@@ -57,21 +62,21 @@ class Commands:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is a command that could not be done yet."""
+        """Return whether a command is waiting."""
         return self._queue.is_waiting
 
     def poll(self) -> None:
-        """Do what can be done now."""
+        """Run all commands that can run now."""
         self._queue.poll()
 
     def close(self) -> None:
-        """Forget what waits."""
+        """Drop waiting commands."""
         self._queue.close()
 
     # -- what each command waits for ------------------------------------------------
 
     def take(self, command: Any) -> None:
-        """Take any command but `Ping` and `Shutdown`: it is done when its turn has come, and its
+        """Take any command except `Ping` and `Shutdown`; it runs when its turn has come and its
         files have been read.
         """
         match command:
@@ -114,8 +119,8 @@ class Commands:
                 self._queue.put(command, (_job_key(command.id),))
 
     def _take_request(self, command: AddRequest) -> None:
-        """Two entries, so that the adapter is there for later commands if the request is
-        discarded.
+        """Queue the adapter and the request as two entries: if the request is discarded, later
+        commands still find the adapter.
         """
         if command.adapter is None:
             self._do(command, lambda: None)
@@ -143,15 +148,15 @@ class Commands:
         return partial(self._jobs.adapter_reading, command.adapter, command.changed_by)
 
     def _grammar_reading(self, command: AddRequest) -> Reading:
-        """Have the device compile a request's grammar, unless it has."""
+        """Return a call that compiles a request's grammar; None if the device has it."""
         grammar, engine = command.params.grammar, self._engine
         assert grammar is not None
         is_ready = engine.vocabulary is None or grammar in engine.grammars
         return None if is_ready else partial(engine.grammars.prepare, grammar, command.tenant)
 
     def _give_vocabulary(self, command: UseVocabulary) -> None:
-        """Have the device take in what tokens stand for; between steps the engine only says so
-        again.
+        """Set the device's vocabulary, from a thread; the engine repeats this between steps at no
+        cost.
         """
         ends = tuple(sorted(self._engine.end_tokens))
         self._engine.device.execute(
@@ -161,7 +166,7 @@ class Commands:
     # -- each command, when its turn has come ---------------------------------------
 
     def _do(self, command: Any, read: Callable[[], Any]) -> CoserveError | None:
-        """Do a command, and answer it; returns what it was refused for."""
+        """Run a command and answer it; return the error with which it was refused, if any."""
         try:
             match command:
                 case AddRequest():
@@ -209,15 +214,15 @@ class Commands:
 
 
 class _CompiledRequest:
-    """A request whose grammar is compiled before it is taken."""
+    """A request whose grammar is compiled before it is added."""
 
     def __init__(self, request: AddRequest) -> None:
         self.request, self.id = request, request.id
 
 
 def _what_was_read(adapter: AdapterRef, read: Callable[[], Any]) -> AdapterLoad | None:
-    """Whatever an adapter's files do to those who read them is the adapter's fault, and no reason
-    for the engine to end: AdapterError.
+    """Return what was read of an adapter, with every unexpected error as AdapterError: it is the
+    fault of the adapter's files, and no reason for the engine to end.
     """
     try:
         found: AdapterLoad | None = read()

@@ -1,9 +1,9 @@
-"""The part that this engine's process has in handing prompts over, as it was told.
+"""Setup of this process's part in the handover of prompts.
 
-role: "prefill" computes prompts for decode instances, which connect to its socket; "decode" has its
-prompts computed by the instance at that socket; "both": there is no other instance. Pages go
-through files next to the socket of this process and its server, so that they are removed with it,
-however it ends.
+The role "prefill" computes prompts for decode instances, which connect to its socket; "decode" has
+its prompts computed by the instance at that socket; "both" has no other instance. Pages go through
+files next to the socket of this process and its server, so that they are removed with it, however
+it ends.
 """
 
 from functools import partial
@@ -20,7 +20,12 @@ from coserve.protocol.run_directory import make_pages_directory
 
 
 def open_handover(engine: Engine, settings: EngineSettings) -> HandoverEnd:
-    """CoserveError if the socket cannot be used, OSError if there is no room for files."""
+    """Open this instance's part in the handover.
+
+    Raises:
+        CoserveError: The socket cannot be used, or the model cannot be handed over.
+        OSError: There is no room for files.
+    """
     if settings.role == "both":
         return Alone()
     if engine.device.info.num_state_pages:

@@ -1,12 +1,12 @@
-"""What the engine's process does about adapters and jobs: it starts and ends them, and writes their
-checkpoints.
+"""Commands about adapters and jobs in the engine's process: it starts and ends jobs, and writes
+their checkpoints.
 
 Checkpoints are copied between two steps, and written by a thread of their job, in order. What
-follows from one (the reply to a pause, the event that a job has succeeded) is told when it is on
-disk, and not before (`JobLane`). A pause or a cancellation holds even if its checkpoint cannot be
-written: that is logged. A job that makes checkpoints faster than the disk takes them is held back,
-alone: no step and no other job ever waits for its disk. So is one whose disk is full: its
-checkpoints wait until there is room, but no pause, cancellation or shutdown waits for that.
+follows from one (the reply to a pause, the event that a job has succeeded) is reported once it is
+on disk (`JobLane`). A pause or a cancellation takes effect even if its checkpoint cannot be
+written, which is logged. A job that makes checkpoints faster than the disk takes them is paused,
+alone: no step and no other job waits for its disk. So is one whose disk is full: its checkpoints
+wait until there is room, but no pause, cancellation or shutdown waits for that.
 """
 
 import logging
@@ -51,8 +51,12 @@ class JobCommands:
     def __init__(
         self, engine: Engine, activity: Activity | None = None, shared: SharedFiles | None = None
     ) -> None:
-        """activity: told whose files are read and written. shared: where their paths are (default:
-        on disk here).
+        """Connect jobs with an engine.
+
+        Args:
+            engine: Engine that runs them.
+            activity: Records whose files are read and written.
+            shared: Storage of their paths (default: this machine's disk).
         """
         self._engine, self._activity = engine, activity or Activity(None)
         self._shared = shared or SharedFiles()
@@ -66,8 +70,12 @@ class JobCommands:
     def adapter_reading(
         self, adapter: AdapterRef, changed_by: str = ""
     ) -> Callable[[], AdapterLoad] | None:
-        """What a thread is to do before a `LoadAdapter` is handled; None if the device has the
-        adapter. changed_by: see `LoadAdapter`.
+        """Return what a thread must call before a `LoadAdapter` is handled; None if the device has
+        the adapter.
+
+        Args:
+            adapter: Adapter to load.
+            changed_by: See `LoadAdapter`.
         """
         if adapter.directory is None:
             return None
@@ -82,14 +90,18 @@ class JobCommands:
         return load.read(changed_by)
 
     def unload_adapter(self, name: str) -> None:
-        """No new request finds it."""
+        """Unload an adapter if it is there; no new request finds it."""
         if name in self._engine.versions:
             self._engine.unload_adapter(name)
 
     # -- commands -------------------------------------------------------------------
 
     def read_files(self, job: JobStart) -> JobExamples:
-        """What the files of a job hold; from any thread. DataError."""
+        """Read the files of a job; may be called from any thread.
+
+        Raises:
+            DataError: A file is damaged or missing.
+        """
         if job.config.evaluation.asks:
             self._engine.answers_tokenizer()  # here, and not within the first step that needs it
         with self._activity.files_of(job.id):
@@ -98,8 +110,10 @@ class JobCommands:
         return read
 
     def read_contributions(self, id: str, directories: Sequence[str]) -> None:
-        """Have the device take in what the nodes of a job have contributed; from any thread.
-        CoserveError of where they are shared.
+        """Load the contributions of a job's nodes onto the device; may be called from any thread.
+
+        Raises:
+            CoserveError: The shared storage cannot be read.
         """
         for each in directories:
             self._shared.fetch(Path(each))
@@ -108,7 +122,7 @@ class JobCommands:
             self._shared.release(Path(each))
 
     def _needed(self) -> frozenset[Path]:
-        """What jobs begin with, which the device may not have read yet."""
+        """Return the directories that jobs start from, which the device may not have read yet."""
         jobs = [start for lane in list(self._lanes.values()) if (start := lane.start) is not None]
         named = [job.checkpoint for job in jobs] + [
             job.start.directory for job in jobs if job.start is not None
@@ -120,11 +134,15 @@ class JobCommands:
         command: StartJob | PauseJob | ResumeJob | CancelJob | CombineJob,
         read: Callable[[], Any] | None = None,
     ) -> None:
-        """Do it; `take_pending` brings the reply. read: gives the files of a job that starts, if
-        they have been read; raises what was wrong with contributions.
+        """Run a command; `take_pending` returns its reply.
+
+        Args:
+            command: Command to run.
+            read: Returns the files of a job that starts; raises an error of reading.
 
         Raises:
-            JobOverError: the job has ended. CoserveError: it is refused.
+            JobOverError: The job has ended.
+            CoserveError: The command is refused.
         """
         match command:
             case StartJob(job=job):
@@ -177,7 +195,7 @@ class JobCommands:
             self._engine.pause_job(job.id)
 
     def checkpoint_all(self, call: int) -> None:
-        """Of every job that is not over; the reply comes after the last."""
+        """Write a checkpoint of every job that is not over; the reply follows the last one."""
         self._hurry_all()
         for id in self._started():
             self._checkpoint(id, listed=False)
@@ -187,7 +205,7 @@ class JobCommands:
     # -- what comes of steps ----------------------------------------------------------------
 
     def take(self, events: list[JobEvent]) -> None:
-        """What a step brought; each event is told in its turn."""
+        """Take the events of a step; each is reported in its turn."""
         for event in events:
             job = self._start_of(event.job)
             if event.kind == "succeeded" and job is not None:
@@ -214,7 +232,7 @@ class JobCommands:
                 self._forget(event.job, keep_versions=False)
 
     def take_pending(self) -> ReadyReports:
-        """Take what may be told now, and resume jobs that waited for the disk."""
+        """Take all reports that are ready, and resume jobs that waited for the disk."""
         reports = ReadyReports()
         for id, lane in list(self._lanes.items()):
             while lane.has_ready:
@@ -229,22 +247,22 @@ class JobCommands:
 
     @property
     def has_pending(self) -> bool:
-        """Whether something may be told now."""
+        """Return whether a report is ready."""
         return any(lane.has_ready for lane in self._lanes.values())
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there will be something to tell without a step."""
+        """Return whether a report will become ready without a step."""
         return any(not lane.is_empty for lane in self._lanes.values())
 
     def close(self) -> None:
-        """End the threads, when all is written that there is room for."""
+        """End the threads, once everything is written that there is room for."""
         self._hurry_all()
         for lane in self._lanes.values():
             lane.close()
 
     def _hurry_all(self) -> None:
-        """Have nothing wait for room any more."""
+        """Let nothing wait for room on a full disk any more."""
         self._closing.set()
         for lane in self._lanes.values():
             lane.hurry()
@@ -292,7 +310,7 @@ class JobCommands:
         return self._lanes.setdefault(job, JobLane())
 
     def _start_of(self, job: str) -> JobStart | None:
-        """Return how a job was started; None: the engine does not have it."""
+        """Return the command that started a job; None: the engine does not have it."""
         return self._lanes[job].start if job in self._lanes else None
 
     def _started(self) -> list[str]:
@@ -300,7 +318,7 @@ class JobCommands:
         return [id for id, lane in self._lanes.items() if lane.start is not None]
 
     def _tell(self, job: str, reply: CallReply) -> None:
-        """Have a command answered after all that waits of this job."""
+        """Queue the reply to a command after all reports of the job."""
         self._lane(job).append(PendingReport(job=job, call=reply.call))
 
     def _tell_event(self, event: JobEvent) -> None:
@@ -309,8 +327,8 @@ class JobCommands:
     def _checkpoint(
         self, job: str, *, listed: bool, event: JobEvent | None = None
     ) -> PendingReport:
-        """Copy a job as it is now, and have it written, unless that step is on disk (or on its way)
-        already, or another node writes it.
+        """Copy a job as it is now, and start to write it, unless that step is on disk or on its
+        way, or another node writes it.
         """
         lane, start = self._lanes[job], self._start_of(job)
         assert start is not None, f"the engine has the job {job}"
@@ -331,7 +349,7 @@ class JobCommands:
         return report
 
     def _contribute(self, due: JobEvent) -> None:
-        """Copy what the other nodes of a job are to have, and have it written."""
+        """Copy the contribution for a job's other nodes, and start to write it."""
         start, job = self._start_of(due.job), self._engine.job(due.job)
         assert start is not None and start.shard is not None and job.exchange is not None
         directory = Path(start.shard.directory) / f"{due.step}-{start.shard.index}"
@@ -378,7 +396,7 @@ class JobCommands:
         return self._lanes[job].write(noted, until=until)
 
     def _fail(self, job: str, message: str) -> JobEvent:
-        """End a job that cannot be continued; what is to be told of it."""
+        """End a job that cannot continue, and return the event that reports it."""
         step = self._engine.job(job).num_steps_done
         self._cancel(CancelJob(NO_CALL, job))
         return JobEvent(
@@ -402,8 +420,12 @@ class JobCommands:
         return [event for event in events if isinstance(event, JobEvent)]
 
     def _forget(self, job: str, *, keep_versions: bool) -> None:
-        """keep_versions: of the adapter that it has made; those of a job that did not succeed
-        cannot be asked for.
+        """Drop a job.
+
+        Args:
+            job: Id of the job.
+            keep_versions: Whether its adapter stays loaded; that of a job that did not succeed
+                cannot be requested.
         """
         self._engine.forget_job(job)
         lane = self._lanes.get(job)
@@ -415,7 +437,7 @@ class JobCommands:
 
 
 def _writes_checkpoints(job: JobStart) -> bool:
-    """Of the nodes of a job, the first one does."""
+    """Return whether this node writes the job's checkpoints: the first one of its nodes does."""
     return job.shard is None or job.shard.index == 0
 
 

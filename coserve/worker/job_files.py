@@ -1,4 +1,4 @@
-"""The files of a job that starts, read by a thread beside steps."""
+"""Files of a job that starts, read by a thread beside steps."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -31,8 +31,8 @@ def read_job_files(job: JobStart, shared: SharedFiles) -> JobExamples:
 
 
 def _read_ahead(directory: Path) -> None:
-    """Have a directory's files in memory, so that the device need not wait for the disk; errors are
-    for it to find.
+    """Read a directory's files into the system's cache, so that the device need not wait for the
+    disk; the device finds any error itself.
     """
     with suppress(OSError):
         for path in directory.iterdir():

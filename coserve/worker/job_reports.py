@@ -1,9 +1,9 @@
-"""What is still to be told of the jobs of one engine: in order for each job, and each report when
-it is on disk.
+"""Reports about the jobs of one engine, each sent once its file is on disk, and in order for each
+job.
 
-A job has one lane: its reports wait in it for the files that belong to them, which a thread of the
-job writes, in order. No job waits for the disk of another. On a disk that is full, a file waits
-until there is room, unless its job is in a hurry.
+A job has one lane: its reports wait in it for their files, which a thread of the job writes, in
+order. No job waits for the disk of another. On a full disk, a file waits until there is room,
+unless its job is in a hurry.
 """
 
 import logging
@@ -30,12 +30,16 @@ _FULL_DISK_WAIT_S = 1.0
 
 @dataclass(kw_only=True)
 class ReadyReports:
-    """What is to be told of jobs, in this order: events, checkpoints, contributions, replies."""
+    """Reports that are ready to be sent, in this order."""
 
     events: list[JobEvent] = field(default_factory=list)
+    """Events of jobs."""
     checkpoints: list[Checkpointed] = field(default_factory=list)
+    """Checkpoints that are on disk."""
     contributions: list[Contributed] = field(default_factory=list)
+    """Contributions for the other nodes of jobs."""
     replies: list[CallReply] = field(default_factory=list)
+    """Replies to commands."""
 
     def __bool__(self) -> bool:
         return bool(self.events or self.checkpoints or self.contributions or self.replies)
@@ -43,32 +47,35 @@ class ReadyReports:
 
 @dataclass(kw_only=True)
 class PendingReport:
-    """What is to be told of a job when a file is on disk."""
+    """A report about a job that is ready once a file is on disk."""
 
     job: str
+    """Id of the job; "" if it is about no job."""
     step: int = 0
+    """Number of optimizer steps before it."""
     listed: bool = False
-    """Of a checkpoint: whether users were promised it."""
+    """Whether clients see the checkpoint."""
     written: "Future[Path] | None" = None
-    """The directory, when it is written; None: there is nothing to write."""
+    """The directory, once it is written; None: there is nothing to write."""
     is_new: bool = True
-    """Whether the checkpoint itself is to be told: it was not before."""
+    """Whether the checkpoint itself is to be reported, since it was not before."""
     event: JobEvent | None = None
+    """Event to report, if any."""
     call: int | None = None
-    """The command whose reply this is."""
+    """Command to reply to, if any."""
     adapter: str | None = None
-    """The adapter on the device that is on disk with the checkpoint."""
+    """Loaded adapter that is on disk with the checkpoint."""
     contribution: Contributed | None = None
-    """What is written is this contribution, for the other nodes of the job."""
+    """Contribution that is being written, if any."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether the report may be told."""
+        """Return whether the report may be sent."""
         return self.written is None or self.written.done()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the file could not be written."""
+        """Return whether the file could not be written."""
         return (
             self.written is not None
             and self.written.done()
@@ -77,8 +84,8 @@ class PendingReport:
 
 
 class JobLane:
-    """One job in the engine's process: how it was started, its reports that wait, and the thread
-    that writes.
+    """State of one job in the engine's process: its start command, its waiting reports, and the
+    thread that writes.
     """
 
     def __init__(self) -> None:
@@ -92,38 +99,38 @@ class JobLane:
         self._urgent = Event()
 
     def begin(self, start: JobStart) -> None:
-        """Take over a job that the engine has from now on."""
+        """Set the command that started the job."""
         self.start, self._urgent = start, Event()
 
     def forget(self) -> None:
-        """Let go of a job that is over; what waits of it is still told."""
+        """Drop a job that is over; waiting reports are still sent."""
         self.start, self.last_checkpoint, self.is_held = None, None, False
 
     # -- reports --------------------------------------------------------------------
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits to be told."""
+        """Return whether no report is waiting."""
         return not self._waiting
 
     @property
     def has_ready(self) -> bool:
-        """Whether something may be told now."""
+        """Return whether a report may be sent now."""
         return bool(self._waiting) and self._waiting[0].is_ready
 
     def append(self, report: PendingReport) -> None:
-        """Have something told after all that waits."""
+        """Append a report after all that wait."""
         self._waiting.append(report)
 
     def pop_ready(self) -> PendingReport:
-        """Take the first report, which may be told now."""
+        """Take the first report, which is ready."""
         return self._waiting.popleft()
 
     # -- files ----------------------------------------------------------------------
 
     @property
     def has_most_copies(self) -> bool:
-        """Whether as many copies of the job's tensors wait for the disk as may."""
+        """Return whether the maximum number of copies of the job's tensors waits for the disk."""
         return len({id(each) for each in self.unwritten()}) >= _MAX_COPIES
 
     def unwritten(self) -> "list[Future[Path]]":
@@ -135,23 +142,27 @@ class JobLane:
         ]
 
     def hurry(self) -> None:
-        """Have what the job writes wait for no room on a full disk."""
+        """Let writes fail at once on a full disk."""
         self._urgent.set()
 
     def take_time(self) -> None:
-        """Have what the job writes wait until there is room."""
+        """Let writes wait on a full disk until there is room."""
         self._urgent.clear()
 
     def write(self, write: Callable[[], Path], *, until: Event | None = None) -> "Future[Path]":
-        """Write something after what the job has had written before; DiskFullError if there is no
-        room for it, and the job is in a hurry. until: room is waited for until this is set instead.
+        """Start a write after all earlier ones of the job; it fails with DiskFullError if there is
+        no room and the job is in a hurry.
+
+        Args:
+            write: Writes a file.
+            until: Event that ends the wait for room (default: the job's hurry).
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "checkpoints")
         return self._thread.submit(_when_there_is_room, write, until or self._urgent)
 
     def close(self) -> None:
-        """End the thread, when all is written that there is room for."""
+        """End the thread, once everything is written that there is room for."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

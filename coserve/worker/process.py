@@ -1,11 +1,9 @@
-"""The engine's process: it owns the device, does what the server commands, and reports what came of
-it.
+"""The engine's process: it owns the device, runs the server's commands, and reports the results.
 
-It is told what to be by the first line of its standard input. When the server ends, so does this
-process, whatever it is doing: a thread waits for the end of the input, and on Linux the kernel
-kills a process that hangs. Signals that a terminal or a supervisor sends to all processes are the
-server's affair. An error that no request or job caused ends the process; the server sees that, and
-starts another.
+The first line of its standard input is its settings. When the server ends, so does this process,
+whatever it is doing: a thread waits for the end of the input, and on Linux the kernel kills a
+process that hangs. Signals that a terminal or a supervisor sends to all processes are left to the
+server. An error that no request or job caused ends the process; the server then starts another.
 """
 
 import logging
@@ -83,7 +81,7 @@ _STDIN = 0
 
 
 class EngineProcess:
-    """Commands in, steps, reports out."""
+    """The loop of the engine's process: commands in, steps, reports out."""
 
     def __init__(
         self,
@@ -93,8 +91,14 @@ class EngineProcess:
         handover: HandoverEnd | None = None,
         shared: SharedFiles | None = None,
     ) -> None:
-        """activity: that of the engine's device. handover: to other instances. shared: see
-        `JobCommands`.
+        """Connect an engine with its server.
+
+        Args:
+            engine: Engine to run.
+            socket: Socket of commands and reports.
+            activity: Record of the engine's device.
+            handover: Handover to other instances.
+            shared: See `JobCommands`.
         """
         self._engine, self._socket, self._activity = engine, socket, activity or Activity(None)
         self._handover = handover or Alone()
@@ -112,7 +116,7 @@ class EngineProcess:
         self._has_freed = False  # what the system may have back when there is no work
 
     def run(self) -> None:
-        """Until it is told to shut down."""
+        """Run until the shutdown command."""
         while self._running:
             self._take_commands()
             if not self._running:
@@ -132,7 +136,7 @@ class EngineProcess:
     # -- commands -------------------------------------------------------------------
 
     def _take_commands(self) -> None:
-        """Those that are there, as far as there is time; without work, wait for one."""
+        """Take the commands that have arrived, for a limited time; without work, wait for one."""
         wait_ms = 0
         if not self._engine.has_work:
             self._activity.note(frozenset())
@@ -162,14 +166,14 @@ class EngineProcess:
             self._report([], whole=True)
 
     def _poll_handover(self) -> None:
-        """What has come may be all that there is to report, such as that an instance is there."""
+        """Poll other instances, whose state is reported even if nothing else is."""
         self._handover.poll()
         stats = self._handover.stats()
         self._unreported |= stats != self._handover_stats
         self._handover_stats = stats
 
     def _has_command(self, wait_ms: int) -> bool:
-        """Whether there is one; what comes from other instances ends the waiting, too."""
+        """Return whether a command has arrived; messages of other instances end the wait, too."""
         others = self._handover.waits_on() if wait_ms else ()
         if not others:
             return bool(self._socket.poll(wait_ms))
@@ -211,7 +215,7 @@ class EngineProcess:
     # -- reports --------------------------------------------------------------------
 
     def _report(self, events: list[Event], *, whole: bool) -> None:
-        """Chunks at once; everything else with the next whole report."""
+        """Send chunks at once; everything else goes with the next whole report."""
         chunks = [event for event in events if isinstance(event, Chunk)]
         if not whole:
             if chunks:
@@ -237,9 +241,10 @@ class EngineProcess:
         self._reported_s, self._unreported = time.monotonic(), False
 
     def _stats(self) -> EngineStats:
-        """Counts as of now; while jobs run, pages as of the fullest moment since the last report.
+        """Return counts as of now; while jobs run, pages as of the fullest moment since the last
+        report.
 
-        Reports come when an optimizer step is done, and just then a job holds nothing.
+        Reports are sent when an optimizer step is done, and just then a job holds no pages.
         """
         stats = replace(
             self._engine.stats(),
@@ -261,7 +266,7 @@ class EngineProcess:
 
 
 def _step_record(engine: Engine, result: StepResult, end_s: float, step_s: float) -> StepRecord:
-    """A step that has run; of its tasklets, those that there was time for."""
+    """Return the record of a step that has run, with the tasklets that there was time for."""
     plan = engine.last_plan
     rows = {"decode": 0, "prefill": 0, "window": 0}
     for planned in plan.rows:
@@ -286,8 +291,11 @@ def start(
     activity: Activity,
     start_rank: StartProcess = start_program,
 ) -> tuple[Engine, HandoverEnd, SharedFiles] | None:
-    """The engine, when it is ready, and what it shares with others; None if it cannot be started as
-    it was asked, which has been reported then.
+    """Start the engine.
+
+    Returns:
+        The engine once it is ready, its handover and its shared storage; None if it cannot be
+        started, which has been reported.
     """
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -331,14 +339,14 @@ def start(
 
 
 def _end_with_the_server() -> None:
-    """Wait for the end of standard input, then end, whatever other threads do."""
+    """Wait for the end of standard input, then end the process, whatever other threads do."""
     while os.read(_STDIN, 4096):
         pass
     os._exit(0)
 
 
 def _read_settings() -> EngineSettings | None:
-    """The first line; None if the server has ended before."""
+    """Read the first line of standard input; None if the server has ended before."""
     line = b""
     while not line.endswith(b"\n"):
         # Not by a buffer, which a thread that waits would hold at the end.
@@ -350,8 +358,8 @@ def _read_settings() -> EngineSettings | None:
 
 
 def main() -> int:
-    """The process: 0 after a shutdown, 1 if the engine could not start; dying of an error is
-    neither.
+    """Run the process; return 0 after a shutdown, 1 if the engine could not start. An error ends it
+    with another status.
     """
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,10 +1,9 @@
-"""Forks the processes of ranks off the engine's, which has imported everything, so that a group is
-ready sooner.
+"""Forks of the engine's process that become ranks, so that a group is ready sooner.
 
 Importing PyTorch takes seconds of computing for each rank, and twice that beside other ranks. So
-the engine's process forks blank processes before it has threads, and each becomes a rank when it is
-sent its descriptors. None of the three things that do not outlive a fork is there then: threads, a
-parallel region of PyTorch, a GPU that was touched.
+the engine's process, which has imported everything, forks blank processes before it has threads,
+and each becomes a rank when it receives its descriptors. None of the three things that do not
+outlive a fork exists at that moment: threads, a parallel region of PyTorch, a GPU that was touched.
 """
 
 import json
@@ -31,9 +30,11 @@ _FIRST_OWN = 1 << 9
 
 
 def rank_starter(num_ranks: int) -> StartProcess:
-    """Return what starts the processes of a group; to be called before this process has threads.
+    """Return the function that starts the processes of a group; must be called before this process
+    has threads.
 
-    Of one rank, or more than there are places for, none is forked: the latter are refused later.
+    Nothing is forked for one rank, or for more ranks than there are cores: the latter are refused
+    later.
     """
     if not 1 < num_ranks <= num_usable_cores() or sys.platform != "linux":
         return start_program
@@ -49,7 +50,7 @@ class _RankForks:
             self._blank.append(_fork([each.control for each in self._blank]))
 
     def start(self, arguments: Sequence[str], descriptors: Sequence[int]) -> StartedProcess:
-        """Start a process of `process.main` on one of them."""
+        """Start a process of `process_main` in one of them."""
         rank = self._blank.pop(0)
         message = json.dumps(
             {"arguments": list(arguments), "descriptors": list(descriptors)}
@@ -65,7 +66,7 @@ class _RankForks:
 
 
 class _ForkedRank:
-    """A process that was forked off; see `coserve.devices.process.child.StartedProcess`."""
+    """A forked process; see `coserve.devices.process.child.StartedProcess`."""
 
     def __init__(self, pid: int, control: socket.socket) -> None:
         self.pid, self.control = pid, control
@@ -89,9 +90,7 @@ class _ForkedRank:
 
 
 def _fork(others: Sequence[socket.socket]) -> _ForkedRank:
-    """Fork off a blank process, which is to hold none of the others' sockets: it sees the end of
-    its own by that.
-    """
+    """Fork off a blank process without the others' sockets, so that it sees the end of its own."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with warnings.catch_warnings():
         # Python warns of numpy's idle threads, too, which look after themselves at a fork.
@@ -106,8 +105,8 @@ def _fork(others: Sequence[socket.socket]) -> _ForkedRank:
 
 
 def _become_a_rank(control: socket.socket) -> NoReturn:
-    """Wait for descriptors, and be a rank; end if there are none. Nothing of the caller's stack
-    runs here.
+    """Wait for descriptors, then run as a rank; end if the socket closes. Nothing of the caller's
+    stack runs here.
     """
     status = 1
     try:
@@ -129,8 +128,8 @@ def _become_a_rank(control: socket.socket) -> NoReturn:
 
 
 def _place(received: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give descriptors the numbers that the arguments name, and close all others but the standard
-    ones.
+    """Give descriptors the numbers that the arguments name, and close all others except the
+    standard ones.
     """
     kept = [os.dup2(each, _FIRST_OWN + place) for place, each in enumerate(received)]
     os.closerange(3, _FIRST_OWN)

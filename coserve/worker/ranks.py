@@ -1,9 +1,8 @@
-"""The ranks of an engine's group as the engine's process sees them: their states, and their end,
-which is its own.
+"""Ranks of an engine's group as the engine's process sees them: their states and their end.
 
 A group that has lost a rank answers nothing more, so the engine's process ends with it, and the
-server starts another. It ends as the rank did: what somebody has killed, be it the engine's process
-or a rank's, is the fault of no job.
+server starts another. It ends as the rank did: a kill of the engine's process or of a rank from
+outside is the fault of no job.
 """
 
 import logging
@@ -35,15 +34,15 @@ _STATES_S, _POLL_S = 1.0, 0.01
 
 
 def ending_with(device: Device) -> Device:
-    """Return a device with which this process ends; one that is in this process is returned as it
-    is.
+    """Return a device whose end ends this process; a device that is in this process is returned
+    unchanged.
     """
     return device if device.info.num_ranks == 1 else _MortalDevice(device)
 
 
 class _MortalDevice:
-    """A device whose end is the end of this process, wherever it is noticed: no caller takes it for
-    a refusal.
+    """A device whose end is the end of this process, wherever it is noticed, so that no caller
+    mistakes it for a refusal.
     """
 
     def __init__(self, device: Device) -> None:
@@ -72,7 +71,7 @@ class _MortalDevice:
         self._device.close()
 
     def _end_with_one_of(self, pids: Sequence[int]) -> None:
-        """Wait for the end of one of these processes, also while nothing is asked of the device."""
+        """Wait for the end of one of these processes, also while the device is idle."""
         ends = select.poll()
         for pid in pids:
             with suppress(ProcessLookupError):  # the device will say so
@@ -84,9 +83,7 @@ class _MortalDevice:
 
 
 class RankStates:
-    """The states of a device's ranks, asked for once a second at the most; none of a device that
-    one process holds.
-    """
+    """States of a device's ranks, read at most once a second; none of a device in one process."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -104,14 +101,18 @@ class RankStates:
 
 
 def describe_ranks(device: Device) -> tuple[RankState, ...]:
-    """Return the states of a device's ranks; DeviceGoneError."""
+    """Return the states of a device's ranks.
+
+    Raises:
+        DeviceGoneError: A rank has ended.
+    """
     described = device.execute(DescribeRanks())
     assert isinstance(described, RanksDescribed)
     return described.ranks
 
 
 def _end_as(error: DeviceGoneError) -> NoReturn:
-    """End this process at once, as the rank has ended that the error is about."""
+    """End this process at once, in the way in which the rank has ended."""
     _log.error("the engine ends: %s", error)
     if error.returncode == -signal.SIGKILL:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What an engine says of itself once it takes commands."""
+"""Report of an engine that is ready."""
 
 import torch
 
