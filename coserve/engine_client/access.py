@@ -1,5 +1,5 @@
-"""The engine as a server sees it, wherever it is: one beside it, or many on the nodes of a
-cluster.
+"""Interface of the engine as a server uses it, wherever it is: one beside it, or many on the nodes
+of a cluster.
 """
 
 from collections.abc import Sequence
@@ -16,73 +16,83 @@ if TYPE_CHECKING:
 
 
 class EngineAccess(JobEngine, Protocol):
-    """What `EngineLink` does for one engine, and `ClusterLink` for many."""
+    """The interface that `EngineLink` implements for one engine, and `ClusterLink` for many."""
 
     # -- questions ------------------------------------------------------------------
 
     @property
     def ready(self) -> Ready | None:
-        """What the engine said of itself; None while there is none."""
+        """Report of the engine that is ready; None while there is none."""
         ...
 
     @property
     def start_progress(self) -> StartProgress | None:
-        """Return the stage of an engine that is starting; None if that is not known, or none is
-        starting.
-        """
+        """Stage of an engine that is starting; None if that is not known, or none is starting."""
         ...
 
     @property
     def num_open(self) -> int:
-        """Requests that are not over."""
+        """Number of requests that are not over."""
         ...
 
     @property
     def is_silent(self) -> bool:
-        """Whether no step loop comes round."""
+        """Return whether no step loop makes progress."""
         ...
 
     @property
     def jobs_at_death(self) -> tuple[str, ...] | None:
-        """The jobs that the last engine may have died of; None if that is not known."""
+        """The jobs that may have killed the last engine; None if that is not known."""
         ...
 
     @property
     def jobs_lost(self) -> frozenset[str] | None:
-        """The jobs that the last engine had that has died; None: all, since there was no other."""
+        """The jobs of the last engine that died; None: all, since there was no other engine."""
         ...
 
     @property
     def num_nodes(self) -> int:
-        """Among which a job can be divided now."""
+        """Number of nodes among which a job can be divided now."""
         ...
 
     def require_ready(self) -> Ready:
-        """EngineGoneError if there is no engine to ask now."""
+        """Return the report of the engine that is ready.
+
+        Raises:
+            EngineGoneError: There is no engine now.
+        """
         ...
 
     def require_alive(self) -> None:
-        """EngineGoneError if there is no engine to ask now, or if it stands still."""
+        """Check that an engine is ready and makes progress.
+
+        Raises:
+            EngineGoneError: There is no engine now, or it hangs.
+        """
         ...
 
     def listen(self, listener: EngineListener) -> None:
-        """Tell it what happens, and that the engine is ready if it is already."""
+        """Notify a listener of what happens, and at once of an engine that is ready."""
         ...
 
     # -- life -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep it running until `stop`; ModelError if it cannot start as it was asked."""
+        """Keep the engine running until `stop`.
+
+        Raises:
+            ModelError: It cannot start with these settings.
+        """
         ...
 
     async def stop(self) -> None:
-        """End it, with checkpoints of all jobs if it still answers; open requests end with an
-        error.
+        """Stop the engine, with checkpoints of all jobs if it still answers; open requests end with
+        an error.
         """
         ...
 
     def close_to_requests(self) -> None:
-        """Refuse what comes from now on."""
+        """Refuse all further requests."""
         ...
 
     def fail_open_requests(self, reason: str) -> None:
@@ -97,26 +107,42 @@ class EngineAccess(JobEngine, Protocol):
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         shown_tokens: tuple[str, ...] = (),
     ) -> RequestStream:
-        """Have requests answered; to be closed in any case. tokenizer: for their text.
-        shown_tokens: see `TextStream`.
+        """Send requests to the engine.
+
+        Args:
+            requests: Requests that belong together.
+            tokenizer: Makes text of their tokens; None: there is no text.
+            shown_tokens: See `TextStream`.
+
+        Returns:
+            Their stream, which must be closed in any case.
 
         Raises:
-            EngineGoneError: there is no engine now. RequestError: stop strings without a tokenizer.
+            EngineGoneError: There is no engine now.
+            RequestError: There are stop strings and no tokenizer.
         """
         ...
 
     def close(self, stream: RequestStream) -> None:
-        """Its chunks are no longer wanted: what has not ended is cancelled."""
+        """Close a stream; its unfinished requests are cancelled."""
         ...
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
-        """What tokens stand for; before requests with grammars. EngineGoneError."""
+        """Send the engine the text of its tokens; must come before requests with grammars.
+
+        Raises:
+            EngineGoneError: There is no engine now.
+        """
         ...
 
     async def load_adapter(self, adapter: AdapterRef) -> None:
-        """Have it on the device; AdapterError if it cannot be read."""
+        """Load an adapter onto the device.
+
+        Raises:
+            AdapterError: It cannot be read.
+        """
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """No new request finds it."""
+        """Unload an adapter; no new request finds it."""
         ...

@@ -1,18 +1,19 @@
-"""Starts engines by forking a process that has imported everything, which takes a tenth of the
-time.
+"""Fork server: it starts engines by forking a process that has imported everything, which takes a
+tenth of the time.
 
 Importing PyTorch and transformers takes seconds of computing, in the server's process and in the
 engine's; and a server whose engine has died has none to lose. So the server's process imports
 everything once, before it has threads, and forks off a process that does nothing but fork engines
 (as Python's `multiprocessing.forkserver` does, which would import everything again). No thread runs
 at that moment, no parallel region of PyTorch has run, and no GPU was touched: none of the three
-outlives a fork. If somebody ends that process, another one is started as a program, which imports
+outlives a fork. If that process is killed, another one is started as a program, which imports
 everything itself. A node of a cluster has none of its own: it connects to the one of its machine
 (`shared_forks`).
 
-Between the two lies a socket that keeps messages apart: "fork" with the engine's standard input,
-standard error and environment, or "kill"; and back, "ended" with how. When the server ends, the
-socket closes, and the kernel ends this process and with it the engine.
+The two are connected by a socket that preserves message boundaries. The server sends "fork" with
+the engine's standard input, standard error and environment, or "kill"; the fork server answers that
+the engine has exited, with its status. When the server ends, the socket closes, and the kernel ends
+this process and with it the engine.
 """
 
 import asyncio
@@ -50,6 +51,7 @@ class _Kill(msgspec.Struct, tag=True, frozen=True):
 
 class _EngineExited(msgspec.Struct, tag=True, frozen=True):
     returncode: int
+    """Status of the engine's process; the negative number of the signal that ended it."""
 
 
 class ForkServer:
@@ -62,13 +64,15 @@ class ForkServer:
         *,
         connect: Callable[[str], Awaitable[socket.socket | None]] | None = None,
     ) -> None:
-        """Fork. To be called before there are threads, with everything imported that an engine
-        needs.
+        """Fork the process. Must be called before there are threads, with everything imported that
+        an engine needs.
 
-        run_engine: an engine's life, in its own process; returns its status. None: this process
-        cannot fork, and with the first engine starts a program that can. model: that engines serve,
-        for what that needs to be imported. connect: given the model, to a process that is there for
-        others, too, in place of such a program (None: there is none).
+        Args:
+            run_engine: Runs an engine in its own process, and returns its status. None: this
+                process cannot fork, and starts a program that can with the first engine.
+            model: Model that engines serve, which decides what is imported.
+            connect: Connects to a fork server that others use too, in place of such a program,
+                given the model; returns None if there is none.
         """
         self._model, self._connect_to = model, connect
         self._pid: int | None = None  # of the process that forks, if it is a child of this one
@@ -90,7 +94,7 @@ class ForkServer:
         self._use(ours, pid)
 
     async def launch(self, line: bytes, home: Path | None) -> Launched:
-        """An engine; see `coserve.engine_client.launch.Launch`."""
+        """Start an engine; see `coserve.engine_client.launch.Launch`."""
         assert self._engine is None or self._engine.returncode is not None, "one engine at a time"
         if self._has_ended:
             shared = None if self._connect_to is None else await self._connect_to(self._model)
@@ -117,7 +121,7 @@ class ForkServer:
         return engine
 
     def close(self) -> None:
-        """End it, and the engine if there is one."""
+        """End the process, and the engine if there is one."""
         if self._has_ended:
             return
         if self._pid is not None:
@@ -126,13 +130,18 @@ class ForkServer:
         self._forget()
 
     def _use(self, connected: socket.socket, pid: int | None) -> None:
-        """A process that forks. pid: of one that is a child of this one."""
+        """Use a fork server.
+
+        Args:
+            connected: Socket to it.
+            pid: Its process, if that is a child of this one.
+        """
         self._socket, self._pid, self._has_ended = connected, pid, False
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     def _start_another(self) -> None:
-        """As a program: this process has threads by now."""
+        """Start a fork server as a program, since this process has threads by now."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.set_inheritable(True)
         command = [
@@ -148,7 +157,7 @@ class ForkServer:
         self._use(ours, pid)
 
     def _forget(self) -> None:
-        """It has ended, or is about to."""
+        """Close the socket of a process that has ended, or is about to, and reap it."""
         if not self._has_ended:
             self._has_ended = True
             asyncio.get_running_loop().remove_reader(self._socket)
@@ -178,7 +187,7 @@ class ForkServer:
 
 
 class _ForkedEngine:
-    """One engine's process; see `Launched`."""
+    """An engine's process; see `Launched`."""
 
     def __init__(self, kill: Callable[[], None], stdin: int) -> None:
         self._kill, self._stdin = kill, stdin
@@ -195,7 +204,7 @@ class _ForkedEngine:
         return await asyncio.shield(self._returncode)
 
     def end(self, returncode: int) -> None:
-        """It has ended."""
+        """Note that the process has ended."""
         if not self._returncode.done():
             self._returncode.set_result(returncode)
             os.close(self._stdin)
@@ -205,7 +214,9 @@ class _ForkedEngine:
 
 
 def import_for_engines(model: str) -> Callable[[], int]:
-    """Import all that an engine of a model needs, and return the function that runs an engine."""
+    """Import everything that an engine of a model needs, and return the function that runs an
+    engine.
+    """
     with without_collections():
         from coserve.models.source import find_model
         from coserve.worker.process import main as run_engine
@@ -217,15 +228,17 @@ def import_for_engines(model: str) -> Callable[[], int]:
 
 
 def serve_connection(control: socket.socket, run_engine: Callable[[], int]) -> NoReturn:
-    """All of the life of a process that has been forked off for one connection, and ends with
-    that.
-    """
+    """Serve one connection in a process that was forked off for it, and end with it."""
     _run(control, None, run_engine)
 
 
 def _run(control: socket.socket, server: int | None, run_engine: Callable[[], int]) -> NoReturn:
-    """All of its life. Whatever happens, the caller's stack is not to be returned to in this
-    process. server: whose child it is, with which it ends.
+    """Run the whole life of the process, which never returns to its caller's stack.
+
+    Args:
+        control: Socket to the server.
+        server: Parent process, with whose end this one ends; None: there is no such parent.
+        run_engine: Runs an engine.
     """
     try:
         if server is not None:
@@ -270,7 +283,12 @@ def _fork_engines(control: socket.socket, run_engine: Callable[[], int]) -> None
 
 
 def _run_engine(passed: Sequence[int], run_engine: Callable[[], int]) -> NoReturn:
-    """passed: files of its standard input, its standard error and its environment."""
+    """Run an engine in this process.
+
+    Args:
+        passed: Files of its standard input, its standard error and its environment.
+        run_engine: Runs the engine, and returns its status.
+    """
     status = 1
     try:
         stdin, stderr, environment = passed
@@ -292,14 +310,14 @@ def _run_engine(passed: Sequence[int], run_engine: Callable[[], int]) -> NoRetur
 
 
 def _close_all_but(kept: int) -> None:
-    """Let go of what else the server has open: its port and its home are not to be held here."""
+    """Close all inherited files, so that the server's port and home are not held here."""
     first = 3
     os.closerange(first, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def main() -> NoReturn:
-    """Of one that is a program: the number of its socket, and of the server's process; the
+    """Run as a program. Arguments are the number of its socket, the server's process, and the
     model.
     """
     control, server = map(int, sys.argv[1:3])

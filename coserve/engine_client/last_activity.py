@@ -1,5 +1,5 @@
-"""What an engine's process worked for when it ended, however it went: the server's end of
-`coserve.worker.activity`.
+"""The server's view of `coserve.worker.activity`: the jobs that an engine's process was working for
+when it ended, however it ended.
 """
 
 import signal
@@ -10,10 +10,10 @@ from coserve.protocol.activity_file import FILE_BYTES, HEAD, SLOT_BYTES
 
 
 class LastActivity:
-    """The server's view of one engine's file: what its death says of jobs."""
+    """Record of one engine's work, read after its death."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file; where the disk has no room for it, nothing will be known."""
+        """Create the file; if the disk has no room for it, nothing will be known."""
         self.path: Path | None = path
         self._num_oom_kills = _num_oom_kills()
         try:
@@ -23,8 +23,8 @@ class LastActivity:
             self.path = None
 
     def is_stopped(self) -> bool:
-        """Return whether somebody has stopped the process or a rank of it (SIGSTOP), which is the
-        fault of no job.
+        """Return whether the process or a rank of it was stopped from outside (SIGSTOP), which is
+        the fault of no job.
         """
         content = self._read()
         if content is None:
@@ -33,11 +33,14 @@ class LastActivity:
         return any(map(_is_stopped, (pid, *_children_of(pid))))
 
     def jobs_at_death(self, status: int, *, hung: bool) -> tuple[str, ...] | None:
-        """The jobs that the engine may have died of: those that it worked for; None if that is not
-        known.
+        """Return the jobs that may have caused the death: those that the engine worked for; None if
+        that is not known.
 
-        None of them if somebody has killed it. status: of the process. hung: the server has ended
-        it for that.
+        A process that was killed from outside counts against no job.
+
+        Args:
+            status: Status of the process.
+            hung: Whether the server has killed it because it hung.
         """
         if status == -signal.SIGKILL and not hung and _num_oom_kills() == self._num_oom_kills:
             return ()
@@ -64,8 +67,8 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _children_of(pid: int) -> list[int]:
-    """Return the processes that any thread of one has started; none where the system does not
-    say.
+    """Return the processes that any thread of one has started; none where the system does not list
+    them.
     """
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -75,7 +78,9 @@ def _children_of(pid: int) -> list[int]:
 
 
 def _num_oom_kills() -> int:
-    """Processes that this machine's kernel has killed for memory; 0 where it does not say."""
+    """Return how many processes this machine's kernel has killed for memory; 0 where it does not
+    say.
+    """
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How the engine's process is started: as a program of its own, here; or by
+"""Launchers of the engine's process: as a program of its own (here), or by
 `coserve.engine_client.fork_server`.
 """
 
@@ -15,19 +15,21 @@ _COMMAND = (sys.executable, "-m", "coserve.worker.process")
 
 
 class Launched(Protocol):
-    """A process, as asyncio shows one."""
+    """A process, in the form of asyncio's."""
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; the negative number of the signal that ended it."""
+        """Status of the process; None while it runs, the negative number of the signal that ended
+        it.
+        """
         ...
 
     def kill(self) -> None:
-        """End it at once, also one that is stopped."""
+        """Kill the process, also one that is stopped."""
         ...
 
     async def wait(self) -> int:
-        """Until it has ended; its return code."""
+        """Wait until the process has ended, and return its status."""
         ...
 
 
@@ -37,7 +39,7 @@ Launch = Callable[[bytes, Path | None], Awaitable[Launched]]
 
 
 def program(command: Sequence[str] = _COMMAND) -> Launch:
-    """Launches a command."""
+    """Return a launcher of a command."""
 
     async def launch(line: bytes, home: Path | None) -> Launched:
         process = await asyncio.create_subprocess_exec(

@@ -1,10 +1,10 @@
-"""The server's end of the engine: takes what is asked to its process, and every report to whom it
-concerns.
+"""Link of a server to its engine: it sends commands to the engine's process, and passes every
+report to those whom it concerns.
 
-What was asked of an engine that dies ends with `EngineGoneError`: no request and no call waits for
-an answer that cannot come. Each open request has a queue of its own, so that a client that reads
-slowly holds up no other. Text is made here, of the tokens that the engine reports: its steps wait
-for no tokenizer.
+Whatever is under way in an engine that dies ends with `EngineGoneError`: no request and no call
+waits for an answer that cannot come. Each open request has a queue of its own, so that a client
+that reads slowly delays no other. Text is made here, of the tokens that the engine reports: its
+steps wait for no tokenizer.
 """
 
 import asyncio
@@ -59,44 +59,48 @@ _SILENT_S = 5.0
 
 
 class EngineListener(Protocol):
-    """Told how the engine is; called on the event loop, and must not block."""
+    """A listener to the engine, called on the event loop; must not block."""
 
     def engine_ready(self, ready: Ready) -> None:
-        """It takes commands: a fresh one, which knows no adapters and no jobs."""
+        """Handle a fresh engine that accepts commands, and has no adapters and no jobs."""
 
     def engine_gone(self) -> None:
-        """It has died."""
+        """Handle the engine's death."""
 
     def engine_reported(self, report: StepReport) -> None:
-        """What came of steps."""
+        """Handle a report about steps."""
 
 
 class EngineHost(Protocol):
-    """Where an engine lives: a process here (`Supervisor`), or on another machine."""
+    """The place where an engine runs: a process here (`Supervisor`), or another machine."""
 
     @property
     def silent_s(self) -> float:
-        """Since it was last heard of."""
+        """Seconds since the engine's last message."""
         ...
 
     @property
     def jobs_at_death(self) -> tuple[str, ...] | None:
-        """The jobs that the last engine may have died of; None if that is not known."""
+        """The jobs that may have killed the last engine; None if that is not known."""
         ...
 
     def send(self, command: Any) -> None:
-        """To the engine, or to nobody: until its death is known here, `engine_lost` is still to
-        come.
+        """Send a command to the engine. Until its death is known here, the command may be lost;
+        then `engine_lost` follows.
         """
 
     async def run(self) -> None:
-        """Keep an engine running until `close`; ModelError if it cannot start as it was asked."""
+        """Keep an engine running until `close`.
+
+        Raises:
+            ModelError: It cannot start with these settings.
+        """
 
     def close(self) -> None:
         """Start no other engine when this one ends."""
 
     async def end(self, wait_s: float) -> None:
-        """Wait for it to end, and end it after that time."""
+        """Wait for the engine to end, and kill it after `wait_s`."""
 
 
 def engine_here(
@@ -106,8 +110,13 @@ def engine_here(
     home: Path | None = None,
     timeout_s: float = inf,
 ) -> Callable[[EngineOwner], EngineHost]:
-    """An engine in a process of this machine. settings, home, timeout_s: see `Supervisor`. launch:
-    starts it (default: as a program).
+    """Return a host that runs an engine in a process of this machine.
+
+    Args:
+        settings: See `Supervisor`.
+        launch: Starts the process (default: as a program).
+        home: See `Supervisor`.
+        timeout_s: See `Supervisor`.
     """
     return lambda owner: Supervisor(
         settings, owner, launch or program(), home=home, timeout_s=timeout_s
@@ -119,7 +128,7 @@ OnLost = Callable[[str, RequestStream, EngineGoneError], None]
 
 
 class EngineLink:
-    """The engine, whichever process it is in just now. Implements
+    """The link to the engine, whichever process it is in now. Implements
     `coserve.engine_client.access.EngineAccess`.
     """
 
@@ -130,7 +139,14 @@ class EngineLink:
         on_progress: Callable[[StartProgress], None] | None = None,
         on_lost: OnLost = lambda request, stream, error: stream.fail(error),
     ) -> None:
-        """host: see `engine_here`. on_lost: by default, the stream ends with the error."""
+        """Connect with a host.
+
+        Args:
+            host: Makes the host, see `engine_here`.
+            on_progress: Receives the stages of a starting engine.
+            on_lost: Receives each request whose engine has died (default: its stream ends with the
+                error).
+        """
         self._on_progress, self._on_lost = on_progress, on_lost
         self._host = host(self)
         self._listeners: list[EngineListener] = []
@@ -152,16 +168,20 @@ class EngineLink:
 
     @property
     def ready(self) -> Ready | None:
-        """What the engine said of itself; None while there is none."""
+        """Report of the engine that is ready; None while there is none."""
         return self._ready
 
     @property
     def num_open(self) -> int:
-        """Requests that are not over."""
+        """Number of requests that are not over."""
         return len(self._streams)
 
     def require_ready(self) -> Ready:
-        """EngineGoneError if there is no engine to ask now."""
+        """Return the report of the engine that is ready.
+
+        Raises:
+            EngineGoneError: There is no engine now.
+        """
         if self._closing:
             raise EngineGoneError("the server is shutting down; ask another, or later")
         if self._ready is None:
@@ -171,12 +191,12 @@ class EngineLink:
 
     @property
     def jobs_at_death(self) -> tuple[str, ...] | None:
-        """The jobs that the last engine may have died of; None if that is not known."""
+        """The jobs that may have killed the last engine; None if that is not known."""
         return self._host.jobs_at_death
 
     @property
     def jobs_lost(self) -> None:
-        """All: there is no other engine."""
+        """The jobs of the last engine that died; None: all, since there is no other engine."""
         return None
 
     @property
@@ -186,17 +206,21 @@ class EngineLink:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the step loop has stood still for a while."""
+        """Return whether the step loop has not answered for a while."""
         return self._host.silent_s > _SILENT_S
 
     def require_alive(self) -> None:
-        """EngineGoneError if there is no engine to ask now, or if its step loop stands still."""
+        """Check that the engine is ready and its step loop answers.
+
+        Raises:
+            EngineGoneError: There is no engine now, or it hangs.
+        """
         self.require_ready()
         if self.is_silent:
             raise EngineGoneError(f"the engine has not answered for {self._host.silent_s:.0f} s")
 
     def listen(self, listener: EngineListener) -> None:
-        """Tell it what happens, and that the engine is ready if it is already."""
+        """Notify a listener of what happens, and at once of an engine that is ready."""
         self._listeners.append(listener)
         if self._ready is not None:
             listener.engine_ready(self._ready)
@@ -204,12 +228,16 @@ class EngineLink:
     # -- life -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep an engine running until `stop`; ModelError if it cannot start as it was asked."""
+        """Keep an engine running until `stop`.
+
+        Raises:
+            ModelError: It cannot start with these settings.
+        """
         await self._host.run()
 
     async def stop(self) -> None:
-        """End it, with checkpoints of all jobs if it still answers; open requests end with an
-        error.
+        """Stop the engine, with checkpoints of all jobs if it still answers; open requests end with
+        an error.
         """
         self._closing = True
         self._host.close()
@@ -220,7 +248,7 @@ class EngineLink:
         await self._host.end(0.0)
 
     def close_to_requests(self) -> None:
-        """Refuse what comes from now on; an engine that dies is not started again."""
+        """Refuse all further requests; an engine that dies is not restarted."""
         self._closing = True
         self._host.close()
 
@@ -233,7 +261,7 @@ class EngineLink:
     # -- reports --------------------------------------------------------------------
 
     def engine_lost(self, reason: str) -> None:
-        """See `EngineOwner`."""
+        """End all open requests and calls with an error, and notify listeners (`EngineOwner`)."""
         was_ready, self._ready = self._ready, None
         self.start_progress = None
         error = EngineGoneError(f"{reason} before it was done; it is being started again")
@@ -252,7 +280,7 @@ class EngineLink:
                 listener.engine_gone()
 
     def engine_said(self, report: Any) -> None:
-        """See `EngineOwner`."""
+        """Pass a report to those whom it concerns; see `EngineOwner`."""
         if isinstance(report, StepReport):
             self._reported(report)
         elif isinstance(report, CallReply):
@@ -283,7 +311,7 @@ class EngineLink:
                 del self._streams[chunk.request]
 
     def _read(self, chunk: Chunk) -> Chunk | None:
-        """A chunk with its text; None for what the engine ran after a stop string."""
+        """Return a chunk with its text; None for what the engine ran after a stop string."""
         sequence = chunk.request, chunk.index
         if sequence in self._stopped:
             if chunk.finish_reason is not None:
@@ -315,11 +343,19 @@ class EngineLink:
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         shown_tokens: tuple[str, ...] = (),
     ) -> RequestStream:
-        """Send requests to the engine; to be closed in any case. tokenizer: for their text; only
-        this thread uses it. shown_tokens: see `TextStream`.
+        """Send requests to the engine.
+
+        Args:
+            requests: Requests that belong together.
+            tokenizer: Makes text of their tokens; only this thread uses it.
+            shown_tokens: See `TextStream`.
+
+        Returns:
+            Their stream, which must be closed in any case.
 
         Raises:
-            EngineGoneError: there is no engine now. RequestError: stop strings without a tokenizer.
+            EngineGoneError: There is no engine now.
+            RequestError: There are stop strings and no tokenizer.
         """
         self.require_ready()
         stream = RequestStream(requests, tokenizer, shown_tokens)
@@ -328,13 +364,18 @@ class EngineLink:
         return stream
 
     def send(self, request: AddRequest, stream: RequestStream) -> None:
-        """One request of a stream, as the engine needs to know it; its chunks go there."""
+        """Send one request of a stream, in the form that the engine needs; its chunks go to the
+        stream.
+        """
         self._streams[request.id] = stream
         self._host.send(request)
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
-        """Tell the engine what tokens stand for, unless it knows; before requests with grammars.
-        EngineGoneError.
+        """Send the engine the text of its tokens, unless it has that; must come before requests
+        with grammars.
+
+        Raises:
+            EngineGoneError: There is no engine now.
         """
         self.require_ready()
         if not self._has_vocabulary:
@@ -342,47 +383,56 @@ class EngineLink:
             self._host.send(UseVocabulary(list(pieces), list(special)))
 
     def close(self, stream: RequestStream) -> None:
-        """Its chunks are no longer wanted: what has not ended is cancelled."""
+        """Close a stream; its unfinished requests are cancelled."""
         for request in stream.requests:
             self.cancel(request.id)
 
     def cancel(self, request: str) -> None:
-        """The chunks of one request are no longer wanted; no error if it has ended."""
+        """Cancel one request, unless it has ended."""
         if self._streams.pop(request, None) is not None:
             self._host.send(CancelRequest(request))
 
     # -- adapters and jobs ------------------------------------------------------------
 
     async def load_adapter(self, adapter: AdapterRef, changed_by: str = "") -> None:
-        """Have it on the device. changed_by: the job that has made a model, and no adapter, of the
-        one that serves: a fresh engine serves it from now on.
+        """Load an adapter onto the device.
+
+        Args:
+            adapter: Adapter to load.
+            changed_by: Job that has changed the served model itself instead of making an adapter: a
+                fresh engine serves that model from now on.
         """
         self.require_ready()
         await self._call(LoadAdapter, adapter, changed_by)
 
     async def unload_adapter(self, name: str) -> None:
-        """No new request finds it."""
+        """Unload an adapter; no new request finds it."""
         self.require_ready()
         await self._call(UnloadAdapter, name)
 
     async def start_job(self, job: JobStart) -> None:
-        """See `JobEngine`."""
+        """Start a job; see `JobEngine`."""
         await self._call(StartJob, job)
 
     async def pause_job(self, job: str) -> None:
-        """See `JobEngine`."""
+        """Pause a job; see `JobEngine`."""
         await self._call(PauseJob, job)
 
     async def resume_job(self, job: str) -> None:
-        """See `JobEngine`."""
+        """Resume a job; see `JobEngine`."""
         await self._call(ResumeJob, job)
 
     async def cancel_job(self, job: str, *, keeps: bool = True) -> None:
-        """See `JobEngine`. keeps: a checkpoint."""
+        """Cancel a job; see `JobEngine`.
+
+        Args:
+            job: Id of the job.
+            keeps: Whether a checkpoint is written.
+        """
         await self._call(CancelJob, job, keeps)
 
     async def combine(self, job: str, combination: Combination) -> None:
-        """Have one node's part of a job take in what its nodes have contributed; errors as in
+        """Have one node's part of a job combine the contributions of its nodes; errors as in
         `JobEngine`.
         """
         await self._call(CombineJob, job, combination)
@@ -401,5 +451,5 @@ class EngineLink:
 
 
 def _error(kind: str, message: str) -> CoserveError:
-    """Return an error of the engine's process, for this one."""
+    """Return the error that the engine's process has reported."""
     return (error_of_kind(kind) or CoserveError)(message)

@@ -1,10 +1,10 @@
-"""One process of a machine that forks engines for all nodes there, whatever becomes of these.
+"""Fork server that all nodes of a machine share, and that outlives each of them.
 
 What a fork server imports takes seconds of computing, many more by the clock beside engines that
-serve, for which a node that has died would have to wait. So nodes of one machine share one, which
-outlives them: it belongs to none, listens in their home, and ends when nobody has been connected to
-it for a while. Each node that connects gets a child of its own, which forks engines for it alone,
-and ends with the connection. See `coserve.engine_client.fork_server`.
+serve, for which a node that has died would have to wait. So nodes of one machine share one: it
+belongs to none, listens in their home, and ends when nobody has been connected for a while. Each
+node that connects gets a child of its own, which forks engines for it alone, and ends with the
+connection. See `coserve.engine_client.fork_server`.
 
 Nodes share one only if they would have imported the same: by their program, code, directory and
 what libraries may read of the environment when they are imported. Each engine has the whole
@@ -52,8 +52,11 @@ _OF_IMPORTS = (
 
 
 async def connect(model: str) -> socket.socket | None:
-    """To the one of this machine, which is started if there is none. None: it cannot be. model:
-    that engines serve, for what that needs to be imported.
+    """Connect to the fork server of this machine, which is started if there is none; return None if
+    that fails.
+
+    Args:
+        model: Model that engines serve, which decides what is imported.
     """
     try:
         path = _path()
@@ -77,15 +80,15 @@ async def connect(model: str) -> socket.socket | None:
 
 
 async def _start(path: Path, model: str) -> None:
-    """One that is nobody's child; if there is one by then, it ends at once."""
+    """Start one that is nobody's child; it ends at once if there is one by then."""
     command = [sys.executable, "-m", __name__, str(path), model]
     pid = os.posix_spawn(sys.executable, command, os.environ)
     await asyncio.to_thread(os.waitpid, pid, 0)
 
 
 def _path() -> Path | None:
-    """Where the one listens that these nodes share; None: where others could, or the path is too
-    long for a socket.
+    """Return the path of the socket that nodes of this kind share; None where others could reach
+    it, or where it is too long for a socket.
     """
     directory = home_directory() / "forks"
     if not make_private(directory):
@@ -103,8 +106,8 @@ def _path() -> Path | None:
 
 
 def _is_of_imports(variable: str) -> bool:
-    """Whether a library may read it when it is imported. Which devices one sees, it reads when it
-    first uses them.
+    """Return whether a library may read a variable when it is imported. Variables that select
+    devices are read later, when devices are first used.
     """
     return variable.startswith(_OF_IMPORTS) and not variable.endswith("_VISIBLE_DEVICES")
 
@@ -113,7 +116,7 @@ def _is_of_imports(variable: str) -> bool:
 
 
 def main() -> None:
-    """Given the path of its socket, and the model."""
+    """Run as a program. Arguments are the path of its socket, and the model."""
     path, model = Path(sys.argv[1]), sys.argv[2]
     if os.fork() != 0:
         os._exit(0)  # Ray ends a worker's children, and this is none any more

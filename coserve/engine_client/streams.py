@@ -1,6 +1,4 @@
-"""What comes of requests: their chunks as they come, with the text that the engine's tokens stand
-for.
-"""
+"""Streams of requests: their chunks as they arrive, with the text of the engine's tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class SequenceText:
-    """The text of one sequence, chunk by chunk."""
+    """Text of one sequence, chunk by chunk."""
 
     def __init__(self, text: TextStream, *, min_tokens: int) -> None:
-        """min_tokens: a stop string that is complete within these does not count."""
+        """Start a sequence; a stop string that is complete within `min_tokens` does not count."""
         self._text, self._min_tokens = text, min_tokens
         self.num_tokens = 0
 
     def read(self, chunk: Chunk) -> Chunk:
-        """The chunk with its text. With a stop string, it is the last, whatever the engine
-        thinks.
+        """Return a chunk with its text. A chunk with a stop string is the last, even if the engine
+        continues.
         """
         text = ""
         for place, token in enumerate(chunk.tokens):
@@ -54,7 +52,7 @@ class SequenceText:
 
 
 class RequestStream:
-    """The chunks of requests that belong together, as they come."""
+    """Chunks of requests that belong together, as they arrive."""
 
     def __init__(
         self,
@@ -62,11 +60,15 @@ class RequestStream:
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         shown_tokens: tuple[str, ...] = (),
     ) -> None:
-        """tokenizer: to make text of tokens; without it there is none. shown_tokens: see
-        `TextStream`.
+        """Open a stream.
+
+        Args:
+            requests: The requests.
+            tokenizer: Makes text of tokens; None: there is no text.
+            shown_tokens: See `TextStream`.
 
         Raises:
-            RequestError: stop strings without a tokenizer.
+            RequestError: There are stop strings and no tokenizer.
         """
         self.requests = requests
         self._waiting: list[Chunk] = []
@@ -91,8 +93,8 @@ class RequestStream:
                 )
 
     def for_engine(self) -> list[AddRequest]:
-        """The requests as the engine needs to know them: it sees tokens only, so stop strings are
-        not its own.
+        """Return the requests in the form that the engine needs: without stop strings, since it
+        sees only tokens.
         """
         return [
             structs.replace(request, params=replace(request.params, stop=()))
@@ -102,8 +104,8 @@ class RequestStream:
         ]
 
     def read(self, chunk: Chunk) -> tuple[Chunk, StopSequence | None]:
-        """A chunk of the engine's with its text; and what the engine is to be told, if that ends
-        with a stop string that it does not know of.
+        """Return a chunk with its text, and the command that stops its sequence if it ends with a
+        stop string.
         """
         text = self._texts.get((chunk.request, chunk.index))
         if text is None:
@@ -114,7 +116,7 @@ class RequestStream:
         return found, StopSequence(chunk.request, chunk.index, text.num_tokens)
 
     def put(self, chunk: Chunk) -> bool:
-        """The next chunk for the reader; whether its request is over with it."""
+        """Append a chunk; return whether its request is over with it."""
         self._waiting.append(chunk)
         self._changed.set()
         if chunk.finish_reason is None:
@@ -123,13 +125,15 @@ class RequestStream:
         return self._num_open[chunk.request] == 0
 
     def fail(self, error: CoserveError) -> None:
-        """No more chunks will come."""
+        """End the stream with an error."""
         self._error = error
         self._changed.set()
 
     async def batches(self) -> AsyncIterator[list[Chunk]]:
-        """All chunks that are there, again and again to the end; CoserveError if there is no good
-        end.
+        """Yield all chunks that have arrived, again and again until the end.
+
+        Raises:
+            CoserveError: The stream ended with an error.
         """
         while True:
             await self._changed.wait()

@@ -1,8 +1,8 @@
-"""The engine's process as the server sees it: started, watched, started again when it dies or
-stands still, ended.
+"""Supervisor of the engine's process: it starts the process, watches it, restarts it when it dies
+or hangs, and ends it.
 
-One process at a time, each with a socket of its own in a private directory. What a process sends
-goes to the owner; when it is gone, the owner is told why.
+There is one process at a time, each with a socket of its own in a private directory. Its reports go
+to the owner; when it is gone, the owner learns the reason.
 """
 
 import asyncio
@@ -46,17 +46,17 @@ _PING_S = 1.0
 
 
 class EngineOwner(Protocol):
-    """Told what the engine says; called on the event loop, and must not block."""
+    """Owner of an engine, called on the event loop; must not block."""
 
     def engine_said(self, report: Any) -> None:
-        """A report, in the order in which they were sent."""
+        """Handle a report; reports come in the order in which they were sent."""
 
     def engine_lost(self, reason: str) -> None:
-        """There is none now; what was asked of it will not be answered."""
+        """Handle the engine's death; open requests and calls will not be answered."""
 
 
 class Supervisor:
-    """Keeps an engine running."""
+    """Supervisor that keeps an engine running."""
 
     def __init__(
         self,
@@ -67,9 +67,14 @@ class Supervisor:
         home: Path | None = None,
         timeout_s: float = inf,
     ) -> None:
-        """settings: its address is filled in here. launch: starts the process. home: where that
-        keeps what it measures. timeout_s: an engine that was ready and says nothing for this long
-        is ended.
+        """Set what is started and who owns it.
+
+        Args:
+            settings: Settings of the engine; the address is filled in here.
+            owner: Receives reports and the news of a death.
+            launch: Starts the process.
+            home: Home in which the process keeps its measurements.
+            timeout_s: Seconds without a message after which an engine that was ready is killed.
         """
         self._settings, self._owner, self._launch = settings, owner, launch
         self._home, self._timeout_s = home, timeout_s
@@ -88,8 +93,10 @@ class Supervisor:
     # -- life -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep an engine running until `close`; ModelError if it cannot start as it was asked: then
-        it may be called again.
+        """Keep an engine running until `close`; may be called again after an error.
+
+        Raises:
+            ModelError: The engine cannot start with these settings.
         """
         self._failed, wait_s = None, _FIRST_WAIT_S
         while not self._closing:
@@ -116,11 +123,11 @@ class Supervisor:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called: `run` would return at once."""
+        """Return whether `close` was called, so that `run` would return at once."""
         return self._closing
 
     async def end(self, wait_s: float) -> None:
-        """Wait for the process to end, and kill it after that time."""
+        """Wait for the process to end, and kill it after `wait_s`."""
         process = self._process
         if process is None:
             return
@@ -130,13 +137,13 @@ class Supervisor:
         await process.wait()
 
     def kill(self) -> None:
-        """End the process at once, also one that is stopped."""
+        """Kill the process, also one that is stopped."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     def send(self, command: Any) -> None:
-        """To the process, or to nobody: until its death is known here, `engine_lost` is still to
-        come.
+        """Send a command to the process. Until its death is known here, the command may be lost;
+        then `engine_lost` follows.
         """
         if self._socket is None:
             return
@@ -147,7 +154,7 @@ class Supervisor:
             sent.result()
 
     async def _live(self) -> bool:
-        """One engine, from the start of its process to its end. Whether it was ready."""
+        """Run one engine, from the start of its process to its end; return whether it was ready."""
         try:
             directory = make_socket_directory(home_directory(self._home))
         except OSError as error:  # the disk is full, say
@@ -206,12 +213,11 @@ class Supervisor:
             self.kill()
 
     async def _watch(self) -> None:
-        """Ask whether the step loop comes round, and end a process in which it does not; but not
-        one that is shutting down, which writes checkpoints instead, and for which `end` has a
-        limit.
+        """Ping the step loop, and kill a process in which it does not answer.
 
-        Its silence is counted by rounds here: a server that was itself stopped has heard nothing
-        either.
+        A process that is shutting down is spared: it writes checkpoints, and `end` has a limit for
+        it. Its silence is counted in rounds of this loop: a server that was itself stopped has
+        received nothing either.
         """
         while True:
             await asyncio.sleep(_PING_S)
@@ -230,6 +236,6 @@ class Supervisor:
     async def _take_last_words(
         self, socket: zmq.asyncio.Socket, receiving: "asyncio.Task[None]"
     ) -> None:
-        """What the process sent before its end may still be on the way to those who wait."""
+        """Receive reports that the process sent before its end and that are still on the way."""
         while not receiving.done() and await socket.poll(50):
             await asyncio.sleep(0)

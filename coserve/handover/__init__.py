@@ -1,3 +1,3 @@
-"""Prefill and decode apart: one instance computes prompts for another of the same model, and hands
-over their pages.
+"""Separate prefill and decode: one instance computes prompts for another of the same model, and
+hands over their pages.
 """

@@ -1,5 +1,5 @@
-"""Adapter versions as files: the prefill instance computes with just the tensors that the decode
-instance has.
+"""Adapter versions as files, so that the prefill instance computes with exactly the tensors of the
+decode instance.
 """
 
 import shutil
@@ -14,7 +14,11 @@ from coserve.handover.messages import AdapterFiles
 
 
 def digest_of(directory: Path) -> str:
-    """Of names and contents of all files in there; OSError."""
+    """Return a digest of the names and contents of all files in a directory.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     digest = blake2b(digest_size=16)
     for path in sorted(directory.iterdir()):
         content = path.read_bytes()
@@ -23,8 +27,8 @@ def digest_of(directory: Path) -> str:
 
 
 class WrittenAdapters:
-    """Versions of a device, each written when a prompt needs it first; those that were needed
-    longest ago are removed.
+    """Adapter versions of a device, each written when a prompt first needs it; the least recently
+    used ones are removed.
     """
 
     def __init__(self, engine: TokenEngine, directory: Path) -> None:
@@ -33,7 +37,11 @@ class WrittenAdapters:
         self._num_written = 0
 
     def files_of(self, version: AdapterVersion) -> AdapterFiles:
-        """Write it, unless it is there. Raises AdapterError or OSError if it cannot be written."""
+        """Return the files of a version, written now unless they exist.
+
+        Raises:
+            AdapterError, OSError: They cannot be written.
+        """
         if version.key not in self._files:
             directory = self._directory / f"adapter-{self._num_written}"
             self._num_written += 1

@@ -1,4 +1,4 @@
-"""What the engine's loop asks of the part that an instance has in handing prompts over."""
+"""Interface of an instance's part in the handover of prompts, as the engine's loop uses it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,37 +8,37 @@ from coserve.engine.records import HandoverStats
 
 
 class HandoverEnd(Protocol):
-    """Called between steps; nothing waits."""
+    """One end of the handover, called between steps; no call waits."""
 
     def added(self, request: str) -> None:
-        """A request has just been added to the engine."""
+        """Note that a request has just been added to the engine."""
         ...
 
     def poll(self) -> None:
-        """Take in what has come from the other end. To be called before each step, and when
-        `waits_on` can be read.
+        """Handle messages from the other end. To be called before each step, and when `waits_on` is
+        readable.
         """
         ...
 
     def take(self, events: list[Event]) -> list[Event]:
-        """What a step brought: returns those events that are this instance's own."""
+        """Take the events of a step, and return those that are this instance's own."""
         ...
 
     def waits_on(self) -> Sequence[int]:
-        """File descriptors that can be read when there is something to `poll`."""
+        """Return file descriptors that are readable when there is something to `poll`."""
         ...
 
     def stats(self) -> HandoverStats | None:
-        """Counts as of now; None if nothing is ever handed over."""
+        """Return counts as of now; None if nothing is ever handed over."""
         ...
 
     def close(self) -> None:
-        """The other end sees it; files are removed."""
+        """Close the connection, which the other end notices, and remove files."""
         ...
 
 
 class Alone:
-    """An instance that does both for itself."""
+    """An instance that computes its prompts itself."""
 
     def added(self, request: str) -> None:
         pass

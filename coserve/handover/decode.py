@@ -1,9 +1,10 @@
-"""The decode instance's end: it asks for prompts, and lets requests resume with what has come.
+"""Decode instance's end of the handover: it requests prompts, and resumes requests with the
+computed blocks.
 
-A client talks to the decode instance, which does everything for its requests but the full blocks of
-long prompts. A request with such a prompt is held in the engine until its blocks are there.
-Whatever goes wrong (there is no prefill instance, it dies, it is slow, it has another model or
-cannot take an adapter), the rest is computed here.
+Clients are connected to the decode instance, which does everything for their requests except the
+full blocks of long prompts. A request with such a prompt is held in the engine until its blocks
+have arrived. Whatever fails (there is no prefill instance, it dies, it is slow, it has another
+model or cannot load an adapter), the rest is computed here.
 """
 
 import logging
@@ -41,21 +42,30 @@ _RETRY_S, _REJECTED_RETRY_S = 1.0, 10.0
 
 
 class _Asked:
-    """A prompt that is being computed elsewhere. num_blocks: of its first ones that are there."""
+    """A prompt that is being computed by the prefill instance. `num_blocks` is how many of its
+    first blocks have arrived.
+    """
 
     def __init__(self, id: int, path: Path, blocks: range, until_s: float) -> None:
-        """blocks: that go to the file. until_s: how long it is waited for."""
+        """Note a prompt.
+
+        Args:
+            id: Id of the prompt.
+            path: Page file.
+            blocks: Blocks that are copied to the file.
+            until_s: Time until which the prompt is awaited.
+        """
         self.id, self.path, self.blocks, self.until_s = id, path, blocks, until_s
         self.num_blocks = 0
 
     def handed(self) -> ImportedBlocks | None:
-        """What can be used of it."""
+        """Return the blocks that can be imported; None if there are none."""
         number = self.num_blocks - self.blocks.start
         return ImportedBlocks(str(self.path), self.blocks.start, number) if number > 0 else None
 
 
 class DecodeEnd:
-    """See `coserve.handover.base.HandoverEnd`."""
+    """The decode instance's `HandoverEnd`."""
 
     def __init__(
         self,
@@ -66,9 +76,15 @@ class DecodeEnd:
         min_tokens: int | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """connect: OSError if there is no prefill instance now. directory: for page files and
-        adapters, in memory best. min_tokens: prompts with fewer tokens to compute are computed
-        here; None: those for which copying pages is predicted to take as long.
+        """Connect an engine with a prefill instance.
+
+        Args:
+            engine: Engine of this instance.
+            connect: Connects; raises OSError if there is no prefill instance now.
+            directory: Directory of page files and adapters, preferably in memory.
+            min_tokens: Prompts with fewer tokens to compute are computed here; None: those for
+                which copying pages is predicted to take as long.
+            now: Returns seconds of a monotonic clock.
         """
         self._engine, self._connect, self._directory = engine, connect, directory
         self._min_tokens, self._now = min_tokens, now
@@ -205,7 +221,7 @@ class DecodeEnd:
             raise ConnectionError(f"it says {type(message).__name__} out of turn")
 
     def _end(self, name: str, *, is_whole: bool) -> None:
-        """No more comes for a request: it is computed from what is there."""
+        """Resume a request with the blocks that have arrived; no more will."""
         asked = self._asked.pop(name)
         handed = asked.handed()
         self._engine.arrive(name, handed)
@@ -216,8 +232,8 @@ class DecodeEnd:
         self._clean_up()
 
     def _give_up(self) -> None:
-        """Of what takes too long. The instance is asked for nothing more until it says something
-        again.
+        """Stop waiting for late prompts. The instance is sent no further prompts until its next
+        message.
         """
         now_s = self._now()
         late = [name for name, asked in self._asked.items() if asked.until_s < now_s]
@@ -232,7 +248,7 @@ class DecodeEnd:
             self._end(name, is_whole=False)
 
     def _clean_up(self) -> None:
-        """Forget requests that have ended, and remove files that have been read."""
+        """Drop requests that have ended, and remove files that have been read."""
         for name in [name for name in self._asked if self._engine.requests.first(name) is None]:
             asked = self._asked.pop(name)
             self._forget(asked)
@@ -255,7 +271,7 @@ class DecodeEnd:
             self._lose(error.strerror or str(error))
 
     def _lose(self, reason: str, *, retry_s: float = _RETRY_S) -> None:
-        """There is no prefill instance until it can be connected to again."""
+        """Compute prompts here until the prefill instance can be connected to again."""
         self._close_transport()
         self._connect_s = self._now() + retry_s
         waiting = list(self._asked)
@@ -276,8 +292,11 @@ class DecodeEnd:
 
 
 def _make_file(path: Path, num_bytes: int) -> None:
-    """With its memory: writing to a mapped file of which there is no more would end the process.
-    OSError.
+    """Create a file with all of its memory, since writing to a mapped file without memory left
+    would end the process.
+
+    Raises:
+        OSError: There is no room for it.
     """
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:

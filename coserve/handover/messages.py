@@ -1,9 +1,9 @@
-"""What a decode instance and a prefill instance say to each other: ids and numbers, as msgpack.
+"""Messages between a decode instance and a prefill instance: ids and numbers, as msgpack.
 
-The decode instance says `Hello` first. Pages do not cross here: the prefill instance copies them to
-a page file, which the decode instance makes and removes, and names in `ComputePrompt`. Where there
-is a network between the two, that path is an address to write to, and everything else stays as it
-is.
+The decode instance sends `Hello` first. Pages do not cross here: the prefill instance copies them
+to a page file, which the decode instance creates and removes, and names in `ComputePrompt`. With a
+network between the two, that path would be an address to write to, and everything else would stay
+the same.
 """
 
 from typing import Any
@@ -15,24 +15,31 @@ from coserve.version import VERSION
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be the same on both sides, so that pages of one mean the same on the other; see
-    `DeviceInfo`.
-
-    page_bytes: of a place of a page file, which does not depend on how many ranks either side has.
+    """Properties that must be the same on both sides, so that pages of one mean the same on the
+    other; see `DeviceInfo`.
     """
 
     version: str
+    """Version of coserve."""
     dtype: str
+    """Data type of the model."""
     weights: str
+    """Storage of the weights of linear layers: "dense" or "int8"."""
     vocab_size: int
+    """Vocabulary size of the model."""
     block_tokens: int
+    """Number of tokens of a KV block."""
     page_bytes: int
+    """Size of a place of a page file, which does not depend on the number of ranks of either side.
+    """
     deterministic: bool
+    """Whether tokens are the same bit for bit, whatever runs beside them."""
     fingerprint: str
+    """Digest of the model's weights."""
 
 
 def identity_of(info: DeviceInfo) -> Identity:
-    """Of this instance."""
+    """Return the identity of an instance with this device."""
     return Identity(
         version=VERSION,
         dtype=info.dtype,
@@ -46,7 +53,7 @@ def identity_of(info: DeviceInfo) -> Identity:
 
 
 def difference(own: Identity, other: Identity) -> str | None:
-    """Why pages cannot go from one to the other; None if they can."""
+    """Return why pages of one instance are of no use to the other; None if they are."""
     for name in own.__struct_fields__:
         mine, theirs = getattr(own, name), getattr(other, name)
         if mine != theirs:
@@ -60,66 +67,84 @@ def difference(own: Identity, other: Identity) -> str | None:
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Welcome` or `Rejected`."""
+    """The first message of a decode instance, answered by `Welcome` or `Rejected`."""
 
     identity: Identity
+    """Identity of the decode instance."""
 
 
 class AdapterFiles(msgspec.Struct, frozen=True):
-    """An adapter version: a directory in PEFT's format, and the digest of what is in there."""
+    """An adapter version as files."""
 
     directory: str
+    """Directory in PEFT's format."""
     digest: str
+    """Digest of the files in it."""
 
 
 class ComputePrompt(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Compute K and V of tokens, which are whole blocks, and copy those from `first_block` on to a
-    page file, the first of them to its first place. Answered by `Computed`, as blocks are there,
-    and perhaps `PromptRefused`. ttft_s: time left to the request's first token. num_public_tokens: see
-    `SamplingParams`.
+    """Request to compute K and V of tokens, and to copy them to a page file.
+
+    It is answered by `Computed`, as blocks become ready, and perhaps by `PromptRefused`.
     """
 
     id: int
+    """Id of the prompt, chosen by the decode instance."""
     tokens: tuple[int, ...]
+    """Token ids; a whole number of blocks."""
     path: str
+    """Page file."""
     first_block: int
+    """First block to copy, which goes to the first place of the file."""
     ttft_s: float
+    """Time left until the request's first token is due."""
     num_public_tokens: int = 0
+    """See `SamplingParams`."""
     adapter: AdapterFiles | None = None
+    """Adapter of the request, if any."""
     tenant: str = ""
+    """Owner of the request."""
 
 
 class Forget(msgspec.Struct, tag=True, frozen=True):
-    """A prompt is not wanted any more; no error if it is done already."""
+    """Notice that a prompt is not wanted any more; no error if it is done."""
 
     id: int
+    """Id of the prompt."""
 
 
 # -- prefill to decode --------------------------------------------------------------------
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Prompts may come."""
+    """Answer to `Hello`: prompts may be sent."""
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """None will be computed; the connection ends."""
+    """Answer to `Hello`: no prompt will be computed, and the connection ends."""
 
     reason: str
+    """Why the instances do not fit together."""
 
 
 class Computed(msgspec.Struct, tag=True, frozen=True):
-    """The first blocks of a prompt are there; those of them that were asked for lie in the file."""
+    """Notice that the first blocks of a prompt are computed; those that were requested are in the
+    file.
+    """
 
     id: int
+    """Id of the prompt."""
     num_blocks: int
+    """Number of computed blocks, from the first one of the prompt."""
 
 
 class PromptRefused(msgspec.Struct, tag=True, frozen=True):
-    """No more of a prompt will come."""
+    """Notice that no more blocks of a prompt will be computed."""
 
     id: int
+    """Id of the prompt."""
     reason: str
+    """Why not, in one line."""
 
 
 Message = Hello | ComputePrompt | Forget | Welcome | Rejected | Computed | PromptRefused
@@ -129,5 +154,9 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def decode(frame: bytes | bytearray) -> Any:
-    """A `Message`; msgspec.DecodeError if it is none."""
+    """Decode a `Message`.
+
+    Raises:
+        msgspec.DecodeError: The frame is not a message.
+    """
     return _decoder.decode(frame)

@@ -1,9 +1,9 @@
-"""The prefill instance's end: prompts come from decode instances, their pages go to page files as
-they are computed.
+"""Prefill instance's end of the handover: it computes prompts of decode instances, and copies their
+pages to page files as they become ready.
 
-To the engine, a prompt is a request for one token, which nobody takes. After each step, blocks that
-are new among the known prefixes are copied; so a prompt that another one begins with costs a copy
-alone.
+In the engine, a prompt is a request for one token, which is discarded. After each step, blocks that
+are new among the known prefixes are copied; so a prompt whose beginning another prompt has computed
+costs only the copy.
 """
 
 import logging
@@ -45,8 +45,9 @@ _MIN_TTFT_S = 1e-3
 
 
 class _Prompt:
-    """A prompt that is being computed. request: its name in the engine. num_blocks: how many of it
-    are computed, and copied as far as they were asked for.
+    """A prompt that is being computed, by the name `request` in the engine.
+
+    `num_blocks` of it are computed, and copied as far as they were requested.
     """
 
     def __init__(self, command: ComputePrompt, request: str, keys: list[bytes]) -> None:
@@ -54,7 +55,7 @@ class _Prompt:
 
 
 class _Partner:
-    """A decode instance. prompts: by its ids."""
+    """A decode instance, with its prompts by their ids."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport, self.is_known = transport, False
@@ -62,7 +63,7 @@ class _Partner:
 
 
 class PrefillEnd:
-    """See `coserve.handover.base.HandoverEnd`."""
+    """The prefill instance's `HandoverEnd`."""
 
     def __init__(
         self,
@@ -72,7 +73,14 @@ class PrefillEnd:
         listens_on: Sequence[int] = (),
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        """accept: connections that have come. listens_on: see `waits_on`. close: ends that."""
+        """Connect an engine with decode instances.
+
+        Args:
+            engine: Engine of this instance.
+            accept: Returns new connections.
+            listens_on: File descriptors that are readable when there are new connections.
+            close: Stops listening.
+        """
         self._engine, self._accept, self._listens_on, self._close = (
             engine,
             accept,
@@ -185,8 +193,10 @@ class PrefillEnd:
         )
 
     def _loaded(self, files: AdapterFiles) -> str:
-        """The name under which the engine serves just these files; AdapterError or OSError if it
-        cannot.
+        """Return the name under which the engine serves exactly these files.
+
+        Raises:
+            AdapterError, OSError: They cannot be loaded.
         """
         name = f"{_NAME}{files.digest}"
         if name not in self._engine.versions and digest_of(Path(files.directory)) != files.digest:
@@ -197,7 +207,7 @@ class PrefillEnd:
     # -- pages ----------------------------------------------------------------------
 
     def _copy(self, partner: _Partner, prompt: _Prompt) -> None:
-        """What is computed of a prompt goes to its file, and the decode instance is told."""
+        """Copy newly computed blocks of a prompt to its file, and notify the decode instance."""
         command, known = prompt.command, prompt.num_blocks
         pages = self._engine.cache.prefixes.find(prompt.keys, len(command.tokens) + 1)
         if len(pages) <= known:

@@ -1,3 +1,3 @@
-"""What an instance may be; here, so that reading options does not import an engine."""
+"""Roles of an instance, in a file without imports, so that reading options imports no engine."""
 
 ROLES = ("both", "prefill", "decode")

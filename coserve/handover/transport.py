@@ -1,6 +1,6 @@
-"""How messages get from one instance to the other: between processes of one machine, or within one.
+"""Transports of messages between instances: between processes of one machine, or within one.
 
-Nothing here waits: the engine's loop has steps to take, whatever the other end does.
+No call waits: the engine's loop has steps to run, whatever the other end does.
 """
 
 import errno
@@ -23,39 +23,37 @@ _BACKLOG = 16
 
 
 class Transport(Protocol):
-    """One end of a connection. Its other end may go at any moment: then both methods raise
-    ConnectionError.
+    """One end of a connection. The other end may be gone at any moment: then `send` and `receive`
+    raise ConnectionError.
     """
 
     def send(self, message: Any) -> None:
-        """Send it, or keep it until a later call can."""
+        """Send a message, or keep it for a later call that can."""
         ...
 
     def receive(self) -> list[Any]:
-        """Everything that has come."""
+        """Return all messages that have arrived."""
         ...
 
     def close(self) -> None:
-        """The other end sees it."""
+        """Close the connection, which the other end notices."""
         ...
 
     @property
     def waits_on(self) -> int | None:
-        """A file descriptor that can be read when something has come; None if there is none to wait
-        on.
-        """
+        """File descriptor that is readable when a message has arrived; None if there is none."""
         ...
 
 
 class LocalTransport:
-    """Within a process."""
+    """A transport within a process."""
 
     waits_on = None
 
     def __init__(
         self, incoming: "deque[bytes]", outgoing: "deque[bytes]", ends: list[bool]
     ) -> None:
-        """ends: has an entry as soon as one of the two is closed."""
+        """Connect two queues of frames; `ends` gets an entry as soon as either end is closed."""
         self._incoming, self._outgoing, self._ends = incoming, outgoing, ends
 
     def send(self, message: Any) -> None:
@@ -75,14 +73,14 @@ class LocalTransport:
 
 
 def local_pair() -> tuple[LocalTransport, LocalTransport]:
-    """Two ends."""
+    """Return the two ends of a connection within this process."""
     there, back, ends = deque[bytes](), deque[bytes](), list[bool]()
     return LocalTransport(back, there, ends), LocalTransport(there, back, ends)
 
 
 class SocketTransport:
-    """Between processes: frames, each after its length, over a Unix socket. The kernel closes it
-    with its process.
+    """A transport between processes: length-prefixed frames over a Unix socket, which the kernel
+    closes with its process.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -100,7 +98,7 @@ class SocketTransport:
         self._send_on()
 
     def receive(self) -> list[Any]:
-        """What came before the end is returned before that is said."""
+        """Return all messages that have arrived; raise once a closed connection has none left."""
         try:
             self._read_on()
             self._send_on()
@@ -143,7 +141,11 @@ def _decoded(frame: bytearray) -> Any:
 
 
 def connect(path: Path) -> SocketTransport:
-    """To the instance that listens there; OSError if there is none."""
+    """Connect to the instance that listens at a path.
+
+    Raises:
+        OSError: There is none.
+    """
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         end.setblocking(False)
@@ -155,10 +157,14 @@ def connect(path: Path) -> SocketTransport:
 
 
 class Listener:
-    """Where a prefill instance is found."""
+    """A socket at which decode instances find a prefill instance."""
 
     def __init__(self, path: Path) -> None:
-        """CoserveError if it cannot listen there, or another instance does."""
+        """Listen at a path.
+
+        Raises:
+            CoserveError: It cannot be used, or another instance listens there.
+        """
         self._path = path
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -174,11 +180,11 @@ class Listener:
 
     @property
     def waits_on(self) -> int:
-        """A file descriptor that can be read when somebody connects."""
+        """File descriptor that is readable when an instance connects."""
         return self._listening.fileno()
 
     def accept(self) -> list[Transport]:
-        """Connections that have come."""
+        """Return new connections."""
         found: list[Transport] = []
         with suppress(BlockingIOError):
             while True:
@@ -186,13 +192,14 @@ class Listener:
         return found
 
     def close(self) -> None:
-        """Nobody finds it any more."""
+        """Stop listening."""
         self._listening.close()
         with suppress(FileNotFoundError):
             os.unlink(self._path)
 
     def _bind(self) -> None:
-        """Also where a process that was killed has left its socket, to which nobody can connect."""
+        """Bind the path, also where a killed process has left a socket that nobody can connect to.
+        """
         try:
             self._listening.bind(str(self._path))
         except OSError as error:

@@ -67,7 +67,7 @@ def read_training_file(
         end_tokens: Ids at which generation stops, if they are known.
         report: Collects remarks about the records, see `collected`.
         is_wanted: Called before each record with the number of bytes read so far; returns whether
-            to go on.
+            to continue.
 
     Raises:
         DataError: The message names lines and reasons of the first ten different faults.

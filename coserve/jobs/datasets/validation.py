@@ -60,7 +60,7 @@ def validate(
         folders: Folders in which jobs keep their examples.
         model: Model that the job trains.
         is_wanted: Called before each line with the share of the files' bytes read so far; returns
-            whether to go on.
+            whether to continue.
 
     Raises:
         JobError: The message names the field, and lines and reasons of the first ten different
