@@ -3,7 +3,7 @@
 Columns have the names and meanings of the fields of their records. `seq` is the order of insertion.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from sqlalchemy import JSON, BigInteger, ForeignKey, Integer, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -15,7 +15,7 @@ _SERIAL = BigInteger().with_variant(Integer, "sqlite")
 class Table(DeclarativeBase):
     """Base of all tables."""
 
-    type_annotation_map = {  # noqa: RUF012
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
         str: Text(),
         dict[str, Any]: JSON(none_as_null=True),
         list[Any]: JSON(none_as_null=True),
