@@ -112,7 +112,7 @@ class Supervisor:
                 self._failed = None
             if was_ready:
                 wait_s = _FIRST_WAIT_S
-            _log.error("%s; it is started again in %.1f s", self._reason, wait_s)
+            _log.error("%s; restarting it in %.1f s", self._reason, wait_s)
             self.num_restarts += 1
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
@@ -209,7 +209,7 @@ class Supervisor:
                 self._owner.engine_said(report)
         except Exception:
             # An engine whose reports are not taken in would leave all requests waiting.
-            _log.exception("what the engine said could not be taken in; it is ended")
+            _log.exception("a report of the engine could not be handled; the engine is killed")
             self.kill()
 
     async def _watch(self) -> None:

@@ -164,7 +164,7 @@ class DecodeEnd:
         info, id = self._engine.device.info, next(self._numbers)
         num_pages = sum(len(each.blocks) for each in (*self._asked.values(), *self._files.values()))
         if num_pages + len(blocks) > info.num_pages:  # more could not be admitted anyway
-            raise CoserveError("as many pages as the pool has are on their way already")
+            raise CoserveError("as many pages as the pool has are being handed over already")
         adapter = None if request.version is None else self._adapters.files_of(request.version)
         num_tokens, slo = len(blocks) * info.block_tokens, request.slo
         alone_s = self._engine.latency.prompt_s(num_tokens, blocks.start * info.block_tokens)
@@ -195,7 +195,7 @@ class DecodeEnd:
     def _take_message(self, message: Any) -> None:
         if isinstance(message, Welcome):
             self._is_welcome, self._is_silent, self._complaint = True, False, ""
-            _log.info("the prefill instance is there")
+            _log.info("connected to the prefill instance")
         elif isinstance(message, Rejected):
             self._lose(message.reason, retry_s=_REJECTED_RETRY_S)
         elif isinstance(message, Computed | PromptRefused):
@@ -207,7 +207,7 @@ class DecodeEnd:
                 return
             if isinstance(message, PromptRefused):
                 _log.warning(
-                    "the prompt of %s is computed here: the prefill instance says %s",
+                    "the prompt of %s is computed here: the prefill instance refused it: %s",
                     found,
                     message.reason,
                 )
@@ -218,7 +218,7 @@ class DecodeEnd:
             if asked.num_blocks == asked.blocks.stop:
                 self._end(found, is_whole=True)
         else:
-            raise ConnectionError(f"it says {type(message).__name__} out of turn")
+            raise ConnectionError(f"it sent {type(message).__name__} out of turn")
 
     def _end(self, name: str, *, is_whole: bool) -> None:
         """Resume a request with the blocks that have arrived; no more will."""

@@ -152,7 +152,7 @@ class PrefillEnd:
                 reason := difference(identity_of(self._engine.device.info), message.identity)
             ) is not None:
                 partner.transport.send(Rejected(reason))
-                _log.warning("a decode instance was turned away: %s", reason)
+                _log.warning("rejected a decode instance: %s", reason)
                 return
             partner.is_known = True
             partner.transport.send(Welcome())
@@ -165,7 +165,7 @@ class PrefillEnd:
             if (prompt := partner.prompts.pop(message.id, None)) is not None:
                 self._engine.cancel(prompt.request)
         else:
-            raise ConnectionError(f"it says {type(message).__name__} out of turn")
+            raise ConnectionError(f"it sent {type(message).__name__} out of turn")
 
     def _begin(self, partner: _Partner, command: ComputePrompt) -> None:
         adapter = None if command.adapter is None else self._loaded(command.adapter)
@@ -243,7 +243,7 @@ class PrefillEnd:
 
     def _lose(self, partner: _Partner, error: ConnectionError) -> None:
         if partner.is_known:
-            _log.warning("a decode instance is not connected any more: %s", error)
+            _log.warning("a decode instance has disconnected: %s", error)
         self._forget_all(partner)
 
     def _forget_all(self, partner: _Partner) -> None:

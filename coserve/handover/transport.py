@@ -58,12 +58,12 @@ class LocalTransport:
 
     def send(self, message: Any) -> None:
         if self._ends:
-            raise ConnectionResetError("the other end has gone")
+            raise ConnectionResetError("the other end has closed the connection")
         self._outgoing.append(encode(message))
 
     def receive(self) -> list[Any]:
         if not self._incoming and self._ends:
-            raise ConnectionResetError("the other end has gone")
+            raise ConnectionResetError("the other end has closed the connection")
         found = [decode(frame) for frame in self._incoming]
         self._incoming.clear()
         return found
@@ -113,7 +113,7 @@ class SocketTransport:
             start = end
         del self._read[:start]
         if self._has_ended and not found:
-            raise ConnectionResetError("the other end has gone")
+            raise ConnectionResetError("the other end has closed the connection")
         return found
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ def _decoded(frame: bytearray) -> Any:
     try:
         return decode(frame)
     except msgspec.DecodeError as error:
-        raise ConnectionError(f"what it says cannot be understood: {error}") from None
+        raise ConnectionError(f"its message cannot be decoded: {error}") from None
 
 
 def connect(path: Path) -> SocketTransport:
@@ -198,8 +198,7 @@ class Listener:
             os.unlink(self._path)
 
     def _bind(self) -> None:
-        """Bind the path, also where a killed process has left a socket that nobody can connect to.
-        """
+        """Bind the path, also where a killed process has left a socket that is of no use."""
         try:
             self._listening.bind(str(self._path))
         except OSError as error:

@@ -178,6 +178,6 @@ def _when_there_is_room(write: Callable[[], Path], urgent: Event) -> Path:
             if urgent.is_set():
                 raise
             if not is_logged:
-                _log.error("%s; it is tried again until there is room", error)
+                _log.error("%s; trying again until there is room", error)
             is_logged = True
         urgent.wait(_FULL_DISK_WAIT_S)

@@ -262,14 +262,14 @@ def test_archives_that_are_refused(tmp_path):
     refused("cannot be restored|cut short")
     for nothing in (b"no archive", b""):
         (tmp_path / "bad.tar").write_bytes(nothing)
-        refused("cannot be restored: it is no tar archive$")
+        refused("cannot be restored: it is not a tar archive$")
     for name in ("../outside", "/tmp/outside", "files/more"):
         rewritten(partial(dict.update, **{name: b"x"}))
-        refused("does not hold what its manifest.json says")
+        refused("its files are not those of its manifest.json")
     link = tarfile.TarInfo(f"files/{file.id}x")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     rewritten(lambda members: None, link)
-    refused("does not hold what its manifest.json says")
+    refused("its files are not those of its manifest.json")
 
     def escape(members: dict[str, bytes]) -> None:
         members["../outside"] = members.pop(f"files/{file.id}")
@@ -285,7 +285,7 @@ def test_archives_that_are_refused(tmp_path):
     )
     refused("a newer coserve")
     rewritten(lambda members: members.update({MANIFEST: b"[]"}))
-    refused("its manifest.json is none")
+    refused("its manifest.json cannot be decoded")
     assert run("restore", str(archive), "--home", str(tmp_path / "new"))["num_files"] == 1
     with pytest.raises(CoserveError, match="is not empty"):
         run("restore", str(archive), "--home", str(tmp_path / "new"))
@@ -340,23 +340,23 @@ def changed_backup(tmp_path: Path, *statements: str) -> Path:
         ("UPDATE checkpoints SET directory = ''", "not below jobs/ in the home"),
         ("UPDATE loaded_adapters SET directory = '../elsewhere'", "not below jobs/ in the home"),
         ("UPDATE loaded_adapters SET job = 'x'", "not below jobs/ in the home"),
-        ("UPDATE jobs SET id = '../../precious'", "as its id, which is no name"),
-        ("UPDATE jobs SET id = '..'", "as its id, which is no name"),
-        ("UPDATE jobs SET id = '/precious'", "as its id, which is no name"),
+        ("UPDATE jobs SET id = '../../precious'", "as its id, which is not a name"),
+        ("UPDATE jobs SET id = '..'", "as its id, which is not a name"),
+        ("UPDATE jobs SET id = '/precious'", "as its id, which is not a name"),
         (
             "UPDATE jobs SET training_file = '../../precious'",
-            "as its training_file, which is no name",
+            "as its training_file, which is not a name",
         ),
-        ("UPDATE files SET id = 'a/b'", "as its id, which is no name"),
+        ("UPDATE files SET id = 'a/b'", "as its id, which is not a name"),
         (
             'UPDATE jobs SET start = \'{"name": "n", "directory": "../x"}\'',
             "not below jobs/ in the home",
         ),
-        ("UPDATE jobs SET start = '{}'", "which is no adapter"),
-        ("CREATE VIEW looks AS SELECT * FROM jobs", "'looks', which is no plain table"),
+        ("UPDATE jobs SET start = '{}'", "which is not an adapter"),
+        ("CREATE VIEW looks AS SELECT * FROM jobs", "'looks', which is not a plain table"),
         (
             "CREATE TRIGGER acts AFTER INSERT ON jobs BEGIN DELETE FROM files; END",
-            "'acts', which is no plain table",
+            "'acts', which is not a plain table",
         ),
     ],
 )
@@ -377,7 +377,7 @@ def test_archives_that_grow_are_refused(tmp_path):
     for open_with in (gzip.open, bz2.open, lzma.open):
         with open_with(bad, "wb") as file:
             file.write(archive.read_bytes())
-        with pytest.raises(CoserveError, match="it is no tar archive"):
+        with pytest.raises(CoserveError, match="it is not a tar archive"):
             run("restore", str(bad), "--home", str(tmp_path / "new"))
     with tarfile.open(archive) as old:
         manifest = json.loads(old.extractfile(MANIFEST).read())
@@ -393,7 +393,7 @@ def test_archives_that_grow_are_refused(tmp_path):
             member = tarfile.TarInfo(MANIFEST)
             member.size = len(rewritten)
             new.addfile(member, io.BytesIO(rewritten))
-        with pytest.raises(CoserveError, match=r"its manifest\.json is none"):
+        with pytest.raises(CoserveError, match=r"its manifest\.json cannot be decoded"):
             run("restore", str(bad), "--home", str(tmp_path / "new"))
 
 
@@ -406,7 +406,7 @@ def test_archives_are_written_whole_or_not_at_all(tmp_path):
     (home.path / ".backup" / "files").mkdir(parents=True)  # of one that was killed
     with lock_home(home.path):  # as a server has it
         write_backup(home.path, home.store, archive)
-    with pytest.raises(CoserveError, match="is there already"):
+    with pytest.raises(CoserveError, match="exists already"):
         write_backup(home.path, home.store, archive)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("x")) == [
         "x.tar"

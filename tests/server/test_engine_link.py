@@ -178,7 +178,7 @@ else:
     waits = [
         message.rpartition(" in ")[2]
         for message in caplog.messages
-        if "started again in" in message
+        if "restarting it in" in message
     ]
     assert waits == ["0.2 s", "0.2 s", "0.4 s", "0.8 s", "0.2 s"]
 

@@ -148,7 +148,7 @@ def test_what_jobs_write_beside_the_store_waits_for_room_alone(
     for words in (
         "wait, and are read again in 1 s",
         "cannot write a checkpoint",
-        "tried again until there is room",
+        "trying again until there is room",
     ):
         assert words in caplog.text
 

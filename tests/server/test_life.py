@@ -160,7 +160,7 @@ def test_what_is_sent_to_an_engine_that_has_just_died_is_refused_without_a_trace
             assert served.fork_server_pid() != forks
             if kill_next:
                 os.kill(served.engine_pid(), signal.SIGKILL)
-    line = "ERROR coserve.engine_client.supervisor: the engine died; it is started again in 0.2 s"
+    line = "ERROR coserve.engine_client.supervisor: the engine died; restarting it in 0.2 s"
     assert served.logged().splitlines() == [line] * 3
 
 

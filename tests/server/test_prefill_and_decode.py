@@ -111,7 +111,7 @@ def test_answers_are_those_of_one_instance_and_survive_kill_9_of_the_other(path,
         decode.wait_until(lambda: handover(decode)["num_partners"] == 0)
         assert handover(decode)["num_not_handed_over"] > 1
         decode.wait_until(lambda: not any(map(is_alive, pids)))
-    assert "no prefill instance (the other end has gone)" in decode.log.read_text()
+    assert "no prefill instance (the other end has closed the connection)" in decode.log.read_text()
     with prefill_serving(path) as prefill:  # where the socket of the dead one lies
         decode.wait_until(lambda: handover(decode)["num_partners"] == 1)
         before = handover(decode)["num_handed_over"]

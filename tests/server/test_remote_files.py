@@ -186,7 +186,7 @@ def test_an_upload_is_tried_again_until_the_server_is_back(tmp_path, caplog):
         with caplog.at_level(logging.WARNING):
             keeping = threading.Thread(target=files.keep, args=(file,))
             keeping.start()
-            while "it is tried again" not in caplog.text:
+            while "trying again" not in caplog.text:
                 assert keeping.is_alive()
                 time.sleep(0.01)
             server.start()

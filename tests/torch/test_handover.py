@@ -422,7 +422,10 @@ def test_a_prefill_instance_that_dies_leaves_what_it_has_computed(tmp_path, capl
     assert 0 < imported(pair.decode) < 15
     assert pair.counts() == (0, 2)
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 1 and "no prefill instance (the other end has gone)" in lines[0], lines
+    assert (
+        len(lines) == 1
+        and "no prefill instance (the other end has closed the connection)" in lines[0]
+    ), lines
     pair.assert_nothing_is_left()
 
 

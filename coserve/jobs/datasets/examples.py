@@ -135,7 +135,7 @@ def read_examples_file(path: str | Path) -> list[Example]:
             or len(tokens) != len(packed.trained)
             or len(lengths) != len(packed.truncated)
         ):
-            raise ValueError("its parts are not of one length")
+            raise ValueError("its parts differ in length")
     except OSError as error:
         raise DataError(f"the examples in {path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, ValueError) as error:

@@ -201,7 +201,7 @@ class Files:
             with self._store.write() as transaction:
                 transaction.remove_expired_files()
         except DiskFullError as error:
-            _log.warning("files that are past their time stay on record: %s", error)
+            _log.warning("expired files stay on record: %s", error)
         with self._store.read() as transaction:
             known = transaction.file_ids()
         for path in self.shared.entries(self._directory):

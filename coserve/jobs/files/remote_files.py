@@ -103,7 +103,7 @@ class RemoteFiles(SharedFiles):
                 _put(fs, written, f"{base}/{name}")
                 _get(fs, f"{base}/{name}", read, len(name))
                 if read.read_text() != name:
-                    raise OSError("what is read there is not what was written")
+                    raise OSError("what was read is not what was written")
             fs.rm_file(f"{base}/{name}")
 
         self._do(try_it, waits_s=())
@@ -274,7 +274,7 @@ class RemoteFiles(SharedFiles):
                 )
                 if wait_s is None or isinstance(error, ImportError):
                     raise problem from error
-                _log.warning("%s (it is tried again)", problem)
+                _log.warning("%s (trying again)", problem)
             time.sleep(wait_s)
         raise AssertionError
 
@@ -320,13 +320,13 @@ def _put(fs: Any, path: Path, target: str) -> None:
             # looked.
             fs.invalidate_cache()
     if (there := _size(fs, target)) != (here := path.stat().st_size):
-        raise OSError(f"{path.name} has {here} bytes, and {there} of them are there")
+        raise OSError(f"{path.name} has {here} bytes, and {there} of them were uploaded")
 
 
 def _get(fs: Any, target: str, path: Path, size: int) -> None:
     fs.get_file(target, str(path))
     if (here := path.stat().st_size) != size:
-        raise OSError(f"{target} has {size} bytes, and {here} came")
+        raise OSError(f"{target} has {size} bytes, and {here} were downloaded")
 
 
 def _fetch_directory(fs: Any, target: str, part: Path, marker_bytes: int) -> None:

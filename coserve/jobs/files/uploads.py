@@ -163,7 +163,7 @@ class Uploads:
                     yield chunk
         if md5 is not None and digest.hexdigest() != md5.lower():
             raise JobError(
-                f"the file's MD5 is {digest.hexdigest()}, and md5 said {md5[:100]}", param="md5"
+                f"the file's MD5 is {digest.hexdigest()}, and md5 is {md5[:100]}", param="md5"
             )
 
     def _forget(self, parts: Iterable[str]) -> None:
@@ -197,7 +197,7 @@ def _chosen(
     """Return the parts of these ids; JobError if they are wrong."""
     if missing := [id for id in parts if id not in known]:
         raise JobError(
-            f"part_ids names {missing[0][:100]!r}, which is no part of {upload.id}",
+            f"part_ids names {missing[0][:100]!r}, which is not a part of {upload.id}",
             param="part_ids",
         )
     if len(set(parts)) < len(parts):
@@ -206,7 +206,7 @@ def _chosen(
     num_bytes = sum(part.num_bytes for part in chosen)
     if num_bytes != upload.num_bytes:
         raise JobError(
-            f"the parts have {num_bytes} bytes, and bytes said {upload.num_bytes}", param="part_ids"
+            f"the parts have {num_bytes} bytes, and bytes is {upload.num_bytes}", param="part_ids"
         )
     return chosen
 

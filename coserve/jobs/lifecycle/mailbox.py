@@ -92,7 +92,7 @@ class JobMailbox:
                 self.blocked = store_error(error)
                 return
             except Exception as error:  # the next job's fate must not hang on this one's
-                _log.exception("a job's report could not be taken in: %s", error)
+                _log.exception("a report about a job could not be handled: %s", error)
 
     def _next_events(self) -> list[EngineEvent]:
         """Pop the first event, or all reports at the beginning of the queue."""

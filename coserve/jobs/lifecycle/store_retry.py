@@ -29,7 +29,7 @@ class StoreRetry:
     def failed(self, error: CoserveError) -> None:
         """Note a failed attempt: log the first one, and schedule the next."""
         if not self._is_failing:
-            _log.error("%s; it is tried again until it can be done", error)
+            _log.error("%s; trying again until it succeeds", error)
         self._is_failing = True
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_WAIT_S, self._is_due)
@@ -37,7 +37,7 @@ class StoreRetry:
     def worked(self) -> None:
         """Note that everything has been written."""
         if self._is_failing:
-            _log.warning("what waited for the store has been done")
+            _log.warning("the store works again: all waiting changes are written")
         self._is_failing = False
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ def write_backup(home: Path, store: Store, file: Path) -> Backup:
     """
     file = file.absolute()
     if file.exists():
-        raise CoserveError(f"{file} is there already: choose another name")
+        raise CoserveError(f"{file} exists already: choose another name")
     part = file.with_name(f"{file.name}.part")
     try:
         with _stage(home) as stage:

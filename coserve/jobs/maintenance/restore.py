@@ -102,7 +102,7 @@ def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
     except (OSError, tarfile.TarError, EOFError, _ForeignRowError) as error:
         reason: object = error
         if isinstance(error, tarfile.ReadError) and "unexpected end" not in str(error):
-            reason = "it is no tar archive"
+            reason = "it is not a tar archive"
         raise CoserveError(f"{file} cannot be restored: {reason}") from None
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -123,7 +123,7 @@ def _extract(file: Path, stage: Path) -> _Manifest:
         names = [member.name for member in members]
         are_plain = all(member.isreg() and not member.issparse() for member in members)
         if sorted(names) != sorted([*contents, MANIFEST]) or not are_plain:
-            raise CoserveError(f"{file} is damaged: it does not hold what its {MANIFEST} says")
+            raise CoserveError(f"{file} is damaged: its files are not those of its {MANIFEST}")
         archive.extractall(stage, filter="data")
     for name, known in contents.items():
         with (stage / name).open("rb") as content:
@@ -141,12 +141,12 @@ def _manifest(file: Path, archive: tarfile.TarFile) -> _Manifest:
         content = None
     if content is None:
         raise CoserveError(
-            f"{file} is no backup of coserve's, or was cut short: it has no {MANIFEST}"
+            f"{file} is not a backup of coserve's, or was cut short: it has no {MANIFEST}"
         )
     try:
         manifest = msgspec.json.decode(content.read(), type=_Manifest)
     except (ValueError, RecursionError):
-        raise CoserveError(f"{file} is damaged: its {MANIFEST} is none") from None
+        raise CoserveError(f"{file} is damaged: its {MANIFEST} cannot be decoded") from None
     if manifest.format > FORMAT or manifest.schema > SCHEMA_VERSION:
         raise CoserveError(
             f"a newer coserve ({manifest.coserve}) has written {file}: update coserve"
@@ -203,7 +203,7 @@ def _check_foreign_database(path: Path) -> None:
         raise _ForeignRowError(f"its database cannot be read: {error}") from None
     for kind, name, sql in found:
         if kind not in ("table", "index") or "VIRTUAL" in str(sql).upper().split()[:2]:
-            raise _ForeignRowError(f"its database has {name!r}, which is no plain table")
+            raise _ForeignRowError(f"its database has {name!r}, which is not a plain table")
 
 
 def _check_foreign_row(row: Row) -> None:
@@ -211,14 +211,16 @@ def _check_foreign_row(row: Row) -> None:
     if "item" not in row:  # of a conversation: its ids are clients', and name no file
         for column in _NAMES:
             if (value := row.get(column)) is not None and not _is_plain(value):
-                raise _ForeignRowError(f"a record has {value!r} as its {column}, which is no name")
+                raise _ForeignRowError(
+                    f"a record has {value!r} as its {column}, which is not a name"
+                )
     is_made_here = "step" in row or bool(row.get("job"))  # a checkpoint, or the adapter of a job
     if row.get("directory") is not None:
         _check_directory(row["directory"], is_made_here=is_made_here)
     if row.get("start") is not None:
         start = row["start"]
         if not isinstance(start, dict) or "directory" not in start:
-            raise _ForeignRowError(f"a job starts from {start!r}, which is no adapter")
+            raise _ForeignRowError(f"a job starts from {start!r}, which is not an adapter")
         if start["directory"] is not None:
             _check_directory(start["directory"], is_made_here=False)
 

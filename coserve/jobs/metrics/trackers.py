@@ -118,7 +118,7 @@ class Trackers:
         self._thread.join(limit_s)
         if self._thread.is_alive():
             _log.warning(
-                "metrics of jobs were still on their way after %g s: not all have been passed on",
+                "metrics of jobs were not all written after %g s: the rest is lost",
                 limit_s,
             )
 
@@ -130,7 +130,7 @@ class Trackers:
         try:
             do(*arguments)
         except Exception:
-            _log.exception("metrics of jobs could not be passed on")
+            _log.exception("metrics of jobs could not be written to a tracker")
 
     def _take(self, events: Sequence[JobEvent]) -> None:
         for event in events:
