@@ -20,6 +20,7 @@ class Table(DeclarativeBase):
         dict[str, Any]: JSON(none_as_null=True),
         list[Any]: JSON(none_as_null=True),
     }
+    """Column types by annotation."""
 
 
 class SchemaTable(Table):
