@@ -299,9 +299,9 @@ def _run_engine(passed: Sequence[int], run_engine: Callable[[], int]) -> NoRetur
         os.close(stderr)
         os.lseek(environment, 0, os.SEEK_SET)
         with os.fdopen(environment, "rb") as file:
-            found = os.fsdecode(file.read()).split("\0")
+            variables = os.fsdecode(file.read()).split("\0")
         os.environ.clear()
-        os.environ.update(dict(each.split("=", 1) for each in found if each))
+        os.environ.update(dict(each.split("=", 1) for each in variables if each))
         status = run_engine()
     except BaseException:
         traceback.print_exc()

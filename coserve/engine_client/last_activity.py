@@ -70,11 +70,11 @@ def _children_of(pid: int) -> list[int]:
     """Return the processes that any thread of one has started; none where the system does not list
     them.
     """
-    found: list[int] = []
+    children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found
+            children += map(int, task.read_text().split())
+    return children
 
 
 def _num_oom_kills() -> int:

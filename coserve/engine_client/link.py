@@ -320,11 +320,11 @@ class EngineLink:
         stream = self._streams.get(chunk.request)
         if stream is None:
             return chunk
-        found, stop = stream.read(chunk)
+        shown, stop = stream.read(chunk)
         if stop is not None:
             self._stopped.add(sequence)
             self._host.send(stop)
-        return found
+        return shown
 
     def _reply(self, reply: CallReply) -> None:
         call = self._calls.pop(reply.call, None)

@@ -66,12 +66,12 @@ async def connect(model: str) -> socket.socket | None:
         return None
     begin_s, started_s = time.monotonic(), float("-inf")
     while (now_s := time.monotonic()) - begin_s < _CONNECT_S:
-        found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            found.connect(str(path))
-            return found
+            connection.connect(str(path))
+            return connection
         except OSError:
-            found.close()
+            connection.close()
         if now_s - started_s > _START_S:
             started_s = now_s
             await _start(path, model)

@@ -110,10 +110,10 @@ class RequestStream:
         text = self._texts.get((chunk.request, chunk.index))
         if text is None:
             return chunk, None
-        found = text.read(chunk)
-        if found.finish_reason is None or chunk.finish_reason is not None:
-            return found, None
-        return found, StopSequence(chunk.request, chunk.index, text.num_tokens)
+        shown = text.read(chunk)
+        if shown.finish_reason is None or chunk.finish_reason is not None:
+            return shown, None
+        return shown, StopSequence(chunk.request, chunk.index, text.num_tokens)
 
     def put(self, chunk: Chunk) -> bool:
         """Append a chunk; return whether its request is over with it."""

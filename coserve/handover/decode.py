@@ -200,23 +200,23 @@ class DecodeEnd:
             self._lose(message.reason, retry_s=_REJECTED_RETRY_S)
         elif isinstance(message, Computed | PromptRefused):
             self._is_silent = False
-            found = next(
+            request = next(
                 (name for name, asked in self._asked.items() if asked.id == message.id), None
             )
-            if found is None:  # it is not wanted any more
+            if request is None:  # it is not wanted any more
                 return
             if isinstance(message, PromptRefused):
                 _log.warning(
                     "the prompt of %s is computed here: the prefill instance refused it: %s",
-                    found,
+                    request,
                     message.reason,
                 )
-                self._end(found, is_whole=False)
+                self._end(request, is_whole=False)
                 return
-            asked = self._asked[found]
+            asked = self._asked[request]
             asked.num_blocks = message.num_blocks
             if asked.num_blocks == asked.blocks.stop:
-                self._end(found, is_whole=True)
+                self._end(request, is_whole=True)
         else:
             raise ConnectionError(f"it sent {type(message).__name__} out of turn")
 

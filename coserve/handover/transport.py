@@ -64,9 +64,9 @@ class LocalTransport:
     def receive(self) -> list[Any]:
         if not self._incoming and self._ends:
             raise ConnectionResetError("the other end has closed the connection")
-        found = [decode(frame) for frame in self._incoming]
+        messages = [decode(frame) for frame in self._incoming]
         self._incoming.clear()
-        return found
+        return messages
 
     def close(self) -> None:
         self._ends.append(True)
@@ -104,17 +104,17 @@ class SocketTransport:
             self._send_on()
         except ConnectionError:
             self._has_ended = True
-        found, start = [], 0
+        messages, start = [], 0
         while len(self._read) - start >= _LENGTH.size:
             end = start + _LENGTH.size + _LENGTH.unpack_from(self._read, start)[0]
             if len(self._read) < end:
                 break
-            found.append(_decoded(self._read[start + _LENGTH.size : end]))
+            messages.append(_decoded(self._read[start + _LENGTH.size : end]))
             start = end
         del self._read[:start]
-        if self._has_ended and not found:
+        if self._has_ended and not messages:
             raise ConnectionResetError("the other end has closed the connection")
-        return found
+        return messages
 
     def close(self) -> None:
         self._end.close()
@@ -185,11 +185,11 @@ class Listener:
 
     def accept(self) -> list[Transport]:
         """Return new connections."""
-        found: list[Transport] = []
+        transports: list[Transport] = []
         with suppress(BlockingIOError):
             while True:
-                found.append(SocketTransport(self._listening.accept()[0]))
-        return found
+                transports.append(SocketTransport(self._listening.accept()[0]))
+        return transports
 
     def close(self) -> None:
         """Stop listening."""

@@ -277,8 +277,8 @@ class JobManager:
         self._driver.add(record)
         return await self._driver.settle_job(record.id) or record
 
-    async def _files_read(self, id: str, found: Validated | JobError) -> None:
-        await self.mailbox.call(lambda: self._driver.read(id, found))
+    async def _files_read(self, id: str, result: Validated | JobError) -> None:
+        await self.mailbox.call(lambda: self._driver.read(id, result))
 
     async def _ask(self, tenant: str, id: str, desired: DesiredState) -> Waiter | None:
         """Return the future of a request; None if another request is open for the job and comes

@@ -170,9 +170,11 @@ class JobSettings:
 
     def _objective_settings(self) -> dict[str, Any]:
         """Return the objective's hyperparameters, with defaults for those that were not given."""
-        made = make_objective(self.objective, self.objective_settings)
+        objective = make_objective(self.objective, self.objective_settings)
         return (
-            {} if made is None else {each.name: getattr(made, each.name) for each in fields(made)}
+            {}
+            if objective is None
+            else {each.name: getattr(objective, each.name) for each in fields(objective)}
         )
 
     def to_data(self) -> dict[str, Any]:
@@ -257,8 +259,8 @@ def job_settings(
     }
     with _of("method"):
         make_objective(objective, own)
-    given = {} if asked.adapter is None else asked.adapter
-    adapter = _adapter(given, architecture, objective) if is_fresh else None
+    adapter_fields = {} if asked.adapter is None else asked.adapter
+    adapter = _adapter(adapter_fields, architecture, objective) if is_fresh else None
     num_virtual = num_virtual if adapter is None else adapter.num_virtual_tokens
     length = _sequence_length(
         asked.max_sequence_length, max_positions or architecture.max_positions, num_virtual
@@ -319,14 +321,14 @@ def _data_parallel(asked: Extension) -> DataParallel | None:
     )
 
 
-def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
+def _hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters that are not auto."""
     known: dict[str, Any] = {}
     for name, most in (("n_epochs", 50), ("batch_size", 256)):
-        if (value := given.get(name)) not in (None, "auto"):
+        if (value := values.get(name)) not in (None, "auto"):
             _check_whole(f"hyperparameters.{name}", value, 1, most)
             known[name] = value
-    if (factor := given.get("learning_rate_multiplier")) not in (None, "auto"):
+    if (factor := values.get("learning_rate_multiplier")) not in (None, "auto"):
         with _of("hyperparameters.learning_rate_multiplier"):
             check_number(
                 "hyperparameters.learning_rate_multiplier", factor, above=0, most=_MAX_MULTIPLIER
@@ -335,16 +337,16 @@ def _hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _evaluation(given: Any, objective: str, has_validation: bool) -> EvaluationConfig:
+def _evaluation(values: Any, objective: str, has_validation: bool) -> EvaluationConfig:
     where = "coserve.evaluation"
-    found = _build(EvaluationConfig, given, where)
-    if found.asks and objective != SUPERVISED:
-        _refuse(f"{where}.metric", f"{found.metric} goes with the method supervised alone")
-    if found.asks and not has_validation:
+    config = _build(EvaluationConfig, values, where)
+    if config.asks and objective != SUPERVISED:
+        _refuse(f"{where}.metric", f"{config.metric} goes with the method supervised alone")
+    if config.asks and not has_validation:
         _refuse(
-            f"{where}.metric", f"{found.metric} needs a validation_file, whose questions are asked"
+            f"{where}.metric", f"{config.metric} needs a validation_file, whose questions are asked"
         )
-    return found
+    return config
 
 
 def _early_stopping(
@@ -383,15 +385,17 @@ def _early_stopping(
     return _build(EarlyStopping, asked.early_stopping, "coserve.early_stopping")
 
 
-def _adapter(given: Mapping[str, Any], architecture: Architecture, objective: str) -> AdapterConfig:
+def _adapter(
+    values: Mapping[str, Any], architecture: Architecture, objective: str
+) -> AdapterConfig:
     where = "coserve.adapter"
-    if not isinstance(given, Mapping):
-        _refuse(where, f"must be an object, not {shown(given)}")
+    if not isinstance(values, Mapping):
+        _refuse(where, f"must be an object, not {shown(values)}")
     try:
-        kind = method(given.get("type", "lora"))
+        kind = method(values.get("type", "lora"))
     except ValueError as error:
         _refuse(f"{where}.type", str(error))
-    asked = {name: value for name, value in given.items() if name != "type"}
+    asked = {name: value for name, value in values.items() if name != "type"}
     config = _build(kind, {**kind.job_defaults, **asked}, where)
     for name, wrong in config.misfits(architecture):
         _refuse(f"{where}.{name[:_LONGEST_NAME]}", wrong)
@@ -437,8 +441,8 @@ def _trains_model(adapter: Any) -> bool:
 def _check_full(objective: str) -> None:
     """Raise JobError if full fine-tuning cannot train for an objective."""
     with _of("method"):
-        found = objective_class(objective)
-    if found is not None and found.needs_reference:
+        kind = objective_class(objective)
+    if kind is not None and kind.needs_reference:
         others = ", ".join(
             each.replace("-", "_") for each in objective_names() if not _needs_reference(each)
         )
@@ -451,28 +455,28 @@ def _check_full(objective: str) -> None:
 
 
 def _needs_reference(objective: str) -> bool:
-    found = objective_class(objective)
-    return found is not None and found.needs_reference
+    kind = objective_class(objective)
+    return kind is not None and kind.needs_reference
 
 
-def _build(kind: type[_Settings], given: Any, where: str) -> _Settings:
+def _build(kind: type[_Settings], values: Any, where: str) -> _Settings:
     """Build a settings class from a client's object; JobError names the field."""
-    if not isinstance(given, Mapping):
-        _refuse(where, f"must be an object, not {shown(given)}")
+    if not isinstance(values, Mapping):
+        _refuse(where, f"must be an object, not {shown(values)}")
     known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    if unknown := [name for name in given if name not in known]:
+    if unknown := [name for name in values if name not in known]:
         _refuse(f"{where}.{unknown[0][:_LONGEST_NAME]}", f"is not known; known: {', '.join(known)}")
     try:
-        return kind(**given)
+        return kind(**values)
     except (ValueError, TypeError) as error:
         raise JobError(f"{where}: {error}", param=where) from None
 
 
-def _with_tuples(given: Any) -> Any:
-    if not isinstance(given, Mapping):
-        return given
+def _with_tuples(values: Any) -> Any:
+    if not isinstance(values, Mapping):
+        return values
     return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
 
 

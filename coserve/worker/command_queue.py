@@ -93,8 +93,8 @@ class CommandQueue:
     def discard(self, label: str) -> bool:
         """Remove a waiting command; return whether there was one."""
         kept = [each for each in self._waiting if each.label != label]
-        found, self._waiting = len(kept) < len(self._waiting), kept
-        return found
+        is_found, self._waiting = len(kept) < len(self._waiting), kept
+        return is_found
 
     def poll(self) -> None:
         """Run all commands that can run now, and the first slow one."""

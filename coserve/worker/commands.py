@@ -225,7 +225,7 @@ def _what_was_read(adapter: AdapterRef, read: Callable[[], Any]) -> AdapterLoad 
     fault of the adapter's files, and no reason for the engine to end.
     """
     try:
-        found: AdapterLoad | None = read()
+        load: AdapterLoad | None = read()
     except CoserveError:
         raise
     except Exception as error:
@@ -233,7 +233,7 @@ def _what_was_read(adapter: AdapterRef, read: Callable[[], Any]) -> AdapterLoad 
         raise AdapterError(
             f"{adapter.directory} could not be read as an adapter: {error!r}"
         ) from error
-    return found
+    return load
 
 
 def _adapter_key(name: str) -> str:

@@ -281,10 +281,10 @@ class JobCommands:
         if done.written is not None:
             try:
                 directory = str(done.written.result())
-                found = Checkpointed(
+                checkpoint = Checkpointed(
                     job=done.job, step=done.step, directory=directory, listed=done.listed
                 )
-                pending.checkpoints += [found] if done.is_new else []
+                pending.checkpoints += [checkpoint] if done.is_new else []
             except CoserveError as raised:
                 error = raised
                 _log.error("job %s: %s", done.job, error)
@@ -353,14 +353,14 @@ class JobCommands:
         start, job = self._start_of(due.job), self._engine.job(due.job)
         assert start is not None and start.shard is not None and job.exchange is not None
         directory = Path(start.shard.directory) / f"{due.step}-{start.shard.index}"
-        told = Contributed(
+        contribution = Contributed(
             job=due.job,
             step=due.step,
             directory=str(directory),
             meets=job.exchange.meets,
             num_trained=job.progress.sums.num_trained,
         )
-        report = PendingReport(job=due.job, step=due.step, contribution=told)
+        report = PendingReport(job=due.job, step=due.step, contribution=contribution)
         copy = self._engine.contribution(due.job)
 
         def write() -> Path:

@@ -115,11 +115,11 @@ def _become_a_rank(control: socket.socket) -> NoReturn:
         message, received, _, _ = socket.recv_fds(control, _MAX_BYTES, _MAX_DESCRIPTORS)
         if not message:
             os._exit(0)
-        told = json.loads(message)
-        _place(received, told["descriptors"])
+        start = json.loads(message)
+        _place(received, start["descriptors"])
         from coserve.devices.process.main import run
 
-        run(told["arguments"])
+        run(start["arguments"])
         status = 0
     except BaseException:
         traceback.print_exc()

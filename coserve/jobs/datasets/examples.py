@@ -77,7 +77,7 @@ def read_training_file(
         raise DataError("the model has no tokenizer, so that files cannot be trained on")
     file = TrainingFile(path, name)
     try:
-        found = each_training_example(
+        examples = each_training_example(
             _while(is_wanted, file),
             tokenizer,
             max_sequence_length=max_sequence_length,
@@ -85,7 +85,7 @@ def read_training_file(
             vocab_size=vocab_size,
             end_tokens=end_tokens,
         )
-        return collected(found, report)
+        return collected(examples, report)
     except OSError as error:
         raise DataError(f"the file cannot be read: {error.strerror}") from None
 

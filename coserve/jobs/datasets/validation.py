@@ -116,13 +116,13 @@ def validate(
 
 def _warnings(report: ReadingReport, field: str, record: FileRecord, model: str) -> list[str]:
     """Return messages about the records of a file that are not trained on."""
-    found = [f"{field} {record.id}: {line} (model {model})" for line in report.warnings.lines()]
+    warnings = [f"{field} {record.id}: {line} (model {model})" for line in report.warnings.lines()]
     if count := report.left_out.num_places:
         examples = "1 example was" if count == 1 else f"{count:,} examples were"
-        found.append(
+        warnings.append(
             f"{field} {record.id}: {examples} left out: {'; '.join(report.left_out.lines())}"
         )
-    return found
+    return warnings
 
 
 def _record_of(job: JobRecord, field: str, files: Files) -> FileRecord:
@@ -177,8 +177,8 @@ class FileReader:
 
     async def _read(self, job: JobRecord) -> None:
         try:
-            found = await self._again(job.id, lambda: self._validate_in_turn(job))
-            await self._again(job.id, lambda: self._done(job.id, found))
+            result = await self._again(job.id, lambda: self._validate_in_turn(job))
+            await self._again(job.id, lambda: self._done(job.id, result))
         except (EngineGoneError, StoreError, OSError):
             pass  # shutting down: they are read again at the next start
         finally:  # not before: who resumes the job meanwhile must not begin to read them again

@@ -186,10 +186,10 @@ class Files:
     def delete(self, tenant: str, id: str) -> bool:
         """Delete a tenant's file; return whether it existed."""
         with self._store.write() as transaction:
-            found = transaction.remove_file(tenant, id)
-        if found:
+            existed = transaction.remove_file(tenant, id)
+        if existed:
             self.remove_blob(id)
-        return found
+        return existed
 
     def tidy(self) -> None:
         """Remove blobs without a record, of uploads that broke off, and files that have expired.

@@ -165,11 +165,13 @@ def prune_records(
     Returns:
         The records that are left, and the directories of the deleted ones.
     """
-    found = transaction.all_checkpoints(job.id)
+    checkpoints = transaction.all_checkpoints(job.id)
     kept = tuple(
-        each for each in found if each.listed or (not is_terminal and each.step == found[-1].step)
+        each
+        for each in checkpoints
+        if each.listed or (not is_terminal and each.step == checkpoints[-1].step)
     )
-    dropped = tuple(each for each in found if each not in kept)
+    dropped = tuple(each for each in checkpoints if each not in kept)
     for each in dropped:
         transaction.remove_checkpoint(job.id, each.step)
     return kept, tuple(each.directory for each in dropped)

@@ -37,13 +37,13 @@ _IN_USE_S = 600.0
 _Found = TypeVar("_Found")
 
 
-def files_url(given: str | None = None) -> str | None:
+def files_url(url: str | None = None) -> str | None:
     """Return the given URL, or else `$COSERVE_FILES_URL`; None: files lie in the home alone.
 
     Raises:
         ValueError: It is not a URL that every machine can read.
     """
-    url = given or os.environ.get("COSERVE_FILES_URL") or None
+    url = url or os.environ.get("COSERVE_FILES_URL") or None
     if url is None:
         return None
     protocol, _, rest = url.partition("://")
@@ -174,8 +174,8 @@ class RemoteFiles(SharedFiles):
             return [str(each) for each in fs.ls(self._place(base, directory), detail=False)]
 
         none: Sequence[str] = ()
-        found = {directory / Path(name.rstrip("/")).name for name in self._tried(names, none)}
-        return sorted({*found, *entries(directory)} - {directory})
+        paths = {directory / Path(name.rstrip("/")).name for name in self._tried(names, none)}
+        return sorted({*paths, *entries(directory)} - {directory})
 
     def all_below(self, directory: Path) -> Collection[Path]:
         def names(fs: Any, base: str) -> Sequence[Path]:
@@ -212,12 +212,12 @@ class RemoteFiles(SharedFiles):
             return
         now_s, total = time.time(), 0
         jobs = self._root / "jobs"
-        found = [
+        paths = [
             *jobs.glob("*/*.msgpack"),
             *jobs.glob("*/checkpoints/*"),
             *jobs.glob("*/contributions/*/*"),
         ]
-        for used_s, path, num_bytes in sorted(map(_use_of, found), reverse=True):
+        for used_s, path, num_bytes in sorted(map(_use_of, paths), reverse=True):
             total += num_bytes
             if total > self._most_bytes and path not in spared and now_s - used_s > _IN_USE_S:
                 discard(path)
@@ -302,10 +302,10 @@ def _reason(error: Exception) -> str:
 def _size(fs: Any, target: str) -> int | None:
     """Return the size of a file in bytes; None if there is none."""
     try:
-        found = fs.info(target)
+        info = fs.info(target)
     except FileNotFoundError:
         return None
-    return int(found["size"]) if found["type"] == "file" else None
+    return int(info["size"]) if info["type"] == "file" else None
 
 
 def _put(fs: Any, path: Path, target: str) -> None:
@@ -351,14 +351,14 @@ def _read_marker(marker: Path, target: str) -> dict[str, int]:
         DataError: The marker is not one that `keep` has written.
     """
     try:
-        found = json.loads(marker.read_bytes())
+        sizes = json.loads(marker.read_bytes())
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(
-        _NAME.fullmatch(name) and type(size) is int and size >= 0 for name, size in found.items()
+        sizes = None
+    if not isinstance(sizes, dict) or not all(
+        _NAME.fullmatch(name) and type(size) is int and size >= 0 for name, size in sizes.items()
     ):
         raise DataError(f"{target}/{MARKER} is damaged: it does not say which files there are")
-    return found
+    return sizes
 
 
 def _move(part: Path, path: Path) -> None:

@@ -213,9 +213,9 @@ def _chosen(
 
 def _found(transaction: Transaction, upload: UploadRecord) -> UploadRecord:
     """Return an upload as it is now."""
-    found = transaction.upload(upload.tenant, upload.id)
-    assert found is not None, f"upload {upload.id} is not in the store"
-    return found
+    record = transaction.upload(upload.tenant, upload.id)
+    assert record is not None, f"upload {upload.id} is not in the store"
+    return record
 
 
 def status_of(upload: UploadRecord) -> str:

@@ -34,25 +34,28 @@ class JobAdapters:
         those of its live jobs.
         """
         with self._store.read() as transaction:
-            found = transaction.adapters(tenant, self._base)
-        return [*found, *(each for (owner, _), each in list(self._live.items()) if owner == tenant)]
+            stored = transaction.adapters(tenant, self._base)
+        return [
+            *stored,
+            *(each for (owner, _), each in list(self._live.items()) if owner == tenant),
+        ]
 
     def find(self, tenant: str, name: str) -> AdapterRecord | None:
         """Return the adapter of a name, on the served model; the store is queried once per name."""
-        found = self.find_on_any(tenant, name)
-        return None if found is None or found.base != self._base else found
+        record = self.find_on_any(tenant, name)
+        return None if record is None or record.base != self._base else record
 
     def find_on_any(self, tenant: str, name: str) -> AdapterRecord | None:
         """Return the adapter of a name, on any model, served or not."""
         kept = self._kept  # another, if something changes while the store is asked
-        if (found := kept.get((tenant, name)) or self._live.get((tenant, name))) is not None:
-            return found
+        if (record := kept.get((tenant, name)) or self._live.get((tenant, name))) is not None:
+            return record
         with self._store.read() as transaction:
-            found = transaction.adapter(tenant, name)
-        if found is None:
+            record = transaction.adapter(tenant, name)
+        if record is None:
             return None
-        kept[tenant, name] = found
-        return found
+        kept[tenant, name] = record
+        return record
 
     def is_live(self, tenant: str, name: str) -> bool:
         """Return whether the adapter is that of a live job that has not ended."""
@@ -94,17 +97,17 @@ class JobAdapters:
         """
         is_live = self.is_live(tenant, name)
         with self._store.write() as transaction:
-            found = transaction.adapter(tenant, name)
-            if found is None:
+            record = transaction.adapter(tenant, name)
+            if record is None:
                 if is_live:
                     raise JobError(f"{name} is being trained: cancel its job first", param="model")
                 return ()
-            job = transaction.any_job(found.job)
+            job = transaction.any_job(record.job)
             is_model = job is not None and job.name == name
-            gone = transaction.adapters_of(found.job) if is_model else (found,)
+            gone = transaction.adapters_of(record.job) if is_model else (record,)
             directories = {each.directory for each in gone if each.directory is not None}
             for other in transaction.unfinished_jobs():
-                if other.id == found.job or (
+                if other.id == record.job or (
                     other.start is not None and other.start["directory"] in directories
                 ):
                     raise JobError(
@@ -114,13 +117,13 @@ class JobAdapters:
             for each in gone:
                 transaction.remove_adapter(tenant, each.name)
             if is_model:
-                transaction.remove_checkpoints(found.job)
+                transaction.remove_checkpoints(record.job)
             else:
-                transaction.remove_checkpoint_of_name(found.job, name)
+                transaction.remove_checkpoint_of_name(record.job, name)
             unused = [Path(each) for each in directories if not transaction.adapters_in(each)]
         for directory in unused:
             if self._folders.holds(directory):
                 self._folders.shared.discard(directory)
         if is_model:
-            self._folders.remove(found.job)
+            self._folders.remove(record.job)
         return tuple(each.name for each in gone)

@@ -288,7 +288,7 @@ class JobDriver:
         self._put_off.add(id)
         self._retry.failed(store_error(error))
 
-    async def read(self, id: str, found: Validated | JobError) -> None:
+    async def read(self, id: str, result: Validated | JobError) -> None:
         """Record what was found in a job's files.
 
         Raises:
@@ -297,12 +297,13 @@ class JobDriver:
         if (record := await self._read_record(id)) is None or record.is_terminal:
             await asyncio.to_thread(self._writer.sweep, id)
             return
-        if isinstance(found, JobError):
+        if isinstance(result, JobError):
             self.jobs.apply(
-                id, JobFailed(code=f"invalid_{found.param}", message=str(found), param=found.param)
+                id,
+                JobFailed(code=f"invalid_{result.param}", message=str(result), param=result.param),
             )
         elif not self.jobs[id].job.validated:
-            job = await asyncio.to_thread(self._writer.validated, self.jobs[id].job, found)
+            job = await asyncio.to_thread(self._writer.validated, self.jobs[id].job, result)
             self.jobs.apply(id, RecordWritten(job=job))
         self.jobs.apply(id, ReadingEnded())
         await self.settle_job(id)

@@ -73,9 +73,9 @@ class JobWriter:
 
     def job(self, id: str) -> JobRecord:
         """Return a job of any tenant, which must exist."""
-        found = self.any_job(id)
-        assert found is not None, f"job {id} is not in the store"
-        return found
+        record = self.any_job(id)
+        assert record is not None, f"job {id} is not in the store"
+        return record
 
     def start_of(self, point: ResumePoint, *, model: str = "") -> JobStart:
         """Return the command that starts a job in an engine.
@@ -128,8 +128,8 @@ class JobWriter:
         self._folders.tidy(known, {job.id for job in jobs}, kept)
         for id in self._folders.unswept():
             with self._store.read() as transaction:
-                found, checkpoints = transaction.any_job(id), transaction.all_checkpoints(id)
-            if found is not None and found.is_terminal:
+                record, checkpoints = transaction.any_job(id), transaction.all_checkpoints(id)
+            if record is not None and record.is_terminal:
                 self._folders.sweep(id, checkpoints, is_terminal=True)
         return jobs
 
@@ -179,16 +179,17 @@ class JobWriter:
                 transaction.add_event(job_event(job, message))
         return job
 
-    def validated(self, job: JobRecord, found: Validated) -> JobRecord:
+    def validated(self, job: JobRecord, result: Validated) -> JobRecord:
         """Write what was found in a job's files, and queue the job unless it is paused."""
         with self._store.write() as transaction:
-            if found.num_cut:
+            if result.num_cut:
                 length = job.settings["max_sequence_length"]
                 message = (
-                    f"{found.num_cut} of {found.num_examples} examples were cut to {length} tokens"
+                    f"{result.num_cut} of {result.num_examples} examples were cut "
+                    f"to {length} tokens"
                 )
                 transaction.add_event(job_event(job, message, level="warn"))
-            for message in found.warnings:
+            for message in result.warnings:
                 transaction.add_event(job_event(job, message, level="warn"))
             message = (
                 "Files validated, moving job to queued state"
@@ -200,9 +201,9 @@ class JobWriter:
                 transaction,
                 job,
                 "paused" if job.status == "paused" else "queued",
-                num_examples=found.num_examples,
-                num_tokens=found.num_tokens,
-                num_steps=found.num_steps,
+                num_examples=result.num_examples,
+                num_tokens=result.num_tokens,
+                num_steps=result.num_steps,
             )
 
     # -- with engines that come and go ----------------------------------------------
@@ -247,22 +248,25 @@ class JobWriter:
             deaths is not None and deaths.are_too_many
         ):  # the server ended before it could write that down
             return ResumePoint(job=job, deaths=deaths)
-        found = self._folders.resume_point(checkpoints)
+        checkpoint = self._folders.resume_point(checkpoints)
         last = checkpoints[-1] if checkpoints else None
         # The last checkpoint of all is the adapter alone, if the engine wrote it when the job had
         # ended.
         is_final = last is not None and last.listed and last.step == job.num_steps
         is_done = (
-            last is not None and found is not last and is_final and self._folders.has_adapter(last)
+            last is not None
+            and checkpoint is not last
+            and is_final
+            and self._folders.has_adapter(last)
         )
         with self._store.write() as transaction:
             if not is_done:
-                job = transaction.roll_back(id, 0 if found is None else found.step)
+                job = transaction.roll_back(id, 0 if checkpoint is None else checkpoint.step)
             kept, _ = prune_records(transaction, job, is_terminal=False)
         self._folders.sweep(id, kept, is_terminal=False)
         listed_step = max((each.step for each in kept if each.listed), default=None)
         return ResumePoint(
-            job=job, checkpoint=found, listed_step=listed_step, is_done=is_done, deaths=deaths
+            job=job, checkpoint=checkpoint, listed_step=listed_step, is_done=is_done, deaths=deaths
         )
 
     # -- endings --------------------------------------------------------------------

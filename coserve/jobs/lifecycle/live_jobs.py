@@ -131,8 +131,8 @@ class LiveJobs:
 
     def waiter(self, id: str) -> Waiter | None:
         """Return the future of the client that waits for a job; None if no client waits."""
-        found = self._waiters.get(id)
-        return None if found is None or found.done() else found
+        waiter = self._waiters.get(id)
+        return None if waiter is None or waiter.done() else waiter
 
     def ask(self, id: str, desired: DesiredState) -> Waiter:
         """Record a client's request about a job that has no other open request."""

@@ -56,9 +56,9 @@ def _best(
 ) -> CheckpointRecord:
     """Return the checkpoint of the best evaluation; without one, the last, with a warning."""
     best = transaction.best_evaluations([job.id]).get(job.id)
-    found = [each for each in checkpoints if best is not None and each.step == best.step]
-    if found:
-        return found[0]
+    matching = [each for each in checkpoints if best is not None and each.step == best.step]
+    if matching:
+        return matching[0]
     reason = (
         "no evaluation gave a number"
         if best is None

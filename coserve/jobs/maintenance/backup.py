@@ -119,7 +119,7 @@ def _gather(home: Path, store: Store, stage: Path) -> tuple[list[str], list[str]
     Returns:
         Its names, the names that are missing, and counts of records.
     """
-    found: set[Path] = {Path(DATABASE_FILE)}
+    present: set[Path] = {Path(DATABASE_FILE)}
     missing: set[Path] = set()
     counts: dict[str, int] = {}
 
@@ -130,14 +130,14 @@ def _gather(home: Path, store: Store, stage: Path) -> tuple[list[str], list[str]
             transaction.all_of(AdapterRecord),
         )
         counts.update(num_files=len(files), num_jobs=len(jobs), num_checkpoints=len(checkpoints))
-        _link_all(home, stage, _wanted(home, files, jobs, checkpoints, adapters), found, missing)
+        _link_all(home, stage, _wanted(home, files, jobs, checkpoints, adapters), present, missing)
 
     snapshot = Store.at(stage)
     try:
         store.copy_to(snapshot, partial(_with_relative_paths, home), while_still=link)
     finally:
         snapshot.close()
-    return sorted(map(str, found)), sorted(map(str, missing)), counts
+    return sorted(map(str, present)), sorted(map(str, missing)), counts
 
 
 def _relative(home: Path, directory: str | None) -> str | None:
@@ -190,10 +190,10 @@ def _wanted(
 
 
 def _link_all(
-    home: Path, stage: Path, wanted: _Wanted, found: set[Path], missing: set[Path]
+    home: Path, stage: Path, wanted: _Wanted, present: set[Path], missing: set[Path]
 ) -> None:
     for path in wanted.paths:
-        (found if _link(home / path, stage / path) else missing).add(path)
+        (present if _link(home / path, stage / path) else missing).add(path)
     for directory in wanted.whole | wanted.adapters:
         only_for_its_job = {directory / POSITION_FILE, directory / OPTIMIZER_FILE}
         names = {directory / path.name for path in entries(home / directory)}
@@ -202,7 +202,7 @@ def _link_all(
             continue
         names = names | only_for_its_job if directory in wanted.whole else names - only_for_its_job
         for path in names:
-            (found if _link(home / path, stage / path) else missing).add(path)
+            (present if _link(home / path, stage / path) else missing).add(path)
 
 
 def _link(source: Path, target: Path) -> bool:

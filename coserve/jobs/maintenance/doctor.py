@@ -80,7 +80,7 @@ def examine(home: Path, store: Store) -> list[Finding]:
     try:
         if faults := store.faults():
             return [_database_finding(fault) for fault in faults]
-        found = _read(home, store)
+        content = _read(home, store)
     except StoreError as error:
         return [_database_finding(str(error))]
     checks = (
@@ -93,7 +93,7 @@ def examine(home: Path, store: Store) -> list[Finding]:
         _checkpoints,
         _adapters,
     )
-    return [finding for check in checks for finding in check(found)]
+    return [finding for check in checks for finding in check(content)]
 
 
 def _database_finding(problem: str) -> Finding:

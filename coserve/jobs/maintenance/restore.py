@@ -196,12 +196,12 @@ def _check_foreign_database(path: Path) -> None:
         connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
         try:
             connection.execute("PRAGMA trusted_schema=OFF")
-            found = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+            schema = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
         finally:
             connection.close()
     except sqlite3.Error as error:
         raise _ForeignRowError(f"its database cannot be read: {error}") from None
-    for kind, name, sql in found:
+    for kind, name, sql in schema:
         if kind not in ("table", "index") or "VIRTUAL" in str(sql).upper().split()[:2]:
             raise _ForeignRowError(f"its database has {name!r}, which is not a plain table")
 

@@ -67,11 +67,11 @@ def message_of(event: JobEvent, num_steps: int) -> str:
 
 def by_step(events: Sequence[EventRecord]) -> dict[int, dict[str, Any]]:
     """Return all metrics of each step, in the order of steps."""
-    found: dict[int, dict[str, Any]] = {}
+    steps: dict[int, dict[str, Any]] = {}
     for event in events:
         assert event.step is not None
-        found.setdefault(event.step, {}).update(event.data)
-    return dict(sorted(found.items()))
+        steps.setdefault(event.step, {}).update(event.data)
+    return dict(sorted(steps.items()))
 
 
 def results_csv(events: Sequence[EventRecord]) -> bytes:

@@ -99,9 +99,9 @@ class Trackers:
 
     def take(self, events: Sequence[JobEvent]) -> None:
         """Pass on an engine's reports."""
-        found = [event for event in events if event.kind in ("step", "evaluation", *_ENDS)]
-        if found:
-            self._calls.put(partial(self._take, found))
+        relevant = [event for event in events if event.kind in ("step", "evaluation", *_ENDS)]
+        if relevant:
+            self._calls.put(partial(self._take, relevant))
 
     def rest(self) -> None:
         """Close the trackers after an engine's death: its jobs will report again from where they
@@ -148,15 +148,15 @@ class Trackers:
         if job is None:
             return []
         folder = self._directory / job.id
-        found: list[Tracker] = [TensorboardTracker(folder / TENSORBOARD, first_step=event.step)]
+        trackers: list[Tracker] = [TensorboardTracker(folder / TENSORBOARD, first_step=event.step)]
         for integration in JobSettings.from_data(job.settings).integrations:
             try:
-                found.append(WandbTracker(job, integration["wandb"], folder))
+                trackers.append(WandbTracker(job, integration["wandb"], folder))
             except Exception as error:  # the service is away, or its key is missing or wrong
                 self._warn(
                     job, f"the job cannot be followed at Weights & Biases: {_one_line(error)}"
                 )
-        return found
+        return trackers
 
     def _warn(self, job: JobRecord, message: str) -> None:
         """Log a warning, and add it to the job's events once."""
@@ -298,7 +298,7 @@ class WandbTracker:
 def _values(event: JobEvent) -> dict[str, float]:
     """Return an event's values by OpenAI's names of metrics, below train/ and valid/."""
     side = "train" if event.kind == "step" else "valid"
-    given = {
+    values = {
         f"{side}/loss": event.loss,
         f"{side}/mean_token_accuracy": event.token_accuracy,
         "train/learning_rate": event.learning_rate if event.kind == "step" else None,
@@ -306,5 +306,7 @@ def _values(event: JobEvent) -> dict[str, float]:
         **{f"{side}/{name}": value for name, value in event.metrics.items()},
     }
     return {
-        name: float(value) for name, value in given.items() if value is not None and isfinite(value)
+        name: float(value)
+        for name, value in values.items()
+        if value is not None and isfinite(value)
     }

@@ -91,9 +91,9 @@ class ConversationQueries(Queries):
     def remove_conversation_item(self, conversation: str, id: str) -> bool:
         """Remove an item; return whether it existed."""
         where = (ConversationItemTable.conversation == conversation, ConversationItemTable.id == id)
-        found = self._execute(delete(ConversationItemTable).where(*where)) > 0
+        is_removed = self._execute(delete(ConversationItemTable).where(*where)) > 0
         self._resize(conversation)
-        return found
+        return is_removed
 
     def _resize(self, id: str, **more: int) -> None:
         self._session.flush()

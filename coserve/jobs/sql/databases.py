@@ -25,9 +25,9 @@ _POOL_SIZE, _POOL_OVERFLOW = 5, 10
 _WRITER = int.from_bytes(b"coserve", "big")
 
 
-def database_url(given: str | None = None) -> str | None:
+def database_url(url: str | None = None) -> str | None:
     """Return the URL that was given, or else that of the environment; None: SQLite in the home."""
-    return given or os.environ.get(DATABASE) or None
+    return url or os.environ.get(DATABASE) or None
 
 
 def open_database(url: str) -> tuple[Engine, Engine]:
@@ -75,9 +75,9 @@ def database_faults(connection: Connection, metadata: MetaData) -> list[str]:
     """Return descriptions of damage (SQLite reports it), and of missing tables and columns."""
     faults = []
     if connection.dialect.name == "sqlite":
-        told = [row[0] for row in connection.exec_driver_sql("PRAGMA integrity_check")]
-        if told != ["ok"]:
-            return [f"it is damaged: {' '.join(line.split())}" for line in told]
+        lines = [row[0] for row in connection.exec_driver_sql("PRAGMA integrity_check")]
+        if lines != ["ok"]:
+            return [f"it is damaged: {' '.join(line.split())}" for line in lines]
         for table, row, parent, _ in connection.exec_driver_sql("PRAGMA foreign_key_check"):
             faults.append(
                 f"row {row} of {table} belongs to something in {parent} that is not there"

@@ -26,11 +26,11 @@ class ResponseQueries(Queries):
             record: Response to store.
             most_bytes: Limit of all responses of a tenant; this one is kept even if it is larger.
         """
-        found = self._session.scalar(select(ResponseTable).where(ResponseTable.id == record.id))
-        if found is None:
+        row = self._session.scalar(select(ResponseTable).where(ResponseTable.id == record.id))
+        if row is None:
             self._session.add(row_of(ResponseTable, record))
         else:
-            found.status, found.num_bytes, found.response = (
+            row.status, row.num_bytes, row.response = (
                 record.status,
                 record.num_bytes,
                 record.response,

@@ -234,8 +234,8 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
     def best_evaluations(self, jobs: Collection[str]) -> dict[str, EventRecord]:
         """Return the best evaluation of each of these jobs that has been evaluated."""
         query = select(EventTable).where(EventTable.kind == "evaluation", EventTable.job.in_(jobs))
-        found = self._all(EventRecord, query.order_by(EventTable.step, EventTable.seq))
-        return {event.job: event for event in found if event.data.get(IS_BEST)}
+        events = self._all(EventRecord, query.order_by(EventTable.step, EventTable.seq))
+        return {event.job: event for event in events if event.data.get(IS_BEST)}
 
     # -- checkpoints ----------------------------------------------------------------
 
