@@ -76,7 +76,12 @@ def train(
         masters: its parameters, whole.
         settings: of `training_programs`.
     """
-    adapter = Adapter(backbone, config, masters=masters)
+    return train_adapter(Adapter(backbone, config, masters=masters), **settings)
+
+
+def train_adapter(adapter: Adapter, **settings: Any) -> Trained:
+    """Do what `train` does with an adapter that is there."""
+    backbone, config = adapter.backbone, adapter.config
     examples = [
         Example(tokens=tuple(ids), trained=tuple(marks))
         for ids, marks in random_sequences((7, 11, 1, 5))
@@ -116,23 +121,26 @@ def train_divided(
     found = run_ranks(
         size, lambda group: train(divided_backbone(whole, group), config, masters, **settings)
     )
+    return alone, put_together(found, {name: value.shape for name, value in masters.items()})
+
+
+def put_together(found: Sequence[Trained], shapes: Mapping[str, tuple[int, ...]]) -> Trained:
+    """Return what ranks give together. shapes: those of the whole parameters."""
     graphs = found[0].graphs
     gradients = {
         name: together(
             [each.gradients[name] for each in found],
-            value.shape,
+            shape,
             graphs.states.get(name, WHOLE),
             is_summed=name in graphs.summed,
         )
-        for name, value in masters.items()
+        for name, shape in shapes.items()
     }
     for each in found[1:]:
         assert torch.equal(each.logits, found[0].logits) and each.loss == found[0].loss, (
             "ranks differ"
         )
-    return alone, Trained(
-        gradients=gradients, loss=found[0].loss, logits=found[0].logits, graphs=graphs
-    )
+    return Trained(gradients=gradients, loss=found[0].loss, logits=found[0].logits, graphs=graphs)
 
 
 def together(

@@ -15,10 +15,9 @@ from coserve.graph.bypass import AttachedGraph, Bypass, attach
 from coserve.graph.layouts import FIRST, WHOLE, AnyState
 from coserve.graph.parallel.bypasses import AttachedLocalGraph, attach_local
 from coserve.kernels.cuts import Cut
-from coserve.kernels.groups.base import Ranks
 from coserve.models.backbone import Backbone
 from coserve.models.base import Part
-from coserve.models.local import LocalModel, local_model
+from coserve.models.local import LocalModel
 from coserve.models.shares import piece
 
 
@@ -89,13 +88,7 @@ class AdapterGraphs:
             AdapterError: several ranks hold the model, and the adapter cannot be divided among
                 them.
         """
-        own = layout.architecture
-        if backbone.ranks.size > 1 and layout.frozen is not None:
-            raise AdapterError(
-                "an adapter that brings weights of its own is not divided among ranks yet"
-            )
-        local = backbone.local if own is backbone.architecture else local_model(own, Ranks())
-        return cls.of(config, layout, local)
+        return cls.of(config, layout, backbone.local_of(layout.architecture))
 
     @classmethod
     def of(cls, config: HasBypasses, layout: AdapterLayout, local: LocalModel) -> Self:

@@ -208,7 +208,8 @@ class Adapter:
 
         seed: of the initial values, the same on any device. every_target: see
         `AdapterConfig.sites`. masters: whole ones, or what this rank holds, copied in place of
-        initial values. frozen, frozen_weights: what is not trained, and its tensors by module.
+        initial values. frozen, frozen_weights: what is not trained, and its tensors by module,
+        whole ones or what this rank holds.
         graphs: those of the adapter, if they have been made.
         """
         self.backbone, self.config = backbone, config
@@ -219,7 +220,7 @@ class Adapter:
             config, architecture, every_target=every_target, frozen=frozen
         )
         self.frozen_weights = {
-            module: tensor.to(backbone.device, backbone.dtype).contiguous()
+            module: self._own_frozen(module, tensor)
             for module, tensor in (frozen_weights or {}).items()
         }
         self.at = {
@@ -272,6 +273,13 @@ class Adapter:
         backbone's.
         """
         return self.layout.architecture
+
+    def _own_frozen(self, module: str, tensor: Tensor) -> Tensor:
+        """Return what this rank holds of a weight that the adapter brings."""
+        assert self.layout.frozen is not None
+        whole, rank = self.layout.frozen.shapes(self.architecture)[module], self.backbone.ranks.rank
+        own = self.graphs.own(f"{module}.{FROZEN}", tensor, whole, rank)
+        return own.to(self.backbone.device, self.backbone.dtype).contiguous()
 
     def _frozen_weight(self, module: str) -> Tensor | None:
         """Return the weight that the adapter brings for a module, if it brings one."""
@@ -378,7 +386,7 @@ class Adapter:
             divided = DividedAdapter(
                 form=self.config, layout=layout, graphs=self.graphs, ranks=ranks
             )
-            divided.write(directory, self.masters, content)
+            divided.write(directory, self.masters, content, self.frozen_weights)
             return
         tensors = self.config.to_peft_tensors(self.masters, layout)
         if frozen is not None:

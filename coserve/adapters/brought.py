@@ -15,12 +15,14 @@ from torch import Tensor
 
 from coserve.adapters.base import PEFT_PREFIX, AdapterConfig
 from coserve.adapters.frozen_weights import HEAD_MODULE, FrozenWeights, differs
+from coserve.adapters.held_tensors import read_piece
 from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.places import Place, Site
 from coserve.adapters.tensor_files import TensorFile, TensorHeader
 from coserve.errors import AdapterError
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
+from coserve.models.regions import View
 
 # What stands between a module's name and "weight" where that is the model's own.
 _WRAPPERS = re.compile(r"(base_layer\.|token_adapter\.)*weight")
@@ -45,33 +47,58 @@ class Brought:
     sources: Mapping[str, str]
     names: frozenset[str]
 
-    def read(self, file: TensorFile, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the weights by module; AdapterError if one is not finite in the dtype that is
-        computed with.
+    def read(self, file: TensorFile, backbone: Backbone) -> dict[str, Tensor]:
+        """Return the weights by module, of which a rank reads what it holds.
+
+        Raises:
+            AdapterError: what is read has numbers that are not finite in the backbone's dtype.
         """
-        return {module: file.read_finite(name, dtype) for module, name in self.sources.items()}
+        dtype, frozen = backbone.dtype, self.frozen
+        if backbone.ranks.size == 1 or frozen is None:
+            return {module: file.read_finite(name, dtype) for module, name in self.sources.items()}
+        sites = self._sites(frozen, backbone)
+        return {
+            module: read_piece(
+                file,
+                name,
+                View.all_of(file.headers[name].shape),
+                file.headers[name].shape,
+                sites[module].weight_state,
+                backbone.ranks.rank,
+                dtype,
+            )
+            for module, name in self.sources.items()
+        }
 
     def without_equal(self, tensors: dict[str, Tensor], backbone: Backbone) -> FrozenWeights | None:
         """Return the weights that are others than the backbone's, and take the rest out of
         `tensors`.
 
-        A rank compares what it holds; one that finds no difference where others do continues
-        without them, and the others refuse the adapter.
+        Each rank compares what it holds; all ranks call this, and keep what differs on any.
         """
         frozen, architecture = self.frozen, backbone.architecture
         if frozen is None or frozen.vocab_size != architecture.vocab_size:
             return frozen
-        sites = frozen.sites(architecture)
-        for module in list(tensors):
-            site = Site(place=Place.of(architecture, module, *sites[module]), backbone=backbone)
-            if not differs(
-                site.own(tensors[module]), site.weight.dense(), site.weight.max_rounding
-            ):
+        for module, site in self._sites(frozen, backbone).items():
+            if module not in tensors:
+                continue
+            weight = site.weight
+            is_equal = not differs(tensors[module], weight.dense(), weight.max_rounding)
+            if backbone.group.agree_all(is_so=is_equal):
                 del tensors[module]
         kept = tuple(
             module for module in frozen.modules if frozen.owner(module, architecture) in tensors
         )
         return replace(frozen, modules=kept) if kept else None
+
+    @staticmethod
+    def _sites(frozen: FrozenWeights, backbone: Backbone) -> dict[str, Site]:
+        """Return the modules on the backbone, in the adapter's vocabulary."""
+        architecture = frozen.architecture(backbone.architecture)
+        return {
+            module: Site(place=Place.of(architecture, module, *where), backbone=backbone)
+            for module, where in frozen.sites(architecture).items()
+        }
 
 
 def read_brought(

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from coserve.adapters.attached import AdapterGraphs
 from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
+from coserve.adapters.frozen_weights import FROZEN
 from coserve.adapters.held_tensors import read_piece
 from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.tensor_files import TensorFile
 from coserve.graph.layouts import WHOLE, AnyState
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.base import Ranks
+from coserve.models.base import Architecture
 from coserve.models.regions import TensorView, marked_blocks, region_blocks
 from coserve.models.shared_files import FileTensor, write_shared_bytes, write_shared_tensors
 
@@ -41,6 +43,10 @@ class PeftForm(Protocol):
         """Return the inverse."""
         ...
 
+    def frozen_file_name(self, module: str, architecture: Architecture) -> str:
+        """Return what PEFT's file calls a weight that the adapter brings."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class DividedAdapter:
@@ -58,18 +64,26 @@ class DividedAdapter:
         """Return how ranks divide a parameter, by its full name."""
         return self.graphs.states.get(parameter, WHOLE)
 
-    def write(self, directory: Path, masters: Mapping[str, Tensor], config: bytes) -> None:
+    def write(
+        self,
+        directory: Path,
+        masters: Mapping[str, Tensor],
+        config: bytes,
+        frozen_weights: Mapping[str, Tensor],
+    ) -> None:
         """Write this rank's pieces of the adapter's files; see `shared_files`.
 
         Args:
             directory: of the adapter.
             masters: what the rank holds of the parameters.
             config: content of PEFT's configuration.
+            frozen_weights: what the rank holds of the weights that are not trained, by module.
 
         Raises:
             OSError: they cannot be written.
         """
-        write_shared_tensors(directory / WEIGHTS_FILE, self.tensors(masters), self.ranks)
+        tensors = self.tensors(masters) | self._frozen_tensors(frozen_weights)
+        write_shared_tensors(directory / WEIGHTS_FILE, tensors, self.ranks)
         write_shared_bytes(directory / CONFIG_FILE, config, self.ranks)
 
     def tensors(self, masters: Mapping[str, Tensor]) -> dict[str, FileTensor]:
@@ -102,6 +116,20 @@ class DividedAdapter:
                     shape=tuple(value.shape), dtype=torch.float32, blocks=blocks
                 )
         return found
+
+    def _frozen_tensors(self, frozen_weights: Mapping[str, Tensor]) -> dict[str, FileTensor]:
+        """Return PEFT's tensors of the weights that are not trained, as this rank writes them."""
+        frozen, architecture = self.layout.frozen, self.layout.architecture
+        if frozen is None:
+            return {}
+        shapes, written = frozen.shapes(architecture), dict[str, FileTensor]()
+        for module, tensor in frozen_weights.items():
+            shape, state = shapes[module], self.state(f"{module}.{FROZEN}")
+            regions = partial(View.all_of(shape).owned_regions, tensor, state, self.ranks.rank)
+            written[module] = FileTensor(
+                shape=shape, dtype=tensor.dtype, blocks=region_blocks(regions, shape)
+            )
+        return frozen.in_files(written, architecture, self.form.frozen_file_name)
 
     def read(self, file: TensorFile, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the parameters by full name, of which this rank reads what it holds; some are

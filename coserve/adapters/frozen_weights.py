@@ -8,6 +8,7 @@ model's.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from coserve.models.base import HEAD, Architecture, Part
 # The name of such a weight in the bypass of its module.
 FROZEN = "frozen.weight"
 HEAD_MODULE = HEAD.removesuffix(".weight")
+Written = TypeVar("Written")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +61,15 @@ class FrozenWeights:
 
     def in_files(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Written],
         architecture: Architecture,
         file_name: Callable[[str, Architecture], str],
-    ) -> dict[str, Tensor]:
-        """Return the weights as PEFT's file has them.
+    ) -> dict[str, Written]:
+        """Return the weights by their names in PEFT's file.
 
         Args:
-            tensors: the weights by the module that has them; what is lacking is not written.
+            tensors: the weights, or what a rank writes of them, by the module that has them; what
+                is lacking is not written.
             architecture: that of the adapter.
             file_name: gives the name in the file for a module.
         """

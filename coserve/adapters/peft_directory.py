@@ -75,7 +75,7 @@ def load_adapter(
         layout = AdapterLayout.of(config, architecture, every_target=False, frozen=brought.frozen)
         _check_tensors(file, config, layout, brought, backbone, directory)
         with taking(str(directory), layout):
-            frozen_weights = brought.read(file, backbone.dtype)
+            frozen_weights = brought.read(file, backbone)
             frozen = brought.without_equal(frozen_weights, backbone)
             if frozen != brought.frozen:
                 layout = AdapterLayout.of(config, architecture, every_target=False, frozen=frozen)

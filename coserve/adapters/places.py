@@ -15,7 +15,6 @@ from coserve.kernels.cuts import Cut
 from coserve.kernels.weights import Weight, as_weight
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
-from coserve.models.shares import piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ class Site:
     @property
     def whole_weight(self) -> Tensor:
         """Return `dense_weight` of all ranks together, which all of them have to ask for."""
-        own, cut, group = self.dense_weight, self._weight_state, self.backbone.group
+        own, cut, group = self.dense_weight, self.weight_state, self.backbone.group
         if not isinstance(cut, Cut):
             return own
         shape = list(own.shape)
@@ -121,15 +120,11 @@ class Site:
             cut.put(whole, part, rank)
         return whole
 
-    def own(self, whole: Tensor) -> Tensor:
-        """Return what this rank holds of a tensor of the whole weight's shape."""
-        return piece(whole, self._weight_state, self.backbone.group.rank)
-
     def weight_rows(self, rows: Tensor) -> Tensor:
         """Return some rows of the whole weight in float32, by their numbers; all ranks have to ask
         for them.
         """
-        table = self.whole_weight if isinstance(self._weight_state, Cut) else self.weight.dense()
+        table = self.whole_weight if isinstance(self.weight_state, Cut) else self.weight.dense()
         return table[rows.to(table.device)].float()
 
     def sum_over_inputs(self, x: Tensor) -> Tensor:
@@ -138,7 +133,7 @@ class Site:
 
         All ranks have to ask for it.
         """
-        state = self._weight_state
+        state = self.weight_state
         is_divided = isinstance(state, Cut) and state.dim == -1
         return self.backbone.group.sum_(x.contiguous(), self.place.module) if is_divided else x
 
@@ -157,8 +152,10 @@ class Site:
         return found
 
     @property
-    def _weight_state(self) -> AnyState:
-        return self.backbone.local.state(self.place.part, self.place.node.input["weight"])
+    def weight_state(self) -> AnyState:
+        """Return how ranks divide the weight."""
+        local = self.backbone.local_of(self.place.architecture)
+        return local.state(self.place.part, self.place.node.input["weight"])
 
     def _tensor(self, slot: str) -> Tensor:
         place = self.place

@@ -73,6 +73,25 @@ class Backbone:
         """Return what of the model runs here."""
         return local_model(self.architecture, self.ranks)
 
+    def local_of(self, architecture: Architecture) -> LocalModel:
+        """Return what runs here of this model with another vocabulary.
+
+        Args:
+            architecture: the backbone's own, or one made of it by `with_vocabulary`.
+        """
+        if architecture.vocab_size == self.architecture.vocab_size:
+            return self.local
+        found = self._resized.get(architecture.vocab_size)
+        if found is None:
+            found = local_model(architecture, self.ranks, like=self.local)
+            self._resized[architecture.vocab_size] = found
+        return found
+
+    @cached_property
+    def _resized(self) -> dict[int, LocalModel]:
+        """The models of adapters that have other vocabularies, by the number of their tokens."""
+        return {}
+
     @property
     def link_flops_per_byte(self) -> float:
         """Return the FLOPs that a rank computes while a gather moves a byte; 0 for one rank, and on

@@ -50,6 +50,11 @@ class Bypasses:
         self._parts, self._architecture = parts, architecture
 
     @property
+    def architecture(self) -> Architecture:
+        """Return the adapter's model, whose vocabulary may be another than the backbone's."""
+        return self._architecture
+
+    @property
     def vocab_size(self) -> int:
         """Return the number of logits of the adapter's rows."""
         return self._architecture.vocab_size

@@ -6,6 +6,7 @@ logits of a row go there or, where only the likeliest token is wanted, each rank
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -17,6 +18,7 @@ from coserve.kernels.cuts import Cut
 from coserve.models.backbone import Backbone
 from coserve.models.batch import AfterNode, row_context
 from coserve.models.bypasses import Bypasses, RowAdapters
+from coserve.models.local import LocalModel
 
 Users = Sequence[tuple[int, Bypasses | None]]
 
@@ -35,26 +37,31 @@ def logits(backbone: Backbone, hidden: Tensor, users: Users = ()) -> Tensor:
         users: (number of rows, their adapter's bypasses or None), in the order of the rows; empty:
             all rows use the bare model.
     """
-    assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], (
-        "the users' rows are all the rows"
+    return _joined(
+        backbone,
+        [
+            (some.places, _run_head(backbone, some.local.graphs["head"], some.hidden, some.users))
+            for some in _by_vocabulary(backbone, hidden, users)
+        ],
+        hidden.shape[0],
     )
-    if _have_one_vocabulary(backbone, users):
-        return _run_head(backbone, backbone.local.graphs["head"], hidden, users)
-    return _logits_of_vocabularies(backbone, hidden, users)
 
 
 def logits_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -> Tensor | None:
     """Return the logits on rank 0, and None on all others; see `logits`. All ranks call this."""
     if backbone.group.size == 1:
         return logits(backbone, hidden, users)
-    own, cut = _own_logits(backbone, hidden, users)
-    pieces = backbone.group.gather(own, 0, "logits")
-    if pieces is None:
-        return None
-    whole = own.new_empty(own.shape[0], cut.width)
-    for rank, piece in enumerate(pieces):
-        cut.put(whole, piece, rank)
-    return whole
+    found = []
+    for some in _by_vocabulary(backbone, hidden, users):
+        own, cut = _own_logits(backbone, some)
+        pieces = backbone.group.gather(own, 0, "logits")
+        if pieces is None:
+            continue
+        whole = own.new_empty(own.shape[0], cut.width)
+        for rank, piece in enumerate(pieces):
+            cut.put(whole, piece, rank)
+        found.append((some.places, whole))
+    return _joined(backbone, found, hidden.shape[0]) if found else None
 
 
 def likeliest_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -> Tensor | None:
@@ -66,18 +73,15 @@ def likeliest_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -
     """
     if backbone.group.size == 1:
         return backbone.backend.argmax(logits(backbone, hidden, users))
-    own, cut = _own_logits(backbone, hidden, users)
-    # Tokens after the last one pad the pieces of the last ranks.
-    own[:, cut.num_held(backbone.group.rank) :] = -inf
-    places = backbone.backend.argmax(own)[:, None]
-    # A token's number is exact in float32: a piece has fewer than 2^24.
-    found = torch.cat((own.gather(1, places).float(), places.float()), -1)
-    pieces = backbone.group.gather(found, 0, "likeliest")
-    if pieces is None:
-        return None
-    rank = pieces[..., 0].argmax(0)
-    # Pieces are in the order of the ranks.
-    return pieces[..., 1].gather(0, rank[None])[0].long() + rank * cut.local
+    found = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+    for some in _by_vocabulary(backbone, hidden, users):
+        tokens = _likeliest_on_rank_0(backbone, some)
+        if tokens is None:
+            continue
+        if some.places is None:
+            return tokens
+        found[some.places] = tokens
+    return found if backbone.group.rank == 0 else None
 
 
 def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
@@ -95,19 +99,80 @@ def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
     return values[last.input["x"]]
 
 
-def _own_logits(backbone: Backbone, hidden: Tensor, users: Users) -> tuple[Tensor, Cut]:
-    """Return the logits of this rank's tokens, [n, local], and how ranks divide the vocabulary."""
-    assert _have_one_vocabulary(backbone, users), (
-        "such adapters are refused where ranks divide the model"
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Some:
+    """Rows that all have the same vocabulary."""
+
+    local: LocalModel
+    """The model with that vocabulary, as it runs here."""
+    hidden: Tensor
+    users: Users
+    places: Tensor | None
+    """Where the rows stand among all, int64 [n]; None: these are all."""
+
+
+def _by_vocabulary(backbone: Backbone, hidden: Tensor, users: Users) -> list[_Some]:
+    """Return the rows in groups: those of each adapter whose vocabulary is another than the
+    backbone's, and all others.
+    """
+    assert not users or sum(num_rows for num_rows, _ in users) == hidden.shape[0], (
+        "the users' rows are all the rows"
     )
-    graph, cut = backbone.local.own_head
-    return _run_head(backbone, graph, hidden, users), cut
+    vocab_size, start = backbone.architecture.vocab_size, 0
+    groups: dict[Bypasses | None, tuple[list[int], list[tuple[int, Bypasses | None]]]] = {}
+    for num_rows, bypasses in users:
+        is_apart = bypasses is not None and bypasses.vocab_size != vocab_size
+        rows, own = groups.setdefault(bypasses if is_apart else None, ([], []))
+        rows.extend(range(start, start + num_rows))
+        own.append((num_rows, bypasses))
+        start += num_rows
+    if groups.keys() <= {None}:
+        return [_Some(local=backbone.local, hidden=hidden, users=users, places=None)]
+    found = []
+    for bypasses, (rows, own) in groups.items():
+        places = torch.tensor(rows, device=hidden.device)
+        local = backbone.local if bypasses is None else backbone.local_of(bypasses.architecture)
+        found.append(_Some(local=local, hidden=hidden[places], users=own, places=places))
+    return found
 
 
-def _have_one_vocabulary(backbone: Backbone, users: Users) -> bool:
-    """Return whether no adapter has another vocabulary than the backbone."""
-    vocab_size = backbone.architecture.vocab_size
-    return all(bypasses is None or bypasses.vocab_size == vocab_size for _, bypasses in users)
+def _joined(
+    backbone: Backbone, found: Sequence[tuple[Tensor | None, Tensor]], num_rows: int
+) -> Tensor:
+    """Return the logits of all rows from those of groups, which have -inf for tokens that only
+    others have.
+    """
+    (places, first), *others = found
+    if places is None and not others:
+        return first
+    width = max(backbone.architecture.vocab_size, *(each.shape[1] for _, each in found))
+    whole = torch.full((num_rows, width), -inf, dtype=first.dtype, device=first.device)
+    for places, each in found:
+        whole[places, : each.shape[1]] = each
+    return whole
+
+
+def _likeliest_on_rank_0(backbone: Backbone, some: _Some) -> Tensor | None:
+    """Do what `likeliest_on_rank_0` says for rows of one vocabulary."""
+    own, cut = _own_logits(backbone, some)
+    # Tokens after the last one pad the pieces of the last ranks.
+    own[:, cut.num_held(backbone.group.rank) :] = -inf
+    places = backbone.backend.argmax(own)[:, None]
+    # A token's number is exact in float32: a piece has fewer than 2^24.
+    found = torch.cat((own.gather(1, places).float(), places.float()), -1)
+    pieces = backbone.group.gather(found, 0, "likeliest")
+    if pieces is None:
+        return None
+    rank = pieces[..., 0].argmax(0)
+    return (
+        pieces[..., 1].gather(0, rank[None])[0].long() + rank * cut.local
+    )  # pieces stand in the order of the ranks
+
+
+def _own_logits(backbone: Backbone, some: _Some) -> tuple[Tensor, Cut]:
+    """Return the logits of this rank's tokens, [n, local], and how ranks divide the vocabulary."""
+    graph, cut = some.local.own_head
+    return _run_head(backbone, graph, some.hidden, some.users), cut
 
 
 def _run_head(backbone: Backbone, graph: Graph, hidden: Tensor, users: Users) -> Tensor:
@@ -124,26 +189,3 @@ def _run_head(backbone: Backbone, graph: Graph, hidden: Tensor, users: Users) ->
     after = AfterNode("head", graph, (), adapters, runs, weights, context, num_rows)
     after.run(values, context)
     return values[graph.outputs[0]]
-
-
-def _logits_of_vocabularies(backbone: Backbone, hidden: Tensor, users: Users) -> Tensor:
-    """Return the logits of rows of several vocabularies: the rows of each adapter with its own
-    vocabulary run apart, all others at once.
-    """
-    vocab_size, start = backbone.architecture.vocab_size, 0
-    groups: dict[Bypasses | None, tuple[list[int], list[tuple[int, Bypasses | None]]]] = {}
-    for num_rows, bypasses in users:
-        is_apart = bypasses is not None and bypasses.vocab_size != vocab_size
-        rows, own = groups.setdefault(bypasses if is_apart else None, ([], []))
-        rows.extend(range(start, start + num_rows))
-        own.append((num_rows, bypasses))
-        start += num_rows
-    sizes = [vocab_size if bypasses is None else bypasses.vocab_size for bypasses in groups]
-    found = torch.full(
-        (start, max(vocab_size, *sizes)), -inf, dtype=hidden.dtype, device=hidden.device
-    )
-    graph = backbone.local.graphs["head"]
-    for size, (rows, own) in zip(sizes, groups.values(), strict=True):
-        places = torch.tensor(rows, device=hidden.device)
-        found[places, :size] = _run_head(backbone, graph, hidden[places], own)
-    return found

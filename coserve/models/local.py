@@ -126,10 +126,17 @@ class LocalModel:
         return self.divided[part].states[tensor] if self.divided else WHOLE
 
 
-def local_model(architecture: Architecture, ranks: Ranks) -> LocalModel:
+def local_model(
+    architecture: Architecture, ranks: Ranks, *, like: LocalModel | None = None
+) -> LocalModel:
     """Return what of a model runs on a rank.
 
     The head is divided by the vocabulary, and so is the table of embeddings that is the head, too.
+
+    Args:
+        architecture: the whole model.
+        ranks: the rank.
+        like: what runs on the rank of a model with the same blocks, which are not placed again.
 
     Raises:
         UnsupportedModelError: the model cannot be divided among the ranks.
@@ -139,6 +146,8 @@ def local_model(architecture: Architecture, ranks: Ranks) -> LocalModel:
             architecture=architecture, ranks=ranks, graphs=architecture.graphs, divided={}
         )
     shared: dict[Graph, LocalGraph] = {}
+    if like is not None:
+        shared = {graph: like.divided[part] for part, graph in like.architecture.graphs.items()}
     divided: dict[Part, LocalGraph] = {}
     for part, graph in architecture.graphs.items():
         if graph not in shared:

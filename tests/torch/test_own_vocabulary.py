@@ -16,9 +16,7 @@ from coserve.adapters import load_adapter, save_adapter
 from coserve.devices.torch import adapter_memory
 from coserve.engine.request import Chunk
 from coserve.errors import AdapterError, AdapterTooLargeError, JobError, RequestError
-from coserve.kernels.groups.threads import run_ranks
 from coserve.models import CachedSequence, forward, logits
-from coserve.models.dividing import divided_backbone
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning"),
@@ -243,11 +241,3 @@ def test_other_families_have_vocabularies_of_their_own(family, tmp_path):
     found = logits(ours.backbone, hidden, [(9, ours.bypasses())])
     assert found.shape[1] == VOCAB and torch.isneginf(found[:, VOCAB - 7 :]).all()
     torch.testing.assert_close(found[:, : VOCAB - 7], peft_logits(theirs, rows), atol=1e-4, rtol=0)
-
-
-def test_weights_that_an_adapter_brings_are_refused_where_ranks_divide_the_model():
-    whole, (_, directory) = make_backbone("llama"), made()
-    with pytest.raises(
-        AdapterError, match="brings weights of its own is not divided among ranks yet"
-    ):
-        run_ranks(2, lambda group: load_adapter(divided_backbone(whole, group), directory))

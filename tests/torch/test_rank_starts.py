@@ -14,7 +14,7 @@ from ranks import whole_backbone
 from support import model_directory
 
 from coserve.adapters import Adapter, LoraConfig
-from coserve.adapters.held_parameters import num_held_parameters
+from coserve.adapters.held_parameters import held_elements
 from coserve.adapters.layout import AdapterLayout
 from coserve.adapters.methods.full import FullConfig
 from coserve.devices import loading
@@ -200,7 +200,9 @@ def test_a_rank_needs_memory_for_its_pieces_of_a_model_that_is_trained_whole():
 
     def count(group: RankGroup) -> tuple[int, int]:
         backbone = divided_backbone(own_copy(whole), group)
-        return num_held_parameters(backbone, layout), config.create(backbone, seed=0).num_parameters
+        return held_elements(backbone, layout).parameters, config.create(
+            backbone, seed=0
+        ).num_parameters
 
     for counted, held in run_ranks(2, count):
         assert counted == held < 0.6 * layout.num_parameters
@@ -213,7 +215,9 @@ def test_a_rank_needs_memory_for_its_pieces_of_an_adapter():
 
     def count(group: RankGroup) -> tuple[int, int]:
         backbone = divided_backbone(whole, group)
-        return num_held_parameters(backbone, layout), config.create(backbone, seed=0).num_parameters
+        return held_elements(backbone, layout).parameters, config.create(
+            backbone, seed=0
+        ).num_parameters
 
     for counted, held in run_ranks(2, count):
         assert counted == held < 0.8 * layout.num_parameters

@@ -7,6 +7,7 @@ from threading import Lock
 import torch
 
 from coserve.adapters import LoraConfig
+from coserve.adapters.held_parameters import HeldElements, whole_adapter
 from coserve.adapters.layout import AdapterLayout
 from coserve.devices.torch.process_memory import available_bytes
 from coserve.errors import AdapterTooLargeError
@@ -43,7 +44,7 @@ class AdapterMemory:
         *,
         host_is_apart: bool | None = None,
         group: RankGroup | None = None,
-        num_held: Callable[[AdapterLayout], int] = lambda layout: layout.num_parameters,
+        held: Callable[[AdapterLayout], HeldElements] = whole_adapter,
     ) -> None:
         """Begin with nothing taken.
 
@@ -54,9 +55,9 @@ class AdapterMemory:
             group: of a model that ranks hold together: each verdict is that of the rank with the
                 least memory, so that all ranks ask together. On a CPU each rank has its share of
                 the memory.
-            num_held: returns how many of an adapter's parameters a rank holds at most.
+            held: returns how much of an adapter a rank holds at most.
         """
-        self._device, self._group, self._num_held = device, group or SingleRank(), num_held
+        self._device, self._group, self._held = device, group or SingleRank(), held
         self._host_is_apart = device.type != "cpu" if host_is_apart is None else host_is_apart
         # Where the model is float32, what is trained is what is computed with.
         self._copy_bytes = 0 if dtype == torch.float32 else dtype.itemsize
@@ -70,7 +71,8 @@ class AdapterMemory:
         """While an adapter is being loaded; AdapterTooLargeError, before it is, if there is not
         enough memory.
         """
-        num_bytes = self._num_held(layout) * (4 + self._copy_bytes) + self._others_bytes(layout)
+        held = self._held(layout)
+        num_bytes = held.parameters * (4 + self._copy_bytes) + self._others_bytes(layout, held)
         with self._taking(what, layout, num_bytes):
             yield
 
@@ -86,15 +88,16 @@ class AdapterMemory:
     def training_bytes(self, layout: AdapterLayout, num_more: int = 0) -> int:
         """The least that must be there to train an adapter; see `for_training`."""
         num_copies = _TRAINING_COPIES + num_more - (_MOMENT_COPIES if self._host_is_apart else 0)
-        return self._num_held(layout) * (4 * num_copies + self._copy_bytes) + self._others_bytes(
-            layout
+        held = self._held(layout)
+        return held.parameters * (4 * num_copies + self._copy_bytes) + self._others_bytes(
+            layout, held
         )
 
-    def _others_bytes(self, layout: AdapterLayout) -> int:
+    def _others_bytes(self, layout: AdapterLayout, held: HeldElements) -> int:
         """Return the bytes of what is not trained: what follows from parameters, and weights that
         an adapter brings.
         """
-        return 4 * layout.num_derived + self._dtype_bytes * layout.num_frozen
+        return 4 * layout.num_derived + self._dtype_bytes * held.frozen
 
     def keep(self, job: str, num_bytes: int) -> None:
         """Keep memory for a job that does not use it now: its moments lie in pages, and may have to

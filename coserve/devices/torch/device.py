@@ -18,7 +18,7 @@ import torch
 
 from coserve.adapters.base import Adapter
 from coserve.adapters.full_model import serve_full_model
-from coserve.adapters.held_parameters import num_held_parameters
+from coserve.adapters.held_parameters import held_elements
 from coserve.adapters.peft_directory import load_adapter, read_config, save_adapter
 from coserve.devices.base import Clock, WallClock
 from coserve.devices.counting import device_info
@@ -134,7 +134,7 @@ class TorchDevice:
             backbone.device,
             backbone.dtype,
             group=backbone.group,
-            num_held=partial(num_held_parameters, backbone),
+            held=partial(held_elements, backbone),
         )
         self._versions, self._trainers = dict[str, Adapter](), dict[str, TorchTrainer]()
         self._requests = TorchRequests(self._pages, self._versions)

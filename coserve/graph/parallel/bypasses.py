@@ -138,7 +138,7 @@ def attach_local(
             state = local.states[node.input[slot]]
             specs[slot] = local_spec(spec, state)
             states[f"{site}.{spec.name}"] = state
-            if node.input[slot] in local.summed:
+            if node.input[slot] in local.summed and spec.kind == "parameter":
                 summed.add(f"{site}.{spec.name}")
         own[site] = replace(bypass, graph=graph, own=specs)
     attached = attach(local.graph, own, at=at)
