@@ -16,11 +16,13 @@ from safetensors.torch import load_file
 from support import random_tokens
 
 from coserve.adapters import LoraConfig
+from coserve.adapters.file_names import WEIGHTS_FILE
 from coserve.devices.grammars.grammar import Grammar
 from coserve.devices.messages.commands import CloseGrammar, CountCommands
 from coserve.devices.messages.jobs import (
     CombineContributions,
     ReadContributions,
+    TakeCheckpoint,
     TakeContribution,
     WriteCheckpoint,
 )
@@ -148,6 +150,63 @@ TorchExchange.read = failing
         assert norms[-1] == pytest.approx(2 * total**0.5 / num_trained(sequences), rel=1e-4)
         driver.reuse_pages()
     device.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("synchronization", ["synchronous", "local-sgd"])
+def test_contributions_that_one_rank_cannot_take_in_are_taken_in_once_when_asked_again(
+    synchronization, moment, tmp_path
+):
+    """All ranks take them in again, with the collectives of what is derived from parameters."""
+    before = f"""
+from coserve.devices.torch.trainer import TorchTrainer
+combine, failures = TorchTrainer.combine, [MemoryError("none here")]
+
+def failing(self, *given, **named):
+    if RANK == 1 and failures and {moment == "before"}:
+        raise failures.pop()
+    taken_in = combine(self, *given, **named)
+    if RANK == 1 and failures:
+        taken_in()
+        raise failures.pop()
+    return taken_in
+
+TorchTrainer.combine = failing
+"""
+    adapter = LoraConfig(r=4, use_dora=True, target_modules="all-linear").to_peft()
+    made = []
+    for name, program in (("failing", before), ("plain", "")):
+        (directory := tmp_path / name).mkdir()
+        device = failing_group(directory, 2, before=program)
+        settings = {**SYNCHRONOUS, "synchronization": synchronization, "meet_every_steps": 1}
+        shard = Shard(index=0, count=2, directory=str(directory), **settings)
+        driver = Driver(device)
+        opened = driver.open_trainer("job", CONFIG, adapter=adapter, shard=shard)
+        norms = []
+        for number, sequences in enumerate(packs(2), 1):
+            driver.train("job", opened, sequences)
+            update = [Update("job", num_trained(sequences), 4)]
+            if synchronization == "local-sgd":
+                norms.append(driver.step(updates=update).norms["job"])
+            (written := directory / f"of step {number}").mkdir()
+            device.execute(TakeContribution("job", f"copy {number}"))
+            device.execute(WriteCheckpoint(f"copy {number}", str(written)))
+            device.execute(ReadContributions("job", (str(written),) * 2))
+            combination = CombineContributions("job", 2 * number, meets=True)
+            if program and number == 1:
+                with pytest.raises(DeviceMemoryError, match=r"^none here \(on rank 1\)$"):
+                    device.execute(combination)
+            device.execute(combination)
+            if synchronization == "synchronous":
+                norms.append(driver.step(updates=update).norms["job"])
+            driver.reuse_pages()
+        device.execute(TakeCheckpoint("job", "last"))
+        device.execute(WriteCheckpoint("last", str(directory)))
+        made.append((norms, load_file(directory / WEIGHTS_FILE)))
+        device.close()
+    (norms, parameters), (expected_norms, expected) = made
+    assert norms == expected_norms and parameters.keys() == expected.keys()
+    assert all(torch.equal(tensor, parameters[name]) for name, tensor in expected.items())
 
 
 def test_a_command_that_cannot_be_taken_back_ends_the_group(tmp_path):

@@ -28,10 +28,9 @@ def inverses_of(command: Command) -> tuple[Command, ...]:
     """Return the commands that take a command back, in order; none for one that leaves nothing on
     the device.
 
-    The device itself takes `TakeContribution` back, since no command could give the gradients back
-    that it took. `ReadContributions` need not be: sent again, it replaces what was read. Nor is
-    `CombineContributions`: sent again, it does what is missing; where that needs collectives on
-    some ranks alone, the group ends, and the engine starts anew.
+    The device itself takes back `TakeContribution` and `CombineContributions`, which no command
+    could: what they took is the device's alone (`TorchDevice.undo`). `ReadContributions` needs no
+    inverse: sent again, it replaces what was read.
     """
     match command:
         case OpenRequest():

@@ -23,6 +23,7 @@ from coserve.adapters.peft_directory import load_adapter, read_config, save_adap
 from coserve.devices.base import Clock, WallClock
 from coserve.devices.counting import device_info
 from coserve.devices.messages.commands import (
+    BESIDE_STEPS,
     CloseGrammar,
     CloseRequest,
     Command,
@@ -142,9 +143,10 @@ class TorchDevice:
         # was opened.
         self._changed_by = self._changed_before = ""
         self._checkpoints: dict[str, TorchCopy] = {}
-        self._contributed = (
-            ""  # the copy that the last `TakeContribution` made; "" if it was there before
-        )
+        # The copy that the last `TakeContribution` made; "" if it was there before.
+        self._contributed = ""
+        # What takes the last command back, if that was a `CombineContributions`.
+        self._take_back: Callable[[], None] | None = None
         self._placing_s = 0.0  # of moments since the last step
         self._step: TorchStep | None = None
         self._handlers: dict[type, Callable[[Any], Reply]] = {
@@ -194,6 +196,8 @@ class TorchDevice:
         }
 
     def execute(self, command: Command) -> Reply:
+        if not isinstance(command, BESIDE_STEPS):
+            self._take_back = None
         try:
             with memory_errors():
                 reply = self._handlers[type(command)](command)
@@ -213,12 +217,15 @@ class TorchDevice:
             self._measurement = OwnMeasurement(self.backbone)
         if isinstance(command, OpenTrainer):
             self._changed_by = self._changed_before
+        if isinstance(command, CombineContributions) and self._take_back is not None:
+            self._take_back()
+            self._take_back = None
         if isinstance(command, TakeContribution) and self._contributed:
             self._trainers[command.job].take_back(self._checkpoints.pop(self._contributed))
 
     def submit(self, batch: StepBatch) -> None:
         """Launch the step; on a CPU it is done then, but for the numbers that come of it."""
-        self._step = None
+        self._step = self._take_back = None
         try:
             step = self._prepared(batch)
         except Exception as error:
@@ -434,7 +441,9 @@ class TorchDevice:
             exchange.read(command.directories)
 
     def _combine_contributions(self, command: CombineContributions) -> None:
-        self._trainers[command.job].combine(command.up_to, meets=command.meets)
+        take_back = self._trainers[command.job].combine(command.up_to, meets=command.meets)
+        # Kept until the next command or step: it holds what the job had before.
+        self._take_back = take_back if self.backbone.group.size > 1 else None
 
     def _drop_checkpoint(self, command: DropCheckpoint) -> None:
         self._checkpoints.pop(command.checkpoint, None)

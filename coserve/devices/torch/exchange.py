@@ -6,6 +6,7 @@ bit for bit where they compute alike.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +22,15 @@ from coserve.tuning.shard import Shard
 CONTRIBUTION_FILE = "contribution.safetensors"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExchangePosition:
+    """Which contributions a node has taken in, and what they have made."""
+
+    base: Mapping[str, Tensor]
+    read: tuple[Mapping[str, Tensor], ...]
+    num_taken: int
+
+
 class TorchExchange:
     """One node's end."""
 
@@ -33,11 +43,12 @@ class TorchExchange:
             held: what of the whole tensors that is.
         """
         self._shard, self._trained, self.held = shard, trained, held
-        self._base: dict[
-            str, Tensor
-        ] = {}  # what all contributions so far have made, in the order of all nodes
-        self._next_base: dict[str, Tensor] | None = None  # what it is once `note_taken` says so
-        self._read: list[dict[str, Tensor]] = []  # on the CPU; not taken in yet
+        # What all contributions so far have made, in the order of all nodes.
+        self._base: Mapping[str, Tensor] = {}
+        # What that is once `note_taken` is called.
+        self._next_base: Mapping[str, Tensor] | None = None
+        # On the CPU; not taken in yet.
+        self._read: tuple[Mapping[str, Tensor], ...] = ()
         self.num_taken = 0
         """Contributions that were taken in so far."""
 
@@ -85,7 +96,7 @@ class TorchExchange:
                             f"{path} is no contribution to this job: {name}, {list(header.shape)}"
                         )
                 found.append({name: self.held.read(file, name) for name in file.headers})
-        self._read = found
+        self._read = tuple(found)
 
     @torch.inference_mode()
     def advance(self, up_to: int, optimizer: AdapterOptimizer, *, meets: bool) -> None:
@@ -113,17 +124,35 @@ class TorchExchange:
 
     @torch.inference_mode()
     def sum_of(self, up_to: int) -> dict[str, Tensor]:
-        """Return the sum of the gradients up to this contribution, which `note_taken` forgets."""
+        """Return the sum of the gradients up to this contribution; `note_taken` is to follow, and
+        until then it can be repeated.
+        """
         total: dict[str, Tensor] = {}
         for gradients in self._read[: up_to - self.num_taken]:
             for name, gradient in gradients.items():
-                on_device = gradient.to(self._trained[name].device)
-                total[name] = total[name].add_(on_device) if name in total else on_device
+                device = self._trained[name].device
+                if name in total:
+                    total[name].add_(gradient.to(device))
+                else:  # a copy, since what was read may be summed again
+                    total[name] = gradient.to(device, copy=True)
         return total
 
     def note_taken(self, up_to: int) -> None:
         """Contributions up to this one have been taken in."""
         if self._next_base is not None:
             self._base, self._next_base = self._next_base, None
-        del self._read[: up_to - self.num_taken]
+        self._read = self._read[up_to - self.num_taken :]
         self.num_taken = up_to
+
+    @property
+    def position(self) -> ExchangePosition:
+        """Return where the node stands, for `return_to`."""
+        return ExchangePosition(base=self._base, read=self._read, num_taken=self.num_taken)
+
+    def return_to(self, position: ExchangePosition) -> None:
+        """Have the contributions since a position as not taken in, to take them in again.
+
+        What is trained stays as it is: `advance` computes it from the position's base.
+        """
+        self._base, self._read = position.base, position.read
+        self.num_taken, self._next_base = position.num_taken, None

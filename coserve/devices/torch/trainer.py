@@ -246,19 +246,30 @@ class TorchTrainer:
         if self.exchange.gives_gradients and contribution.tensors:
             self._gradients, self._is_complete = dict(contribution.tensors), True
 
-    def combine(self, up_to: int, *, meets: bool) -> None:
-        """Carry out `CombineContributions`; what needs memory comes first, so that an error changes
-        nothing.
+    def combine(self, up_to: int, *, meets: bool) -> Callable[[], None]:
+        """Carry out `CombineContributions`; an error leaves it to be repeated.
+
+        Returns:
+            A function that takes it back, so that it can be repeated: on ranks where it was done,
+            if it has failed on another one.
         """
-        assert self.exchange is not None and self.optimizer is not None
-        if up_to <= self.exchange.num_taken:
-            return
-        if self.exchange.gives_gradients:
-            self._gradients, self._is_complete = self.exchange.sum_of(up_to), True
+        exchange = self.exchange
+        assert exchange is not None and self.optimizer is not None
+        gradients, is_complete, position = self._gradients, self._is_complete, exchange.position
+
+        def take_back() -> None:
+            exchange.return_to(position)
+            self._gradients, self._is_complete = gradients, is_complete
+
+        if up_to <= exchange.num_taken:
+            return take_back
+        if exchange.gives_gradients:
+            self._gradients, self._is_complete = exchange.sum_of(up_to), True
         else:
-            self.exchange.advance(up_to, self.optimizer, meets=meets)
+            exchange.advance(up_to, self.optimizer, meets=meets)
             self._apply()
-        self.exchange.note_taken(up_to)
+        exchange.note_taken(up_to)
+        return take_back
 
     def checkpoint(self) -> TorchCheckpoint:
         if self.optimizer is None:
