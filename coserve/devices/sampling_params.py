@@ -1,6 +1,4 @@
-"""How a request's tokens are chosen: settings alone, so that processes without tensors can check
-and send them.
-"""
+"""Settings of a request's sampling, which processes without tensors check and send."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 MAX_LOGPROB_TOKEN_IDS = 128
 # Below this, scores divided by the temperature overflow, and the likeliest token is all but
 # certain.
-_LEAST_TEMPERATURE = 1e-5
+_MIN_TEMPERATURE = 1e-5
 _TOKEN_IDS = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")
 _KINDS: dict[str, type] = {
     "logit_bias": Mapping,
@@ -31,73 +29,115 @@ def _is_id(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are chosen, and when it ends; ValueError names the field and its
-    range.
+    """Settings of a request: how its tokens are chosen, and when it ends.
 
-    temperature: 0 is greedy. top_p, min_p: shares of probability. top_k: number of tokens, 0 or -1
-    for all. repetition_penalty: divides positive logits and multiplies negative ones of tokens in
-    prompt or output (arXiv 1909.05858). presence_penalty, frequency_penalty: subtracted once, and
-    once per use, for tokens in the output (OpenAI). logit_bias: added, by token. seed: None draws
-    one. logprobs: how many of the likeliest tokens to report beside the chosen one, None for no
-    report. prompt_logprobs: the same for the prompt's tokens; then max_tokens may be 0.
-    logprob_token_ids: tokens to report in place of the likeliest. allowed_token_ids: the only ones
-    that may come, unless there are none. bad_words: token sequences whose last token must not come
-    after the others. stop, stop_token_ids: end the request. min_tokens: nothing ends it before.
-    ignore_eos: the end-of-text token does not end it. skip_special_tokens: they have no text.
-    include_stop_str_in_output: the text has the stop string, too. cache_salt: what is known of a
-    prompt's beginning is shared by requests with the same one alone. num_public_tokens: of the
-    prompt's first tokens, those that are no secret: tenants share what is known of them. grammar:
-    that the output follows from its first token on; it ends the request where nothing may come
-    after. embeds: the first token comes with the state that it was chosen from: after the final
-    norm, as the last linear layer of the head reads it.
+    Raises:
+        ValueError: A value is out of range; the message names the field and its range.
     """
 
     max_tokens: int = 16
+    """Most tokens to generate; with `prompt_logprobs` it may be 0."""
     temperature: float = 1.0
+    """Divisor of the logits, from 0 to 2; 0 takes the likeliest token."""
     top_p: float = 1.0
+    """Share of probability, above 0: only the likeliest tokens that together reach it may be drawn.
+    """
     top_k: int = 0
+    """Number of likeliest tokens that may be drawn; 0 or -1: all."""
     min_p: float = 0.0
+    """Least probability of a token that may be drawn, as a share of the likeliest token's."""
     repetition_penalty: float = 1.0
+    """Number that divides positive logits and multiplies negative ones of tokens in prompt or
+    output (arXiv 1909.05858).
+    """
     presence_penalty: float = 0.0
+    """Number that is subtracted once from the logits of tokens in the output, from -2 to 2
+    (OpenAI).
+    """
     frequency_penalty: float = 0.0
+    """Number that is subtracted from the logits of tokens in the output for each of their uses,
+    from -2 to 2 (OpenAI).
+    """
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Number that is added to a logit, from -100 to 100, by token id."""
     seed: int | None = None
+    """Seed of the draws; None: a random one."""
     n: int = 1
+    """Number of outputs for the prompt."""
     logprobs: int | None = None
+    """Number of likeliest tokens to report beside each chosen one, up to 20; None: no report."""
     prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
     stop: tuple[str, ...] = ()
+    """Texts that end the request."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the request."""
     min_tokens: int = 0
+    """Number of tokens before which nothing ends the request."""
     ignore_eos: bool = False
+    """Whether the request continues after the end-of-text token."""
     logprob_token_ids: tuple[int, ...] = ()
+    """Tokens to report in place of the likeliest ones; needs `logprobs`."""
     allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be chosen; empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not come: after all of its tokens but the last, the last is not
+    chosen.
+    """
     skip_special_tokens: bool = True
+    """Whether special tokens have no text."""
     include_stop_str_in_output: bool = False
+    """Whether the text ends with the stop text."""
     cache_salt: str = ""
+    """Text that a request must have in common with another one to share cached prefixes."""
     num_public_tokens: int = 0
+    """Number of the prompt's first tokens that are no secret: tenants share their cached pages."""
     grammar: Grammar | None = None
+    """Grammar that the output follows from its first token on; where it allows nothing more, the
+    request ends.
+    """
     embeds: bool = False
+    """Whether the first token comes with the state that it was chosen from: after the final norm,
+    as the last linear layer of the head reads it.
+    """
 
-    def __post_init__(self) -> None:  # noqa: C901
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        self._check_tokens()
+        self._check_numbers()
+
+    def _check_kinds(self) -> None:
         for name, kind in _KINDS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(
                     f"{name} must be a {kind.__name__.lower()}, not {getattr(self, name)!r}"
                 )
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop must be strings that are not empty, not {self.stop!r}")
+
+    def _check_tokens(self) -> None:
         for name in _TOKEN_IDS:
             if not all(map(_is_id, getattr(self, name))):
                 raise ValueError(f"{name} must be token ids, not {getattr(self, name)!r}")
-        if not all(
-            isinstance(word, tuple) and word and all(map(_is_id, word)) for word in self.bad_words
-        ):
-            raise ValueError(
-                f"bad_words must be tuples of token ids that are not empty, not {self.bad_words!r}"
-            )
+        for word in self.bad_words:
+            if not (isinstance(word, tuple) and word and all(map(_is_id, word))):
+                raise ValueError(
+                    f"bad_words must be tuples of token ids that are not empty, not "
+                    f"{self.bad_words!r}"
+                )
         if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
             raise ValueError(f"logprob_token_ids must be {MAX_LOGPROB_TOKEN_IDS} tokens at most")
         if self.logprob_token_ids and self.logprobs is None:
             raise ValueError("logprob_token_ids needs logprobs")
+        for token, bias in self.logit_bias.items():
+            is_token = isinstance(token, int) and token >= 0
+            if not (is_token and is_number(bias) and -100 <= bias <= 100):
+                raise ValueError(
+                    f"logit_bias must map token ids to numbers from -100 to 100, not {token!r} to "
+                    f"{bias!r}"
+                )
+
+    def _check_numbers(self) -> None:
         self._number("temperature", 0, 2)
         self._number("top_p", 0, 1, above=True)
         self._number("min_p", 0, 1)
@@ -114,23 +154,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for token, bias in self.logit_bias.items():
-            if (
-                not isinstance(token, int)
-                or token < 0
-                or not is_number(bias)
-                or not -100 <= bias <= 100
-            ):
-                raise ValueError(
-                    f"logit_bias must map token ids to numbers from -100 to 100, not {token!r} to "
-                    f"{bias!r}"
-                )
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop must be strings that are not empty, not {self.stop!r}")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """ValueError for token ids that a model of this vocabulary does not have; to be asked
-        before the first token.
+        """Check token ids against a model's vocabulary, before the first token.
+
+        Raises:
+            ValueError: A setting names a token that the model does not have.
         """
         named = {name: getattr(self, name) for name in ("logit_bias", *_TOKEN_IDS)}
         named["bad_words"] = [token for word in self.bad_words for token in word]
@@ -140,22 +169,22 @@ class SamplingParams:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether tokens are drawn; else the likeliest is taken."""
-        return self.temperature >= _LEAST_TEMPERATURE
+        """Return whether tokens are drawn; otherwise the likeliest is taken."""
+        return self.temperature >= _MIN_TEMPERATURE
 
     @cached_property
     def biases(self) -> bool:
-        """Whether some tokens weigh more or less in every draw, or cannot come."""
+        """Return whether some tokens weigh more or less in every draw, or cannot come."""
         return bool(self.logit_bias or self.allowed_token_ids)
 
     @cached_property
     def num_top(self) -> int:
-        """How many tokens are reported beside the chosen one."""
+        """Return the number of tokens that are reported beside the chosen one."""
         return len(self.logprob_token_ids) or self.logprobs or 0
 
     @cached_property
     def penalizes(self) -> bool:
-        """Whether tokens that were used before weigh less (or more)."""
+        """Return whether used tokens weigh less (or more)."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -164,9 +193,7 @@ class SamplingParams:
 
     @cached_property
     def takes_likeliest(self) -> bool:
-        """Whether the token is that of the largest logit, and nothing else of the logits is asked
-        for.
-        """
+        """Return whether the likeliest token is taken, and nothing else is read of the logits."""
         changes = self.penalizes or self.biases or self.grammar is not None
         return not (self.draws or changes or self.logprobs is not None)
 

@@ -27,6 +27,7 @@ from coserve.devices.messages.commands import OpenVersion
 from coserve.devices.messages.jobs import TakeCheckpoint
 from coserve.devices.messages.steps import Update
 from coserve.errors import AdapterError
+from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.threads import run_ranks
 from coserve.models import CachedSequence, forward, logits
 from coserve.models.dividing import divided_backbone
@@ -142,6 +143,7 @@ def test_ranks_hold_pieces_of_what_is_not_trained():
     ):
         for module, tensor in adapter.frozen_weights.items():
             cut = adapter.graphs.states[f"{module}.{FROZEN}"]
+            assert isinstance(cut, Cut)
             assert torch.equal(tensor, cut.take(one.frozen_weights[module], rank))
             assert tensor.shape[0] == -(-one.frozen_weights[module].shape[0] // 2)
 

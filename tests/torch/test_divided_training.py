@@ -346,7 +346,7 @@ def test_what_a_node_of_ranks_gives_other_nodes_is_its_whole_gradient():
         trainer._join_last()
         trainer._complete()
         given = {name: value.clone() for name, value in trainer.contribution()._tensors.items()}
-        trainer.exchange._read.append(given)
+        trainer.exchange._read = (given,)
         trainer.combine(1, meets=True)
         norm = driver.step(updates=[Update("job", num_trained(sequences), 1)]).norms["job"]
         return given, norm, trainer.states

@@ -1,16 +1,16 @@
-"""Grammars as masks of a vocabulary: which tokens may come next, so that the output stays a text of
-the grammar.
+"""Grammars as masks of a vocabulary: the tokens that may come next, so that the output stays a text
+of the grammar.
 
 llguidance computes them (https://github.com/guidance-ai/llguidance): a lexer of derivatives below
 an Earley parser, walked over a trie of the vocabulary. It counts its work, and ends with an error
 where a grammar asks for too much. But it recurses over the parts of a grammar, so that deep ones
-overflow the stack: a grammar is tried in a sandbox first (`checker.py`). It releases Python's
-lock meanwhile.
+overflow the stack: a grammar is tried in a sandbox first (`checker.py`). It releases Python's lock
+meanwhile.
 
 The device chooses tokens, so it has the matchers: a mask is needed where logits are, and is
 computed there while the forward pass runs. The engine sends a request's grammar with `OpenRequest`,
-and the tokens so far with it, as for penalties; so a request that was preempted, or is replayed,
-gets its state back, and no masks cross or are recorded. Nothing here needs torch.
+and the tokens so far with it, as for penalties. So a request that was preempted, or is replayed,
+gets its state back, and no masks are sent or recorded. Nothing here needs torch.
 """
 
 import json
@@ -29,30 +29,35 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-# Of llguidance's own units of work; about a second for the first, some hundredths for the others.
+# Limits in llguidance's own units: about a second for compiling, some hundredths for a step.
 _COMPILE_FUEL, _STEP_FUEL, _STEP_ITEMS = 500_000, 200_000, 50_000
 # How far a grammar is followed before it is accepted: what is too much for a step shows mostly in
 # its first ones.
 _NUM_TRIED = 24
-_MESSAGE = 300
+_MAX_MESSAGE = 300
 _NO_TEXT = "it allows no text that the model's tokens can make up"
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """What tokens stand for. pieces: bytes by id, empty for tokens that have none. special: ids
-    whose piece is a name and no text; a grammar can ask for them alone. ends: ids that end a text.
-    """
+    """Texts that tokens stand for."""
 
     pieces: tuple[bytes, ...]
+    """Bytes of each token by id; empty for tokens that have none."""
     special: tuple[int, ...]
+    """Ids whose piece is a name and no text; a grammar matches them by name alone."""
     ends: tuple[int, ...]
+    """Ids that end a text."""
 
 
 class GrammarCompiler:
-    """Grammars over one vocabulary. May be used by several threads at once."""
+    """Compiler of grammars over one vocabulary, for several threads at once."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """RequestError if llguidance is not installed, or does not take the vocabulary."""
+        """Prepare the vocabulary.
+
+        Raises:
+            RequestError: llguidance is not installed, or does not take the vocabulary.
+        """
         self._library = library()
         self.vocabulary = vocabulary
         with _errors("structured output cannot be used with this vocabulary"):
@@ -62,13 +67,17 @@ class GrammarCompiler:
         }
 
     def compile(self, grammar: Grammar, *, max_states: int = MAX_STATES) -> "LLMatcher":
-        """Return a matcher at its beginning; RequestError if the grammar is wrong, too large, or
-        allows no text.
+        """Return a matcher at its beginning.
 
-        max_states: states that its lexer may make, now and while texts follow it.
+        Deep grammars overflow the stack, which ends the process: a process that others need may
+        compile only what has passed in a sandbox.
 
-        Deep grammars overflow the stack, which ends the process: only what has passed in a sandbox
-        may be compiled in a process that others need.
+        Args:
+            grammar: The grammar.
+            max_states: States that its lexer may make, now and while texts follow it.
+
+        Raises:
+            RequestError: The grammar is wrong, too large, or allows no text.
         """
         with _errors():
             matcher = self._built(grammar, max_states)
@@ -77,7 +86,12 @@ class GrammarCompiler:
 
     def measure(self, grammar: Grammar) -> int:
         """Return the bytes that a grammar takes when it is compiled and has been followed for some
-        tokens; errors as of `compile`. To be called where no other thread allocates.
+        tokens.
+
+        No other thread may allocate meanwhile.
+
+        Raises:
+            RequestError: As `compile`.
         """
         before = allocated_bytes()
         with _errors():
@@ -101,7 +115,7 @@ class GrammarCompiler:
         return matcher
 
     def _source(self, grammar: Grammar) -> str:
-        """In llguidance's own form."""
+        """Return a grammar in llguidance's own form."""
         source = self._plain_source(grammar)
         if not grammar.after:
             return source
@@ -114,7 +128,7 @@ class GrammarCompiler:
         return json.dumps({"grammars": [outer, {**inner, "name": "inner"}]})
 
     def _plain_source(self, grammar: Grammar) -> str:
-        """Of what comes after any text, if some does."""
+        """Return the same without the text that may come before the grammar."""
         matcher: type[LLMatcher] = self._library.LLMatcher
         if grammar.kind == "json_schema":
             lenient = grammar.is_lenient
@@ -133,13 +147,17 @@ class GrammarCompiler:
         return matcher.grammar_from_lark(_lark_of(grammar.text))
 
     def _follow(self, matcher: "LLMatcher") -> None:
-        """Take some tokens; RequestError if there is none to begin with, or too much work to do."""
+        """Take some tokens.
+
+        Raises:
+            RequestError: No token can come first, or following the grammar is too much work.
+        """
         ends = self.vocabulary.ends
         for place in range(_NUM_TRIED):
             mask = matcher.compute_bitmask()
             _check(matcher)
             token = _some_token(mask, place, len(self.vocabulary.pieces), ends)
-            if token is None:
+            if token is None:  # the text must end here
                 if place == 0:
                     raise RequestError(f"the grammar cannot be used: {_NO_TEXT}")
                 return
@@ -150,8 +168,8 @@ class GrammarCompiler:
 
 
 class Matcher:
-    """One sequence on its way through a grammar; its next mask is computed as soon as its last
-    token is known.
+    """State of one sequence in a grammar; its next mask is computed as soon as its last token is
+    known.
     """
 
     def __init__(
@@ -162,21 +180,29 @@ class Matcher:
         output: Sequence[int],
         vocab_size: int | None = None,
     ) -> None:
-        """num_tokens: of the vocabulary. output: the tokens so far. vocab_size: of the sequence's
-        model, where that may have fewer tokens.
+        """Begin to compute the first mask.
+
+        Args:
+            matcher: llguidance's matcher, at its beginning.
+            num_tokens: Number of the vocabulary's tokens.
+            thread: Computes masks.
+            output: Tokens of the sequence so far.
+            vocab_size: Number of tokens of the sequence's model, if that may be less.
         """
         self._matcher, self._num_tokens, self._thread = matcher, num_tokens, thread
         self._num_usable = num_tokens if vocab_size is None else min(num_tokens, vocab_size)
-        self.has_ended = False  # nothing may follow any more
-        self.error: str | None = None  # why no token can be chosen
+        self.has_ended = False
+        """Whether nothing may follow any more."""
+        self.error: str | None = None
+        """Why no token can be chosen."""
         self._mask: Future[bytes] | None = None
         if output:
             self._matcher.consume_tokens(list(output))
         self._advance()
 
     def mask(self) -> bytes:
-        """A bit for each token that may come next, in whole words of 32; all of them after an
-        error, or the end.
+        """Return a bit for each token that may come next, in whole words of 32; after an error or
+        the end, all.
         """
         num_bytes = -(-self._num_tokens // 32) * 4
         if self._mask is None:
@@ -185,12 +211,12 @@ class Matcher:
         if self._matcher.is_error() or not int.from_bytes(mask, "little") & (
             (1 << self._num_usable) - 1
         ):
-            self._mask, self.error = None, _told(self._matcher) or _NO_TEXT
+            self._mask, self.error = None, _error_of(self._matcher) or _NO_TEXT
             return self.mask()
         return mask
 
     def accept(self, token: int) -> None:
-        """The next token."""
+        """Continue with the next token."""
         if self.error is None and not self.has_ended:
             self._matcher.consume_token(token)
             self._advance()
@@ -198,7 +224,7 @@ class Matcher:
     def _advance(self) -> None:
         self._mask = None
         if self._matcher.is_error():
-            self.error = _told(self._matcher)
+            self.error = _error_of(self._matcher)
         elif self._matcher.is_stopped():
             self.has_ended = True
         else:
@@ -207,8 +233,10 @@ class Matcher:
 
 @contextmanager
 def _errors(message: str = "the grammar cannot be used") -> Iterator[None]:
-    """Turn all that the compiler raises into RequestError. message: the beginning of the error's
-    message.
+    """Turn all that the compiler raises into RequestError.
+
+    Args:
+        message: Beginning of the error's message.
     """
     try:
         yield
@@ -219,7 +247,11 @@ def _errors(message: str = "the grammar cannot be used") -> Iterator[None]:
 
 
 def library() -> Any:
-    """Return llguidance; RequestError if it is not installed."""
+    """Return llguidance.
+
+    Raises:
+        RequestError: It is not installed.
+    """
     try:
         import llguidance
     except ImportError:
@@ -230,7 +262,10 @@ def library() -> Any:
 
 
 def _tokenizer(library: Any, vocabulary: Vocabulary) -> "LLTokenizer":
-    """Where no token ends a text, one more that the model does not have takes that part."""
+    """Return the vocabulary for llguidance.
+
+    Where no token ends a text, a token that the model does not have takes that part.
+    """
     pieces, ends = list(vocabulary.pieces), list(vocabulary.ends)
     if not ends:
         ends = [len(pieces)]
@@ -244,7 +279,7 @@ def _tokenizer(library: Any, vocabulary: Vocabulary) -> "LLTokenizer":
 
 
 class _Tokens:
-    """The vocabulary as llguidance asks for it."""
+    """Vocabulary in the interface that llguidance calls."""
 
     bos_token_id = None
 
@@ -258,7 +293,7 @@ class _Tokens:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of a text, always the longest; what no token has is left out."""
+        """Return the tokens of a text, always the longest; bytes that no token has are left out."""
         data, found, place = text if isinstance(text, bytes) else text.encode(), [], 0
         while place < len(data):
             for length in range(min(self._longest, len(data) - place), 0, -1):
@@ -270,7 +305,7 @@ class _Tokens:
 
 
 def _without_options(schema: str) -> str:
-    """A schema must not choose the compiler's own options."""
+    """Return a schema without the compiler's own options, which it must not choose."""
     return json.dumps(
         {name: value for name, value in json.loads(schema).items() if name != "x-guidance"}
     )
@@ -286,27 +321,33 @@ def _lark_of(gbnf: str) -> str:
 
 
 def _check(matcher: "LLMatcher") -> None:
-    if told := _told(matcher):
-        raise RequestError(f"the grammar cannot be used: {told}")
+    if reason := _error_of(matcher):
+        raise RequestError(f"the grammar cannot be used: {reason}")
 
 
-def _told(matcher: "LLMatcher") -> str | None:
+def _error_of(matcher: "LLMatcher") -> str | None:
     if not matcher.is_error():
         return None
-    told = _one_line(matcher.get_error().partition("<non-verbose")[0])
-    return _NO_TEXT if told.startswith("NoExtension") else told
+    reason = _one_line(matcher.get_error().partition("<non-verbose")[0])
+    return _NO_TEXT if reason.startswith("NoExtension") else reason
 
 
 def _one_line(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= _MESSAGE else f"{text[:_MESSAGE]}…"
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"
 
 
 def _some_token(mask: bytes, turn: int, num_tokens: int, ends: Sequence[int]) -> int | None:
-    """Of the tokens of a mask that do not end a text, one; each turn another."""
+    """Return one of a mask's tokens that do not end a text, in each turn another; None if there is
+    none.
+    """
     bits = int.from_bytes(mask, "little") & ((1 << num_tokens) - 1)
     for end in ends:
         bits &= ~(1 << end)
-    above = bits >> (start := (turn * 7919) % num_tokens) << start
-    bits = above or bits
-    return (bits & -bits).bit_length() - 1 if bits else None
+    # The first token from a place on that moves by a prime from turn to turn, so that parts of the
+    # grammar are tried that the first tokens do not reach.
+    start = (turn * 7919) % num_tokens
+    from_start = bits >> start << start
+    bits = from_start or bits
+    lowest = bits & -bits
+    return lowest.bit_length() - 1 if bits else None

@@ -1,14 +1,12 @@
-"""What crosses between the engine and a device: frozen, serialisable values that hold ids and
-numbers only.
+"""Messages between the engine and a device: frozen, serialisable values of ids and numbers.
 
 The engine sends commands and steps in one ordered stream; a device answers each. Requests, jobs,
 adapter versions and pages are ids that the engine gives out; what they stand for (tensors,
-trainers, copies of adapters) is the device's own. Pages count from 0; times are seconds. Everything
-here can be encoded by msgspec, written to a file and replayed.
+trainers, copies of adapters) is the device's own. Pages count from 0; times are in seconds. All
+messages can be encoded by msgspec, written to a file and replayed.
 
-Here are what a device says of itself, and the commands on requests, pages and adapters; those on
-jobs are in `jobs.py`, those on host memory in `pages.py`, a step in
-`steps.py`.
+This file has the description of a device, and the commands on requests, pages and adapters. Those
+on jobs are in `jobs.py`, those on host memory in `pages.py`, a step in `steps.py`.
 """
 
 import msgspec
@@ -45,39 +43,50 @@ from coserve.scheduling.profile import Profile
 
 
 class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A device with a model on it, and its page pool.
-
-    weights: how those of linear layers are stored, "dense" or "int8". device: such as "cpu" or
-    "cuda:0". num_layers: blocks. weight_bytes: of the backbone. threads: of the CPU. page_bytes: of
-    one page, which holds K and V of `block_tokens` tokens in all blocks. profile: what pieces of a
-    step take here. num_state_pages: of each request, before those of its keys and values, for what
-    it carries from row to row. profile_path: the file that it comes from; "" if it is not kept.
-    deterministic: whether tokens and gradients are the same bit for bit, whatever runs beside them.
-    num_units: among which sides of a step it can be divided (`Partition`): threads of a CPU, shares
-    of a GPU's multiprocessors; 1: it cannot. num_host_pages: slots of a page's size in host memory,
-    for pages that give way (`SwapOut`). fingerprint: of the weights, so that two devices can be
-    told to hold the same model; "" if there are none.
-    """
+    """Description of a device with a model on it, and of its page pool."""
 
     model: str
+    """Name of the model, as it was asked for."""
     dtype: str
+    """Dtype that is computed with, such as "bfloat16"."""
     weights: str = "dense"
+    """Storage of the weights of linear layers: "dense" or "int8"."""
     device: str
+    """Name of the device, such as "cpu" or "cuda:0"."""
     threads: int
+    """Threads of the CPU."""
     vocab_size: int
+    """Number of the model's tokens."""
     max_positions: int
+    """Length of the longest sequence."""
     num_layers: int
+    """Number of blocks."""
     weight_bytes: int
+    """Bytes of the backbone's weights."""
     num_pages: int
+    """Number of pages."""
     page_bytes: int
+    """Bytes of a page, which holds the keys and values of `block_tokens` tokens in all blocks."""
     block_tokens: int
+    """Tokens of a page."""
     profile: Profile
+    """Measured times of the pieces of a step."""
     profile_path: str = ""
+    """File that the profile comes from; "" if it is not kept."""
     deterministic: bool = False
+    """Whether tokens and gradients are the same bit for bit, whatever runs beside them."""
     num_units: int = 1
+    """Units among which the sides of a step can be divided (`Partition`): threads of a CPU, shares
+    of a GPU's multiprocessors. 1: it cannot be divided.
+    """
     num_host_pages: int = 0
+    """Slots of a page's size in host memory, for pages that give way (`SwapOut`)."""
     num_state_pages: int = 0
+    """Pages that each request has before those of its keys and values, for the states of its
+    sequence.
+    """
     fingerprint: str = ""
+    """Fingerprint of the weights, equal on devices that hold the same model; "": there is none."""
     kernels: str = ""
     """Name of the kernel backend."""
     kernels_warning: str = ""
@@ -98,132 +107,172 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A request has its pages: a handle for it. pages: those that it shares with earlier requests,
-    in order.
-
-    prompt, output: the tokens so far, for requests whose params penalize used tokens; empty for all
-    others, but that those with a grammar have their output, too.
-    """
+    """Command to make a handle for a request that has its pages."""
 
     request: str
+    """Id of the request."""
     params: SamplingParams
+    """Settings of its sampling."""
     seed: int
+    """Seed of its draws."""
     version: str = ""
+    """Adapter version that its rows run with; "": the bare model."""
     pages: tuple[int, ...] = ()
+    """Pages that it shares with earlier requests, in order."""
     prompt: tuple[int, ...] = ()
+    """Tokens of the prompt, if the request penalizes used tokens."""
     output: tuple[int, ...] = ()
+    """Tokens that were chosen so far, if the request penalizes used tokens or has a grammar."""
 
 
 class CloseRequest(msgspec.Struct, tag=True, frozen=True):
-    """The request has ended, or was preempted: its pages are no longer its own. No error if it was
+    """Command to drop the handle of a request that has ended or was preempted; no error if it is
     not open.
     """
 
     request: str
+    """Id of the request."""
 
 
 class ExportPages(msgspec.Struct, tag=True, frozen=True):
-    """Copy pages to places of a page file (`coserve.memory.tensors.page_files`), one to one: another
-    instance reads them there as soon as this is done. OSError if the file is not there.
+    """Command to copy pages to places of a page file (`coserve.memory.tensors.page_files`), one to
+    one.
+
+    Another instance may read them there as soon as the command is done.
+
+    Raises:
+        OSError: The file is not there.
     """
 
     path: str
+    """Path of the page file."""
     pages: tuple[int, ...]
+    """Pages to copy."""
     places: tuple[int, ...]
+    """Place for each page."""
 
 
 class ImportPages(msgspec.Struct, tag=True, frozen=True):
-    """Copy places of a page file to pages. data: what lay there, page after page; only in
-    recordings, which are run again when the file has gone.
-    """
+    """Command to copy places of a page file to pages, one to one."""
 
     path: str
+    """Path of the page file."""
     pages: tuple[int, ...]
+    """Page for each place."""
     places: tuple[int, ...]
+    """Places to copy."""
     data: bytes = b""
+    """Content of the places, page after page; only in recordings, which are replayed when the file
+    is gone.
+    """
 
 
 class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
-    """What the model's tokens stand for; before the first grammar.
+    """Command to set the texts that the model's tokens stand for; it comes before the first
+    grammar.
 
-    May come from any thread, and is done beside steps. RequestError if the device has no library
-    for grammars.
+    It may come from any thread, and is done beside steps.
+
+    Raises:
+        RequestError: The device has no library for grammars.
     """
 
     vocabulary: Vocabulary
+    """The texts."""
 
 
 class OpenGrammar(msgspec.Struct, tag=True, frozen=True):
-    """Compile a grammar, and keep it for requests. Reply: `GrammarOpened`. RequestError if it
-    cannot be used.
+    """Command to compile a grammar and keep it for requests. Reply: `GrammarOpened`.
 
-    May come from any thread, and is done beside steps.
+    It may come from any thread, and is done beside steps.
+
+    Raises:
+        RequestError: The grammar cannot be used.
     """
 
     grammar: Grammar
-    # States that its lexer may make while texts follow it, each of at most `STATE_BYTES`.
+    """The grammar."""
     max_states: int = MAX_STATES
+    """States that its lexer may make while texts follow it, each of at most `STATE_BYTES`."""
 
 
 class CloseGrammar(msgspec.Struct, tag=True, frozen=True):
-    """Forget a compiled grammar; those who follow it keep it. No error if it was not open.
+    """Command to forget a compiled grammar; requests that follow it keep it. No error if it is not
+    open.
 
-    May come from any thread, and is done beside steps.
+    It may come from any thread, and is done beside steps.
     """
 
     grammar: Grammar
+    """The grammar."""
 
 
 class OpenVersion(msgspec.Struct, tag=True, frozen=True):
-    """Put an adapter in PEFT's format on the device, to be served as `version`. Reply:
+    """Command to load an adapter in PEFT's format, to be served as a version. Reply:
     `VersionOpened`.
 
-    May come from any thread, and is done beside steps; none of them names the version yet.
-    AdapterError for its files; DeviceMemoryError. model: that it is of, if that is not the one on
-    the device (see `OpenTrainer`): it can be trained further, not served. changed_by: the job whose
-    full fine-tuning has made what is there, a model and no adapter: the device, on which there is
-    nothing yet, serves its weights from now on, and the version names them.
+    It may come from any thread, and is done beside steps; no step names the version yet.
+
+    Raises:
+        AdapterError: The adapter's files cannot be used.
+        DeviceMemoryError: There is too little memory.
     """
 
     version: str
+    """Id of the version."""
     directory: str
+    """Directory of the adapter."""
     model: str = ""
+    """Model of the adapter, if that is not the one on the device (see `OpenTrainer`): such a
+    version can be trained further, not served.
+    """
     changed_by: str = ""
+    """Job whose full fine-tuning has made what is in the directory, a model and no adapter. The
+    device, which holds no version yet, serves its weights from then on, and the version names them.
+    """
 
 
 class SaveAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Write a version in PEFT's format; AdapterError if it cannot be written."""
+    """Command to write a version in PEFT's format.
+
+    Raises:
+        AdapterError: It cannot be written.
+    """
 
     version: str
+    """Id of the version."""
     directory: str
+    """Directory for the files."""
 
 
 class DropVersion(msgspec.Struct, tag=True, frozen=True):
-    """Let go of a version that no request reads; no error if it is not there."""
+    """Command to drop a version that no request reads; no error if it is not there."""
 
     version: str
+    """Id of the version."""
 
 
 class MeasureDevice(msgspec.Struct, tag=True, frozen=True):
-    """Run one more piece of the measurement of a device whose profile is provisional; no step is
-    under way.
+    """Command to run one more piece of the measurement of a device whose profile is provisional.
 
-    Reply: `DeviceMeasured`. A piece takes as long as a forward pass of some hundred rows at most.
+    No step is under way. A piece takes as long as a forward pass of some hundred rows at most.
+    Reply: `DeviceMeasured`.
     """
 
 
 class CountCommands(msgspec.Struct, tag=True, frozen=True):
-    """Count the commands of the ordered stream that the device has answered since its start, within
-    steps and without.
+    """Command to count the commands of the ordered stream that the device has answered since its
+    start.
 
-    Reply: `CommandsCounted`. Neither this command is counted, nor are those of `BESIDE_STEPS`.
+    Commands within steps count; this command and those of `BESIDE_STEPS` do not. Reply:
+    `CommandsCounted`.
     """
 
 
 class DescribeRanks(msgspec.Struct, tag=True, frozen=True):
-    """Describe each rank of the device as it is now. Reply: `RanksDescribed`.
+    """Command to describe each rank of the device as it is now. Reply: `RanksDescribed`.
 
-    May come from any thread, and is done beside steps.
+    It may come from any thread, and is done beside steps.
     """
 
 
@@ -242,8 +291,8 @@ BESIDE_STEPS_OF_RANKS = (
     CloseGrammar,
     DescribeRanks,
 )
-"""Those of them that ranks of a group do beside steps, each for itself: none of them uses a
-collective."""
+"""Commands of `BESIDE_STEPS` that ranks of a group do beside steps, each for itself: none of them
+uses a collective."""
 
 Command = (
     MeasureDevice
@@ -286,19 +335,20 @@ Command = (
 
 
 class VersionOpened(msgspec.Struct, tag=True, frozen=True):
-    """num_bypasses: sites of the adapter. num_bytes: of its parameters, as they go to the host.
-    num_virtual_tokens: rows that stand before every prompt, with the ids -1, -2, …. vocab_size: of
-    the adapter's model, where that is another than the device's; 0: the same.
-    """
+    """Reply to `OpenVersion`."""
 
     num_bypasses: int
+    """Number of the adapter's sites."""
     num_bytes: int = 0
+    """Bytes of its parameters, as they go to the host."""
     num_virtual_tokens: int = 0
+    """Rows that stand before every prompt, with the ids -1, -2, …."""
     vocab_size: int = 0
+    """Number of tokens of the adapter's model, if it is another than the device's; 0: the same."""
 
 
 class DeviceMeasured(msgspec.Struct, tag=True, frozen=True):
-    """Progress of the measurement of a device."""
+    """Reply to `MeasureDevice`: progress of the measurement."""
 
     done: int
     """Finished measurements."""
@@ -309,21 +359,21 @@ class DeviceMeasured(msgspec.Struct, tag=True, frozen=True):
 
 
 class GrammarOpened(msgspec.Struct, tag=True, frozen=True):
-    """The reply to `OpenGrammar`."""
+    """Reply to `OpenGrammar`."""
 
-    # Bytes that the compiled grammar takes, as measured in a sandbox.
     num_bytes: int
+    """Bytes that the compiled grammar takes, as measured in a sandbox."""
 
 
 class CommandsCounted(msgspec.Struct, tag=True, frozen=True):
-    """The reply to `CountCommands`."""
+    """Reply to `CountCommands`."""
 
     num_answered: int
     """Commands that were done, or failed and changed nothing."""
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of a device."""
+    """State of one rank of a device."""
 
     pid: int
     """Number of its process."""
@@ -336,7 +386,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RanksDescribed(msgspec.Struct, tag=True, frozen=True):
-    """The reply to `DescribeRanks`."""
+    """Reply to `DescribeRanks`."""
 
     ranks: tuple[RankState, ...]
     """The states of all ranks, in their order."""

@@ -1,7 +1,6 @@
-"""What the engine tells a device of jobs: trainers, their packs, copies of them; and what it hears
-of a new one.
+"""Commands on jobs (their trainers, packs and copies), and the reply that says what a job costs.
 
-See `messages.py`.
+See `commands.py` for the rest.
 """
 
 from collections.abc import Sequence
@@ -18,222 +17,280 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class OpenTrainer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Make the tensors of a job. Reply: `TrainerOpened`. One of three says where the adapter comes
-    from.
+    """Command to make the tensors of a job. Reply: `TrainerOpened`.
 
-    adapter: the fields of PEFT's adapter_config.json, for a fresh one. version: a copy of a served
-    one. checkpoint: a directory that `WriteCheckpoint` made; then the optimizer's state comes from
-    there, too, and `adapter` says what the job began with, if it is known. mean_context_len: mean
-    number of tokens that a row attends to, for choosing what to recompute.
+    One of `adapter`, `version` and `checkpoint` says where the adapter comes from.
 
-    model: that it trains, where that is not the one on the device: a directory or hub id
-    (`find_model`), whose weights pass through the pages of `ResizeWindow`; "" for the one on the
-    device. shard: this is one node's part of the job.
-
-    AdapterError: it fits nowhere on this model, or the checkpoint is damaged. ModelError: there is
-    no such model. DeviceMemoryError.
+    Raises:
+        AdapterError: The adapter fits nowhere on this model, or the checkpoint is damaged.
+        ModelError: There is no such model.
+        DeviceMemoryError: There is too little memory.
     """
 
     job: str
+    """Id of the job."""
     config: TuningConfig
+    """Settings of the job's training."""
     mean_context_len: float
+    """Mean number of tokens that a row attends to, for choosing what to recompute."""
     adapter: dict[str, Any] | None = None
+    """Fields of PEFT's adapter_config.json, for a fresh adapter; with a checkpoint, what the job
+    began with, if that is known.
+    """
     version: str | None = None
+    """Served version to train a copy of."""
     checkpoint: str | None = None
+    """Directory that `WriteCheckpoint` has written, with the optimizer's state."""
     model: str = ""
+    """Directory or hub id (`find_model`) of the model to train, if that is not the one on the
+    device: its weights pass through the pages of `ResizeWindow`. "": the model on the device.
+    """
     shard: Shard | None = None
+    """This node's part of a job that runs on several nodes."""
 
 
 class ResizeWindow(msgspec.Struct, tag=True, frozen=True):
-    """The run of pages that weights of models other than the device's own pass through, from now
-    on. What lies in others is let go of before anything is written to them.
+    """Command to set the run of pages that weights of other models than the device's pass through.
+
+    Weights outside of the run are dropped before anything is written to their pages.
     """
 
     first_page: int
+    """Number of the run's first page."""
     num_pages: int
+    """Length of the run."""
 
 
 class PlaceOptimizer(msgspec.Struct, tag=True, frozen=True):
-    """The moments of a job's optimizer lie in this run of pages from now on, or beside the pool (0
-    pages): those that there are, or will be after its first step, or come back from the host.
-    Nothing if they do, or are gone. No error if there is no memory beside the pool: then the
-    optimizer step that needs them fails of it.
+    """Command to keep the moments of a job's optimizer in a run of pages, or beside the pool.
+
+    It holds for the moments that exist, and for those that come after the first step or back from
+    the host. It does nothing if they lie there, or the job is gone. Too little memory beside the
+    pool is no error here: the optimizer step that needs the moments fails.
     """
 
     job: str
+    """Id of the job."""
     first_page: int
+    """Number of the run's first page."""
     num_pages: int
+    """Length of the run; 0: beside the pool."""
 
 
 class CloseTrainer(msgspec.Struct, tag=True, frozen=True):
-    """The job has ended: pack, gradients and the optimizer's state go; the adapter itself stays
+    """Command to end a job: its pack, gradients and optimizer state are dropped; the adapter stays
     until `DropTrainer`.
     """
 
     job: str
+    """Id of the job."""
 
 
 class DropTrainer(msgspec.Struct, tag=True, frozen=True):
-    """Let go of all that there is of a job; no error if it is not there."""
+    """Command to drop all that is left of a job; no error if it is not there."""
 
     job: str
+    """Id of the job."""
 
 
 class BeginPack(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Lay a pack out on the pages that it was given; DeviceMemoryError begins nothing. It takes the
-    place of one that was begun and never done, of which the engine does not know.
+    """Command to lay a pack out on its pages.
 
-    sequences: token ids, and for each whether it is trained on. first_row: its first row among all
-    that the job ever trains on. runs: (first page, number of pages) of each group of tensors, in
-    the order of `TrainerOpened`. evaluate: measure the loss alone. is_reference: of the model
-    without the adapter, for the pack that comes next, which is the same. values, labels: what
-    examples bring for the objective (see `Example`).
+    It takes the place of a pack that was begun and never done, which the engine has forgotten.
+
+    Raises:
+        DeviceMemoryError: There is too little memory; no pack is begun.
     """
 
     job: str
+    """Id of the job."""
     sequences: tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
+    """Token ids of each sequence, and for each token whether it is trained on."""
     first_row: int
+    """Number of the pack's first row among all rows that the job ever trains on."""
     runs: tuple[tuple[int, int], ...]
+    """First page and number of pages of each group of tensors, in the order of `TrainerOpened`."""
     evaluate: bool = False
+    """Whether the pack only measures the loss."""
     is_reference: bool = False
+    """Whether the pack runs without the adapter, as the reference of the next pack, which has the
+    same sequences.
+    """
     values: tuple[tuple[float, ...], ...] = ()
+    """Numbers of each sequence's tokens for the objective (see `Example`)."""
     labels: tuple[float, ...] = ()
+    """Label of each sequence for the objective (see `Example`)."""
 
 
 class DropPack(msgspec.Struct, tag=True, frozen=True):
-    """Forget the pack that was begun last, at any moment, also if it was done in a step whose
-    result nobody took.
+    """Command to forget the pack that was begun last; gradients of earlier packs stay.
 
-    Gradients of earlier packs stay.
+    It may come at any time, also after the pack was done in a step whose result nobody has
+    collected.
     """
 
     job: str
+    """Id of the job."""
 
 
 class PublishVersion(msgspec.Struct, tag=True, frozen=True):
-    """Keep a copy of a job's adapter as it is, to be served as `version`; DeviceMemoryError keeps
-    none.
+    """Command to keep a copy of a job's adapter as it is now, to be served as a version.
+
+    Raises:
+        DeviceMemoryError: There is too little memory; no copy is kept.
     """
 
     job: str
+    """Id of the job."""
     version: str
+    """Id of the new version."""
 
 
 class TakeCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Copy a job's adapter, and its optimizer's state unless the trainer is closed;
-    DeviceMemoryError takes none.
+    """Command to copy a job's adapter, and its optimizer's state unless the trainer is closed.
+
+    Raises:
+        DeviceMemoryError: There is too little memory; no copy is taken.
     """
 
     job: str
+    """Id of the job."""
     checkpoint: str
+    """Id of the copy."""
 
 
 class WriteCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Write a copy to files in a directory that exists; AdapterError or OSError if it cannot be
-    written.
+    """Command to write a copy to files.
 
-    May come from any thread, and is done beside steps.
+    It may come from any thread, and is done beside steps.
+
+    Raises:
+        AdapterError, OSError: The files cannot be written.
     """
 
     checkpoint: str
+    """Id of the copy."""
     directory: str
+    """Directory for the files, which exists."""
 
 
 class DropCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Let go of a copy; no error if it is not there."""
+    """Command to drop a copy; no error if it is not there."""
 
     checkpoint: str
+    """Id of the copy."""
 
 
 class TakeContribution(msgspec.Struct, tag=True, frozen=True):
-    """Take what a job's other nodes are to have of it (`coserve.tuning.shard`): the gradients since
-    the last optimizer step, which are then the trainer's no more; or its progress. A copy as of
-    `TakeCheckpoint`, with the same commands. Nothing if there is a copy of this name already.
+    """Command to copy what a job's other nodes are to have of it (`coserve.tuning.shard`).
+
+    That is its progress, or the gradients since the last optimizer step, which the trainer then no
+    longer has. The copy is one as of `TakeCheckpoint`, with the same commands. Nothing happens if a
+    copy of this name exists.
     """
 
     job: str
+    """Id of the job."""
     checkpoint: str
+    """Id of the copy."""
 
 
 class ReadContributions(msgspec.Struct, tag=True, frozen=True):
-    """Read what nodes have written, for `CombineContributions`, in place of what was read before
-    and not combined; AdapterError for their files.
+    """Command to read what nodes have written, for `CombineContributions`.
 
-    May come from any thread, and is done beside steps; no error if the job is not there any more.
+    It replaces what was read before and not combined. It may come from any thread, and is done
+    beside steps. No error if the job is gone.
+
+    Raises:
+        AdapterError: A file is missing, damaged, or of another job.
     """
 
     job: str
+    """Id of the job."""
     directories: tuple[str, ...]
+    """Directories of the contributions, in the order in which all nodes combine them."""
 
 
 class CombineContributions(msgspec.Struct, tag=True, frozen=True):
-    """Take in those that were read, up to the `up_to`th since the trainer was opened; nothing if
-    that has been done. meets: with them, all nodes hold the same.
-    """
+    """Command to take in contributions that were read; nothing happens if that has been done."""
 
     job: str
+    """Id of the job."""
     up_to: int
+    """Number of contributions since the trainer was opened that are taken in then."""
     meets: bool = False
+    """Whether all nodes hold the same values after these contributions."""
 
 
 class TensorBytes(msgspec.Struct, frozen=True, array_like=True):
-    """Of a tensor that a pack takes: for each row, for each chunk of as many rows that is begun,
-    and in any case.
-    """
+    """Number of bytes that a tensor of a pack takes, by the pack's number of rows."""
 
     row: int
+    """Bytes for each row."""
     chunk: int = 0
+    """Bytes for each chunk of rows, whole or not."""
     chunk_rows: int = 1
+    """Rows of a chunk."""
     fixed: int = 0
+    """Bytes in any case."""
 
     def of(self, num_rows: int) -> int:
-        """A pack of this many rows."""
+        """Return the bytes for a pack of this many rows."""
         return self.row * num_rows + self.chunk * -(-num_rows // self.chunk_rows) + self.fixed
 
 
 class TrainerOpened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What a job costs. training, evaluation: the groups of tensors that a pack takes: first the
-    workspace, then what is saved of every part before the head, in forward order.
-    (`coserve.memory.pages.pack_pages` says when each goes back.) trained_parts: how many of these parts,
-    from the last one down, run backward. version_bytes, optimizer_bytes: of the parameters, and of
-    the optimizer's moments after its first step, as they go to the host. num_virtual_tokens: rows
-    that stand before every example (see `VersionOpened`). other: of a job on a model of its own.
-    changes_model: each of its steps changes the weights that serve. moments_need_pages: the device
-    has no memory for the moments beside the pool, and keeps them in the host's while they have no
-    pages: then no step can be made.
-    """
+    """Reply to `OpenTrainer`: what the job costs."""
 
     counts: JobCounts
+    """Work of its rows, counted from the graphs."""
     training: tuple[tuple[TensorBytes, ...], ...]
+    """Groups of tensors that a pack takes: the workspace, then what is saved of every part before
+    the head, in forward order. `coserve.memory.pages.pack_pages` says when each is freed.
+    """
     evaluation: tuple[tuple[TensorBytes, ...], ...]
+    """The same of a pack that only measures the loss."""
     trained_parts: int
+    """Number of these parts, from the last one down, that run backward."""
     version_bytes: int = 0
+    """Bytes of the parameters, as they go to the host."""
     optimizer_bytes: int = 0
+    """Bytes of the optimizer's moments after its first step, as they go to the host."""
     num_virtual_tokens: int = 0
+    """Rows that stand before every example (see `VersionOpened`)."""
     changes_model: bool = False
+    """Whether each of its steps changes the weights that serve."""
     moments_need_pages: bool = False
+    """Whether the device has no memory for the moments beside the pool. Without pages they stay in
+    the host's memory, and no optimizer step can run.
+    """
     vocab_size: int = 0
+    """Number of tokens of the adapter's model, if it is another than the device's; 0: the same."""
     other: "OtherModel | None" = None
+    """The model of a job that does not train the one on the device."""
 
 
 class OtherModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a job trains beside the one on the device; all that its packs run are tasklets,
-    part by part.
-
-    forward_turns, loss_turns: of these, before the first part goes backward; evaluation_loss_turns:
-    of a pack that only measures the loss. least_bytes, all_bytes: of a window in which the next
-    part can come while one computes, and of one in which all of them stay.
+    """Model that a job trains beside the one on the device; its packs run as tasklets alone, part
+    by part.
     """
 
     vocab_size: int
+    """Number of the model's tokens."""
     max_positions: int
+    """Length of the longest sequence."""
     forward_turns: int
+    """Tasklets of a pack's forward pass, before the loss."""
     loss_turns: int
+    """Tasklets of the loss, before the first part runs backward."""
     evaluation_loss_turns: int
+    """Tasklets of the loss of a pack that only measures it."""
     least_bytes: int
+    """Smallest window that lets the next part be prefetched while one is in use."""
     all_bytes: int
+    """Window in which all parts stay."""
 
 
 def group_bytes(tensors: Sequence[TensorBytes], num_rows: int) -> int:
-    """Bytes that a group of tensors takes in the pool, each tensor aligned to 64 bytes."""
+    """Return the bytes of a group of tensors in the pool, each aligned to 64 bytes."""
     return sum(-(-each.of(num_rows) // 64) * 64 for each in tensors)

@@ -1,61 +1,79 @@
-"""Commands that copy pages: to and from host memory, in slots of a page's size, and to other pages.
-See `coserve.devices.messages.commands`.
+"""Commands that copy pages, to and from slots of a page's size in host memory, and to other pages.
+
+See `commands.py` for the rest.
 """
 
 import msgspec
 
 
 class SwapOut(msgspec.Struct, tag=True, frozen=True):
-    """Copy pages to slots of host memory, one to one: something else will come into the pages."""
+    """Command to copy pages to slots of host memory, one to one; the pages are then free for
+    others.
+    """
 
     pages: tuple[int, ...]
+    """Pages to copy."""
     slots: tuple[int, ...]
+    """Slot for each page."""
 
 
 class SwapIn(msgspec.Struct, tag=True, frozen=True):
-    """Copy slots back, to any pages."""
+    """Command to copy slots of host memory to pages, one to one."""
 
     pages: tuple[int, ...]
+    """Page for each slot; any pages will do."""
     slots: tuple[int, ...]
+    """Slots to copy."""
 
 
 class SwapOutTensors(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Copy tensors that nothing runs with to slots of host memory, each right after the one before,
-    and let go of them: the parameters of a version, or the moments of a job's optimizer. Nothing if
+    """Command to copy tensors that nothing runs with to slots of host memory, end to end, and to
+    free them.
+
+    They are the parameters of a version, or the moments of a job's optimizer. Nothing happens if
     they are there already, or gone.
     """
 
     version: str = ""
+    """Id of the version; "": a job's moments."""
     job: str = ""
+    """Id of the job; "": a version's parameters."""
     slots: tuple[int, ...]
+    """Slots for the tensors."""
 
 
 class SwapInTensors(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The inverse, from the same slots. Nothing if they are back already; DeviceMemoryError brings
-    nothing back.
+    """Command to copy tensors back from the same slots; nothing happens if they are back already.
+
+    Raises:
+        DeviceMemoryError: There is too little memory; nothing is copied back.
     """
 
     version: str = ""
+    """Id of the version; "": a job's moments."""
     job: str = ""
+    """Id of the job; "": a version's parameters."""
     slots: tuple[int, ...]
+    """Slots that hold the tensors."""
 
 
 class MovePages(msgspec.Struct, tag=True, frozen=True):
-    """Copy pages to others, one to one, where they are from now on for the requests that have them:
-    something else is to come into their places. No page is both a source and a target.
-    """
+    """Command to copy pages of requests to others, which take their place in the page tables."""
 
     pages: tuple[int, ...]
+    """Pages to copy; none of them is a target."""
     targets: tuple[int, ...]
+    """Target for each page."""
 
 
 class MovePack(msgspec.Struct, tag=True, frozen=True):
-    """The job's pack lies in other pages now: what was in its own has been copied there (`SwapOut`,
+    """Command to use a job's pack in other pages, to which its content has been copied (`SwapOut`,
     `SwapIn`).
-
-    runs: as those of `BeginPack`, of the groups of tensors that it still has, each as long as
-    before.
     """
 
     job: str
+    """Id of the job."""
     runs: tuple[tuple[int, int], ...]
+    """First page and number of pages of each group of tensors that the pack still has (see
+    `BeginPack`), as long as before.
+    """

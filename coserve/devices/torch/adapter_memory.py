@@ -1,4 +1,4 @@
-"""What adapters may take of a device's memory: asked before they take it."""
+"""Memory of a device for adapters: checked before they take it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +26,8 @@ _MOMENT_COPIES = 4
 
 
 def room_for_a_job(backbone: Backbone) -> int:
-    """Bytes beside a pool of pages with which a usual job trains: a LoRA of rank 16 at all linear
-    layers.
+    """Return the bytes beside a pool of pages with which a usual job trains: a LoRA of rank 16 at
+    all linear layers.
     """
     layout = LoraConfig(r=16, target_modules="all-linear").sizes(backbone.architecture)
     memory = AdapterMemory(backbone.device, backbone.dtype)
@@ -35,7 +35,7 @@ def room_for_a_job(backbone: Backbone) -> int:
 
 
 class AdapterMemory:
-    """One device's; from any thread."""
+    """Checks of one device's memory for adapters, for callers on any thread."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class AdapterMemory:
         """Begin with nothing taken.
 
         Args:
-            device: whose memory is taken.
-            dtype: of the copies that are computed with.
-            host_is_apart: whether the host's memory is not the device's; None: as PyTorch says.
-            group: of a model that ranks hold together: each verdict is that of the rank with the
+            device: Device whose memory is taken.
+            dtype: Dtype that is computed with.
+            host_is_apart: Whether the host's memory is not the device's; None: as PyTorch says.
+            group: Ranks that hold the model together. Each verdict is that of the rank with the
                 least memory, so that all ranks ask together. On a CPU each rank has its share of
                 the memory.
-            held: returns how much of an adapter a rank holds at most.
+            held: Returns how much of an adapter a rank holds at most.
         """
         self._device, self._group, self._held = device, group or SingleRank(), held
         self._host_is_apart = device.type != "cpu" if host_is_apart is None else host_is_apart
@@ -68,8 +68,14 @@ class AdapterMemory:
 
     @contextmanager
     def for_serving(self, what: str, layout: AdapterLayout) -> Iterator[None]:
-        """While an adapter is being loaded; AdapterTooLargeError, before it is, if there is not
-        enough memory.
+        """Reserve memory while an adapter is loaded.
+
+        Args:
+            what: Name of the adapter, for the message.
+            layout: Its tensors.
+
+        Raises:
+            AdapterTooLargeError: There is too little memory.
         """
         held = self._held(layout)
         num_bytes = held.parameters * (4 + self._copy_bytes) + self._others_bytes(layout, held)
@@ -78,15 +84,23 @@ class AdapterMemory:
 
     @contextmanager
     def for_training(self, what: str, layout: AdapterLayout, num_more: int = 0) -> Iterator[None]:
-        """Likewise, for one that is to be trained; without its moments, where these may lie
-        elsewhere (`moments_need_pages`). num_more: tensors of each parameter's size beside the
-        usual ones.
+        """Reserve memory while an adapter is made that is to be trained.
+
+        Moments do not count where they may lie elsewhere (`moments_need_pages`).
+
+        Args:
+            what: Name of the job, for the message.
+            layout: Its tensors.
+            num_more: Tensors of each parameter's size beside the usual ones.
+
+        Raises:
+            AdapterTooLargeError: There is too little memory.
         """
         with self._taking(what, layout, self.training_bytes(layout, num_more)):
             yield
 
     def training_bytes(self, layout: AdapterLayout, num_more: int = 0) -> int:
-        """The least that must be there to train an adapter; see `for_training`."""
+        """Return the least memory with which an adapter is trained; see `for_training`."""
         num_copies = _TRAINING_COPIES + num_more - (_MOMENT_COPIES if self._host_is_apart else 0)
         held = self._held(layout)
         return held.parameters * (4 * num_copies + self._copy_bytes) + self._others_bytes(
@@ -94,26 +108,24 @@ class AdapterMemory:
         )
 
     def _others_bytes(self, layout: AdapterLayout, held: HeldElements) -> int:
-        """Return the bytes of what is not trained: what follows from parameters, and weights that
-        an adapter brings.
+        """Return the bytes that are not trained: derived tensors, and weights that an adapter
+        brings.
         """
         return 4 * layout.num_derived + self._dtype_bytes * held.frozen
 
     def keep(self, job: str, num_bytes: int) -> None:
-        """Keep memory for a job that does not use it now: its moments lie in pages, and may have to
-        leave them.
-        """
+        """Reserve memory for a job whose moments lie in pages now, and may have to leave them."""
         with self._lock:
             self._kept[job] = num_bytes
 
     def let_go(self, job: str) -> None:
-        """The inverse; no error if nothing is kept."""
+        """End what `keep` has reserved; no error if that is nothing."""
         with self._lock:
             self._kept.pop(job, None)
 
     def moments_need_pages(self, num_parameters: int, num_more: int = 0) -> bool:
-        """Whether there is no room beside the pool for the moments of an adapter that has been made
-        to be trained.
+        """Return whether there is no room beside the pool for the moments of an adapter that is
+        there.
         """
         if not self._host_is_apart:
             return False

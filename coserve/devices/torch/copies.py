@@ -1,5 +1,5 @@
 """Copies of a job's tensors that are written to files, and the optimizer's state as it is read
-again.
+back.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,7 @@ from coserve.errors import AdapterError
 
 
 class TorchCopy:
-    """A copy of tensors, which later training does not touch; may be written from any thread,
-    beside steps.
-    """
+    """Copy of tensors that later training does not touch; any thread may write it."""
 
     def __init__(
         self,
@@ -33,10 +31,10 @@ class TorchCopy:
         """Keep tensors that are copies already.
 
         Args:
-            tensors: by name.
-            held: what of the whole tensors they are.
-            device: that they lie on.
-            file: that they are written to.
+            tensors: The copies by name.
+            held: How they are pieces of whole tensors.
+            device: Device that they lie on.
+            file: Name of the file that they are written to.
         """
         self._tensors, self._held, self._device, self._file = tensors, held, device, file
         self._taken: torch.cuda.Event | None = None
@@ -50,7 +48,11 @@ class TorchCopy:
         return self._tensors
 
     def write(self, directory: Path) -> None:
-        """AdapterError or OSError if it cannot be written."""
+        """Write the copies to a directory.
+
+        Raises:
+            AdapterError, OSError: They cannot be written.
+        """
         if self._taken is None:
             stream = None
         else:  # of its own, so that it does not wait for steps
@@ -64,13 +66,17 @@ class TorchCopy:
 
 
 class TorchCheckpoint(TorchCopy):
-    """Of a job: its adapter, and the optimizer's state unless that is gone."""
+    """Copy of a job: its adapter, and the optimizer's state unless that is gone."""
 
     def __init__(
         self, adapter: Adapter, optimizer: dict[str, Tensor] | None, held: HeldTensors
     ) -> None:
-        """optimizer: its state, by name; None: it is gone. held: what of the whole tensors that
-        is.
+        """Keep copies.
+
+        Args:
+            adapter: A copy of the adapter.
+            optimizer: A copy of its state, by name; None: it is gone.
+            held: How the state is a piece of whole tensors.
         """
         super().__init__(optimizer or {}, held, adapter.backbone.device, OPTIMIZER_FILE)
         self._adapter, self._has_optimizer = adapter, optimizer is not None
@@ -82,16 +88,15 @@ class TorchCheckpoint(TorchCopy):
 
 
 def read_state(path: Path, masters: Mapping[str, Tensor], held: HeldTensors) -> dict[str, Tensor]:
-    """Return what was written of an optimizer, or this rank's pieces of it. It is read only if its
-    shapes are those of the parameters (or of single numbers).
+    """Return the written state of an optimizer, or this rank's pieces of it.
 
     Args:
-        path: the file.
-        masters: the parameters by name.
-        held: what of the whole parameters they are.
+        path: The file.
+        masters: The parameters by name, whose shapes the state must have (or be single numbers).
+        held: How they are pieces of whole tensors.
 
     Raises:
-        AdapterError: shapes are others, or a number is not finite.
+        AdapterError: A shape differs, or a number is not finite.
     """
     shapes = {name: held.whole_shape(name, master) for name, master in masters.items()}
     with open_tensors(path) as file:

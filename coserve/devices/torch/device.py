@@ -1,10 +1,10 @@
-"""The device on torch, for CPUs and GPUs by one code path.
+"""The device on PyTorch, for CPUs and GPUs by one code path.
 
 A step is launched section by section and waited for once: everything that it computes for the
 engine (tokens, log-probabilities, loss sums, gradient norms) is read together at its end, and
-sections are timed by the device's own events. It can be divided (`Partition`,
-`coserve.devices.sides.base`), but not where results must be the same bit for bit: there it says that it
-has one unit.
+sections are timed by the device's own events. A step can be divided (`Partition`,
+`coserve.devices.sides.base`), but not where results must be the same bit for bit: such a device has
+one unit.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ from coserve.scheduling.profile import Profile
 
 
 class TorchDevice:
-    """See `coserve.devices.base.Device`."""
+    """Device in this process; see `coserve.devices.base.Device`."""
 
     def __init__(
         self,
@@ -106,11 +106,19 @@ class TorchDevice:
         num_host_pages: int = 0,
         is_provisional: bool = False,
     ) -> None:
-        """Take the memory of the page pool, and of pages on the host; DeviceMemoryError.
+        """Take the memory of the page pool, and of pages on the host.
 
         Args:
-            profile_path: the file that the profile comes from, or will be kept in.
-            is_provisional: whether the profile is to be measured by `MeasureDevice`.
+            backbone: The model.
+            num_pages: Number of pages.
+            block_tokens: Tokens of a page.
+            profile: Measured times of the pieces of a step.
+            profile_path: File that the profile comes from, or will be kept in.
+            num_host_pages: Number of slots of a page's size in host memory.
+            is_provisional: Whether the profile is to be measured by `MeasureDevice`.
+
+        Raises:
+            DeviceMemoryError: There is too little memory.
         """
         self.backbone, self._sides = backbone, sides_of(backbone)
         self.clock: Clock = WallClock()
@@ -208,9 +216,7 @@ class TorchDevice:
         return reply
 
     def undo(self, command: Command) -> None:
-        """Take back a command that was done here and has failed on another rank; it stays
-        counted.
-        """
+        """Take back a command that has failed on another rank; it stays counted."""
         for inverse in inverses_of(command):
             self._handlers[type(inverse)](inverse)
         if isinstance(command, MeasureDevice):
@@ -224,7 +230,7 @@ class TorchDevice:
             self._trainers[command.job].take_back(self._checkpoints.pop(self._contributed))
 
     def submit(self, batch: StepBatch) -> None:
-        """Launch the step; on a CPU it is done then, but for the numbers that come of it."""
+        """Launch the step; on a CPU it has run on return, but its numbers are not read."""
         self._step = self._take_back = None
         try:
             step = self._prepared(batch)
@@ -266,7 +272,7 @@ class TorchDevice:
         )
 
     def close(self) -> None:
-        """Its memory goes with the object."""
+        """End threads; memory is freed with the object."""
         if self._sides is not None:
             self._sides.close()
         self._others.close()
@@ -326,8 +332,8 @@ class TorchDevice:
             )
 
     def _require_own_weights(self, what: str) -> None:
-        """AdapterError for what belongs to the weights that were loaded, once a job has changed
-        them.
+        """Raise AdapterError for what belongs to the weights that were loaded, once a job has
+        changed them.
         """
         if self._changed_by:
             raise AdapterError(

@@ -1,7 +1,7 @@
-"""What the nodes of a data-parallel job give each other of its tensors, and how that is combined;
-see `coserve.tuning.shard`.
+"""Exchange of a data-parallel job's tensors between nodes, and their combination; see
+`coserve.tuning.shard`.
 
-Everything is combined in the order that all nodes are told, so that all come to the same values,
+Everything is combined in the order that all nodes are given, so that all come to the same values,
 bit for bit where they compute alike.
 """
 
@@ -24,23 +24,26 @@ CONTRIBUTION_FILE = "contribution.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePosition:
-    """Which contributions a node has taken in, and what they have made."""
+    """Contributions that a node has taken in, and what they have made."""
 
     base: Mapping[str, Tensor]
+    """Values that all contributions so far have made."""
     read: tuple[Mapping[str, Tensor], ...]
+    """Contributions that are read and not taken in."""
     num_taken: int
+    """Number of contributions that are taken in."""
 
 
 class TorchExchange:
-    """One node's end."""
+    """One node's side of the exchange."""
 
     def __init__(self, shard: Shard, trained: Mapping[str, Tensor], held: HeldTensors) -> None:
         """Begin with nothing read.
 
         Args:
-            shard: this node's part of the job.
-            trained: what gradients are of, or what makes progress; float32, by name.
-            held: what of the whole tensors that is.
+            shard: This node's part of the job.
+            trained: Tensors that gradients are of, or that make progress; float32, by name.
+            held: How they are pieces of whole tensors.
         """
         self._shard, self._trained, self.held = shard, trained, held
         # What all contributions so far have made, in the order of all nodes.
@@ -58,7 +61,7 @@ class TorchExchange:
         return self._shard.gives_gradients
 
     def begin(self) -> None:
-        """All nodes hold now what this one holds."""
+        """Note that all nodes hold the same values now."""
         if not self._shard.gives_gradients:
             self._base = {name: tensor.detach().clone() for name, tensor in self._trained.items()}
 
@@ -66,8 +69,10 @@ class TorchExchange:
     def take(
         self, gradients: Mapping[str, Tensor] | None, moments: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """What the others are to have: gradients, complete ones (None: it has none), or how far the
-        values have come since nodes last exchanged them, and the optimizer's moments.
+        """Return what the other nodes are to have.
+
+        That is the complete gradients (None: there are none), or how far the values have come since
+        nodes last exchanged them, and the optimizer's moments.
         """
         if self._shard.gives_gradients:
             return dict(gradients or {})
@@ -75,13 +80,13 @@ class TorchExchange:
         return progress | {name: tensor.clone() for name, tensor in moments.items()}
 
     def read(self, directories: tuple[str, ...]) -> None:
-        """Read contributions (this rank's pieces) for later, in place of what was read before and
-        not taken in.
+        """Read contributions (this rank's pieces), in place of what was read before and not taken
+        in.
 
         May be called from any thread.
 
         Raises:
-            AdapterError: for their files; then nothing has changed.
+            AdapterError: A file cannot be used; nothing has changed.
         """
         found = []
         shapes = {
@@ -100,9 +105,10 @@ class TorchExchange:
 
     @torch.inference_mode()
     def advance(self, up_to: int, optimizer: AdapterOptimizer, *, meets: bool) -> None:
-        """Continue with the progress of the contributions up to this one: the values are what it
-        has made of them, and where nodes meet, so are the moments. `note_taken` is to follow; until
-        then it can be repeated.
+        """Set the values to what the contributions up to this one have made, and where nodes meet,
+        the moments.
+
+        `note_taken` is to follow; until then this can be repeated.
         """
         taken = self._read[: up_to - self.num_taken]
         base = {name: tensor.clone() for name, tensor in self._base.items()}
@@ -138,7 +144,7 @@ class TorchExchange:
         return total
 
     def note_taken(self, up_to: int) -> None:
-        """Contributions up to this one have been taken in."""
+        """Note that the contributions up to this one have been taken in."""
         if self._next_base is not None:
             self._base, self._next_base = self._next_base, None
         self._read = self._read[up_to - self.num_taken :]
@@ -150,9 +156,9 @@ class TorchExchange:
         return ExchangePosition(base=self._base, read=self._read, num_taken=self.num_taken)
 
     def return_to(self, position: ExchangePosition) -> None:
-        """Have the contributions since a position as not taken in, to take them in again.
+        """Return to a position, to take in the contributions since then again.
 
-        What is trained stays as it is: `advance` computes it from the position's base.
+        Trained values stay as they are: `advance` computes them from the position's base.
         """
         self._base, self._read = position.base, position.read
         self.num_taken, self._next_base = position.num_taken, None

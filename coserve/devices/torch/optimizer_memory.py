@@ -1,6 +1,4 @@
-"""Where the moments of a job's optimizer lie: in a run of the page pool, beside the pool, or on the
-host.
-"""
+"""Place of an optimizer's moments: a run of the page pool, memory beside the pool, or the host."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,15 +15,18 @@ from coserve.tuning.optimizer import AdapterOptimizer
 
 
 class OptimizerMemory:
-    """Of one optimizer, which takes its moments as they come: they are moved, never computed with
-    here.
-    """
+    """Moments of one optimizer, which are moved, and never computed with, here."""
 
     def __init__(
         self, optimizer: AdapterOptimizer, device: torch.device, *, need_pages: bool = False
     ) -> None:
-        """need_pages: they lie on the host while they have no pages
-        (`TrainerOpened.moments_need_pages`).
+        """Begin with moments that come with the optimizer's first step.
+
+        Args:
+            optimizer: The optimizer.
+            device: Device that it runs on.
+            need_pages: Whether moments lie on the host while they have no pages
+                (`TrainerOpened.moments_need_pages`).
         """
         self.need_pages = need_pages
         self._optimizer, self._device = optimizer, device
@@ -34,16 +35,16 @@ class OptimizerMemory:
 
     @property
     def is_away(self) -> bool:
-        """Whether they are on the host."""
+        """Return whether the moments are on the host."""
         return self._away is not None
 
     @property
     def num_bytes(self) -> int:
-        """Of all moments, from the first step on."""
+        """Return the bytes of all moments, from the first step on."""
         return sum(4 * shape.numel() for shape in self._optimizer.moment_shapes().values())
 
     def place(self, pages: PagedKv, first_page: int, num_pages: int) -> None:
-        """See `PlaceOptimizer`."""
+        """Carry out `PlaceOptimizer`."""
         run = (first_page, num_pages) if num_pages else None
         if run == self._run and (run is None or self._optimizer.room is not None):
             return
@@ -66,9 +67,7 @@ class OptimizerMemory:
         self._optimizer.room = room
 
     def fetch(self) -> None:
-        """The optimizer is to make a step: moments for which there was no memory must have some
-        now.
-        """
+        """Bring moments for which there was no memory to the device, for an optimizer step."""
         moments = self._optimizer.moments
         if any(moment.device != self._device for moment in moments.values()):
             self._optimizer.replace_moments(
@@ -76,7 +75,7 @@ class OptimizerMemory:
             )
 
     def put_away(self, host: HostPages, slots: tuple[int, ...]) -> None:
-        """See `SwapOutTensors`; the run of pages is theirs no more."""
+        """Carry out `SwapOutTensors`; the run of pages is free then."""
         if self.is_away:
             return
         moments = self._optimizer.moments
@@ -86,14 +85,14 @@ class OptimizerMemory:
         self._optimizer.room = self._run = None
 
     def bring_back(self) -> None:
-        """The inverse, to where they were placed meanwhile."""
+        """Copy the moments from the host to where they were placed meanwhile."""
         if self.is_away:
             moments, room = self.away(on_device=True), self._optimizer.room
             self._optimizer.replace_moments(moments if room is None else _filled(room, moments))
             self._away = None
 
     def away(self, *, on_device: bool) -> dict[str, Tensor]:
-        """Copies of what lies on the host."""
+        """Return copies of the moments that lie on the host."""
         if self._away is None:
             return {}
         (host, slots), moments = self._away, self._optimizer.moments
@@ -102,8 +101,8 @@ class OptimizerMemory:
         )
 
     def _room(self, pages: PagedKv, run: tuple[int, int]) -> dict[str, Tensor]:
-        """Each right after the one before, and laid out as its parameter is, as fused AdamW needs
-        them.
+        """Return room in a run of pages for each moment, laid out as its parameter is, as fused
+        AdamW needs it.
         """
         whole, start, room = pages.run(*run).view(torch.float32), 0, {}
         for name, shape in self._optimizer.moment_shapes().items():
@@ -114,8 +113,8 @@ class OptimizerMemory:
         return room
 
     def _beside(self, moments: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies beside the pool: on the device, or, where it has no memory for them, in the host's
-        until `fetch`, or until they have pages.
+        """Return copies beside the pool: on the device, or, if it has no memory for them, on the
+        host until `fetch` or until they have pages.
         """
         if not self.need_pages:
             with suppress(DeviceMemoryError), memory_errors():
@@ -124,5 +123,5 @@ class OptimizerMemory:
 
 
 def _filled(room: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Such of it as there are values for: none before the first step."""
+    """Fill the room for which there are values (none before the first step), and return that."""
     return {name: room[name].copy_(value) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Models that jobs train beside the one on the device: their weights stay in their files, and pass
+"""Models that jobs train beside the one on the device: their weights stay in files, and pass
 through a window of the page pool.
 """
 
@@ -14,14 +14,18 @@ from coserve.models.source import find_model
 
 
 class OtherModels:
-    """By name; each is found once. One of them at a time has the window: the one whose pack was
-    begun last.
+    """Models by name, each of which is found once.
 
-    waited_s: for which others waited for weights; num_bytes_copied: of weights, so far.
+    One of them at a time has the window: the one whose pack was begun last.
     """
 
     def __init__(self, served: Backbone, pages: PagedKv) -> None:
-        """served: the one on the device; others have its dtype and its kernels."""
+        """Begin without models.
+
+        Args:
+            served: The model on the device; others have its dtype and its kernels.
+            pages: The page pool.
+        """
         self._served, self._pages = served, pages
         self._storage: Tensor = pages.storage.view(-1)
         self._backbones: dict[str, Backbone] = {}
@@ -31,45 +35,50 @@ class OtherModels:
 
     @property
     def waited_s(self) -> float:
+        """Return the seconds for which others waited for weights so far."""
         return sum([window.waited_s for window in self._windows.values()])
 
     @property
     def num_bytes_copied(self) -> int:
+        """Return the bytes of weights that were copied to the window so far."""
         return sum([window.num_bytes_copied for window in self._windows.values()])
 
     def backbone(self, name: str) -> Backbone:
-        """Of a directory or hub id; ModelError if there is no such model, or it cannot be trained
-        so, as on a device that is one of several ranks.
+        """Return the model of a directory or hub id.
+
+        Raises:
+            ModelError: There is no such model, or it cannot be trained so, as on a device of
+                several ranks.
         """
         if name not in self._backbones:
             self._open(name)
         return self._backbones[name]
 
     def window(self, name: str) -> WeightWindow:
-        """Of one that was opened."""
+        """Return the window of weights of a model that was opened."""
         return self._windows[name]
 
     def resize(self, first_page: int, num_pages: int) -> None:
-        """The window is this run of pages from now on."""
+        """Set the run of pages of the window."""
         size = self._pages.page_bytes
         self._room = range(first_page * size, (first_page + num_pages) * size)
         if self._owner:
             self._resized_s += self._windows[self._owner].resize(self._room)
 
     def take_resized_s(self) -> float:
-        """How long weights took to make room (`resize`) since this was asked last."""
+        """Return the seconds that weights took to make room (`resize`) since the last call."""
         seconds, self._resized_s = self._resized_s, 0.0
         return seconds
 
     def give_window(self, name: str) -> None:
-        """To one of them, whose pack begins."""
+        """Give the window to a model whose pack begins."""
         if self._owner not in ("", name):
             self._windows[self._owner].resize(range(0))
         self._owner = name
         self._windows[name].resize(self._room)
 
     def close(self) -> None:
-        """Their threads end."""
+        """End the threads of all models."""
         for window in self._windows.values():
             window.close()
 

@@ -1,4 +1,4 @@
-"""Telling that a device has run out of memory from everything else that can go wrong on it."""
+"""Detection of a device that has run out of memory, among all else that can go wrong."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from coserve.errors import DeviceMemoryError
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """What PyTorch raises when memory runs out, as DeviceMemoryError; other errors pass as they
-    are.
+    """Raise DeviceMemoryError in place of what PyTorch raises when memory runs out; other errors
+    pass.
     """
     try:
         yield

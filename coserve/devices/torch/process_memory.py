@@ -1,6 +1,4 @@
-"""How large a page pool a device can bear, when no setting says so; and memory that is used
-again.
-"""
+"""Size of a page pool that no setting gives, and memory that is used again."""
 
 import ctypes
 import os
@@ -28,9 +26,9 @@ def pool_bytes(device: torch.device, beside_bytes: int, num_ranks: int = 1) -> i
     """Return the bytes for the page pool on a device, with the weights loaded.
 
     Args:
-        device: a GPU, or the CPU.
-        beside_bytes: what a job should find beside the pool.
-        num_ranks: processes that hold the model together: on a CPU they share its memory.
+        device: A GPU, or the CPU.
+        beside_bytes: Bytes that a job should find beside the pool.
+        num_ranks: Processes that hold the model together: on a CPU they share its memory.
     """
     if device.type == "cuda":
         free = int(torch.cuda.mem_get_info(device)[0])
@@ -40,8 +38,8 @@ def pool_bytes(device: torch.device, beside_bytes: int, num_ranks: int = 1) -> i
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that tensors on a device may still take now, together with what the system would give
-    back for them.
+    """Return the bytes that tensors on a device may still take, with what the system would free for
+    them.
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -83,8 +81,8 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Let the system have what was kept so; it takes some milliseconds, for an engine without
-    work.
+    """Give memory that was kept back to the system; it takes some milliseconds, for an engine
+    without work.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -102,7 +100,9 @@ def bound_compiled_products() -> None:
 
 
 def _free_memory_bytes() -> int:
-    """Memory that this process may still take: the machine's, or what its container allows."""
+    """Return the memory that this process may still take: the machine's, or what its container
+    allows.
+    """
     free = 4 << 30
     with suppress(OSError, ValueError):
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -8,9 +8,9 @@ from coserve.errors import DeviceMemoryError
 
 
 class Readout:
-    """Collects tensors; `read` brings all their values here at once.
+    """Collector of tensors; `read` copies all their values to the host at once.
 
-    They cross as float64, which holds float32 and whole numbers up to 2^53 exactly.
+    They are copied as float64, which holds float32 and whole numbers up to 2^53 exactly.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Readout:
         self._num_values = 0
 
     def add(self, tensor: Tensor) -> "Pending":
-        """A tensor of numbers, of any shape."""
+        """Add a tensor of numbers, of any shape."""
         start, self._num_values = self._num_values, self._num_values + tensor.numel()
         if tensor.numel():
             self._parts.append(tensor.reshape(-1).to(torch.float64))
@@ -37,12 +37,12 @@ class Readout:
             self._values = [value for part in parts for value in part.tolist()]
 
     def values(self, start: int, end: int) -> list[float]:
-        """Some of what was read."""
+        """Return some of the numbers that were read."""
         return self._values[start:end]
 
 
 class Pending:
-    """The values of one tensor, in row-major order, once they have been read."""
+    """Values of one tensor, in row-major order, once they have been read."""
 
     def __init__(self, readout: Readout, start: int, end: int) -> None:
         self._readout, self._start, self._end = readout, start, end

@@ -2,7 +2,7 @@
 them.
 
 Of several ranks that hold a model together, rank 0 alone chooses tokens and scores prompts. The
-others run the same rows, keep no tokens, and learn what was chosen from the rows of the next step.
+others run the same rows, keep no tokens, and get what was chosen with the rows of the next step.
 """
 
 from array import array
@@ -37,7 +37,7 @@ SAMPLING = "sampling"
 
 
 class RequestHandle:
-    """A request as a device keeps it. pages: its page table. vocab_size: of its model."""
+    """A request as a device keeps it."""
 
     def __init__(
         self,
@@ -47,14 +47,25 @@ class RequestHandle:
         *,
         samples: bool = True,
     ) -> None:
-        """samples: whether this rank chooses its tokens, and so keeps what they depend on."""
+        """Make the handle of an opened request.
+
+        Args:
+            command: The command that opens it.
+            grammars: The device's grammars.
+            vocab_size: Number of tokens of its model.
+            samples: Whether this rank chooses its tokens, and so keeps what they depend on.
+        """
         self.vocab_size = vocab_size
+        """Number of tokens of its model."""
         self.params, self.seed, self.version = command.params, command.seed, command.version
         self.pages = array("q", command.pages)
+        """Page table."""
         self.counts: TokenCounts | None = None
+        """Used tokens, if its params penalize them."""
         self.matcher: Matcher | None = None
-        # What no later token changes need not be made again for each.
+        """State in its grammar, if it has one."""
         self.constant_row: SamplingRow | None = None
+        """How each of its tokens is chosen, if that does not depend on the tokens before."""
         if not samples:
             return
         if command.params.penalizes:
@@ -68,11 +79,11 @@ class RequestHandle:
 
     @property
     def follows(self) -> bool:
-        """Whether its tokens matter to those that come."""
+        """Return whether chosen tokens change how the next ones are chosen."""
         return self.counts is not None or self.matcher is not None
 
     def sampling_row(self, rows: RequestRows) -> SamplingRow:
-        """How the token after its rows is to be chosen."""
+        """Return how the token after these rows is to be chosen."""
         if self.constant_row is not None and not rows.forbidden:
             return self.constant_row
         return SamplingRow(
@@ -85,7 +96,7 @@ class RequestHandle:
         )
 
     def accept(self, token: int) -> None:
-        """It has been given a token."""
+        """Note a chosen token."""
         if self.counts is not None:
             self.counts.add(token)
         if self.matcher is not None:
@@ -110,7 +121,7 @@ class _Rows:
 
     @cached_property
     def tables(self) -> PageTables:
-        """Their pages, which change now and then."""
+        """Return their page tables, which change now and then."""
         return PageTables([handle.pages for handle in self.handles])
 
 
@@ -124,7 +135,14 @@ class _Samplers(_Rows):
         device: torch.device,
         vocab_size: int,
     ) -> None:
-        """vocab_size: of the backbone."""
+        """Note the requests.
+
+        Args:
+            ids: Their ids.
+            handles: Their handles, in the same order.
+            device: Device of the model.
+            vocab_size: Number of the backbone's tokens.
+        """
         super().__init__(ids, handles)
         self._device, self._vocab_size = device, vocab_size
         self.followed = [(place, handle) for place, handle in enumerate(handles) if handle.follows]
@@ -134,13 +152,13 @@ class _Samplers(_Rows):
 
     @cached_property
     def params(self) -> SampledParams:
-        """How their tokens are chosen; for the rank that chooses them."""
+        """Return how their tokens are chosen, for the rank that chooses them."""
         sizes = [handle.vocab_size for handle in self.handles]
         own = sizes if any(size != self._vocab_size for size in sizes) else ()
         return SampledParams([handle.params for handle in self.handles], self._device, own)
 
     def sampling_rows(self, sampled: Sequence[RequestRows]) -> Sequence[SamplingRow]:
-        """How the tokens after these rows of theirs are to be chosen."""
+        """Return how the tokens after these rows are to be chosen."""
         if self._constant is not None and not any(rows.forbidden for rows in sampled):
             return self._constant
         return [
@@ -149,7 +167,7 @@ class _Samplers(_Rows):
 
     @cached_property
     def matchers(self) -> Mapping[str, Matcher]:
-        """Of those that have one."""
+        """Return the matchers of requests that have a grammar."""
         pairs = zip(self.ids, self.handles, strict=True)
         return {request: handle.matcher for request, handle in pairs if handle.matcher is not None}
 
@@ -192,20 +210,20 @@ class TorchRequests:
             vars(self._rows).pop("tables", None)
 
     def extend_tables(self, requests: Sequence[RequestRows]) -> None:
-        """New pages join their requests'."""
+        """Add new pages to their requests' page tables."""
         for rows in requests:
             if rows.new_pages:
                 self._handles[rows.request].pages.extend(rows.new_pages)
                 self._forget_tables()
 
     def move_pages(self, targets: Mapping[int, int]) -> None:
-        """Pages are elsewhere now."""
+        """Note that pages are others now."""
         for handle in self._handles.values():
             handle.pages = array("q", [targets.get(page, page) for page in handle.pages])
         self._forget_tables()
 
     def spans(self, requests: Sequence[RequestRows]) -> list[RowSpan]:
-        """The rows as spans of a forward batch, one for each adapter."""
+        """Return the rows as spans of a forward batch, one for each adapter."""
         if not requests:
             return []
         ids = [rows.request for rows in requests]
@@ -262,7 +280,7 @@ class TorchRequests:
         return (sampled, ()) if all(takes) else ((), sampled)
 
     def _those_of(self, sampled: Sequence[_LastRow], *, are_takers: bool) -> _Samplers:
-        """The requests of these rows: those of the step before, unless they are others, or one has
+        """Return the requests of these rows: the object of the step before, unless a request has
         come or gone.
         """
         ids = [rows.request for _, rows in sampled]

@@ -1,6 +1,4 @@
-"""What comes of requests' rows in a step: tokens, scores of prompts and embeddings, once its
-numbers have been read.
-"""
+"""Result of requests' rows in a step: tokens, scores of prompts and embeddings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import nan
@@ -16,7 +14,7 @@ from coserve.kernels.transfer import on_device
 
 
 class RequestsResult:
-    """What came of requests' rows; to be asked when the step's numbers have been read."""
+    """Result of requests' rows, to be read once the step's numbers are there."""
 
     def __init__(
         self,
@@ -29,15 +27,17 @@ class RequestsResult:
         self._embeddings = embeddings
 
     def tokens(self) -> dict[str, TokenLogprob]:
-        """Of those that sampled; the tokens count as used from now on. To be asked once."""
+        """Return the tokens of requests that sample; they count as used from then on. To be called
+        once.
+        """
         return {request: line for some in self._tokens for request, line in some().items()}
 
     def ended(self) -> tuple[str, ...]:
-        """Of those that sampled, whose grammar lets nothing follow; after `tokens`."""
+        """Return the requests whose grammar allows nothing after their token; after `tokens`."""
         return tuple([request for request, matcher in self._matchers.items() if matcher.has_ended])
 
     def refused(self) -> dict[str, str]:
-        """Those for which no token could be chosen, with the reason."""
+        """Return the reason by request for which no token can be chosen."""
         return {
             request: f"{CANNOT_FOLLOW}{matcher.error}"
             for request, matcher in self._matchers.items()
@@ -45,11 +45,11 @@ class RequestsResult:
         }
 
     def embeddings(self) -> dict[str, tuple[float, ...]]:
-        """Of those that ask for them."""
+        """Return the states of requests that ask for them."""
         return {request: tuple(pending.floats()) for request, pending in self._embeddings.items()}
 
     def prompts(self) -> dict[str, tuple[TokenLogprob, ...]]:
-        """Of those whose prompts were scored."""
+        """Return the scores of prompts that were scored."""
         return {
             request: tuple(one for chunk in chunks for one in chunk())
             for request, chunks in self._prompts.items()
@@ -59,8 +59,11 @@ class RequestsResult:
 def score_rows(
     scores: Tensor, targets: Sequence[int], k: int, readout: Readout
 ) -> Callable[[], list[TokenLogprob]]:
-    """Log-probabilities and ranks of a token in each row of scores [n, vocab_size], and the k
+    """Score a token in each row of scores [n, vocab_size]: its log-probability and rank, and the k
     likeliest.
+
+    Returns:
+        A function that returns the scores once the readout is read.
     """
     logprobs = scores.float().log_softmax(-1)
     tokens = on_device(targets, scores.device)
@@ -91,7 +94,11 @@ class Lines:
         self._top_tokens, self._top_logprobs = readout.add(top_tokens), readout.add(top_logprobs)
 
     def lines(self, numbers: Sequence[int]) -> list[TokenLogprob]:
-        """What was read; numbers: how many of the likeliest each row asked for."""
+        """Return what was read of each row.
+
+        Args:
+            numbers: How many of the likeliest tokens each row asks for.
+        """
         tokens = self._tokens.ints()
         logprobs = self._logprobs.floats() or [nan] * len(tokens)
         if not any(numbers):

@@ -1,8 +1,8 @@
-"""Choosing the next token of many requests in one batched pass.
+"""Sampling: the next tokens of many requests in one batched pass.
 
 The order: penalties on the logits, logit bias, forbidden and allowed tokens, the grammar's mask,
 temperature, min-p, top-k, top-p. A draw uses one uniform number that is a pure function of the
-request's seed and the token's place in it, so a seeded request gives the same tokens in any
+request's seed and the token's place in it, so that a seeded request gets the same tokens in any
 company. Log-probabilities are those of the model, before all of that.
 """
 
@@ -27,8 +27,8 @@ _BITS, _STEP = 2**64 - 1, 0x9E3779B97F4A7C15
 
 
 class TokenCounts:
-    """Which tokens a request has used, for its penalties: those of its prompt, and how often each
-    is in its output.
+    """Used tokens of a request, for its penalties: those of its prompt, and counts of those of its
+    output.
 
     A request whose params penalize keeps one and adds every token it is given; no others need one.
     """
@@ -39,7 +39,7 @@ class TokenCounts:
         self._uses = array("f", bytes(4 * len(self._slots)))
 
     def add(self, token: int) -> None:
-        """A token of the output."""
+        """Count a token of the output."""
         slot = self._slots.setdefault(token, len(self._slots))
         if slot == len(self._tokens):
             self._tokens.append(token)
@@ -50,8 +50,10 @@ class TokenCounts:
         return len(self._tokens)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Distinct tokens int64 [n], n above 0, and their uses in the output float32 [n]; views on
-        the CPU, to be dropped before the next `add`.
+        """Return the distinct tokens int64 [n], n above 0, and their uses in the output float32
+        [n].
+
+        They are views on the CPU, to be dropped before the next `add`.
         """
         return torch.frombuffer(self._tokens, dtype=torch.int64), torch.frombuffer(
             self._uses, dtype=torch.float32
@@ -59,20 +61,20 @@ class TokenCounts:
 
 
 class SamplingRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, at the point where its next token is chosen.
-
-    seed: of its draws. place: how many tokens it has been given so far. counts: of its tokens, for
-    params that penalize (ValueError if they are missing). forbidden: ids that must not come now
-    (the ends of a request that is still below its min_tokens). mask: of its grammar, a bit for each
-    token that may come, the lowest first; empty: all may.
-    """
+    """One request, at the point where its next token is chosen."""
 
     params: SamplingParams
+    """Settings of its sampling."""
     seed: int
+    """Seed of its draws."""
     place: int = 0
+    """Number of tokens that it has been given so far."""
     counts: TokenCounts | None = None
+    """Its used tokens, for params that penalize (ValueError if they are missing)."""
     forbidden: Sequence[int] = ()
+    """Ids that must not be chosen now: the ends of a request that is below its min_tokens."""
     mask: bytes = b""
+    """Mask of its grammar: a bit for each token that may come, the lowest first; empty: all may."""
 
     def __post_init__(self) -> None:
         if self.counts is None and self.params.penalizes:
@@ -81,25 +83,21 @@ class SamplingRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """tokens int64 [n]; logprobs float32 [n], of the chosen tokens, or [0] if no row asked for any;
-    the likeliest tokens of each row and their logprobs [n, k], with k the most that any row asked
-    for.
-    """
+    """Chosen tokens of n rows."""
 
     tokens: Tensor
+    """The tokens, int64 [n]."""
     logprobs: Tensor
+    """Their log-probabilities, float32 [n]; [0] if no row asks for any."""
     top_tokens: Tensor
+    """The likeliest tokens of each row, [n, k], with k the most that any row asks for."""
     top_logprobs: Tensor
+    """Their log-probabilities, [n, k]."""
 
 
 class SampledParams:
     """Params of the rows that are sampled in a step, with what is the same in every step of these
     rows.
-
-    drawn: rows whose tokens are drawn; temperature, min_p (None: all 0): float32 [drawn, 1]; top_k,
-    top_p: theirs. num_top: of the likeliest tokens, how many each row reports. last_tokens: the
-    last token of each row's model, int64 [n], or None where each has as many tokens as there are
-    logits.
     """
 
     def __init__(
@@ -108,30 +106,46 @@ class SampledParams:
         device: torch.device,
         vocab_sizes: Sequence[int] = (),
     ) -> None:
-        """vocab_sizes: of each row's model, where some have fewer tokens than there are logits."""
+        """Prepare the params.
+
+        Args:
+            params: Those of each row.
+            device: Device of the logits.
+            vocab_sizes: Number of tokens of each row's model, where some have fewer than there are
+                logits.
+        """
         self.last_tokens = (
             on_device([size - 1 for size in vocab_sizes], device) if vocab_sizes else None
         )
+        """Last token of each row's model, int64 [n]; None: each has as many tokens as there are
+        logits."""
         self.biased = {index for index, each in enumerate(params) if each.biases}
+        """Rows with biases."""
         self.num_top = [each.num_top for each in params]
+        """Number of likeliest tokens that each row reports."""
         if vocab_sizes:
             self.num_top = [
                 min(number, size) for number, size in zip(self.num_top, vocab_sizes, strict=True)
             ]
         self.reports = any(each.logprobs is not None for each in params)
+        """Whether any row reports log-probabilities."""
         self.named = [
             (index, each.logprob_token_ids)
             for index, each in enumerate(params)
             if each.logprob_token_ids
         ]
+        """Rows that name the tokens to report, and these."""
         self.drawn = [index for index, each in enumerate(params) if each.draws]
+        """Rows whose tokens are drawn; the settings below are theirs."""
         own = [params[index] for index in self.drawn]
         self.top_k, self.top_p = [each.top_k for each in own], [each.top_p for each in own]
         self.temperature = on_device([each.temperature for each in own], device, torch.float32)[
             :, None
         ]
+        """Float32 [drawn, 1]."""
         min_p = [each.min_p for each in own]
         self.min_p = on_device(min_p, device, torch.float32)[:, None] if any(min_p) else None
+        """Float32 [drawn, 1]; None: all are 0."""
 
 
 def sample(
@@ -140,8 +154,13 @@ def sample(
     backend: Backend | None = None,
     params: SampledParams | None = None,
 ) -> Sampled:
-    """Choose a token for each row of logits [n, vocabulary], which stay as they are. backend: by
-    default the plain. params: the rows', where they are kept.
+    """Choose a token for each row of logits [n, vocabulary], which stay as they are.
+
+    Args:
+        logits: The logits.
+        rows: How each token is chosen.
+        backend: Kernels; None: the plain ones.
+        params: Params of the rows, where they are kept.
     """
     device = logits.device
     backend, params = (
@@ -182,7 +201,7 @@ def sample(
 
 
 def _few(number: int, logits: Tensor) -> list[slice]:
-    """Of this many rows, those that are done at once."""
+    """Return the rows in slices, each of which is done at once."""
     at_once = _ROWS_AT_ONCE_ELSEWHERE
     if logits.device.type == "cpu":
         at_once = max(_ROWS_AT_ONCE_ON_CPU, _SCORES_AT_ONCE_ON_CPU // max(1, logits.shape[1]))
@@ -214,8 +233,9 @@ def _column(rows: Sequence[SamplingRow], name: str, device: torch.device) -> Ten
 
 
 def _adjust_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Penalties, logit bias and forbidden tokens, as sparse changes, and masks: most rows and most
-    tokens have none.
+    """Apply penalties, logit bias and forbidden tokens, as sparse changes, and masks.
+
+    Most rows and most tokens have none.
     """
     _penalize_(scores, rows)
     if biases := [
@@ -240,8 +260,9 @@ def _adjust_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _mask_(scores: Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
-    """Let only the tokens of some rows' masks come. They go to the device as bits, and become bytes
-    there.
+    """Let only the tokens of some rows' masks come.
+
+    Masks go to the device as bits, and are unpacked there.
     """
     packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(rows), -1)
     packed = on_device(packed, scores.device)
@@ -285,14 +306,15 @@ def _penalize_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _uniform(rows: Sequence[SamplingRow]) -> list[float]:
-    """Numbers in [0, 1), from each row's seed and the place of its token to come."""
+    """Return numbers in [0, 1), from each row's seed and the place of its next token."""
     return [(_mixed(_mixed(row.seed) + row.place * _STEP) >> 11) * 2.0**-53 for row in rows]
 
 
 def _mixed(number: int) -> int:
-    """64 bits that look random, another for every number modulo 2^64. With numbers that are `_STEP`
-    apart it is the generator SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, figure 16), of which
-    any number is had without those before it.
+    """Return 64 bits that look random, others for every number modulo 2^64.
+
+    With numbers that are `_STEP` apart it is the generator SplitMix64 (Steele, Lea and Flood,
+    OOPSLA 2014, figure 16), any number of which is computed without those before it.
     """
     number &= _BITS
     number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _BITS

@@ -1,6 +1,4 @@
-"""One step on torch, between its launch and its result: section by section, in the order of
-`StepBatch`.
-"""
+"""One step on torch, section by section, in the order of `StepBatch`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +56,18 @@ class TorchStep:
         *,
         copy_s: float,
     ) -> None:
-        """copy_s: of copies since the last step."""
+        """Prepare the step.
+
+        Args:
+            backbone: The model.
+            requests: The device's requests.
+            trainers: Its jobs.
+            sides: The two sides of the device, if it can be divided.
+            host: Slots of host memory.
+            others: Models that jobs train beside the one on the device.
+            batch: What is to run.
+            copy_s: Seconds of copies since the last step.
+        """
         self._backbone, self._requests, self._trainers, self._batch = (
             backbone,
             requests,
@@ -92,8 +101,9 @@ class TorchStep:
         self._error: Exception | None = None
 
     def launch(self) -> None:
-        """Everything, in the order of `StepBatch`; the requests' tokens and pages go to the device
-        before anything runs there.
+        """Launch everything, in the order of `StepBatch`.
+
+        The requests' tokens and pages go to the device before anything runs there.
         """
         try:
             with torch.inference_mode(), memory_errors(), self._fixed_order():
@@ -112,19 +122,20 @@ class TorchStep:
         self._tell_ranks()
 
     def _tell_ranks(self) -> None:
-        """If the step has failed here, have other ranks not wait for this one."""
+        """Fail the step on other ranks if it has failed here, so that none waits for this one."""
         reason = self._error or self._failure
         if reason is not None and not isinstance(reason, RankError):
             self._backbone.group.fail(one_line(reason))
 
     def result(self) -> StepResult:
-        """Wait for it; packs that are done leave their gradients with their jobs.
+        """Wait for the step, and return its result; packs that are done leave their gradients with
+        their jobs.
 
         Of several ranks all call this, and all have a result, or all raise (`ranks.verdicts`).
 
         Raises:
-            RankGoneError: the group of ranks is over.
-            Exception: what went wrong, other than running out of memory, here or (RankError) on
+            RankGoneError: The group of ranks is over.
+            Exception: Whatever went wrong, other than running out of memory, here or (RankError) on
                 another rank.
         """
         group = self._backbone.group
@@ -198,14 +209,15 @@ class TorchStep:
         )
 
     def _failed(self, message: str) -> StepResult:
-        """Optimizer steps that were made stand, whatever came after them."""
+        """Return the result of a step that has failed; optimizer steps that were made stand."""
         failure = StepFailure(message=message, broken_update=self._updating)
         return StepResult(step=self._batch.step, norms=self._read_norms(), failure=failure)
 
     @contextmanager
     def _fixed_order(self) -> Iterator[None]:
-        """On a GPU, sums that threads add to come out in another order each time, unless PyTorch is
-        asked not to.
+        """Have PyTorch add in a fixed order, where results must be the same bit for bit.
+
+        On a GPU, sums that threads add come out in another order each time otherwise.
         """
         if self._backbone.block_rows is None or self._backbone.device.type != "cuda":
             yield
@@ -223,7 +235,9 @@ class TorchStep:
     # -- sections -------------------------------------------------------------------
 
     def _sections(self) -> tuple[Callable[[], None], ...]:
-        """Always six, so that their times can be told apart."""
+        """Return the six sections, so that their times can be told apart; empty ones where nothing
+        runs.
+        """
         partition = self._batch.partition
         if partition is None:
             return (
@@ -238,9 +252,11 @@ class TorchStep:
         return partial(self._divided, partition), _nothing, rest, self._updates, _nothing, _nothing
 
     def _divided(self, partition: Partition) -> None:
-        """The forward pass here, losses and tasklets in another thread, each on its units; and what
-        was under way there when the forward pass ended, on all of them. The first tasklet runs in
-        any case.
+        """Run the forward pass here, and losses and tasklets in another thread, each side on its
+        units.
+
+        Work that is under way there when the forward pass ends is finished on all units. The first
+        tasklet runs in any case.
         """
         assert self._sides is not None, "it cannot be divided"
         with self._sides.running(self._work_beside, partition):
@@ -273,14 +289,16 @@ class TorchStep:
         run_losses(joined)
 
     def _backward(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """As many tasklets as there is time for, until it is stopped, perhaps in the middle of
+        """Run as many tasklets as there is time for, until it is stopped, perhaps in the middle of
         one.
         """
         while not stopped() and self._begin_turn():
             self._run_turn(stopped)
 
     def _begin_turn(self) -> bool:
-        """Whether tasklets are under way: those before, or the next, if there is time for them."""
+        """Return whether tasklets are under way: those before, or the next ones, if there is time
+        for them.
+        """
         if self._turn:
             return True
         while self._has_time() and (turn := next(self._turns, None)):
@@ -294,9 +312,10 @@ class TorchStep:
         return False
 
     def _is_declined(self, job: str) -> bool:
-        """Whether a tasklet does not begin, since the weights that it needs are not there. They are
-        waited for where no request is in the step, as long as tasklets may begin, and without a
-        limit for a moment.
+        """Return whether a tasklet does not begin, since the weights that it needs are not there.
+
+        They are waited for where no request is in the step, as long as tasklets may begin; without
+        a limit, for a moment.
         """
         training = self._pass(job)
         if not isinstance(training, LayerwisePass):
@@ -320,8 +339,10 @@ class TorchStep:
         self._turn, self._tasklet = [], None
 
     def _has_time(self) -> bool:
-        """Whether another tasklet may begin; the step's first always may. Beside a forward pass the
-        host is asked for the time in any case: it must not run far ahead of the device.
+        """Return whether another tasklet may begin; the step's first one always may.
+
+        Beside a forward pass the timer is read in any case: the host must not run far ahead of the
+        device.
         """
         limit_s, partition = self._batch.backward_limit_s, self._batch.partition
         if (limit_s is None and partition is None) or not any(self._num_tasklets.values()):
@@ -341,7 +362,9 @@ class TorchStep:
             self._updating = None
 
     def _forward(self) -> None:
-        """All rows through the blocks; then tokens, prompts' scores, and what windows leave."""
+        """Run all rows through the blocks; then choose tokens, score prompts, and keep what windows
+        leave.
+        """
         requests, passes, spans = self._rows, [], list(self._spans)
         for window in self._batch.windows:
             training = self._pass(window.job)
@@ -364,7 +387,7 @@ class TorchStep:
     def _pieces(
         self, pieces: Sequence[LossRows] | Sequence[Tasklets]
     ) -> tuple[list[tuple[TrainingPass, int]], list[tuple[TrainingPass, int]]]:
-        """Passes and their rows: those that may run as one, and those that each run by
+        """Return passes and their rows: those that may run as one, and those that each run by
         themselves.
         """
         found = [(self._pass(piece.job), piece.num_rows) for piece in pieces]
@@ -378,7 +401,7 @@ class TorchStep:
         return training
 
     def _passes(self) -> list[tuple[str, TrainingPass]]:
-        """Those that the step has moved on."""
+        """Return the passes that the step has moved on."""
         batch = self._batch
         jobs = [
             *(piece.job for piece in batch.losses),
@@ -408,4 +431,4 @@ def _no_time() -> float:
 
 
 def _nothing() -> None:
-    """A section of another kind of step."""
+    """Do nothing: a section of another kind of step."""

@@ -1,4 +1,4 @@
-"""In which order the tasklets of a step run, and which of them together."""
+"""Order of a step's tasklets, and which of them run together."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,13 +8,15 @@ from coserve.devices.messages.steps import Tasklets
 def tasklet_turns(
     tasklets: Sequence[Tasklets], num_parts_done: Callable[[str], int]
 ) -> Iterator[list[Tasklets]]:
-    """What runs a tasklet now, turn by turn; each turn must have run before the next is asked for.
+    """Yield the jobs that run a tasklet now, turn by turn; each turn must have run before the next
+    one is taken.
 
     Groups come one after the other (temporal); of a group, those that have done the fewest parts
     run at once (spatial; MuxTune section 3.3).
 
     Args:
-        num_parts_done: of a job's pack, now.
+        tasklets: The step's tasklets.
+        num_parts_done: Returns the number of parts that a job's pack has done so far.
     """
     groups: dict[int | str, list[Tasklets]] = {}
     for piece in tasklets:

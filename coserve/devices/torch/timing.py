@@ -1,6 +1,4 @@
-"""What the sections of a step take on a device: on a GPU by its own events, so that nothing waits
-in between.
-"""
+"""Times of the sections of a step: on a GPU by its own events, so that nothing waits in between."""
 
 import time
 from abc import ABC, abstractmethod
@@ -15,33 +13,37 @@ _RUN_AHEAD = 2
 
 
 class StepTimer(ABC):
-    """Starts with the step. `mark` ends a section; `sections_s` is asked when the device is done
-    with the last.
+    """Timer of a step, which starts when it is created.
+
+    `mark` ends a section; `sections_s` is read when the device is done with the last one.
     """
 
     @abstractmethod
     def mark(self) -> None:
-        """A section ends here."""
+        """End a section."""
 
     @abstractmethod
     def sections_s(self) -> list[float]:
-        """Seconds of each section."""
+        """Return the seconds of each section."""
 
     @abstractmethod
     def lap(self) -> Callable[[], float]:
-        """Seconds from the step's start until the device is done with what the calling thread has
-        given it; to be asked when it is.
+        """Note what the calling thread has given the device so far.
+
+        Returns:
+            A function that returns the seconds from the step's start until the device is done with
+            that; to be called when it is.
         """
 
     @abstractmethod
     def elapsed_s(self) -> float:
-        """Seconds since the step's start, as far as the device has come with what it was given; it
-        may lag by some pieces.
+        """Return the seconds since the step's start, as far as the device has come; it may lag by
+        some pieces.
         """
 
 
 class HostTimer(StepTimer):
-    """For devices that do what they are told at once."""
+    """Timer for devices on which work is done when a call returns."""
 
     def __init__(self) -> None:
         self._marks = [time.perf_counter()]
@@ -61,7 +63,7 @@ class HostTimer(StepTimer):
 
 
 class CudaTimer(StepTimer):
-    """By events in the stream. `elapsed_s` waits until only the last pieces may be under way."""
+    """Timer by events in the stream; `elapsed_s` waits for all but the last pieces."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._started_s = device, time.perf_counter()
@@ -92,5 +94,5 @@ class CudaTimer(StepTimer):
 
 
 def step_timer(device: torch.device) -> StepTimer:
-    """The timer of a step that starts now."""
+    """Return the timer of a step that starts now."""
     return CudaTimer(device) if device.type == "cuda" else HostTimer()

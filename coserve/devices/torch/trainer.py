@@ -1,5 +1,5 @@
-"""A job's tensors on a torch device: its adapter, the optimizer's state, the gradients of the step,
-and one pack.
+"""Tensors of a job on a torch device: its adapter, the optimizer's state, the gradients of the
+step, and one pack.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,9 +46,7 @@ from coserve.tuning.training_pass import TrainingPass
 
 
 class TorchTrainer:
-    """See `OpenTrainer` and the commands that follow it. `training_pass`: the pack in memory, None
-    if there is none.
-    """
+    """A job on a torch device; see `OpenTrainer` and the commands that follow it."""
 
     def __init__(
         self,
@@ -61,12 +59,21 @@ class TorchTrainer:
         shard: Shard | None = None,
         moments_need_pages: bool = False,
     ) -> None:
-        """window: that the weights of the adapter's backbone pass through; None: they are all
-        there. reparametrization: what is trained in place of the adapter's parameters. shard: this
-        is one node's part of a job. moments_need_pages: see `TrainerOpened`.
+        """Prepare the training of an adapter.
+
+        Args:
+            adapter: The adapter.
+            config: Settings of the training.
+            mean_context_len: Mean number of tokens that a row attends to.
+            window: Window that the weights of the adapter's backbone pass through; None: they are
+                all there.
+            reparametrization: What is trained in place of the adapter's parameters.
+            shard: This node's part of a job on several nodes.
+            moments_need_pages: See `TrainerOpened`.
         """
         self.adapter, self.window, self._reparametrization = adapter, window, reparametrization
         self.training_pass: TrainingPass | None = None
+        """The pack in memory."""
         trained = adapter.masters if reparametrization is None else reparametrization.parameters
         group, graphs = adapter.backbone.group, adapter.graphs
         self.states: Mapping[str, AnyState] = dict(graphs.states)
@@ -108,15 +115,14 @@ class TorchTrainer:
             if window is not None:
                 what = f"{config.objective} trains on the model that serves"
                 raise AdapterError(f"{what}; jobs on other models have the method supervised")
-        self._reference: Tensor | None = (
-            None  # log-probabilities of the next pack's rows without the adapter
-        )
+        # Log-probabilities of the next pack's rows without the adapter.
+        self._reference: Tensor | None = None
         self._seed = config.seed
-        self._gradients: dict[str, Tensor] | None = None  # of the optimizer step
-        self._is_complete = False  # these gradients: whether ranks have added up theirs
-        self._last: dict[str, Tensor] | None = (
-            None  # of the last pack that is done, which may still be dropped
-        )
+        # Gradients of the optimizer step, and whether ranks have added up theirs.
+        self._gradients: dict[str, Tensor] | None = None
+        self._is_complete = False
+        # Gradients of the last pack that is done, which may still be dropped.
+        self._last: dict[str, Tensor] | None = None
 
     def opened(self) -> TrainerOpened:
         opened = trainer_opened(self.adapter, self._programs, self._evaluation, self.window)
@@ -150,7 +156,7 @@ class TorchTrainer:
         )
 
     def _scoring(self, command: BeginPack) -> dict[str, Any]:
-        """What a pass is told of an objective over sequences."""
+        """Return the settings of a pass for an objective over sequences."""
         if self._objective is None:
             return {}
         scores = PackScores(
@@ -173,7 +179,9 @@ class TorchTrainer:
             self.training_pass = None
 
     def finish_pack(self) -> None:
-        """The pack is done. Its gradients count from the next pack or the optimizer step on."""
+        """End the pack, which is done; its gradients count from the next pack or the optimizer step
+        on.
+        """
         done, self.training_pass = self.training_pass, None
         assert done is not None and done.done
         if done.programs is self._programs:
@@ -192,7 +200,9 @@ class TorchTrainer:
         torch._foreach_add_([self._gradients[name] for name in last], list(last.values()))
 
     def update(self, num_trained: int, num_steps: int) -> Tensor:
-        """The optimizer step over the gradients of all packs since the last; returns their norm."""
+        """Make an optimizer step over the gradients of all packs since the last one, and return
+        their norm.
+        """
         self._join_last()
         self._complete()
         gradients, self._gradients, self._is_complete = self._gradients, None, False
@@ -207,24 +217,20 @@ class TorchTrainer:
         return norm
 
     def _complete(self) -> None:
-        """Add up what ranks have of the gradients: once for all packs of an optimizer step, on all
-        ranks.
-        """
+        """Add up the ranks' gradients: once for all packs of an optimizer step, on all ranks."""
         if self._gradients is not None and not self._is_complete:
-            self._gradients, self._is_complete = (
-                self._rank_gradients.complete(self._gradients),
-                True,
-            )
+            self._gradients = self._rank_gradients.complete(self._gradients)
+            self._is_complete = True
 
     def _apply(self) -> None:
-        """What is computed with is made of what was trained."""
+        """Update what is computed with from what was trained."""
         if self._reparametrization is None:
             self.adapter.sync_compute_copy()
         else:
             self._reparametrization.apply(self.adapter)
 
     def contribution(self) -> TorchCopy:
-        """See `TakeContribution`."""
+        """Carry out `TakeContribution`."""
         assert self.exchange is not None and self.optimizer is not None
         self._join_last()
         if self.exchange.gives_gradients:
@@ -232,26 +238,22 @@ class TorchTrainer:
         moments = self.optimizer.moments | self.moments.away(on_device=False)
         given = self.exchange.take(self._gradients, moments)
         taken = TorchCopy(given, self.exchange.held, self.adapter.backbone.device)
-        self._gradients, self._is_complete = (
-            None,
-            False,
-        )  # last: where there was no memory, they are there still
+        # Last: if there was no memory for the copy, they are there still.
+        self._gradients, self._is_complete = None, False
         return taken
 
     def take_back(self, contribution: TorchCopy) -> None:
-        """Have the gradients again, complete as they are, that a contribution has taken; progress
-        takes none.
-        """
+        """Take the gradients of a contribution back, complete as they are; progress takes none."""
         assert self.exchange is not None
         if self.exchange.gives_gradients and contribution.tensors:
             self._gradients, self._is_complete = dict(contribution.tensors), True
 
     def combine(self, up_to: int, *, meets: bool) -> Callable[[], None]:
-        """Carry out `CombineContributions`; an error leaves it to be repeated.
+        """Carry out `CombineContributions`; after an error it can be repeated.
 
         Returns:
-            A function that takes it back, so that it can be repeated: on ranks where it was done,
-            if it has failed on another one.
+            A function that takes it back, so that it can be repeated: for ranks where it was done
+                and has failed on another one.
         """
         exchange = self.exchange
         assert exchange is not None and self.optimizer is not None
@@ -288,8 +290,11 @@ class TorchTrainer:
 
     @torch.inference_mode()
     def version(self, *, for_checkpoint: bool = False) -> Adapter:
-        """A copy of the adapter as it is now, to be served, or saved with all that a job needs to
-        resume.
+        """Return a copy of the adapter as it is now.
+
+        Args:
+            for_checkpoint: Whether it is saved, with all that a job needs to resume; else it is
+                served.
         """
         if self._reparametrization is None:
             return self.adapter.checkpoint_copy() if for_checkpoint else self.adapter.snapshot()
@@ -299,7 +304,11 @@ class TorchTrainer:
         )
 
     def load_state(self, path: Path) -> None:
-        """Continue where a checkpoint was taken; AdapterError if the file is not this job's."""
+        """Continue where a checkpoint was taken.
+
+        Raises:
+            AdapterError: The file is not this job's.
+        """
         assert self.optimizer is not None
         replaced = self._reparametrization
         masters = self.adapter.masters if replaced is None else replaced.parameters
@@ -330,9 +339,19 @@ def open_trainer(
     *,
     restores: bool = False,
 ) -> TorchTrainer:
-    """The tensors of a job, as the command says; AdapterError as there. window: see `TorchTrainer`.
-    restores: the job has changed the model's weights before, so that without a checkpoint it begins
-    with those of its files.
+    """Return the trainer of a job, as the command says.
+
+    Args:
+        command: The command.
+        backbone: The model that it trains.
+        versions: Served adapters by id.
+        memory: Checks that there is memory.
+        window: See `TorchTrainer`.
+        restores: Whether the job has changed the model's weights before, so that without a
+            checkpoint it begins with those of its files.
+
+    Raises:
+        AdapterError: See `OpenTrainer`.
     """
     checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
     config = None if command.adapter is None else adapter_config(command.adapter)
@@ -385,6 +404,6 @@ def open_trainer(
 
 
 def _sizes(adapter: Adapter) -> AdapterLayout:
-    """Return what a version's tensors are once it is trained."""
+    """Return the tensors of a version once it is trained."""
     config = adapter.config
     return config.sizes(adapter.backbone.architecture) if config.is_model else adapter.layout

@@ -1,7 +1,8 @@
-"""The page pool: all of a device's spare memory in pages of one size, by number. Bookkeeping alone.
+"""Allocator of pages by number: all of a device's spare memory in pages of one size. Bookkeeping
+alone.
 
-Requests take single pages, from the bottom; fine-tuning takes runs of neighbouring pages, from the
-top, so that what it keeps lies in plain contiguous tensors.
+Requests take single pages, from the bottom. Fine-tuning takes runs of neighbouring pages, from the
+top, so that each group of its tensors lies in plain contiguous memory.
 """
 
 from collections import Counter
@@ -12,34 +13,43 @@ from operator import sub
 
 from coserve.errors import BudgetError
 
-# A page that nobody has, and which pages these are.
+# Mark of a free page, and a table that maps marks to 1 for free pages and 0 for others.
 _FREE = b"\x00"
 _IS_FREE = bytes([1]) + bytes(255)
 
 
 class PageAllocator:
-    """Pages by number. Questions: `num_free`, `can_take`; verbs: `take`, `take_runs`, `take_these`,
-    `move`; inverses: `give_back`, `give_back_runs`. Runs come many at a time, since a pack has one
-    for each part of the model.
+    """Allocator of numbered pages, each of which is free or has one owner.
 
-    Invariant, held by `check_integrity`: every page is free or has one owner.
+    Questions: `num_free`, `can_take`; verbs: `take`, `take_runs`, `take_these`, `move`; inverses:
+    `give_back`, `give_back_runs`. Runs come many at a time, since a pack has one for each part of
+    the model. `check_integrity` checks the invariant.
     """
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
-        """page_bytes must be a multiple of 64, so that tensors in pages are aligned."""
+        """Begin with all pages free.
+
+        Args:
+            num_pages: Number of pages.
+            page_bytes: Size of a page: a multiple of 64, so that tensors in pages are aligned.
+
+        Raises:
+            BudgetError: The numbers make no pool.
+        """
         if num_pages < 1 or page_bytes < 1 or page_bytes % 64:
             raise BudgetError(
                 f"a pool of {num_pages} pages of {page_bytes} bytes; pages are multiples of 64 "
                 f"bytes"
             )
         self.num_pages, self.page_bytes = num_pages, page_bytes
-        # A byte for each page, so that a run of some hundred is taken or given back at once: 0 if
-        # it is free, otherwise the place of its owner among those that there ever were, counted
-        # from 1.
+        # A byte for each page, so that a run of some hundred is found, taken and freed by calls
+        # that run in C: 0 if the page is free, otherwise its owner's number, from 1.
         self._marks = bytearray(num_pages)
         self._mark_of: dict[str, int] = {}
         self.num_free = num_pages
-        self.num_returned = 0  # pages that ever became free again
+        """Number of free pages."""
+        self.num_returned = 0
+        """Number of pages that ever became free again."""
         self._num_by_owner: Counter[str] = Counter()
 
     def is_free(self, page: int) -> bool:
@@ -49,7 +59,11 @@ class PageAllocator:
         return num_pages <= self.num_free
 
     def take(self, owner: str, num_pages: int) -> list[int]:
-        """The lowest free pages; BudgetError, and nothing is taken, if there are too few."""
+        """Take the lowest free pages, and return their numbers.
+
+        Raises:
+            BudgetError: Too few pages are free; none is taken.
+        """
         if not self.can_take(num_pages):
             raise BudgetError(f"{num_pages} pages asked for, {self.num_free} are free")
         mark, pages, start = self._mark(owner), [], 0
@@ -61,13 +75,15 @@ class PageAllocator:
         return pages
 
     def take_runs(self, owner: str, lengths: Sequence[int]) -> list[range]:
-        """Runs of free neighbours of these lengths, each in turn the highest that there is, as far
-        as there are.
+        """Take runs of free neighbours of these lengths, each the highest that there is.
+
+        Returns:
+            The runs in order; those after the first one for which there is no room are missing.
         """
         marks, mark = self._marks, bytes([self._mark(owner)])
         num_pages, least = sum(lengths), min(filter(None, lengths), default=0)
-        # No run lies above the highest of the shortest ones. Where there is room for all below it,
-        # they come one below the other.
+        # The usual case: all runs fit below one another where the first one lies. No run can lie
+        # above the highest run of the shortest length, so nothing higher is missed.
         top = marks.rfind(_FREE * least) + least
         if least and num_pages <= top and marks.startswith(_FREE * num_pages, top - num_pages):
             marks[top - num_pages : top] = mark * num_pages
@@ -86,14 +102,16 @@ class PageAllocator:
         return runs
 
     def take_these(self, owner: str, run: range) -> None:
-        """Pages that are free."""
+        """Take a run of pages, all of which are free."""
         assert self._marks[run.start : run.stop] == _FREE * len(run), f"{run} is not all free"
         self._marks[run.start : run.stop] = bytes([self._mark(owner)]) * len(run)
         self._count(owner, len(run))
 
     def move(self, targets: Mapping[int, int]) -> None:
-        """Pages that somebody has lie elsewhere now: where they were is free, and where they are
-        was.
+        """Give the owners of pages other pages, which are free, in their place.
+
+        Args:
+            targets: New page by old page.
         """
         marks = self._marks
         for page, target in targets.items():
@@ -102,15 +120,15 @@ class PageAllocator:
         self.num_returned += len(targets)
 
     def free_flags(self) -> bytes:
-        """Of every page, 1 if it is free and 0 if not."""
+        """Return a byte for each page: 1 if it is free, 0 if not."""
         return bytes(self._marks.translate(_IS_FREE))
 
     def longest_free_run(self) -> int:
-        """How many free pages lie side by side at most."""
+        """Return the largest number of free pages side by side."""
         return max(map(len, self._marks.translate(_IS_FREE).split(b"\x00")))
 
     def give_back(self, owner: str, pages: Sequence[int]) -> None:
-        """The inverse for single pages, which must be the owner's."""
+        """Free single pages of an owner."""
         marks, mark = self._marks, self._mark(owner)
         for page in pages:
             assert marks[page] == mark, f"page {page} is {self._owner(page)}'s, not {owner}'s"
@@ -118,7 +136,7 @@ class PageAllocator:
         self._count(owner, -len(pages))
 
     def give_back_runs(self, owner: str, runs: Sequence[range]) -> None:
-        """The inverse for runs, which must be the owner's."""
+        """Free runs of an owner."""
         marks, mark = self._marks, bytes([self._mark(owner)])
         num_pages = 0
         for run in runs:
@@ -129,16 +147,15 @@ class PageAllocator:
         self._count(owner, -num_pages)
 
     def num_pages_by_owner(self) -> dict[str, int]:
-        """How many pages each owner has."""
+        """Return the number of pages of each owner that has some."""
         return dict(+self._num_by_owner)
 
     def check_integrity(self) -> None:
         """Assert that the counts are those of the pages."""
-        found = Counter(self._marks)
-        assert found.pop(0, 0) == self.num_free
-        assert {owner: found[mark] for owner, mark in self._mark_of.items() if found[mark]} == dict(
-            +self._num_by_owner
-        )
+        counts = Counter(self._marks)
+        assert counts.pop(0, 0) == self.num_free
+        by_owner = {owner: counts[mark] for owner, mark in self._mark_of.items() if counts[mark]}
+        assert by_owner == self.num_pages_by_owner()
 
     def _owner(self, page: int) -> str | None:
         return next(
@@ -149,7 +166,7 @@ class PageAllocator:
         return self._mark_of.setdefault(owner, len(self._mark_of) + 1)
 
     def _count(self, owner: str, num_pages: int) -> None:
-        """Pages go to an owner, or come back."""
+        """Note that an owner has more pages, or fewer."""
         self.num_free -= num_pages
         self._num_by_owner[owner] += num_pages
         if num_pages < 0:
@@ -158,8 +175,9 @@ class PageAllocator:
 
 @lru_cache(maxsize=64)
 def runs_below(top: int, lengths: tuple[int, ...]) -> tuple[range, ...]:
-    """Runs of these lengths, the first right below a page and each next one below the one before.
-    One pack after the other has the same.
+    """Return runs of these lengths, each right below the one before; the first ends at `top`.
+
+    Packs of one job mostly have the same, so results are cached.
     """
     return tuple(
         [range(start, end) for end, start in pairwise(accumulate(lengths, sub, initial=top))]

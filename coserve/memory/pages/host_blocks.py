@@ -1,8 +1,8 @@
-"""Which slots of host memory hold, or will hold, which blocks of whom. Bookkeeping alone.
+"""Slots of host memory, and the blocks that they hold or will hold. Bookkeeping alone.
 
-A slot has the size of a page. Of a preempted request it holds keys and values of one full block, by
-the block's key (`PrefixIndex.keys`). The request gets a slot for each of its blocks at once, or for
-none of them: blocks leave the device one by one, the last first, and the last are of no use without
+A slot has the size of a page. Of a preempted request it holds the keys and values of one full
+block, by the block's key (`PrefixIndex.keys`). The request gets slots for all its blocks at once,
+or for none: blocks leave the device one by one, the last first, and the last are of no use without
 the first. Requests with a block in common share its slot. A pack, or tensors of another kind, get
 slots for all of it or for nothing, too.
 """
@@ -12,11 +12,10 @@ from collections.abc import Hashable, Iterable, Sequence
 
 
 class HostBlocks:
-    """Slots by number. Questions: `num_used`, `slots_of`; verbs: `want`, `store`; inverse of
-    `want`: `release`.
+    """Slots by number, each of which is free, or is that of one block that somebody wants.
 
-    Invariant, held by `check_integrity`: a slot is free, or the slot of one block that somebody
-    wants.
+    Questions: `num_used`, `slots_of`; verbs: `want`, `store`; the inverse of `want`: `release`.
+    `check_integrity` checks the invariant.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -29,11 +28,11 @@ class HostBlocks:
 
     @property
     def num_used(self) -> int:
-        """Slots that are not free; of some, what they are for is still on the device."""
+        """Return the number of slots in use; the blocks of some are still on the device."""
         return self.num_slots - len(self._free)
 
     def want(self, owner: Hashable, keys: Sequence[Hashable]) -> bool:
-        """Give every block of a request a slot; False, and none has one, if too few are free."""
+        """Give every block of an owner a slot; return False, and give none, if too few are free."""
         assert owner not in self._wanted
         new = [key for key in keys if key not in self._slot]
         if not keys or len(new) > len(self._free):
@@ -46,7 +45,7 @@ class HostBlocks:
         return True
 
     def release(self, owner: Hashable) -> None:
-        """The request needs its blocks no more; no error if it has none."""
+        """Free the slots of an owner that nobody else wants; no error if it has none."""
         for key in self._wanted.pop(owner, ()):
             self._num_owners[key] -= 1
             if not self._num_owners[key]:
@@ -55,8 +54,11 @@ class HostBlocks:
                 self._free.append(self._slot.pop(key))
 
     def store(self, keys: Sequence[Hashable]) -> list[tuple[int, int]]:
-        """Blocks leave the device: those that are to be copied, as (place in keys, slot). They
-        count as copied now.
+        """Note that blocks leave the device, and return those that are to be copied, which count as
+        copied now.
+
+        Returns:
+            Place in `keys` and slot of each.
         """
         found = []
         for place, key in enumerate(keys):
@@ -66,7 +68,7 @@ class HostBlocks:
         return found
 
     def slots_of(self, keys: Sequence[Hashable]) -> list[int]:
-        """The slots of the first of these blocks, as far as they lie on the host."""
+        """Return the slots of the first of these blocks, as far as they lie on the host."""
         found = []
         for key in keys:
             if key not in self._stored:
@@ -75,11 +77,11 @@ class HostBlocks:
         return found
 
     def slots_of_owner(self, owner: Hashable) -> list[int]:
-        """The slots of all that somebody wants; none, if nothing."""
+        """Return the slots of all blocks that an owner wants."""
         return [self._slot[key] for key in self._wanted.get(owner, ())]
 
     def check_integrity(self, owners: Iterable[Hashable]) -> None:
-        """Assert the invariant, and that nobody but these requests has slots."""
+        """Assert the invariant, and that only these owners have slots."""
         assert self._wanted.keys() <= set(owners)
         assert sorted([*self._free, *self._slot.values()]) == list(range(self.num_slots))
         assert self._stored <= self._slot.keys() == self._num_owners.keys()

@@ -1,9 +1,9 @@
-"""The pages in which moments of jobs' optimizers lie: one run for each job. Bookkeeping alone.
+"""Pages that hold the moments of jobs' optimizers, one run for each job. Bookkeeping alone.
 
-Requests and packs take them as if they were free: then the moments of a job, the youngest first,
-lie elsewhere, beside the pool or on the host. What is held stays: the moments of a job that can
-make no step without pages, while it has a pack in memory or its step is due. A device follows it
-with the tensors (`PlaceOptimizer`).
+Requests and packs may take these pages as if they were free: the moments of a job, the youngest job
+first, then lie elsewhere, beside the pool or on the host. Pages are held against that while a job
+that can make no step without them has a pack in memory or a step due. A device moves the tensors
+accordingly (`PlaceOptimizer`).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,12 +16,13 @@ _NOWHERE = range(0)
 
 
 class OptimizerPages:
-    """runs: by job, those that there are. num_lendable: pages of them that others can have now.
-    num_let_go: how often some were held no more.
-    """
+    """Runs of pages by job."""
 
     def __init__(self, pool: PageAllocator) -> None:
-        self.num_lendable = self.num_let_go = 0
+        self.num_lendable = 0
+        """Pages of runs that others can have now."""
+        self.num_let_go = 0
+        """How often a run that was held was held no more."""
         self._pool = pool
         self.on_place: Callable[[str, range], None] | None = None
         """Called with a job and the run in which its moments lie from now on, which is empty for a
@@ -31,15 +32,16 @@ class OptimizerPages:
 
     @property
     def runs(self) -> Mapping[str, range]:
+        """Return the runs by job."""
         return self._runs
 
     @property
     def num_pages(self) -> int:
-        """Of all runs."""
+        """Return the number of pages of all runs."""
         return sum(map(len, self._runs.values()))
 
     def begin(self, job: str, run: range) -> None:
-        """A run that was taken for it (`OWNER`) is the job's; it had none."""
+        """Give a job a run that was taken for it (as `OWNER`); it had none."""
         assert job not in self._runs
         self._runs[job] = run
         self._count()
@@ -47,21 +49,21 @@ class OptimizerPages:
             self.on_place(job, run)
 
     def hold(self, job: str, *, is_held: bool) -> None:
-        """Whether others cannot have the job's pages now."""
+        """Set whether others cannot have the job's pages."""
         if is_held != (job in self._held):
             self._held.symmetric_difference_update([job])
             self.num_let_go += not is_held and job in self._runs
             self._count()
 
     def release(self, job: str) -> None:
-        """The job's moments are gone, or on the host: no place is reported for them. No error if it
-        has no run.
+        """Free the run of a job whose moments are gone or on the host: no place is reported. No
+        error if it has no run.
         """
         self._take_back(job)
 
     def lend(self, num_pages: int) -> None:
-        """Have jobs' moments lie elsewhere until as many pages are free that were not, or none is
-        left to lend.
+        """Have the moments of jobs lie elsewhere until as many more pages are free, or none is left
+        to lend.
         """
         while num_pages > 0 and self.num_lendable:
             num_pages -= self.withdraw(
@@ -69,7 +71,7 @@ class OptimizerPages:
             )
 
     def withdraw(self, job: str) -> int:
-        """Have a job's moments lie elsewhere; returns how many pages are free now."""
+        """Have a job's moments lie elsewhere, and return how many pages that frees."""
         num_pages = self._take_back(job)
         if num_pages and self.on_place is not None:
             self.on_place(job, _NOWHERE)

@@ -1,10 +1,11 @@
-"""The pages of a pack in memory: one run of neighbours for each group of tensors, and when each
-goes back.
+"""Pages of a pack in memory: one run of neighbours for each group of tensors, and when each is
+freed.
 
-The first group is the workspace, and lasts as long as the pack; after it comes what is saved of
-every part of the model in forward order. Parts that run backward hold theirs until they have, from
-the last one down; the parts below these only until the forward pass is done, whose windows needed
-their K and V. A device follows the same rule with the tensors (`TrainingPass`). Bookkeeping alone.
+The first group is the workspace, and lasts as long as the pack. After it comes what is saved of
+every part of the model, in forward order. Parts that run backward hold theirs until they have done
+so, from the last one down; the parts below these only until the forward pass is done, whose windows
+need their keys and values. A device follows the same rule with the tensors (`TrainingPass`).
+Bookkeeping alone.
 """
 
 from collections.abc import Sequence
@@ -19,20 +20,26 @@ OWNER = "activations"
 
 
 class PackProgress(Protocol):
-    """How far a pack has come (`coserve.tuning.cursor.Cursor`)."""
+    """Progress of a pack (`coserve.tuning.cursor.Cursor`)."""
 
     @property
-    def saved_all(self) -> bool: ...
+    def saved_all(self) -> bool:
+        """Return whether the forward pass is done."""
+        ...
 
     @property
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Return whether the whole pack is done."""
+        ...
 
     @property
-    def num_parts_reversed(self) -> int: ...
+    def num_parts_reversed(self) -> int:
+        """Return the number of parts that have run backward."""
+        ...
 
 
 class PackPages:
-    """The runs of one pack."""
+    """Runs of pages of one pack."""
 
     def __init__(
         self,
@@ -41,24 +48,27 @@ class PackPages:
         num_trained_parts: int,
         window: WindowPages | None = None,
     ) -> None:
-        """runs: None for groups that the pack has let go already. num_trained_parts: how many of
-        the groups' parts, from the last one down, run backward. window: of weights that it needs as
-        long as it lasts.
+        """Hold runs that were taken for the pack (as `OWNER`).
+
+        Args:
+            pool: Allocator of the pages.
+            runs: Run of each group; None: the pack has freed it already.
+            num_trained_parts: Number of parts, from the last one down, that run backward.
+            window: Window of weights that the pack needs as long as it lasts.
         """
         self._pool, self._window = pool, window
         self.runs: list[range | None] = list(runs)
         held = [run for run in runs if run is not None]
         lengths = tuple(map(len, held))
-        self.num_pages = sum(lengths)  # that it still holds
+        self.num_pages = sum(lengths)
+        """Number of pages that the pack holds."""
         self._first_trained = len(runs) - num_trained_parts
-        self._saved_all = (
-            False  # whether the groups below the first trained one have been given back
-        )
-        self._end = len(
-            runs
-        )  # of the groups that run backward, from here on all have been given back
-        # Where the runs lie one below the other, as they mostly do: the first one's end, and their
-        # lengths.
+        # Whether the groups below the first trained one have been freed.
+        self._saved_all = False
+        # Groups from here on have run backward and been freed.
+        self._end = len(runs)
+        # The end of the first run, and the lengths of all, where each run lies right below the one
+        # before, as it mostly does: neighbouring groups are then freed as one run.
         self._as_one: tuple[int, tuple[int, ...]] | None = None
         if held and tuple(runs) == (laid := runs_below(held[0].stop, lengths)):
             self._as_one = held[0].stop, lengths
@@ -66,23 +76,23 @@ class PackPages:
 
     @property
     def pages(self) -> list[int]:
-        """That it still holds, run by run."""
+        """Return the pages that the pack holds, run by run."""
         return [page for run in self.runs if run is not None for page in run]
 
     @property
     def group_pages(self) -> list[int | None]:
-        """How many each group holds; None for one that was given back."""
+        """Return the number of pages of each group; None: it was freed."""
         return [None if run is None else len(run) for run in self.runs]
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Of each run that it still holds, the first page and how many there are."""
+        """Return the first page and the length of each run that the pack holds."""
         if self._as_one is not None and self.num_pages == sum(self._as_one[1]):
             return _places_below(*self._as_one)
         return tuple([(run.start, len(run)) for run in self.runs if run is not None])
 
     def follow(self, cursor: PackProgress) -> None:
-        """Give back what the pack does not need any more."""
+        """Free the runs that the pack does not need any more."""
         if cursor.done:
             self.release()
         elif cursor.saved_all:
@@ -94,7 +104,7 @@ class PackPages:
             self._end = end
 
     def release(self) -> None:
-        """Give back all of it."""
+        """Free all runs."""
         if self.num_pages and self._saved_all:
             self._give_back(0, 1)
             self._give_back(self._first_trained, self._end)
@@ -105,7 +115,7 @@ class PackPages:
             self._window = None
 
     def _give_back(self, start: int, end: int) -> None:
-        """Of the runs of these groups, those that it still holds; all of them, unless it came with
+        """Free the runs of these groups that the pack holds: all of them, unless it came with
         fewer.
         """
         if start >= end:
@@ -123,12 +133,12 @@ class PackPages:
 
 @lru_cache(maxsize=64)
 def _places_below(top: int, lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """See `PackPages.places`."""
+    """Return what `PackPages.places` does for runs one below the other."""
     return tuple([(run.start, len(run)) for run in runs_below(top, lengths)])
 
 
 def no_such_run(pool: PageAllocator, num_pages: int) -> BudgetError:
-    """There is no run of this many pages."""
+    """Return the error for a run that is not there."""
     return BudgetError(
         f"{num_pages} neighbouring pages asked for; {pool.num_free} are free, "
         f"{pool.longest_free_run()} of them side by side"

@@ -1,11 +1,11 @@
-"""Which pages hold the keys and values of which tokens: full blocks that requests with the same
-prefix share.
+"""Index of the pages that hold keys and values of full blocks of tokens, which requests with the
+same prefix share.
 
 A block is found by a hash of its tokens and all tokens before it, which begins with the adapter
-version, so that an entry can never be seen under another version. Where tenants do not share
-prefixes, the tenant is part of the hash from the first block on that is not public: no other tenant
-finds these blocks, nor learns from time or counts that they are there. Blocks are counted by their
-users; those that no request uses stay until their page is needed, and the one unused longest goes
+version, so that an entry is never found under another version. Where tenants do not share prefixes,
+the tenant is part of the hash from the first block on that is not public: no other tenant finds
+these blocks, nor learns from time or counts that they are there. Blocks are counted by their users;
+those that no request uses stay until their page is needed, and the one unused longest is evicted
 first.
 """
 
@@ -18,79 +18,89 @@ from typing import NamedTuple
 
 
 class PrefixOwner(NamedTuple):
-    """The group of requests that may share a prefix.
-
-    Attributes:
-        version: What the keys and values were computed with: an adapter version, and a salt that a
-            request brings.
-        tenant: The tenant that they belong to; "" for all tenants.
-        num_public_tokens: Tokens at the beginning that all tenants share, whatever the tenant.
-    """
+    """Group of requests that may share a prefix."""
 
     version: str
+    """Adapter version that keys and values are computed with, and a salt that a request brings."""
     tenant: str = ""
+    """Tenant that they belong to; "": all tenants."""
     num_public_tokens: int = 0
+    """Tokens at the beginning that all tenants share, whatever the tenant."""
 
 
 class PrefixIndex:
-    """Pure bookkeeping: page numbers in, page numbers out. It owns nothing; the cache above it
-    takes and returns pages.
+    """Pages by the blocks that they hold.
+
+    It owns no page: the cache above it takes and frees them.
     """
 
     def __init__(self, block_tokens: int, *, shares: bool = True) -> None:
-        """shares: whether there are prefixes at all; otherwise no block has a key."""
+        """Begin without blocks.
+
+        Args:
+            block_tokens: Tokens of a block.
+            shares: Whether there are prefixes at all; otherwise no block has a key.
+        """
         self.block_tokens, self.shares = block_tokens, shares
         self._page: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._users: dict[int, int] = {}
-        # The longest unused first, and how many had become unused when it did.
+        # Unused pages, the longest unused first, with `num_released` of the moment when they became
+        # unused.
         self._unused: OrderedDict[int, int] = OrderedDict()
-        self.num_released = self.num_evicted = (
-            0  # pages that ever became unused, and that were ever forgotten
-        )
-        # Told the keys and the pages of blocks that are being forgotten, while the pages still hold
-        # them.
+        self.num_released = 0
+        """Number of pages that ever became unused."""
+        self.num_evicted = 0
+        """Number of pages whose blocks were ever forgotten."""
         self.on_evict: Callable[[Sequence[bytes], Sequence[int]], None] | None = None
+        """Called with the keys and the pages of blocks that are being forgotten, while the pages
+        still hold them."""
 
     @property
     def evictable(self) -> KeysView[int]:
-        """Pages that no request uses."""
+        """Return the pages that no request uses."""
         return self._unused.keys()
 
     @property
     def num_evictable(self) -> int:
-        """How many these are."""
+        """Return the number of pages that no request uses."""
         return len(self._unused)
 
     def keys(
         self, owner: PrefixOwner, tokens: Sequence[int], known: Sequence[bytes] = ()
     ) -> list[bytes]:
-        """Return the key of every full block of an owner's tokens; known: those of the first
-        blocks.
+        """Return the key of every full block of an owner's tokens.
+
+        Args:
+            owner: Whoever may share the blocks.
+            tokens: All tokens.
+            known: Keys of the first blocks, which are not computed again.
         """
         if not self.shares:
             return []
-        found = list(known)
+        keys = list(known)
         key = (
-            found[-1]
-            if found
+            keys[-1]
+            if keys
             else blake2b(owner.version.encode(), digest_size=16, person=b"version").digest()
         )
+        # The first block that other tenants must not find.
         private = owner.num_public_tokens // self.block_tokens if owner.tenant else -1
-        unknown = array("q", tokens[len(found) * self.block_tokens :])
+        unknown = array("q", tokens[len(keys) * self.block_tokens :])
         ids, size = unknown.tobytes(), unknown.itemsize * self.block_tokens
         for start in range(0, len(ids) - size + 1, size):
-            if len(found) == private:  # from here on nobody else finds the blocks
+            if len(keys) == private:
                 key = blake2b(
                     key + owner.tenant.encode(), digest_size=16, person=b"tenant"
                 ).digest()
             key = blake2b(key + ids[start : start + size], digest_size=16).digest()
-            found.append(key)
-        return found
+            keys.append(key)
+        return keys
 
     def find(self, keys: Sequence[bytes], num_tokens: int) -> list[int]:
-        """Pages of the longest known prefix of a sequence of `num_tokens` tokens, in whole blocks;
-        at least one token is left to compute.
+        """Return the pages of the longest known prefix of a sequence, in whole blocks.
+
+        At least one of its `num_tokens` tokens is left to compute.
         """
         pages = []
         for key in keys[: max(0, num_tokens - 1) // self.block_tokens]:
@@ -100,13 +110,13 @@ class PrefixIndex:
         return pages
 
     def use(self, pages: Sequence[int]) -> None:
-        """Count one more user of each."""
+        """Count one more user of each page."""
         for page in pages:
             self._users[page] = self._users.get(page, 0) + 1
             self._unused.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> list[int]:
-        """Count one user less of each; returns the pages that no sequence uses and no index entry
+        """Count one user less of each page, and return those that no sequence uses and no block
         keeps.
         """
         loose = []
@@ -124,9 +134,9 @@ class PrefixIndex:
         return loose
 
     def register(self, keys: Sequence[bytes], pages: Sequence[int], blocks: range) -> None:
-        """Make these full blocks of a sequence known; keys and pages are the whole sequence's.
+        """Make full blocks of a sequence known. Keys and pages are those of the whole sequence.
 
-        A block that is known already keeps its page, and the sequence's own stays private to it.
+        A block that is known already keeps its page, and the sequence's page stays private to it.
         """
         for block in blocks:
             key, page = keys[block], pages[block]
@@ -135,7 +145,7 @@ class PrefixIndex:
                 self._key[page] = key
 
     def evict(self, num_pages: int) -> list[int]:
-        """Forget the blocks that were unused longest; returns their pages."""
+        """Forget the blocks that were unused longest, and return their pages."""
         gone = [page for page, _ in zip(self._unused, range(num_pages), strict=False)]
         self.evict_pages(gone)
         return gone
@@ -151,17 +161,17 @@ class PrefixIndex:
 
     @property
     def used(self) -> KeysView[int]:
-        """Pages that requests use."""
+        """Return the pages that requests use."""
         return self._users.keys()
 
     def unused_since(self, num_released: int) -> set[int]:
-        """Pages that no request has used since as many had become unused."""
+        """Return the pages that no request has used since `num_released` was this."""
         return {
             page for page, _ in takewhile(lambda each: each[1] < num_released, self._unused.items())
         }
 
     def move(self, targets: Mapping[int, int]) -> None:
-        """Pages that requests use lie elsewhere now."""
+        """Note that pages of requests are others now."""
         for page, target in targets.items():
             self._users[target] = self._users.pop(page)
             if (key := self._key.pop(page, None)) is not None:

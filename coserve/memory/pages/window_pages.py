@@ -1,9 +1,9 @@
-"""The pages that weights of other models pass through: one run, which gives way to everybody.
+"""Pages that weights of other models pass through: one run, which gives way to everybody.
 Bookkeeping alone.
 
-A device follows it with the weights (`coserve.memory.tensors.weight_window`). Requests take pages of it as
-if they were free: it shrinks from below, where requests' pages come from, down to what the pack in
-memory cannot do without.
+A device moves the weights accordingly (`coserve.memory.tensors.weight_window`). Requests may take
+pages of the run as if they were free: it shrinks from below, where requests' pages come from, down
+to what the pack in memory cannot do without.
 """
 
 from collections.abc import Callable, Collection
@@ -14,40 +14,45 @@ OWNER = "weights"
 
 
 class WindowPages:
-    """run: the pages, empty if there is no window. num_lendable: of these, that others can have
-    now.
-    """
+    """Run of pages for a window of weights; empty if there is none."""
 
     def __init__(self, pool: PageAllocator) -> None:
         self.run = range(0)
+        """The pages; empty if there is no window."""
         self.num_lendable = 0
+        """Number of pages that others can have now."""
         self.on_resize: Callable[[range], None] | None = None
         """Called with the run whenever it has become another one."""
         self._pool, self._least = pool, 0
 
     def require(self, num_pages: int) -> None:
-        """As many pages are to stay (0: none)."""
+        """Set how many pages are to stay (0: none)."""
         self._least = num_pages
         self.num_lendable = max(0, len(self.run) - num_pages)
 
     def lend(self, num_pages: int) -> None:
-        """Give up to as many pages back, as far as that can be done."""
+        """Free as many pages, as far as the window can do without them."""
         if not self.num_lendable:
             return
         self._set(range(self.run.start + max(0, min(num_pages, self.num_lendable)), self.run.stop))
 
     def clear(self) -> None:
-        """There is no window any more."""
+        """Free all pages: there is no window any more."""
         self.require(0)
         self.lend(len(self.run))
 
     def begin(self, run: range) -> None:
-        """A run that was taken for it (`OWNER`) is the window; there was none."""
+        """Use a run that was taken for the window (as `OWNER`); there was none."""
         assert not self.run
         self._report(run)
 
     def room_below(self, most_pages: int, evictable: Collection[int]) -> range:
-        """Pages right below it that it could have, until it has as many: free ones, and these."""
+        """Return the pages right below the window by which it could grow.
+
+        Args:
+            most_pages: Largest size of the window then.
+            evictable: Pages that count as free.
+        """
         flags = bytearray(self._pool.free_flags())
         for page in evictable:
             flags[page] = 1
@@ -55,7 +60,7 @@ class WindowPages:
         return range(min(self.run.start, max(first, self.run.stop - most_pages)), self.run.start)
 
     def grow(self, pages: range) -> None:
-        """Take these pages right below it, which are free."""
+        """Take free pages right below the window."""
         start = pages.start
         self._pool.take_these(OWNER, pages)
         if pages:

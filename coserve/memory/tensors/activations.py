@@ -1,4 +1,4 @@
-"""Where a training pass keeps its tensors: anywhere on the device, or in runs of the page pool."""
+"""Memory for the tensors of a training pass: PyTorch's own, or runs of the page pool."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -16,21 +16,23 @@ _ALIGNMENT = 64
 
 
 class ActivationMemory(Protocol):
-    """Lends groups of tensors that are needed and let go together (what one block saves)."""
+    """Memory that lends groups of tensors, each group as a whole (what one block saves)."""
 
     def take(self, shapes: Shapes) -> dict[str, Tensor]:
-        """Uninitialised tensors of these shapes and types, by name; BudgetError, and nothing is
-        taken, if there is no room.
+        """Return uninitialised tensors of these shapes and types, by name.
+
+        Raises:
+            BudgetError: There is no room; nothing is taken.
         """
         ...
 
     def give_back(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse, for a group as a whole; the tensors must not be used any more."""
+        """Free a group as a whole; its tensors must not be used any more."""
         ...
 
 
 class DeviceMemory:
-    """PyTorch's own allocator."""
+    """Memory of PyTorch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,13 +48,15 @@ class DeviceMemory:
 
 
 class LentRuns:
-    """Each group in one run of neighbouring pages, which were given to a pack in the order in which
-    it takes them.
-
-    runs: (first page, number of pages) of each group.
-    """
+    """Memory in runs of neighbouring pages, one for each group, in a pack's order."""
 
     def __init__(self, pages: PagedKv, runs: Iterable[tuple[int, int]]) -> None:
+        """Use runs that the engine has taken for the pack.
+
+        Args:
+            pages: The page pool.
+            runs: First page and number of pages of each group.
+        """
         self._pages, self._runs = pages, iter(runs)
 
     def take(self, shapes: Shapes) -> dict[str, Tensor]:
@@ -70,13 +74,14 @@ class LentRuns:
         }
 
     def give_back(self, tensors: dict[str, Tensor]) -> None:
-        """The giver of the runs knows from the pack's cursor that this group's is free."""
+        """Forget the tensors; the engine knows from the pack's progress that the run is free."""
         tensors.clear()
 
 
 def part_of(whole: Tensor, shape: Sequence[int], start: int) -> Tensor:
-    """The numbers from a place of a one-dimensional tensor on, in a shape: by one operation, since
-    a pack has hundreds of tensors.
+    """Return a part of a one-dimensional tensor, from an element on, in a shape.
+
+    One operation, since a pack has hundreds of tensors.
     """
     strides, size = [], 1
     for length in reversed(shape):
@@ -86,7 +91,7 @@ def part_of(whole: Tensor, shape: Sequence[int], start: int) -> Tensor:
 
 
 def group_bytes(shapes: Shapes) -> int:
-    """Bytes that a group takes in the pool, with every tensor aligned."""
+    """Return the bytes that a group takes in the pool, with every tensor aligned."""
     return sum(_aligned(prod(shape) * kind.itemsize) for shape, kind in shapes.values())
 
 

@@ -1,9 +1,8 @@
-"""Slots of host memory beside the page pool, and copies between the two; and tensors that lie in
-slots.
+"""Slots of host memory beside the page pool, copies between the two, and tensors that lie in slots.
 
 On a GPU the slots are pinned, and copies run on a stream of their own, beside whatever runs
-already: `wait` comes before anything that reads or writes the pages. On a CPU they are a second
-arena, and copies are done when they return.
+already: `wait` comes before anything that reads or writes the pages. On a CPU the slots are a
+second arena, and copies are done when they return.
 """
 
 import time
@@ -17,7 +16,7 @@ from coserve.memory.tensors.paged_kv import PagedKv
 
 
 class HostPages:
-    """Pages that gave way."""
+    """Slots of a page's size in host memory."""
 
     def __init__(self, pages: PagedKv, *, num_slots: int) -> None:
         """Take the memory."""
@@ -37,15 +36,15 @@ class HostPages:
         self._seconds = 0.0
 
     def copy_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Pages to slots, one to one."""
+        """Copy pages to slots, one to one."""
         self._copy(self._pages, pages, self._slots, slots)
 
     def copy_in(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """The inverse."""
+        """Copy slots to pages, one to one."""
         self._copy(self._slots, slots, self._pages, pages)
 
     def store(self, tensors: Sequence[Tensor], slots: Sequence[int]) -> None:
-        """Whole tensors to slots, each right after the one before; they may be let go of then."""
+        """Copy whole tensors to slots, end to end; the tensors may be freed then."""
         flat = self._slots.view(-1)
         with self._own_stream():
             for tensor, places in zip(tensors, self._places(tensors, slots), strict=True):
@@ -60,8 +59,12 @@ class HostPages:
     def load(
         self, shapes: Sequence[Tensor], slots: Sequence[int], *, on_device: bool = True
     ) -> list[Tensor]:
-        """The inverse, to new tensors of these shapes and types: on the device, or in the host's
-        memory.
+        """Copy slots to new tensors.
+
+        Args:
+            shapes: Tensors whose shapes and types they have.
+            slots: The slots that `store` was given.
+            on_device: Whether they lie on the device, or in the host's memory.
         """
         if self._stream is not None and not on_device:
             self._stream.synchronize()
@@ -79,13 +82,13 @@ class HostPages:
         return tensors
 
     def wait(self) -> None:
-        """What the device is given from now on begins after the copies."""
+        """Have the device begin what it is given from now on after the copies."""
         if self._stream is not None and self._is_copying:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._is_copying = False
 
     def take_seconds(self) -> float:
-        """For which callers were held up by copies since this was asked last."""
+        """Return the seconds for which callers were held up by copies since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -101,7 +104,7 @@ class HostPages:
         self._seconds += time.perf_counter() - started_s
 
     def _places(self, tensors: Sequence[Tensor], slots: Sequence[int]) -> Iterator[list[slice]]:
-        """Of each tensor, the bytes of the arena where it lies, in order."""
+        """Yield the bytes of the slots where each tensor lies, in order."""
         size = self._slots.shape[1]
         runs = [(first * size, number * size) for first, _, number in _runs(slots, slots)][::-1]
         for tensor in tensors:
@@ -117,8 +120,8 @@ class HostPages:
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """After all that the device was given before: the pages are being written, or still
-        read.
+        """Run copies after all that the device was given before, which may still write or read the
+        pages.
         """
         if self._stream is None:
             yield
@@ -130,17 +133,19 @@ class HostPages:
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In place of tensors that have been stored: their shapes and types, without memory."""
+    """Return tensors without memory that have the shapes and types of these, in place of stored
+    ones.
+    """
     return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
 
 
 def is_away(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether these are `shapes_of` tensors."""
+    """Return whether tensors are such as `shapes_of` returns."""
     return any(tensor.device.type == "meta" for tensor in tensors.values())
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours that go to neighbours are one copy: (first source, first target, number)."""
+    """Yield neighbours that go to neighbours as one copy: first source, first target, number."""
     start = 0
     for end in range(1, len(sources) + 1):
         is_next = end < len(sources) and (sources[end], targets[end]) == (

@@ -2,9 +2,9 @@
 system in memory.
 
 A file has a place for each page that goes through it, page after page as the pool of a device with
-one rank lays them out. So both pools must be of the same model, dtype and number of tokens per
-page, and may be divided among different numbers of ranks, each of which writes and reads its own
-columns of a place; `coserve.handover` sees to that.
+one rank lays them out. So both pools must be of the same model, dtype and number of tokens per page
+(`coserve.handover` checks that), and may be divided among different numbers of ranks, each of which
+writes and reads its own columns of a place.
 """
 
 import mmap
@@ -19,7 +19,7 @@ from coserve.memory.tensors.paged_kv import PagedKv, whole_page_bytes
 
 
 class PageFiles:
-    """Copies between a pool and page files; all are done when they return."""
+    """Copies between a page pool and page files; all are done when they return."""
 
     def __init__(self, pages: PagedKv) -> None:
         """Set the layout of places.
@@ -32,13 +32,24 @@ class PageFiles:
         self._seconds = 0.0
 
     def export(self, path: str, pages: Sequence[int], places: Sequence[int]) -> None:
-        """Pages to places, one to one; OSError if the file is not there."""
+        """Copy pages to places, one to one.
+
+        Raises:
+            OSError: The file is not there.
+        """
         self._places.write(self._mapped(path), list(pages), list(places))
 
     def take(
         self, path: str, pages: Sequence[int], places: Sequence[int], data: bytes = b""
     ) -> None:
-        """The inverse. data: takes the file's place."""
+        """Copy places to pages, one to one.
+
+        Args:
+            path: Path of the file.
+            pages: Page for each place.
+            places: Places to copy.
+            data: Content of the places, in place of the file's.
+        """
         started_s = time.perf_counter()
         if data:
             found = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, self._place_bytes)
@@ -48,13 +59,13 @@ class PageFiles:
         self._seconds += time.perf_counter() - started_s
 
     def take_seconds(self) -> float:
-        """For which steps were held up since this was asked last."""
+        """Return the seconds for which steps were held up since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def _mapped(self, path: str) -> Tensor:
-        """The file as uint8 [num_places, bytes of a place]; unmapped when nobody refers to it any
-        more.
+        """Return the file as uint8 [num_places, bytes of a place]; it is unmapped when nobody
+        refers to it.
         """
         with open(path, "r+b") as file:
             mapped = mmap.mmap(file.fileno(), 0)
@@ -62,7 +73,7 @@ class PageFiles:
 
 
 class _Pages:
-    """Places as a device with one rank has its pages: byte by byte."""
+    """Places as a device with one rank has its pages, byte by byte."""
 
     def __init__(self, pages: PagedKv) -> None:
         self._storage = pages.storage

@@ -1,9 +1,9 @@
-"""The page pool's tensors: raw pages, and in them keys and values of every block of the model.
+"""Tensors of the page pool: raw pages, and in them the keys and values of every block of the model.
 
 A page holds `block_tokens` tokens of all blocks with attention, laid out [blocks, 2, block_tokens,
 Hkv * D] in the compute dtype. Where other blocks carry a state, the first pages of a request hold
-that (`coserve.memory.tensors.paged_states`). Which pages are whose is not known here: callers bring page
-numbers (`coserve.memory.pages.kv_cache` gives them out).
+that (`coserve.memory.tensors.paged_states`). Callers bring page numbers, which
+`coserve.memory.pages.kv_cache` gives out.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _PAGES_PER_COPY = 16
 
 
 def kv_page_bytes(backbone: Backbone, block_tokens: int) -> int:
-    """Bytes of a page, for a pool; of several ranks each has such pages."""
+    """Return the bytes of a page as this rank has it."""
     return _page_bytes(backbone.local, backbone.dtype, block_tokens)
 
 
@@ -47,20 +47,17 @@ def _page_bytes(local: LocalModel, dtype: torch.dtype, block_tokens: int) -> int
     return -(-len(local.kv_layers) * per_token * block_tokens // 64) * 64
 
 
-# Rows of one sequence that are to run: the pages of its states, if it has any, and of its keys and
-# values, at least as many as they need (an array goes to a kernel as it lies); the position of the
-# first; their tokens.
 SequenceRows: TypeAlias = tuple[Sequence[int], int, Sequence[int]]
+"""Rows of one sequence that are to run: the pages of its states, if it has any, and of its keys and
+values, at least as many as they need (an array goes to a kernel as it lies); the position of the
+first row; the rows' tokens."""
 
 
 class PagedKv:
-    """All pages of a device.
-
-    `may_run_at_once`: whether blocks may run as one call on rows in these pages, where they can.
-    """
+    """All pages of a device."""
 
     def __init__(self, backbone: Backbone, *, num_pages: int, block_tokens: int) -> None:
-        """Take the memory."""
+        """Take the memory of the pages."""
         self.backbone, self.num_pages, self.block_tokens = backbone, num_pages, block_tokens
         self.page_bytes = kv_page_bytes(backbone, block_tokens)
         # uint8 [num_pages, page_bytes]
@@ -68,6 +65,7 @@ class PagedKv:
             num_pages, self.page_bytes, dtype=torch.uint8, device=backbone.device
         )
         self.may_run_at_once = True
+        """Whether blocks may run as one call on rows in these pages, where they can."""
         self.num_state_pages = num_state_pages(backbone.local, self.page_bytes)
         layers, width = backbone.local.kv_layers, backbone.local.kv_widths[0]
         used = len(layers) * 2 * block_tokens * width * backbone.dtype.itemsize
@@ -84,7 +82,7 @@ class PagedKv:
         )
 
     def rows(self, sequences: Sequence[SequenceRows], bypasses: Bypasses | None = None) -> RowSpan:
-        """A span of the rows of some sequences that use one adapter."""
+        """Return a span of the rows of sequences that use one adapter."""
         return _PagedRows(
             self,
             PageTables([pages for pages, _, _ in sequences]),
@@ -100,8 +98,14 @@ class PagedKv:
         tokens: Sequence[Sequence[int]],
         users: Sequence[tuple[int, Bypasses | None]],
     ) -> list[RowSpan]:
-        """Spans of the rows of some sequences (see `SequenceRows`), one for each of their adapters.
-        users: of how many of the sequences, one after another, each adapter is.
+        """Return spans of the rows of sequences (see `SequenceRows`), one for each adapter.
+
+        Args:
+            tables: Pages of each sequence.
+            starts: Position of each sequence's first row.
+            tokens: Tokens of each sequence's rows.
+            users: Number of neighbouring sequences and their adapter, in the order of the
+                sequences.
         """
         found: list[RowSpan] = []
         first = 0
@@ -113,8 +117,9 @@ class PagedKv:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Run steps in which requests decode, and those with pieces of prompts, where the backend
-        captures them, which it does not for several ranks. Page 0 is written to.
+        """Run decode steps, and steps with pieces of prompts, where the backend captures them.
+
+        It captures none for several ranks. Page 0 is written to.
         """
         backbone = self.backbone
         if self.num_state_pages or backbone.block_rows is not None or backbone.ranks.size > 1:
@@ -129,8 +134,9 @@ class PagedKv:
                 )
 
     def move(self, pages: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy pages to others, none of which is among them; some at a time, as they pass through
-        spare memory.
+        """Copy pages to others, none of which is among them.
+
+        Some pages at a time, since they pass through spare memory.
         """
         for start in range(0, len(pages), _PAGES_PER_COPY):
             part = slice(start, start + _PAGES_PER_COPY)
@@ -140,7 +146,7 @@ class PagedKv:
             self.storage[places] = self.storage[sources]
 
     def run(self, first_page: int, num_pages: int) -> Tensor:
-        """Neighbouring pages as bytes: uint8 [num_pages * page_bytes]."""
+        """Return neighbouring pages as bytes: uint8 [num_pages * page_bytes]."""
         return self.storage[first_page : first_page + num_pages].flatten()
 
 
@@ -148,16 +154,19 @@ class PagedKv:
 class _Rows:
     """Rows of one tensor in pages, as something to copy into."""
 
-    target: Tensor  # [num_pages, block_tokens, width]
+    target: Tensor
+    """All pages of the tensor, [num_pages, block_tokens, width]."""
     pages: Tensor
+    """Page of each row."""
     offsets: Tensor
+    """Place of each row in its page."""
 
     def copy_(self, value: Tensor) -> None:
         self.target[self.pages, self.offsets] = value
 
 
 class _PagedRows(RowSpan):
-    """The next rows of some sequences."""
+    """Next rows of some sequences."""
 
     def __init__(
         self,
@@ -167,7 +176,15 @@ class _PagedRows(RowSpan):
         tokens: Sequence[Sequence[int]],
         bypasses: Bypasses | None,
     ) -> None:
-        """tables: of these sequences, or of those of all spans that are made with them."""
+        """Note the rows.
+
+        Args:
+            cache: The pages.
+            tables: Pages of these sequences, or of those of all spans that are made with them.
+            starts: Position of each sequence's first row.
+            tokens: Tokens of each sequence's rows.
+            bypasses: The adapter that all of them use.
+        """
         self.cache = self.group = cache
         self.tables, self.starts, self.tokens, self.bypasses = tables, starts, tokens, bypasses
         self.num_rows = sum(map(len, tokens))
@@ -184,9 +201,9 @@ class _PagedRows(RowSpan):
 
 
 class _CacheRows(RowGroup):
-    """The rows of all requests of a step, whose keys and values lie in the pages of one cache.
+    """Rows of all requests of a step, whose keys and values lie in the pages of one cache.
 
-    Most steps have one row of each of some hundred sequences: what is done for each of those is
+    Most steps have one row of each of some hundred sequences, so what is done for each sequence is
     done by tensors.
     """
 
@@ -248,8 +265,8 @@ class _CacheRows(RowGroup):
             self.segments = self._apart
         self.tokens, self.positions, self._pages = on_device(numbers, device).unbind()
         self._offsets = self.positions % block
-        # Of pages that rows are the first to write to, what lies after the rows must be finite:
-        # kernels may read that, and give it no weight.
+        # Kernels may read what lies after the last row of a page, with a weight of zero: it must be
+        # finite. Rows at the beginning of a page are the first to write to it.
         if new:
             cache.pages[:, :, on_device(int_tensor(new), device)] = 0
 
@@ -269,7 +286,7 @@ class _CacheRows(RowGroup):
         )
 
     def _pieces(self) -> list[TracedPiece]:
-        """Rows of sequences with several, and where they stand among the rows of all."""
+        """Return the rows of sequences with several, by where they stand among all rows."""
         return [
             TracedPiece(first_row=end - length, num_rows=length, num_keys=start + length)
             for end, length, start in zip(
@@ -293,7 +310,7 @@ class _CacheRows(RowGroup):
 def _segments(
     num_rows: Tensor, num_keys: Tensor, first_page: Tensor, num_pages: Tensor, pages: Tensor
 ) -> SegmentTable:
-    """Whose keys begin with a page."""
+    """Return segments whose keys begin with a page."""
     return SegmentTable(
         num_rows=num_rows,
         num_keys=num_keys,
@@ -305,7 +322,7 @@ def _segments(
 
 
 def _keep(cache: PagedKv, part: Part, pages: Tensor, offsets: Tensor) -> Keep:
-    """K and V of a block's rows into their places."""
+    """Return the places in pages for keys and values of a block's rows."""
     if part not in cache.stores.layers:
         return Keep()
     names = cache.backbone.local.graphs[part].kv_tensors

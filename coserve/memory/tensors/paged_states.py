@@ -1,5 +1,4 @@
-"""The states of requests in pages of the pool, of models whose blocks carry one (gated delta
-layers).
+"""States of requests in pages of the pool, for models whose blocks carry one (gated delta layers).
 
 A request has as many pages for its states as all of them together fill, beside those of its keys
 and values. In these pages, laid end to end, the state of each block has its place.
@@ -18,18 +17,22 @@ _FLOAT_BYTES, _ALIGNMENT = 4, 64
 
 
 def num_state_pages(local: LocalModel, page_bytes: int) -> int:
-    """Pages of the states of a request; 0 for a model without states."""
+    """Return the number of pages of a request's states; 0 for a model without states."""
     return -(-sum(map(_aligned_bytes, local.state_sizes.values())) // page_bytes)
 
 
 class PagedStates:
-    """The states of one block, of some requests.
-
-    storage: all pages, uint8 [num_pages, page_bytes]. tables: the pages of each request's states,
-    int64 [requests, pages]. A place is a request's number among these.
-    """
+    """States of one block, of some requests; a place is a request's number among these."""
 
     def __init__(self, storage: Tensor, tables: Tensor, local: LocalModel, layer: int) -> None:
+        """Find the bytes of the block's states.
+
+        Args:
+            storage: All pages, uint8 [num_pages, page_bytes].
+            tables: Pages of each request's states, int64 [requests, pages].
+            local: The model as it runs here.
+            layer: Number of the block.
+        """
         sizes, page_bytes = local.state_sizes, storage.shape[1]
         start = sum(_aligned_bytes(size) for other, size in sizes.items() if other < layer)
         end = start + _FLOAT_BYTES * sizes[layer]
@@ -57,9 +60,12 @@ class PagedStates:
 def state_runs(
     starts: Sequence[int], lengths: Sequence[int], device: torch.device
 ) -> list[StateRun]:
-    """Of the next rows of sequences that stand one after another: starts: how many rows each has
-    had before; lengths: how many it has now. Sequences of equal length run at once; a sequence's
-    place is its number.
+    """Return the next rows of sequences as runs; sequences of equal length run at once.
+
+    Args:
+        starts: Number of rows that each sequence has had; its number among these is its place.
+        lengths: Number of rows that each has now; the rows stand one sequence after another.
+        device: Device of the runs' tensors.
     """
     first, by_length = 0, dict[int, list[tuple[int, int]]]()
     for place, length in enumerate(lengths):

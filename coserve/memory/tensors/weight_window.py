@@ -1,9 +1,9 @@
 """A window of device memory that the frozen weights of a model pass through, part by part.
 
 HARLI section 4.3. The model stays in its files (`coserve.models.mapped_weights`). A pass through it
-says which parts it will need, in what order; a thread copies the next ones into the window while
+states which parts it will need, in what order; a thread copies the next ones into the window while
 one computes, in place of those that will be needed last. The window may grow and shrink between any
-two parts: what lies outside of it is forgotten, and comes again when it is needed. It never holds
+two parts: what lies outside of it is dropped, and copied again when it is needed. It never holds
 more than its bytes.
 
 On a CPU a part is copied from the mapped files, whose pages are dropped after that. On CUDA it goes
@@ -28,28 +28,29 @@ from coserve.models.base import Architecture, Part
 from coserve.models.mapped_weights import MappedTensor, MappedWeights
 
 _ALIGNMENT = 64
-# Elements that are copied at once: more, and PyTorch would take the threads that compute.
+# Elements that are copied at once: for more, PyTorch would use the threads that compute.
 _COPY_ELEMENTS = 32768
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Copy:
-    """A part in the window, or on its way there. bytes: where it lies. done: gives, on CUDA, the
-    copy's end.
-    """
+    """A part in the window, or on its way there."""
 
     bytes: range
+    """Bytes of the window where the part lies."""
     weights: Mapping[str, Tensor | Weight]
+    """The part's weights there, by name."""
     cancelled: Event = field(default_factory=Event)
+    """Set to have the thread stop copying."""
     done: "Future[torch.cuda.Event | None]"
+    """Result of the thread: on CUDA, an event at the copy's end."""
 
 
 class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
-    """A model's weights by part: those of `use`d parts in the window, of all others as they are in
-    the files.
+    """Weights of a model by part: of a part in use those in the window, of all others those in the
+    files.
 
-    num_bytes_copied: into the window so far. waited_s: for which callers waited for parts. Not to
-    be shared between threads.
+    Not to be shared between threads.
     """
 
     def __init__(
@@ -60,16 +61,25 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         *,
         dtype: torch.dtype,
     ) -> None:
-        """storage: uint8 [n], the memory of which the window is given bytes. dtype: of the weights
-        in it.
+        """Begin with no bytes.
+
+        Args:
+            architecture: The model.
+            mapped: Its weights in files.
+            storage: Memory, uint8 [n], of which `resize` gives the window bytes.
+            dtype: Dtype of the weights in the window.
         """
-        self.num_bytes_copied, self.waited_s = 0, 0.0
+        self.num_bytes_copied = 0
+        """Bytes that were copied into the window so far."""
+        self.waited_s = 0.0
+        """Seconds for which callers waited for parts so far."""
         self._mapped, self._storage, self._dtype = mapped, storage, dtype
         self._linear = {
             (part, f"{node}.weight") for part, node in architecture.linear_sites.values()
         }
         self._is_cuda = storage.device.type == "cuda"
-        # Of a table few rows are looked up: on a CPU they are read where they lie.
+        # Few rows of a table of embeddings are looked up: on a CPU they are read from the file,
+        # if that has them in the dtype.
         table = {weight.tensor.dtype for weight in mapped["embed"].values()}
         self._parts = tuple(
             part for part in mapped if part != "embed" or self._is_cuda or table != {dtype}
@@ -91,20 +101,18 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
 
     @property
     def least_bytes(self) -> int:
-        """With which a part can come while the one before it computes, in any order of
-        neighbours.
-        """
+        """Return the smallest window that lets the next part be prefetched while one is in use."""
         sizes = [self._sizes[part] for part in self._parts]
         return max([one + other for one, other in pairwise(sizes)], default=sizes[0])
 
     @property
     def all_bytes(self) -> int:
-        """With which each part comes once."""
+        """Return the smallest window in which all parts stay."""
         return sum([self._sizes[part] for part in self._parts])
 
     @property
     def parts_held(self) -> tuple[Part, ...]:
-        """That are in the window, or on their way."""
+        """Return the parts that are in the window, or on their way."""
         return tuple(self._copies)
 
     def __getitem__(self, part: Part) -> Mapping[str, Tensor | Weight]:
@@ -124,8 +132,11 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
     # -- verbs ----------------------------------------------------------------------
 
     def resize(self, room: range) -> float:
-        """The bytes of the storage that it may use from now on; what lies outside is forgotten when
-        this returns. Returns the seconds that took: 0 if nothing lay there.
+        """Set the bytes of the storage that the window may use; what lies outside is dropped on
+        return.
+
+        Returns:
+            Seconds that dropping parts took; 0 if none lay there.
         """
         assert self._in_use is None and 0 <= room.start <= room.stop <= len(self._storage)
         self._room = room
@@ -140,9 +151,11 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         return perf_counter() - started_s if gone else 0.0
 
     def fetch(self, order: Sequence[Part], *, at_once: bool = False) -> None:
-        """Begin to bring parts, in the order in which they will be used, as far as there is room
-        for them beside those that are needed sooner; at_once: for the first one, also in place of
-        parts that are on their way.
+        """Begin to copy parts, as far as there is room beside those that are needed sooner.
+
+        Args:
+            order: Parts in the order in which they will be used.
+            at_once: Whether the first one may also take the place of parts that are on their way.
         """
         turns: dict[Part, int] = {}
         for turn, part in enumerate(order):
@@ -157,10 +170,11 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
                 self._copies[part] = self._begin(part, place)
 
     def wait(self, part: Part, most_s: float = inf) -> bool:
-        """Wait until a part that was fetched is there, but no longer than that; returns whether it
-        is.
+        """Wait until a part that was fetched is there, but no longer than `most_s`; return whether
+        it is.
 
-        WeightsError: its file is not what it was.
+        Raises:
+            WeightsError: The file of the part has changed.
         """
         copy = self._copies.get(part)
         if copy is None:
@@ -182,10 +196,14 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
             self.waited_s += perf_counter() - started_s
 
     def use(self, order: Sequence[Part]) -> None:
-        """Until `release`, the first part's weights are those in the window: waits for it. Then the
-        next ones are fetched.
+        """Wait for the first of these parts, whose weights are those in the window until `release`,
+        and fetch the next ones.
 
-        order: in which parts will be used. WeightsError as `wait`.
+        Args:
+            order: Parts in the order in which they will be used.
+
+        Raises:
+            WeightsError: As `wait`.
         """
         assert self._in_use is None, "one part at a time"
         part = order[0]
@@ -199,14 +217,14 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         self.fetch(order)
 
     def release(self) -> None:
-        """The part that is used has been used."""
+        """End the use of the part in use."""
         part, self._in_use = self._in_use, None
         if part is not None and part not in self._parts:
             for weight in self._mapped[part].values():
                 weight.drop()
 
     def close(self) -> None:
-        """Forget everything, and end the thread."""
+        """Drop all parts, and end the thread."""
         self._in_use = None
         self.resize(range(0))
         self._thread.shutdown()
@@ -216,9 +234,16 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
     def _make_place(
         self, size: int, turn: int, turns: Mapping[Part, int], *, at_once: bool
     ) -> range | None:
-        """Free bytes for a part that is needed at this turn, the highest that there are, in place
-        of parts that are needed later: of as few as that takes, the last one first. at_once: also
-        of those that are on their way.
+        """Return bytes for a part, the highest that there are, in place of parts that are needed
+        later.
+
+        As few parts as that takes are dropped, the one needed last first.
+
+        Args:
+            size: Bytes of the part.
+            turn: When it is needed.
+            turns: When each part is needed.
+            at_once: Whether parts that are on their way may be dropped, too.
         """
         later = [
             part
@@ -228,6 +253,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
             and turns.get(part, inf) > turn
         ]
         later.sort(key=lambda part: turns.get(part, inf), reverse=True)
+        # Try with none of them gone, then with one more at a time.
         for number in range(len(later) + 1):
             gone = later[:number]
             place = self._free_place(
@@ -235,6 +261,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
             )
             if place is not None:
                 for part in gone:
+                    # Of those that were tried, only the ones that are in the way.
                     held = self._copies[part].bytes
                     if held.start < place.stop and place.start < held.stop:
                         self._forget(part)
@@ -242,20 +269,24 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         return None
 
     def _free_place(self, size: int, taken: Sequence[range]) -> range | None:
+        """Return the highest free bytes of the room beside those that are taken; None if there is
+        no gap of this size.
+        """
         stop = self._room.stop // _ALIGNMENT * _ALIGNMENT
-        for held in [
-            *sorted(taken, key=lambda held: held.start, reverse=True),
-            range(self._room.start, self._room.start),
-        ]:
+        below = range(self._room.start, self._room.start)
+        # From the top down: each gap ends where the part above it begins.
+        for held in [*sorted(taken, key=lambda each: each.start, reverse=True), below]:
             if stop - size >= held.stop:
                 return range(stop - size, stop)
             stop = held.start
         return None
 
     def _forget(self, part: Part) -> None:
-        """Nothing is written to its bytes any more when this returns."""
+        """Drop a part; nothing is written to its bytes any more on return."""
         copy = self._copies.pop(part)
         copy.cancelled.set()
+        # A copy that the thread has begun ends at its next piece; on CUDA what is queued still
+        # runs, and later work of the device waits for it.
         if not copy.done.cancel():
             with suppress(Exception):
                 event = copy.done.result()
@@ -276,7 +307,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
             weights[name] = self._as_read(part, name, target)
             start += _aligned(num_bytes)
         free: torch.cuda.Event | None = None
-        if self._is_cuda:  # whatever the device was given before may read what was there
+        if self._is_cuda:  # work that the device was given before may still read what was there
             free = torch.cuda.Event()  # type: ignore[no-untyped-call]
             free.record(torch.cuda.current_stream(self._storage.device))
         cancelled = Event()
@@ -291,7 +322,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         free: "torch.cuda.Event | None",
         cancelled: Event,
     ) -> "torch.cuda.Event | None":
-        """In the thread: read tensors of the files, and write them to the window."""
+        """Copy tensors of the files to the window, in the thread."""
         for source, _ in moves:
             source.file.check_is_whole()
             source.expect()
@@ -320,7 +351,8 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         self._stream.wait_event(free)
         for source, target in moves:
             staged = self._staging[: target.nbytes].view(target.dtype).view(target.shape)
-            self._stream.synchronize()  # the last piece has left it
+            # There is one staging buffer: the tensor before has left it then.
+            self._stream.synchronize()
             _copy_in_pieces(source.tensor, staged, cancelled)
             source.drop()
             with torch.cuda.stream(self._stream):
@@ -340,7 +372,7 @@ def _is_over(event: "torch.cuda.Event | None") -> bool:
 
 
 def _copy_in_pieces(source: Tensor, target: Tensor, cancelled: Event) -> None:
-    """Contiguous tensors of one shape; stops between two pieces if it is cancelled."""
+    """Copy a contiguous tensor to another one; stop between two pieces if cancelled."""
     pieces = (torch.split(tensor.view(-1), _COPY_ELEMENTS) for tensor in (source, target))
     for piece, to in zip(*pieces, strict=True):
         if cancelled.is_set():
