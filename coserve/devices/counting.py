@@ -1,4 +1,4 @@
-"""What rows cost, counted from the graphs: the same numbers on every device."""
+"""Costs of rows, counted from the graphs: the same numbers on every device."""
 
 from math import prod
 
@@ -97,8 +97,14 @@ def trainer_opened(
     evaluation: TrainingPrograms,
     window: WeightWindow | None = None,
 ) -> TrainerOpened:
-    """What a job costs; evaluation: the programs that measure the loss alone. window: that the
-    weights of its model pass through, if it is not the one on the device.
+    """Return what a job costs.
+
+    Args:
+        adapter: The adapter.
+        programs: The programs that train it.
+        evaluation: The programs that measure the loss alone.
+        window: Window that the weights of its model pass through, if that is not the one on the
+            device.
     """
     architecture, other = adapter.backbone.architecture, None
     if window is not None:
@@ -139,7 +145,7 @@ def device_info(
     num_host_pages: int = 0,
     is_provisional: bool = False,
 ) -> DeviceInfo:
-    """What there is to know of a model on a device with a page pool."""
+    """Return the description of a model on a device with a page pool."""
     page_bytes = kv_page_bytes(backbone, block_tokens)
     weights = {
         id(tensor): tensor for held in backbone.weights.values() for tensor in weight_tensors(held)
@@ -173,7 +179,7 @@ def device_info(
 
 
 def _groups(backbone: Backbone, programs: TrainingPrograms) -> tuple[tuple[TensorBytes, ...], ...]:
-    """Bytes of each tensor, by the groups in which a pass takes them."""
+    """Return the bytes of each tensor, by the groups in which a pass takes them."""
     parts = backbone.local.parts[:-1]
     groups = [
         workspace_shapes(programs, backbone, 1),
@@ -185,7 +191,7 @@ def _groups(backbone: Backbone, programs: TrainingPrograms) -> tuple[tuple[Tenso
 
 
 def _tensor_bytes(name: str, shape: tuple[int, ...], kind: torch.dtype) -> TensorBytes:
-    """shape: of a pack of one row."""
+    """Return the bytes of a tensor, from its shape for a pack of one row."""
     if name != STATES:
         return TensorBytes(prod(shape) * kind.itemsize)
     num_places, state_bytes = shape[0], shape[1] * kind.itemsize

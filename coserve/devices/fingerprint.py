@@ -19,10 +19,12 @@ _MOST_SAMPLES = 32
 
 
 class _Held(NamedTuple):
-    """A tensor of a rank, and how it stands to the whole one."""
+    """Tensor of a rank, and how it is a piece of the whole one."""
 
     tensor: Tensor
+    """What the rank holds."""
     state: AnyState
+    """How ranks divide the whole tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,6 +1,4 @@
-"""From a name to a device that is ready: the model's weights, a page pool of the right size, the
-profile.
-"""
+"""Loading of a device: the model's weights, a page pool of the right size, the profile."""
 
 from collections.abc import Callable
 
@@ -28,19 +26,21 @@ def open_device(
     source: ModelSource | None = None,
     group: RankGroup | None = None,
 ) -> TorchDevice:
-    """Load a model in this process, and take the memory; the first start on a device measures its
-    profile, which takes some seconds.
+    """Load a model in this process, and take the memory.
+
+    The first start on a device measures its profile, which takes some seconds.
 
     Args:
-        settings: all ranks of a group have the same.
-        progress: told how far it is.
-        source: the settings' model, if it has been found already.
-        group: of a model that several processes hold together: this process's rank of it; all ranks
-            call this.
+        settings: The same on all ranks of a group.
+        progress: Called with the progress.
+        source: The settings' model, if it has been found already.
+        group: This process's rank of a model that several processes hold together; all ranks call
+            this.
 
     Raises:
-        ModelError: there is no such model or device, or it cannot be used. BudgetError:
-        memory_bytes is too little. DeviceMemoryError.
+        ModelError: There is no such model or device, or it cannot be used.
+        BudgetError: memory_bytes is too little.
+        DeviceMemoryError: There is too little memory.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -66,12 +66,13 @@ def open_device(
 def device_on(
     backbone: Backbone, settings: DeviceSettings, progress: LoadProgress | None
 ) -> TorchDevice:
-    """Return a device in this process on a model that is loaded; of the settings, memory, pages and
-    profile count.
+    """Return a device in this process on a model that is loaded.
+
+    Of the settings, memory, pages and profile count.
 
     Raises:
         BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page.
-            DeviceMemoryError.
+        DeviceMemoryError: There is too little memory.
     """
     return torch_device(
         backbone,
@@ -86,9 +87,7 @@ def device_on(
 
 
 def prepare_kernels(device: torch.device, progress: LoadProgress | None = None) -> None:
-    """Compile the kernels of a device, if that was not done before on this machine; weights are
-    loaded next.
-    """
+    """Compile the kernels of a device, if that was not done before on this machine."""
     prepare_backends(device, _stage(progress, "compiling kernels"))
     if progress is not None:
         progress("loading weights", 0, 0)
@@ -105,22 +104,24 @@ def torch_device(
     may_be_provisional: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> TorchDevice:
-    """A device in this process, on a model that is loaded.
+    """Return a device in this process, on a model that is loaded.
 
     Args:
-        memory_bytes: of the page pool; None: a share of what is free. Where ranks hold the model
-            together it is the bytes on the device of each; ranks on one CPU take their sum of its
-            memory.
-        host_memory_bytes: see `EngineConfig`.
-        profile: None: from disk, or measured now, which takes some seconds.
-        deterministic: see `EngineConfig`.
-        may_be_provisional: whether a quick and cautious profile will do, which `MeasureDevice`
+        backbone: The model.
+        memory_bytes: Bytes of the page pool; None: a share of what is free. Where ranks hold the
+            model together it is the bytes on the device of each; ranks on one CPU take their sum of
+            its memory.
+        host_memory_bytes: See `EngineConfig`.
+        block_tokens: Tokens of a page.
+        profile: Profile of the device; None: from disk, or measured now, which takes some seconds.
+        deterministic: See `EngineConfig`.
+        may_be_provisional: Whether a quick and cautious profile will do, which `MeasureDevice`
             replaces.
-        progress: called with the number of finished measurements and about how many there are.
+        progress: Called with the number of finished measurements and about how many there are.
 
     Raises:
         BudgetError: memory_bytes is too little for a request, or host_memory_bytes for a page.
-            DeviceMemoryError: there is less than that.
+        DeviceMemoryError: There is less memory than that.
     """
     backbone = backbone.deterministic(is_so=deterministic)
     page_bytes = kv_page_bytes(backbone, block_tokens)

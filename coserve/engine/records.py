@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from coserve.devices.messages.commands import RankState
+from coserve.devices.messages.commands import RankReport
 from coserve.devices.messages.steps import StepResult
 from coserve.engine.request import Request
 from coserve.scheduling.slo import Slo
@@ -169,7 +169,7 @@ class EngineStats:
     """Share of time that requests' SLOs leave over as of the last step: 1 less the largest recent
     need (`SloUse.time`), at least 0.
     """
-    ranks: tuple[RankState, ...] = ()
+    ranks: tuple[RankReport, ...] = ()
     """States of the ranks that hold the model together; empty where one process holds it."""
     measured_share: float | None = None
     """Share of the device's measurements that are finished, while its profile is provisional; None

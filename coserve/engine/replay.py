@@ -19,7 +19,7 @@ from coserve.devices.recording.replay import (
     DamagedRecordingError,
     DivergedError,
     EndOfRecordingError,
-    Lines,
+    RecordedLines,
     ReplayDevice,
 )
 from coserve.engine.command_log import LostCommandError
@@ -78,7 +78,7 @@ def replay(header: RecordingHeader, lines: Iterator[object], device: Device) -> 
         ModelError: the model's tokenizer, which decides where stop strings end a text, is missing.
     """
     check_same_device(header.info, device.info)
-    stream = Lines(lines)
+    stream = RecordedLines(lines)
     # Without the file of its profile, which is this machine's.
     replayed = ReplayDevice(structs.replace(header.info, profile_path=""), device, stream)
     diverged: str | None = None

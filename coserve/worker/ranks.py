@@ -19,8 +19,8 @@ from coserve.devices.base import Clock, Device
 from coserve.devices.messages.commands import (
     Command,
     DescribeRanks,
+    RankReport,
     RanksDescribed,
-    RankState,
     Reply,
 )
 from coserve.devices.messages.steps import StepBatch, StepResult
@@ -87,10 +87,10 @@ class RankStates:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._found: tuple[RankState, ...] = ()
+        self._found: tuple[RankReport, ...] = ()
         self._found_s = float("-inf")
 
-    def take(self) -> tuple[RankState, ...]:
+    def take(self) -> tuple[RankReport, ...]:
         """Return the newest states."""
         if (
             self._device.info.num_ranks > 1
@@ -100,7 +100,7 @@ class RankStates:
         return self._found
 
 
-def describe_ranks(device: Device) -> tuple[RankState, ...]:
+def describe_ranks(device: Device) -> tuple[RankReport, ...]:
     """Return the states of a device's ranks.
 
     Raises:

@@ -1,6 +1,6 @@
 """What `/v1/status` and `/metrics` say of the ranks that hold a model together."""
 
-from coserve.devices.messages.commands import RankState
+from coserve.devices.messages.commands import RankReport
 from coserve.engine.records import EngineStats
 from coserve.protocol.messages import Ready, StepReport, decode_report, encode
 from coserve.scheduling.slo import Slo
@@ -9,8 +9,8 @@ from coserve.server.observability.status import StatusBoard
 from coserve.server.tenancy.ledger import RequestLedger
 
 RANKS = (
-    RankState(pid=11, device="cpu", memory_bytes=1 << 20, waited_s=0.5),
-    RankState(pid=12, device="cpu", memory_bytes=2 << 20, waited_s=0.25),
+    RankReport(pid=11, device="cpu", memory_bytes=1 << 20, waited_s=0.5),
+    RankReport(pid=12, device="cpu", memory_bytes=2 << 20, waited_s=0.25),
 )
 READY = Ready(
     model="none",

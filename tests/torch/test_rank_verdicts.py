@@ -170,7 +170,7 @@ def test_the_clock_of_rank_0_says_when_tasklets_end(monkeypatch, fast_rank, num_
     """Whichever rank's clock runs three times as fast: all run as many, the first before any clock
     is read."""
     monkeypatch.setattr(FastClock, "fast_rank", fast_rank)
-    monkeypatch.setattr(torch_step, "step_timer", lambda device: FastClock())
+    monkeypatch.setattr(torch_step, "section_timer", lambda device: FastClock())
     engine = make_engine(num_ranks=2)
     driver = Driver(lockstep(engine))
     opened = driver.open_trainer("job", TuningConfig(), adapter=LORA)

@@ -1,5 +1,5 @@
-"""Tries grammars in a sandbox before any process that others need compiles them, and measures what
-they take.
+"""Checks of grammars in a sandbox, before any process that others need compiles them, and their
+size.
 """
 
 from typing import Any, ClassVar
@@ -27,19 +27,23 @@ _REASONS = {
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The outcome of a grammar's check."""
+    """Outcome of a grammar's check."""
 
-    # Bytes that it takes compiled; 0 if it is refused.
     num_bytes: int = 0
+    """Bytes that the compiled grammar takes; 0 if it is refused."""
     refused: str = ""
+    """Why the grammar cannot be used; "" if it can."""
 
 
 class CheckGrammar(SandboxTask):
-    """Compiles a grammar and follows it for some tokens."""
+    """SandboxTask of a sandbox that compiles a grammar and follows it for some tokens."""
 
     setup_type: ClassVar[Any] = Vocabulary
+    """Type of what the sandbox's template is made with."""
     call_type: ClassVar[Any] = Grammar
+    """Type of what each call gets."""
     reply_type: ClassVar[Any] = Verdict
+    """Type of what each call returns."""
 
     def __init__(self, setup: Vocabulary) -> None:
         self._compiler = GrammarCompiler(setup)
@@ -52,11 +56,13 @@ class CheckGrammar(SandboxTask):
 
 
 class GrammarChecker:
-    """The grammars of one vocabulary. May be used by several threads at once."""
+    """Checker of grammars of one vocabulary, for several threads at once."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Start nothing yet. RequestError if llguidance is not installed, or this system has no
-        sandboxes.
+        """Prepare a sandbox, which starts with the first check.
+
+        Raises:
+            RequestError: llguidance is not installed, or this system has no sandboxes.
         """
         library()
         if not has_sandboxes():
@@ -70,17 +76,17 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """The process of its sandbox, if there is one now."""
+        """Return the process of the sandbox, if there is one now."""
         return self._sandbox.pid
 
     def measure(self, grammar: Grammar) -> int:
         """Return the bytes that a grammar takes compiled.
 
         Raises:
-            RequestError: it cannot be used, or compiling it would end this process or take too
-                much.
-            SandboxError: the machine is too busy to tell, or has no memory or threads to try it; it
-                may pass later.
+            RequestError: The grammar cannot be used, or compiling it would end this process or take
+                too much.
+            SandboxError: The machine is too busy for a verdict, or has no memory or threads to try
+                the grammar; it may pass later.
         """
         try:
             verdict: Verdict = self._sandbox.run(grammar)

@@ -1,4 +1,4 @@
-"""The compiled grammars of a device. The engine says which are kept: it opens and closes them."""
+"""Compiled grammars of a device. The engine decides which are kept: it opens and closes them."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +22,16 @@ _starting = Lock()
 
 
 class DeviceGrammars:
-    """Compiles each grammar once, on threads with a large stack, and no grammar that has not passed
-    a sandbox.
+    """Grammars that are compiled once, on threads with a large stack, after they have passed a
+    sandbox.
     """
 
     def __init__(self, *, compiles: bool = True) -> None:
-        """compiles: False on a rank that chooses no tokens, which keeps neither vocabulary nor
-        grammars.
+        """Begin without a vocabulary.
+
+        Args:
+            compiles: False on a rank that chooses no tokens, which keeps neither vocabulary nor
+                grammars.
         """
         self._compiles = compiles
         self._compiler: GrammarCompiler | None = None
@@ -76,8 +79,12 @@ class DeviceGrammars:
     def matcher(
         self, grammar: Grammar, output: Sequence[int], vocab_size: int | None = None
     ) -> Matcher:
-        """Return a matcher for a sequence with these tokens. vocab_size: of its model, if it may be
-        less than the grammar's.
+        """Return a matcher for a sequence with these tokens.
+
+        Args:
+            grammar: A grammar that is open, or is compiled now.
+            output: Tokens of the sequence so far.
+            vocab_size: Number of tokens of its model, if that may be less than the vocabulary's.
         """
         compiled, _ = self._opened(grammar, MAX_STATES)
         assert self._compiler is not None and self._threads is not None
@@ -92,9 +99,7 @@ class DeviceGrammars:
             self._checker.close()
 
     def _opened(self, grammar: Grammar, max_states: int) -> "tuple[LLMatcher, int]":
-        """Return the compiled form of a grammar and its bytes; compile it if it is not there
-        yet.
-        """
+        """Return the compiled form of a grammar and its bytes; compile it if need be."""
         with self._lock:
             compiler, checker = self._compiler, self._checker
             assert compiler is not None and checker is not None and self._threads is not None, (

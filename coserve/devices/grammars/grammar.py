@@ -1,6 +1,8 @@
-"""What a request's output must follow: a JSON schema, a regular expression, one of some texts, or a
-grammar. Plain data, so that processes without tensors can check and send it;
-`coserve.devices.grammars.matching` compiles it.
+"""Grammars that a request's output follows: a JSON schema, a regular expression, one of some texts,
+or a grammar.
+
+They are plain data, so that processes without tensors can check and send them;
+`coserve.devices.grammars.matching` compiles them.
 """
 
 import json
@@ -34,26 +36,32 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """A language that output is a text of, from its first token to its last; ValueError says what
-    is wrong with it.
+    """Language that output is a text of, from its first token to its last.
+
+    Raises:
+        ValueError: The grammar is wrong; the message says how.
     """
 
     kind: GrammarKind
-    # A JSON schema as JSON; a regular expression as Rust has them (no look-around), of the whole
-    # output; a grammar in Lark's notation with a rule `start`, as
-    # https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md describes it, or in
-    # llama.cpp's GBNF with a rule `root`.
+    """Notation of the text."""
     text: str
-    # Whether keywords of a JSON schema that cannot be enforced are ignored; otherwise they are
-    # refused by name.
+    """A JSON schema as JSON; a regular expression as Rust has them (no look-around), of the whole
+    output; a grammar in Lark's notation with a rule `start`, as
+    https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md describes it; or one in
+    llama.cpp's GBNF with a rule `root`.
+    """
     is_lenient: bool = field(default=False)
-    # Any text comes first, up to where this one has come, as reasoning does up to its end.
+    """Whether keywords of a JSON schema that cannot be enforced are ignored; otherwise they are
+    refused by name.
+    """
     after: str = ""
-    # The text before `after` begins with this one, and may be left out as a whole.
+    """Text up to which any text comes first, as reasoning does up to its end."""
     begun_by: str = ""
-    # Bytes that the compiled grammar takes, as measured in a sandbox that it has passed; 0: not
-    # tried there yet.
+    """Text with which the text before `after` begins, and which may be left out as a whole."""
     num_bytes: int = field(default=0, compare=False)
+    """Bytes that the compiled grammar takes, as measured in a sandbox that it has passed; 0: not
+    tried there yet.
+    """
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS or not isinstance(self.text, str):
@@ -64,8 +72,9 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any], *, is_lenient: bool = False) -> Self:
-        """JSON that a schema describes, with common white space; properties come in the order of
-        the schema.
+        """Return the grammar of JSON that a schema describes, with common white space.
+
+        Properties come in the order of the schema.
         """
         if not isinstance(schema, dict):
             raise ValueError(
@@ -81,19 +90,19 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Self:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """A text that the pattern matches as a whole."""
+        """Return the grammar of a text that a pattern matches as a whole."""
         check_length(len(pattern))
         check_pattern(pattern)
         return cls(kind="regex", text=pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
-        """One of some texts."""
+        """Return the grammar of one of some texts."""
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError("grammar must be a choice of texts that are not empty, at least one")
         check_length(sum(map(len, texts)))
@@ -101,7 +110,9 @@ class Grammar:
 
     @classmethod
     def notation(cls, text: str) -> Self:
-        """A grammar as clients write them: GBNF where rules are defined by `::=`, otherwise Lark's notation."""
+        """Return a grammar as clients write it: GBNF where rules are defined by `::=`, otherwise
+        Lark's notation.
+        """
         check_length(len(text))
         is_gbnf = "::=" in text
         check_rules(text, is_gbnf=is_gbnf)
@@ -116,10 +127,14 @@ class Grammar:
         at_least: int = 1,
         at_most: int | None = 1,
     ) -> Self:
-        """Pieces of JSON between fixed texts, one after the other, as calls of tools are.
+        """Return the grammar of pieces of JSON between fixed texts, one after the other, as calls
+        of tools are.
 
-        tags: what each piece may be. separator: text between two of them. at_least, at_most: how
-        many (None: any number).
+        Args:
+            tags: What each piece may be.
+            separator: Text between two pieces.
+            at_least: Least number of pieces.
+            at_most: Most pieces; None: any number.
         """
         if not tags or at_least < 0 or (at_most is not None and not max(1, at_least) <= at_most):
             raise ValueError("grammar must have tags, and at_most at least at_least and 1")
@@ -139,8 +154,8 @@ class Grammar:
 
     @classmethod
     def triggered(cls, tags: Sequence["Tag"], *, triggers: Sequence[str]) -> Self:
-        """Any text, in which whatever begins with a trigger is one of the tags that begin with
-        it.
+        """Return the grammar of any text in which whatever begins with a trigger is one of the tags
+        that begin with it.
         """
         if max(len(tags), len(triggers)) > _MAX_TAGS:
             raise ValueError(
@@ -175,14 +190,19 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class Tag:
-    """A text that begins so, has JSON of a schema in it, and ends so."""
+    """Text that begins so, has JSON of a schema in it, and ends so."""
 
     begin: str
+    """Text before the JSON."""
     schema: dict[str, Any]
+    """JSON schema."""
     end: str = ""
+    """Text after the JSON."""
 
     def in_lark(self, after: str = "") -> str:
-        """In Lark's notation, without what came before of its beginning."""
+        """Return the tag in Lark's notation, without the part of its beginning that has come
+        before.
+        """
         checked = json.loads(Grammar.json_schema(self.schema).text)
         schema = json.dumps({**checked, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
         begin, end = self.begin[len(after) :], self.end
@@ -192,8 +212,13 @@ class Tag:
 
 
 def text_before(after: str, begun_by: str, name: str, special: Mapping[str, int]) -> str:
-    """In Lark's notation: any text up to `after`, then the grammar of a name. begun_by: see
-    `Grammar`. special: texts that are tokens of their own, which no text has.
+    """Return, in Lark's notation, any text up to `after`, and then the grammar of a name.
+
+    Args:
+        after: Text at which the grammar begins.
+        begun_by: See `Grammar`.
+        name: Name of the grammar.
+        special: Texts that are tokens of their own, which no text has, and their ids.
     """
     start = (
         f"start: (begin thought blank)? @{name}" if begun_by else f"start: thought blank @{name}"
@@ -210,12 +235,14 @@ def _token_or_text(text: str, special: Mapping[str, int]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text in Lark's notation."""
+    """Return a text in Lark's notation."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _depth(value: Any) -> int:
-    """How deep objects and lists lie within one another, counted up to where it is too deep."""
+    """Return how deep objects and lists lie within one another, counted up to where that is too
+    deep.
+    """
     depth, level = 0, [value]
     while level and depth <= _MAX_DEPTH:
         level = [

@@ -1,7 +1,7 @@
-"""Depth of grammars after their references are resolved: the compiler recurses once for each level.
+"""Limits of grammars once their references are resolved: the compiler recurses once for each level.
 
-These limits answer the usual hostile inputs at once, with a message that names the limit. What
-passes them is still tried in a sandbox, whose stack is the limit that holds.
+These limits answer the usual hostile inputs at once, with a message that names the limit. A grammar
+that passes them is still tried in a sandbox, whose stack is the limit that holds.
 """
 
 import re
@@ -53,16 +53,20 @@ _REGEX_PART = re.compile(
 
 
 def check_length(num_characters: int) -> None:
-    """Reject a grammar that is too long; ValueError. It comes before every check that reads the
-    grammar.
+    """Check the length of a grammar, before anything reads it.
+
+    Raises:
+        ValueError: It is too long.
     """
     if num_characters > MAX_CHARACTERS:
         raise ValueError(f"grammar has {num_characters} characters; it may have {MAX_CHARACTERS}")
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Reject a JSON schema that is too deep, or merges too much, once its references are resolved;
-    ValueError.
+    """Check a JSON schema.
+
+    Raises:
+        ValueError: Once references are resolved it is too deep, or merges too much.
     """
     document = _Document(schema)
     steps = height(document.root, document.parts)
@@ -81,7 +85,11 @@ def check_schema(schema: dict[str, Any]) -> None:
 
 
 def check_rules(text: str, *, is_gbnf: bool) -> None:
-    """Reject a grammar with too many rules, or whose rules lead too far; ValueError."""
+    """Check the rules of a grammar.
+
+    Raises:
+        ValueError: There are too many, or they lead too far.
+    """
     graph = _rules(text, _GBNF_PART if is_gbnf else _LARK_PART)
     if len(graph) > MAX_RULES:
         raise ValueError(f"grammar has {len(graph)} rules and terminals; {MAX_RULES} are allowed")
@@ -95,7 +103,11 @@ def check_rules(text: str, *, is_gbnf: bool) -> None:
 
 
 def check_pattern(pattern: str) -> None:
-    """Reject a regular expression with too many groups within groups; ValueError."""
+    """Check a regular expression.
+
+    Raises:
+        ValueError: It has too many groups within groups.
+    """
     depth = deepest = 0
     for part in _REGEX_PART.finditer(pattern):
         depth += (part.lastgroup == "open") - (part.lastgroup == "close")
@@ -147,8 +159,8 @@ def _folded(
 
 
 class _Document:
-    """A schema and those within it, each named by the identity of its object: pointers would be as
-    long as all keys.
+    """A JSON schema and the schemas within it, each named by the identity of its object: pointers
+    would be as long as all keys.
     """
 
     def __init__(self, schema: dict[str, Any]) -> None:

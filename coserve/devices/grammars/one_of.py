@@ -1,5 +1,5 @@
-"""`oneOf` in JSON schemas: the compiler of grammars has `anyOf` alone, which is the same where
-branches cannot overlap.
+"""Replacement of `oneOf` in JSON schemas: the compiler of grammars has `anyOf` alone, which is the
+same where branches cannot overlap.
 
 Branches cannot overlap where their types, values, bounds or lengths differ, where both have a
 property with values that differ and one requires it, or where one requires a property that the
@@ -26,8 +26,10 @@ _Schema = Mapping[str, Any]
 
 
 def with_any_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with `anyOf` in the place of each `oneOf`; ValueError names branches that may
-    overlap.
+    """Return a schema with `anyOf` in the place of each `oneOf`.
+
+    Raises:
+        ValueError: Branches may overlap; the message names them.
     """
     branches = _Branches(schema)
     found: dict[str, Any] = branches.rewritten(schema)
@@ -35,11 +37,11 @@ def with_any_of(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class _TooMuchError(Exception):
-    """Comparisons that would read more than `_MAX_READ`."""
+    """Error for comparisons that would read more than `_MAX_READ`."""
 
 
 class _Branches:
-    """Compares branches within one document."""
+    """Comparison of branches within one document."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document, self._num_read = document, 0

@@ -372,8 +372,8 @@ class CommandsCounted(msgspec.Struct, tag=True, frozen=True):
     """Commands that were done, or failed and changed nothing."""
 
 
-class RankState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one rank of a device."""
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Report on one rank of a device."""
 
     pid: int
     """Number of its process."""
@@ -388,8 +388,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 class RanksDescribed(msgspec.Struct, tag=True, frozen=True):
     """Reply to `DescribeRanks`."""
 
-    ranks: tuple[RankState, ...]
-    """The states of all ranks, in their order."""
+    ranks: tuple[RankReport, ...]
+    """The reports on all ranks, in their order."""
 
 
 Reply = (

@@ -35,19 +35,21 @@ Answer = Future[Reply | StepResult]
 
 
 class StartedProcess(Protocol):
-    """A process of `process.main` as `subprocess.Popen` shows one; any thread may call its
-    methods.
-    """
+    """A process of `process.main`, as `subprocess.Popen` has it; for any thread."""
 
     @property
     def pid(self) -> int: ...
 
     def kill(self) -> None:
-        """End it at once; no error if it has ended."""
+        """End the process at once; no error if it has ended."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; return its code, negative for a signal. subprocess.TimeoutExpired."""
+        """Wait for the end of the process, and return its code, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not ended in time.
+        """
         ...
 
 
@@ -66,8 +68,8 @@ def start_program(arguments: Sequence[str], descriptors: Sequence[int]) -> Start
 
 
 class DeviceProcess:
-    """A process of `process.main`, and the connection to it. A thread of its own takes what the
-    process sends.
+    """A process of `process.main`, and the connection to it; a thread receives what the process
+    sends.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ class DeviceProcess:
         """Start the process, which waits for its settings then.
 
         Args:
-            on_start: called with each message of the start, and with None once nothing can come any
+            on_start: Called with each message of the start, and with None once nothing can come any
                 more.
-            on_end: called once the process has ended, or has closed its end, before its calls fail.
-            arguments: for `process.main`, after the socket.
-            inherited: file descriptors that the process gets.
-            start: starts the process.
+            on_end: Called once the process has ended, or has closed its end, before its calls fail.
+            arguments: Arguments for `process.main`, after the socket.
+            inherited: File descriptors that the process gets.
+            start: Starts the process.
         """
         own, its = socket.socketpair()
         self._connection = Connection(own, FromDevice)
@@ -141,16 +143,21 @@ class DeviceProcess:
             return None
 
     def send(self, message: object) -> None:
-        """Send a message that has no answer, as the settings; DeviceGoneError."""
+        """Send a message that has no answer, as the settings.
+
+        Raises:
+            DeviceGoneError: The process has ended.
+        """
         self._send(framed(message))
 
     def call(self, number: int, frame: bytes) -> Answer:
-        """Send a call with this number, as `framed` encodes it, and return its answer to come.
+        """Send a call with this number, as `framed` encodes it, and return the future of its
+        answer.
 
         The answer is DeviceGoneError if the process ends first.
 
         Raises:
-            DeviceGoneError: the process has ended already.
+            DeviceGoneError: The process has ended already.
         """
         answer: Answer = Future()
         with self._lock:
@@ -181,9 +188,7 @@ class DeviceProcess:
             raise DeviceGoneError(self._gone) from None
 
     def _receive(self) -> None:
-        """Hand out what comes, until nothing can come any more: nobody waits for a device that is
-        gone.
-        """
+        """Receive messages until nothing can come any more; calls that wait then fail."""
         try:
             while True:
                 self._take(self._connection.receive())

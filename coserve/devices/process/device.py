@@ -16,12 +16,14 @@ from coserve.errors import DeviceGoneError
 
 
 class ProcessDevice:
-    """See `coserve.devices.base.Device`."""
+    """Device in another process; see `coserve.devices.base.Device`."""
 
     def __init__(self, settings: DeviceSettings, progress: LoadProgress | None = None) -> None:
-        """Start the process, and wait until the model is loaded; errors as
-        `coserve.devices.loading.open_device`, and DeviceGoneError if the process ends without
-        saying why.
+        """Start the process, and wait until the model is loaded.
+
+        Raises:
+            DeviceGoneError: The process has ended without saying why.
+            Exception: As `coserve.devices.loading.open_device`.
         """
         self.clock = WallClock()
         self._numbers = count()
@@ -41,7 +43,11 @@ class ProcessDevice:
         return self._process.pid
 
     def execute(self, command: Command) -> Reply:
-        """DeviceGoneError if the process ends before it has replied."""
+        """Carry out a command, and return its reply.
+
+        Raises:
+            DeviceGoneError: The process ends before it has replied.
+        """
         reply = self._call(command).result()
         assert not isinstance(reply, StepResult)
         return reply
@@ -57,7 +63,11 @@ class ProcessDevice:
             self._step.set_exception(error)
 
     def collect(self) -> StepResult:
-        """DeviceGoneError if the process has ended."""
+        """Wait for the step, and return its result.
+
+        Raises:
+            DeviceGoneError: The process has ended.
+        """
         step, self._step = self._step, None
         assert step is not None, "no step was submitted"
         result = step.result()

@@ -1,9 +1,10 @@
-"""A process with a device, or one rank of it: it does what comes over a socket, and ends when the
-socket does.
+"""A process with a device, or one rank of it: it carries out what comes over a socket, and ends
+when the socket does.
 
     python -m coserve.devices.process.main SOCKET [TRANSPORT PLACE RANK SIZE]
 
-SOCKET is a file descriptor that it inherits. TRANSPORT and PLACE: see `coserve.devices.ranks.seats`.
+SOCKET is a file descriptor that it inherits. TRANSPORT and PLACE: see
+`coserve.devices.ranks.seats`.
 """
 
 import logging
@@ -91,14 +92,14 @@ def _receive(
     beside: "SimpleQueue[Call]",
     kinds: tuple[type, ...],
 ) -> None:
-    """Take messages while the device works; at their end, or at one that cannot be understood, end
+    """Receive messages while the device works; at their end, or at one that cannot be decoded, end
     the process in the middle of it.
 
     Args:
-        connection: to the process that gives the commands.
-        messages: gets those that are carried out one after the other.
-        beside: gets the calls that are carried out beside steps.
-        kinds: commands of the latter.
+        connection: Connection to the process that gives the commands.
+        messages: Gets messages that are carried out one after the other.
+        beside: Gets calls that are carried out beside steps.
+        kinds: Commands of the latter.
     """
     try:
         while True:
@@ -144,8 +145,9 @@ def _start(
 
 
 def _answer(device: RankDevice, call: Call, connection: Connection) -> None:
-    """Carry out a call of the ordered stream. Once it is done on all ranks, one of them says so;
-    what has failed, each rank says.
+    """Carry out a call of the ordered stream.
+
+    Once it is done on all ranks, one of them answers; each rank answers a call that has failed.
     """
     try:
         reply = _do(device, call.command)

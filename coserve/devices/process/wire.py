@@ -1,6 +1,4 @@
-"""What a device's process and the engine's say to each other: msgpack frames, each after its
-length.
-"""
+"""Wire between a device's process and the engine's: msgpack frames, each after its length."""
 
 import socket
 import struct
@@ -20,25 +18,34 @@ LENGTH = struct.Struct("<Q")
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Do a command, or run a step; answered by `Done` or `Raised` with the same number."""
+    """Call to carry out a command, or to run a step; answered by `Done` or `Raised` with the same
+    number.
+    """
 
     call: int
+    """Number of the call."""
     command: Command | StepBatch
+    """The command or the step."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A command is done, or a step has run."""
+    """Answer to a call that was carried out."""
 
     call: int
+    """Number of the call."""
     reply: Reply | StepResult
+    """The command's reply, or the step's result."""
 
 
 class Raised(msgspec.Struct, tag=True, frozen=True):
-    """A command or a step (None: the start) raised an error of a kind, the name of its class."""
+    """Answer to a call, or to the start, that has raised an error."""
 
     call: int | None
+    """Number of the call; None: the start."""
     kind: str
+    """Name of the error's class."""
     message: str
+    """The error's message."""
 
     def error(self) -> Exception:
         """Return the error: one of coserve's own or of the system's as it was, anything else as
@@ -55,21 +62,27 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadingProgress(msgspec.Struct, tag=True, frozen=True):
-    """What the start is at."""
+    """Progress of the start."""
 
     stage: str
+    """Name of its stage."""
     done: int
+    """How much of the stage is done."""
     total: int
+    """How much there is to do."""
 
 
 class KernelsPrepared(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0 has compiled the kernels, or found them: from now on other ranks find them, too."""
+    """Message that rank 0 has compiled the kernels, or found them: from then on other ranks find
+    them, too.
+    """
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """The device takes commands."""
+    """Message that the device takes commands."""
 
     info: DeviceInfo
+    """The device's description."""
 
 
 ToDevice = DeviceSettings | Call
@@ -79,9 +92,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def framed(message: Any) -> bytes:
-    """Encode a message as the frame that a connection sends: one encoding does for several of
-    them.
-    """
+    """Encode a message as the frame that a connection sends, once for several connections."""
     encoded = _encode(message)
     return LENGTH.pack(len(encoded)) + encoded
 
@@ -90,19 +101,31 @@ class Connection:
     """One end of a socket pair. `send` may be called from any thread, `receive` from one."""
 
     def __init__(self, end: socket.socket, receives: Any) -> None:
-        """receives: the union of what the other end sends."""
+        """Use an end of a socket pair.
+
+        Args:
+            end: The socket.
+            receives: Union of the messages that the other end sends.
+        """
         self._end, self._sending = end, Lock()
         self._decoder = msgspec.msgpack.Decoder(receives)
 
     def send(self, message: Any) -> None:
-        """Send a message; OSError if the other end is gone, see `send_frame`."""
+        """Send a message; see `send_frame`.
+
+        Raises:
+            OSError: The other end is gone.
+        """
         self.send_frame(framed(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """Send what `framed` has encoded; OSError if the other end is gone.
+        """Send a frame that `framed` has encoded.
 
         A call that is interrupted closes the connection: a part of the frame may have been sent,
         and what came after could not be told from the rest of it.
+
+        Raises:
+            OSError: The other end is gone.
         """
         with self._sending:
             try:
@@ -114,8 +137,11 @@ class Connection:
                 raise
 
     def receive(self) -> Any:
-        """The next message; EOFError if the other end is gone, msgspec.DecodeError if what it sends
-        is no message.
+        """Return the next message.
+
+        Raises:
+            EOFError: The other end is gone.
+            msgspec.DecodeError: What it sends is no message.
         """
         try:
             (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
@@ -124,7 +150,7 @@ class Connection:
             raise EOFError from error
 
     def close(self) -> None:
-        """The other end sees that nothing more comes."""
+        """Close this end; the other end gets an end of file."""
         with suppress(OSError):  # it has gone already
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
@@ -141,8 +167,9 @@ class Connection:
 
 
 def raised(call: int | None, error: BaseException) -> Raised:
-    """An error as a message; kinds of OSError are one, except that a full disk can be told from the
-    others.
+    """Return an error as a message.
+
+    Kinds of OSError become one, but a full disk can be told from the others.
     """
     kind = type(error).__name__
     if isinstance(error, OSError):

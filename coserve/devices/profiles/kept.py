@@ -1,5 +1,5 @@
-"""The profile of a model on this device: measured at the first start, and kept on disk by what it
-depends on.
+"""Profiles of models on this device: measured at the first start, and kept on disk by what they
+depend on.
 
 Where several ranks hold the model they measure together, rank 0 reads and writes the file, and all
 have its numbers.
@@ -43,16 +43,20 @@ def load_profile(
     """Return the profile of a model on this device: from disk, or measured now and kept there.
 
     Args:
-        directory: where profiles are kept (default: `profiles` in the cache of this user and
+        backbone: The model.
+        directory: Where profiles are kept (default: `profiles` in the cache of this user and
             machine).
-        progress: called with the number of finished measurements and about how many there are;
+        progress: Called with the number of finished measurements and about how many there are;
             without one, a warning says what is being waited for.
     """
     path = profile_path(backbone, directory)
     if (stored := _read_agreed(backbone, path)) is not None:
         return stored
     level = logging.WARNING if progress is None else logging.INFO
-    message = "measuring how fast %s runs on %s, once: this takes some seconds, up to minutes on a busy machine"
+    message = (
+        "measuring how fast %s runs on %s, once: this takes some seconds, up to minutes on a busy "
+        "machine"
+    )
     if backbone.ranks.rank == 0:
         _log.log(
             level,
@@ -114,7 +118,7 @@ def keep_profile(backbone: Backbone, profile: Profile, directory: Path | None = 
 
 
 def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
-    """Where the profile of a model on this device is kept."""
+    """Return the file of the profile of a model on this device."""
     key = json.dumps(_identity(backbone), sort_keys=True)
     directory = directory or _directory()
     return directory / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".json")
@@ -123,8 +127,10 @@ def profile_path(backbone: Backbone, directory: Path | None = None) -> Path:
 def stored_profile(
     config: "PretrainedConfig", directory: Path | None = None
 ) -> tuple[str, Profile] | None:
-    """The newest profile of a whole model of this shape that is kept, and what it was measured
-    with; None if there is none. The model itself is not needed.
+    """Return the newest kept profile of a whole model of this shape, and a description of what it
+    was measured with; None if there is none.
+
+    The model itself is not needed.
     """
     directory, shape = directory or _directory(), _of_shape(config)
     for path in sorted(
@@ -145,7 +151,7 @@ def _directory() -> Path:
 
 
 def _of_shape(config: "PretrainedConfig") -> dict[str, Any]:
-    """Of what a profile depends on, what is not of the device."""
+    """Return the part of what a profile depends on that is not of the device."""
     shape = {
         name: value for name, value in sorted(config.to_dict().items()) if not name.startswith("_")
     }
@@ -160,7 +166,7 @@ def _of_shape(config: "PretrainedConfig") -> dict[str, Any]:
 
 
 def _identity(backbone: Backbone) -> dict[str, Any]:
-    """What a profile depends on."""
+    """Return what a profile depends on."""
     return {
         **_of_shape(backbone.architecture.config),
         "device": device_name(backbone.device, num_ranks=backbone.ranks.size),
@@ -175,7 +181,9 @@ def _identity(backbone: Backbone) -> dict[str, Any]:
 
 @cache
 def _code() -> str:
-    """A digest of the code that is measured: while it is worked on, its version says too little."""
+    """Return a digest of the code that is measured: during development, the version number says too
+    little.
+    """
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.glob("*/**/*.*")):
         if (
@@ -187,8 +195,10 @@ def _code() -> str:
 
 
 def device_name(device: torch.device, threads: int | None = None, *, num_ranks: int = 1) -> str:
-    """The device that runs the model, with the threads that it has there (None: those of this
-    process); "2 x " before that where two ranks hold the model together, on such a device each.
+    """Return a name of the device that runs the model, with its threads (None: those of this
+    process).
+
+    Where two ranks hold the model together, on such a device each, "2 x " comes first.
     """
     several = f"{num_ranks} x " if num_ranks > 1 else ""
     if device.type == "cuda":

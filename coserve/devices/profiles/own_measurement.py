@@ -1,5 +1,5 @@
-"""The measurement of a device that serves meanwhile: one piece at a time, whenever the engine has
-time for it.
+"""Measurement of a device that serves meanwhile: one piece at a time, whenever the engine has time
+for it.
 """
 
 import torch
@@ -11,9 +11,7 @@ from coserve.models.backbone import Backbone
 
 
 class OwnMeasurement:
-    """A whole profile under way; its memory is taken with the first piece and freed with the
-    last.
-    """
+    """A whole profile under way; it holds memory from the first piece to the last."""
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
@@ -21,7 +19,7 @@ class OwnMeasurement:
         self._done, self._total = 0, 1
 
     def run_piece(self) -> DeviceMeasured:
-        """Run one more piece. The profile that comes with the last one is kept on disk."""
+        """Run one more piece; the profile that comes with the last one is kept on disk."""
         with torch.inference_mode():
             if self._pieces is None:
                 self._pieces = measurement(self._backbone, self._note)

@@ -1,6 +1,6 @@
-"""The pieces of a step, each timed by itself on a model: spans in pages through all blocks, the
-head with sampling, the loss, windows, tasklets and the optimizer step of a reference adapter (LoRA
-of rank 16 at every linear layer).
+"""Pieces of a step, each timed by itself on a model: spans in pages through all blocks, the head
+with sampling, the loss, windows, tasklets and the optimizer step of a reference adapter (LoRA of
+rank 16 at every linear layer).
 """
 
 import time
@@ -41,7 +41,7 @@ _COPIED_PAGES = 32
 
 
 class ProfiledPieces:
-    """Times pieces of a step; keeps the fastest time of each over all rounds."""
+    """Timer of pieces of a step, which keeps the fastest time of each over all rounds."""
 
     def __init__(
         self,
@@ -57,11 +57,13 @@ class ProfiledPieces:
         """Take the memory for the measurements.
 
         Args:
-            max_rows: rows of one span at most, with those before it in the cache.
-            num_spans: spans side by side, of max_span_rows rows each at most.
-            max_runs: counted runs of a piece at most.
-            time_s: the clock; None: this machine's, once the device is done.
-            on_measured: called after each measurement.
+            backbone: The model.
+            max_rows: Most rows of one span, with those before it in the cache.
+            num_spans: Number of spans side by side.
+            max_span_rows: Most rows of each of these.
+            max_runs: Most counted runs of a piece.
+            time_s: The clock; None: this machine's, once the device is done.
+            on_measured: Called after each measurement.
         """
         self.backbone, self._on_measured = backbone, on_measured
         self._fastest: dict[Hashable, float] = {}
@@ -146,9 +148,14 @@ class ProfiledPieces:
         return self._keep(("tasklet", rows), (yield from self.watch.stable_s(measure)))
 
     def joining(self, rows: int, pair_s: float) -> Timing:
-        """Return what joined tasklets of as many rows take, as a multiple of one pack's: in turns,
-        the fastest of each, so that what else the machine does meets both. pair_s: seconds of a row
-        and a key in one block.
+        """Time joined tasklets as a multiple of one pack's tasklets.
+
+        The two run in turns, and the fastest of each counts, so that whatever else the machine does
+        meets both.
+
+        Args:
+            rows: Rows of each tasklet.
+            pair_s: Seconds of a row and a key in one block.
         """
         num_packs = max(2, rows // _JOINED_ROWS)
         fastest_s = {1: inf, num_packs: inf}
@@ -240,7 +247,7 @@ class ProfiledPieces:
         )
 
     def copied_byte(self) -> Timing:
-        """Time a byte of pages to the host and back, each copied by itself: they are seldom
+        """Time a byte of pages to the host and back, each page copied by itself: they are seldom
         neighbours.
         """
         num_pages = min(_COPIED_PAGES, self.pages.num_pages // 2)
@@ -297,6 +304,6 @@ class ProfiledPieces:
 
 
 def _tasklets(passes: Sequence[TrainingPass], rows: int) -> Iterator[Callable[[], object]]:
-    """Yield the joined tasklets of all parts, each to be run before the next one is asked for."""
+    """Yield the joined tasklets of all parts, each to be run before the next one is taken."""
     while not passes[0].done:
         yield lambda: joined_tasklet([(each, rows) for each in passes]).run()

@@ -1,4 +1,4 @@
-"""The profile of a model on this device, from measurements of the engine's own pieces
+"""Measurement of the profile of a model on this device, from the engine's own pieces
 (`ProfiledPieces`).
 
 A quick profile has few measurements and a margin: a server starts with it, and measures the whole
@@ -43,10 +43,15 @@ class Effort:
     """Thoroughness with which a device is measured."""
 
     forward_rows: tuple[int, ...]
+    """Numbers of rows of forward passes."""
     backward_rows: tuple[int, ...]
+    """Numbers of rows of tasklets."""
     head_rows: tuple[int, ...]
+    """Numbers of rows of the head."""
     loss_rows: tuple[int, ...]
+    """Numbers of rows of the loss."""
     score_rows: tuple[int, ...]
+    """Numbers of rows of scored prompts."""
     window_rows: tuple[int, int]
     """Rows of a short and of a long window."""
     fused_rows: tuple[int, int]
@@ -105,8 +110,9 @@ def measure_profile(
     """Measure all pieces thoroughly, which takes seconds to minutes.
 
     Args:
-        progress: called with the number of finished measurements and about how many there are.
-        time_s: the clock; None: this machine's, once the device is done.
+        backbone: The model.
+        progress: Called with the number of finished measurements and about how many there are.
+        time_s: The clock; None: this machine's, once the device is done.
     """
     with torch.inference_mode():
         return finish(_Measurement(backbone, WHOLE, progress, time_s).profile())
@@ -133,7 +139,7 @@ def measurement(
 
 
 class _Measurement:
-    """One profile of one model."""
+    """Measurement of one profile of one model."""
 
     def __init__(
         self,
@@ -157,8 +163,8 @@ class _Measurement:
         )
 
     def profile(self) -> Measurement:
-        """Measure in one round; in more if the machine was busy meanwhile: of each measurement the
-        fastest.
+        """Measure in one round; in more if the machine was busy meanwhile: the fastest of each
+        measurement counts.
         """
         pieces = self.pieces
         for rows in (1, self.most_rows // 2):
@@ -243,7 +249,7 @@ class _Measurement:
         most_rows, most_pairs = pieces.pages.stores.most_rows, pieces.pages.stores.most_prompt_pairs
 
         def trunk(n: int) -> Timing:
-            """Of n rows, block by block."""
+            """Time n rows, block by block."""
             pairs = n * n / 2
             seconds = (
                 (yield from pieces.forward(1, rows=n))
@@ -258,7 +264,9 @@ class _Measurement:
         forward = yield from self._curve(effort.forward_rows, trunk)
 
         def rows_s(n: int) -> float:
-            """Of n rows of one window with its bypasses, if they were a request's."""
+            """Return the seconds of n rows of one window with its bypasses, if they were a
+            request's.
+            """
             return forward.at(n) + n * n / 2 * s_per_pair + n * s_per_key + s_per_span + bypasses_s
 
         few = min(effort.window_rows[0], rows // 2)
@@ -267,7 +275,7 @@ class _Measurement:
         s_per_window_bypass = max(0.0, few_s - few * s_per_window_row) / counts.num_bypasses
 
         def saved_by_window(n: int) -> Timing:
-            """Of n rows beside a request that decodes."""
+            """Time what n rows save beside a request that decodes."""
             apart_s = (
                 rows_s(n) - forward.at(n) + forward.at(n + 1) + s_per_span + n * s_per_window_row
             )
@@ -327,7 +335,13 @@ class _Measurement:
     def _curve(
         self, rows: tuple[int, ...], seconds: Callable[[int], Timing], *, num_pieces: int = 1
     ) -> Generator[None, None, Curve]:
-        """num_pieces: how many pieces of what is measured one measurement runs."""
+        """Measure a curve of seconds by rows.
+
+        Args:
+            rows: Numbers of rows.
+            seconds: Measures one of them.
+            num_pieces: Number of pieces that one measurement runs.
+        """
         found: dict[int, float] = {}
         for n in rows:
             if n > self.most_rows and len(found) > 1:

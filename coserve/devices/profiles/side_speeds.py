@@ -1,4 +1,4 @@
-"""How fast the sides of a divided device are, measured at the start in a second or two.
+"""Speeds of the sides of a divided device, measured at the start in a second or two.
 
 In the two stages of `coserve.scheduling.sharing`: each side alone on some units beside the same on
 all units, in turns, so that whatever else the machine does meets both; then both sides at once.
@@ -38,14 +38,16 @@ def measure_sharing(
     """Measure the sides of a device with two units at least, piece by piece.
 
     Args:
-        forward: a forward pass of as many rows of a request, to be run any number of times.
-        ready_pass: a pass of as many rows that is to go backward.
+        sides: The sides.
+        device: The device.
+        forward: Returns a forward pass of as many rows of a request, to be run any number of times.
+        ready_pass: Returns a pass of as many rows that is to go backward.
     """
-    return _Measurement(sides, device, forward, ready_pass).sharing()
+    return _SideMeasurement(sides, device, forward, ready_pass).sharing()
 
 
-class _Measurement:
-    """See `measure_sharing`."""
+class _SideMeasurement:
+    """Measurement of the sides of a device; see `measure_sharing`."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class _Measurement:
         )
 
     def _forward_speed(self, units: int, run: Callable[[], None]) -> Timing:
-        """On some units, as a share of that on all."""
+        """Measure the speed of the forward pass on some units, as a share of that on all."""
         found: dict[int, list[float]] = {self._num_units: [], units: []}
         for _ in range(_RUNS + 1 + self._num_warm_ups):
             for number, seconds in found.items():
@@ -102,7 +104,7 @@ class _Measurement:
         )
 
     def _tasklets_speed(self, units: int) -> Timing:
-        """The same of tasklets, of which each pass has one for every block."""
+        """Measure the same of tasklets, of which each pass has one for every block."""
         found: dict[int, list[float]] = {self._num_units: [], units: []}
         while len(found[units]) < self._num_pieces:
             for piece in self._pieces(self._ready_pass(self._rows)):
@@ -119,8 +121,8 @@ class _Measurement:
     def _beside_alone(
         self, half: int, run: Callable[[], None]
     ) -> Generator[None, None, tuple[float, float]]:
-        """How many times as long a forward pass, and tasklets, take on their units beside the other
-        as alone there.
+        """Measure how many times as long a forward pass, and tasklets, take on their units beside
+        the other side as alone there.
         """
         rest, over, run = self._num_units - half, Event(), self._several(run)
         number = 2 * _RUNS if self._is_gpu else 1
@@ -155,7 +157,7 @@ class _Measurement:
         return median(forward_s) / median(alone_s), median(tasklet_s) / median(tasklet_alone_s)
 
     def _several(self, run: Callable[[], None]) -> Callable[[], None]:
-        """What is timed as one where the device would wait for the host otherwise."""
+        """Return what is timed as one piece where the device would wait for the host otherwise."""
 
         def run_all() -> None:
             for _ in range(_GPU_FORWARDS if self._is_gpu else 1):
@@ -164,7 +166,7 @@ class _Measurement:
         return run_all
 
     def _pieces(self, training: TrainingPass) -> Iterator[Callable[[], None]]:
-        """What is timed of a pass, one after the other, each to be run before the next."""
+        """Yield the pieces of a pass that are timed, each to be run before the next one."""
         while not training.done:
             yield lambda: self._run_pieces(training)
 
@@ -174,7 +176,7 @@ class _Measurement:
             training.run_tasklet(self._rows)
 
     def _alone_s(self, side: Side, units: int, run: Callable[[], None]) -> float:
-        """Seconds of a run on some units of a side."""
+        """Return the seconds of a run on some units of a side."""
         with self._sides.alone(side, units):
             return self._timed(run)
 
@@ -186,6 +188,6 @@ class _Measurement:
         return time.perf_counter() - start_s
 
     def _wait(self) -> None:
-        """For what the calling thread has given the device."""
+        """Wait for what the calling thread has given the device."""
         if self._is_gpu:
             torch.cuda.current_stream(self._device).synchronize()

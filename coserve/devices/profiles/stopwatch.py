@@ -1,7 +1,7 @@
-"""Seconds of a piece of work, so that two starts on one machine find the same.
+"""Timing of a piece of work, such that two starts on one machine measure the same.
 
-What is slow by accident (the first touch of a page of weights, a product that is compiled at its
-first use, another process) is told from what is slow: a piece is run until its two fastest runs
+A piece that is slow by accident (the first touch of a page of weights, a product that is compiled
+at its first use, another process) is told from a slow one: it is run until its two fastest runs
 agree. A short time stays a short time whatever else happens, so the fastest runs are believed, and
 a curve never falls.
 """
@@ -49,7 +49,7 @@ def shared_clock(time_s: Callable[[], float], group: RankGroup) -> Callable[[], 
 
 
 def finish(measurement: Generator[None, None, T]) -> T:
-    """Run a measurement to its end; return its result."""
+    """Run a measurement to its end, and return its result."""
     while True:
         try:
             next(measurement)
@@ -67,19 +67,19 @@ class Stopwatch:
         """Set the clock.
 
         Args:
-            time_s: the seconds now, once the device has finished what it was given.
-            num_uncounted: first runs of a piece that are not counted: where calls are captured, the
-                second is the one in which they are.
-            max_runs: counted runs of a piece at most.
+            time_s: Returns the seconds now, once the device has finished what it was given.
+            num_uncounted: Number of a piece's first runs that do not count: where calls are
+                captured, the second is the one in which they are.
+            max_runs: Most counted runs of a piece.
         """
         self._time_s, self.num_uncounted, self._max_runs = time_s, num_uncounted, max_runs
 
     def now_s(self) -> float:
-        """What the clock shows."""
+        """Return what the clock shows."""
         return self._time_s()
 
     def once_s(self, run: Callable[[], object]) -> float:
-        """Seconds of one run."""
+        """Return the seconds of one run."""
         start_s = self._time_s()
         run()
         return self._time_s() - start_s
@@ -141,8 +141,8 @@ class Stopwatch:
 
 
 def rising(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Seconds by rows without outliers: more rows take no less, so what is above a later point was
-    held up.
+    """Return seconds by rows without outliers: more rows take no less, so what lies above a later
+    point was held up.
     """
     found: dict[int, float] = {}
     least = float("inf")

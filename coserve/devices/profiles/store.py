@@ -13,8 +13,9 @@ _log = logging.getLogger(__name__)
 
 
 def read_profile(path: Path) -> Profile | None:
-    """The profile in a file; None if there is none, anything is wrong with it, or another user can
-    have written it: it can be measured again.
+    """Return the profile in a file; None if there is none, or it must be measured again.
+
+    That is so if anything is wrong with it, or another user can have written it.
     """
     try:
         if not is_trusted(path):
@@ -28,7 +29,7 @@ def read_profile(path: Path) -> Profile | None:
 
 
 def read_identity(path: Path) -> dict[str, Any] | None:
-    """What the profile in a file was measured for; None if that cannot be read."""
+    """Return what the profile in a file was measured for; None if that cannot be read."""
     try:
         of = json.loads(path.read_text())["of"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -37,7 +38,13 @@ def read_identity(path: Path) -> dict[str, Any] | None:
 
 
 def write_profile(path: Path, of: dict[str, Any], profile: Profile) -> None:
-    """Put a profile in a file, whole or not at all; of: what it was measured for."""
+    """Write a profile to a file, whole or not at all.
+
+    Args:
+        path: The file.
+        of: What the profile was measured for.
+        profile: The profile.
+    """
     try:
         make_private(path.parent)
         part = path.with_suffix(f".{os.getpid()}.part")
@@ -49,7 +56,7 @@ def write_profile(path: Path, of: dict[str, Any], profile: Profile) -> None:
 
 
 def correct_profile(path: Path, profile: Profile) -> None:
-    """Put what steps really took in place of what was measured."""
+    """Replace a measured profile by one that follows from what steps really took."""
     if (of := read_identity(path)) is None:
         return
     _log.info("steps have long taken something else than the profile says: %s is corrected", path)

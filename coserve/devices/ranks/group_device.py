@@ -7,7 +7,7 @@ end calls alike.
 Each call is encoded once and written to all ranks, which carry out all calls in one order. Rank 0
 answers for all where all have done it; a call that has failed is answered by each. The processes
 end together: where one has ended, or does not come in time, the others are ended, too, and every
-call is DeviceGoneError.
+call raises DeviceGoneError.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ _END_S = 0.5
 
 
 class GroupDevice:
-    """See `coserve.devices.base.Device`."""
+    """Device in several processes; see `coserve.devices.base.Device`."""
 
     def __init__(
         self,
@@ -80,13 +80,14 @@ class GroupDevice:
         model.
 
         Args:
-            settings: of all ranks.
-            progress: told how far rank 0 is.
-            start: starts the process of a rank.
+            settings: Settings of all ranks.
+            progress: Called with the progress of rank 0.
+            start: Starts the process of a rank.
 
         Raises:
-            DeviceGoneError: a process has ended without saying why. RankError: the ranks do not fit
-                together. All others as `coserve.devices.loading.open_device`.
+            DeviceGoneError: A process has ended without saying why.
+            RankError: The ranks do not fit together.
+            Exception: As `coserve.devices.loading.open_device`.
         """
         self.clock = WallClock()
         self._size, self._timeout_s = settings.num_ranks, settings.rank_timeout_s
@@ -99,7 +100,7 @@ class GroupDevice:
         known."""
         self._has_ended = Event()
         self._has_started = self._is_closed = False
-        self._step: _Sent | None = None  # under way
+        self._step: _SentCall | None = None  # under way
         self._messages: SimpleQueue[tuple[int, FromDevice | None]] = SimpleQueue()
         self._ranks: list[DeviceProcess] = []
         try:
@@ -116,12 +117,14 @@ class GroupDevice:
         return tuple(each.pid for each in self._ranks)
 
     def execute(self, command: Command) -> Reply:
-        """Have all ranks carry out a command, or none; DeviceGoneError if a process ends before it
-        has answered.
+        """Have all ranks carry out a command, or none.
 
-        The error of the lowest rank that failed is raised, which says the rank unless all have
+        The error of the lowest rank that failed is raised, which names the rank unless all have
         failed alike, or a request is refused. Files that the command writes are there once all
         ranks have written them.
+
+        Raises:
+            DeviceGoneError: A process ends before it has answered.
         """
         with _files_of(command):
             reply = self._reply(self._call(command))
@@ -135,10 +138,14 @@ class GroupDevice:
         try:
             self._step = self._call(batch)
         except DeviceGoneError:  # `collect` will say so
-            self._step = _Sent(-1, batch, ())
+            self._step = _SentCall(-1, batch, ())
 
     def collect(self) -> StepResult:
-        """DeviceGoneError if a process has ended."""
+        """Wait for the step, and return its result.
+
+        Raises:
+            DeviceGoneError: A process has ended.
+        """
         step, self._step = self._step, None
         assert step is not None, "no step was submitted"
         result = self._reply(step)
@@ -221,7 +228,7 @@ class GroupDevice:
 
     # -- calls ------------------------------------------------------------------------
 
-    def _call(self, command: Command | StepBatch) -> "_Sent":
+    def _call(self, command: Command | StepBatch) -> "_SentCall":
         """Send a call to all ranks, after those that came before on all of them."""
         with self._sending:
             if self._gone:
@@ -229,7 +236,7 @@ class GroupDevice:
             number = next(self._numbers)
             frame = framed(Call(number, command))
             try:
-                return _Sent(
+                return _SentCall(
                     number, command, tuple([each.call(number, frame) for each in self._ranks])
                 )
             except DeviceGoneError as error:
@@ -238,7 +245,7 @@ class GroupDevice:
                 self._end("a call was interrupted when some of the ranks had it")
                 raise
 
-    def _reply(self, sent: "_Sent") -> Reply | StepResult:
+    def _reply(self, sent: "_SentCall") -> Reply | StepResult:
         """Wait for the answers to a call, and return that of rank 0."""
         if not sent.answers:
             raise self._gone_error(DeviceGoneError("a rank has ended"))
@@ -262,9 +269,11 @@ class GroupDevice:
                 self.execute(inverse)
         raise _error_of(errors, self._size)
 
-    def _wait_for_all(self, sent: "_Sent") -> None:
-        """Wait until all ranks have answered, and end the group if one stands still. A command that
-        ranks carry out beside steps has no collective in which another rank could notice that.
+    def _wait_for_all(self, sent: "_SentCall") -> None:
+        """Wait until all ranks have answered, and end the group if one stands still.
+
+        A command that ranks carry out beside steps has no collective in which another rank could
+        notice that.
         """
         wait(sent.answers, return_when=FIRST_COMPLETED)
         late = wait(sent.answers, timeout=self._timeout_s).not_done
@@ -283,13 +292,15 @@ class GroupDevice:
         return DeviceGoneError(self._gone or str(error), self._returncode)
 
 
-class _Sent(NamedTuple):
-    """A call that the ranks were sent."""
+class _SentCall(NamedTuple):
+    """Call that the ranks were sent."""
 
     number: int
+    """Number of the call."""
     command: Command | StepBatch
+    """Content of the call."""
     answers: tuple[Answer, ...]
-    """Of each rank; none if the group had ended."""
+    """Answer of each rank; none if the group had ended."""
 
 
 def _files_of(command: Command) -> AbstractContextManager[None]:

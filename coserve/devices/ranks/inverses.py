@@ -1,5 +1,5 @@
-"""What takes a command back: a command that fails on one rank of a group is undone on those ranks
-where it was done.
+"""Inverses of commands: a command that fails on one rank of a group is undone on the ranks where it
+was done.
 """
 
 from coserve.devices.messages.commands import (

@@ -15,11 +15,11 @@ def check_places(num_ranks: int, device: str) -> None:
     """Check that a machine has a place for each rank.
 
     Args:
-        num_ranks: of the group; one rank can be anywhere.
-        device: such as "cpu" or "cuda"; "auto" takes GPUs if there are any.
+        num_ranks: Number of ranks; one rank can be anywhere.
+        device: Name such as "cpu" or "cuda"; "auto" takes GPUs if there are any.
 
     Raises:
-        ModelError: there are too few GPUs or CPU cores, GPUs have no NCCL, or the device is a
+        ModelError: There are too few GPUs or CPU cores, GPUs have no NCCL, or the device is a
             single one.
     """
     if num_ranks == 1:
@@ -55,9 +55,9 @@ def why_not(num_ranks: int, device: str, threads: int) -> str:
     """Return what speaks against ranks on a machine, as one line; "" if nothing does.
 
     Args:
-        num_ranks: of the group.
-        device: see `check_places`.
-        threads: number of CPU threads of each rank.
+        num_ranks: Number of ranks.
+        device: See `check_places`.
+        threads: CPU threads of each rank.
     """
     try:
         check_places(num_ranks, device)

@@ -1,9 +1,9 @@
-"""A rank's device: every command and every step of the ordered stream ends alike on all ranks of
+"""Device of a rank: every command and every step of the ordered stream ends alike on all ranks of
 the group.
 
 After each of them the ranks meet once (some microseconds). So a rank that has done its part learns
-whether all have, before anybody is told: where one failed, the command is undone on the others, and
-the step fails on all.
+whether all have, before anything is answered: where one failed, the command is undone on the
+others, and the step fails on all.
 """
 
 from msgspec.structs import replace
@@ -16,8 +16,9 @@ from coserve.kernels.groups.base import RankGroup
 
 
 class RankDevice:
-    """A device with its place in a group, which may be a group of one. One thread calls all but
-    `execute_beside`.
+    """A device with its place in a group, which may be a group of one.
+
+    One thread calls all methods but `execute_beside`.
     """
 
     def __init__(self, device: TorchDevice, group: RankGroup) -> None:
@@ -25,7 +26,7 @@ class RankDevice:
 
     @property
     def info(self) -> DeviceInfo:
-        """Return what the device says of itself."""
+        """Return the device's description."""
         return self._device.info
 
     @property
@@ -43,9 +44,9 @@ class RankDevice:
         """Carry out a command on all ranks, or on none.
 
         Raises:
-            RankGoneError: the group is over. RankError: another rank has failed, and the command
-                was undone here.
-            CoserveError: see each command.
+            RankGoneError: The group is over.
+            RankError: Another rank has failed, and the command was undone here.
+            CoserveError: See each command.
         """
         try:
             reply = self._device.execute(command)
@@ -63,10 +64,11 @@ class RankDevice:
         return reply
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Run a step; if it fails on one rank, it fails on all, as the device itself sees to.
+        """Run a step; if it fails on one rank, the device fails it on all.
 
         Raises:
-            RankGoneError: the group is over. Any other error: as of `Device.collect`.
+            RankGoneError: The group is over.
+            Exception: As `Device.collect`.
         """
         # Each on all ranks or on none, so that they stay alike even if one of them fails.
         for command in batch.commands:
@@ -75,8 +77,10 @@ class RankDevice:
         return self._device.collect()
 
     def _undo(self, command: Command) -> None:
-        """Take a command back; RankGoneError if it cannot be, since ranks would differ from then
-        on.
+        """Take a command back.
+
+        Raises:
+            RankGoneError: That failed, so that ranks would differ from then on.
         """
         try:
             self._device.undo(command)

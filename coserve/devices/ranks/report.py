@@ -1,25 +1,23 @@
-"""State of the rank that runs in this process: who it is, what memory it holds, how long it has
-waited for others.
-"""
+"""Report on the rank that runs in this process: its memory, and how long it has waited."""
 
 import os
 from pathlib import Path
 
 import torch
 
-from coserve.devices.messages.commands import RanksDescribed, RankState
+from coserve.devices.messages.commands import RankReport, RanksDescribed
 from coserve.models.backbone import Backbone
 
 
 def describe_rank(backbone: Backbone) -> RanksDescribed:
     """Return the reply to `DescribeRanks` of the rank that holds this backbone."""
-    state = RankState(
+    report = RankReport(
         pid=os.getpid(),
         device=str(backbone.device),
         memory_bytes=_memory_bytes(backbone.device),
         waited_s=backbone.group.waited_s,
     )
-    return RanksDescribed((state,))
+    return RanksDescribed((report,))
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -22,27 +22,27 @@ RankTransport = Literal["auto", "shared_memory", "torch_distributed"]
 
 
 class SeatedRanks(ABC):
-    """The places of a group's ranks, in the process that starts them."""
+    """Places of a group's ranks, in the process that starts them."""
 
     @property
     @abstractmethod
     def arguments(self) -> Sequence[str]:
-        """What `seat_of` is given in a rank's process, before the rank and the number of ranks."""
+        """Return the first arguments of `seat_of` in a rank's process."""
 
     @property
     def inherited(self) -> Sequence[int]:
-        """File descriptors that a rank's process inherits."""
+        """Return the file descriptors that a rank's process inherits."""
         return ()
 
     def end(self, reason: str) -> None:  # noqa: B027 - ranks that are killed need not be told
-        """Have ranks that wait for another one learn that the group is over."""
+        """Tell ranks that wait for another one that the group is over."""
 
     def close(self) -> None:  # noqa: B027 - a store goes with the object
         """Release what the places are made of."""
 
 
 class Seat(ABC):
-    """A rank's place in a group, in the rank's process."""
+    """Place of a rank in a group, in the rank's process."""
 
     has_own_cores = False
     """Whether the rank's threads are to run on a share of the process's CPU cores."""
@@ -55,15 +55,15 @@ class Seat(ABC):
         """Return this rank's end of the group once all ranks have come.
 
         Args:
-            device: of this rank.
+            device: Device of this rank.
 
         Raises:
-            RankGoneError: a rank has ended or did not come.
+            RankGoneError: A rank has ended or did not come.
         """
 
     @abstractmethod
     def end(self, reason: str) -> None:
-        """Have ranks that wait for this one learn that it ends."""
+        """Tell ranks that wait for this one that it ends."""
 
 
 def seat_ranks(transport: RankTransport, size: int, kind: str) -> SeatedRanks:
@@ -71,8 +71,8 @@ def seat_ranks(transport: RankTransport, size: int, kind: str) -> SeatedRanks:
 
     Args:
         transport: "auto" takes shared memory on CPUs, and torch.distributed on GPUs.
-        size: number of ranks.
-        kind: of their devices: "cpu" or "cuda".
+        size: Number of ranks.
+        kind: Kind of their devices: "cpu" or "cuda".
     """
     if transport == "auto":
         transport = "shared_memory" if kind == "cpu" else "torch_distributed"
@@ -84,11 +84,11 @@ def device_of_rank(device: str, rank: int) -> torch.device:
     rank's number.
 
     Args:
-        device: such as "cpu" or "cuda"; "auto" takes GPUs if there are any.
-        rank: of this process.
+        device: Name such as "cpu" or "cuda"; "auto" takes GPUs if there are any.
+        rank: Number of this process's rank.
 
     Raises:
-        ModelError: the device cannot be used.
+        ModelError: The device cannot be used.
     """
     if kind_of(device) != "cuda":
         return find_device(device)

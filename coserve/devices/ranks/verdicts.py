@@ -1,4 +1,5 @@
-"""How the ranks of a group end what they did together: all alike, whatever happened on one of them.
+"""Verdicts: the ranks of a group end what they did together alike, whatever happened on one of
+them.
 
 A rank that fails calls `RankGroup.fail`, so that no other rank waits for it. At the end of every
 step all ranks call `agree_on_end`. Where one has failed, all clear the failure together and learn
@@ -26,9 +27,10 @@ _KINDS = ("error", "memory", "stopped")
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong on a rank."""
+    """Failure of a rank."""
 
     rank: int
+    """Number of the rank."""
     kind: Literal["error", "memory", "stopped"]
     """An error; running out of memory; or a collective that ended since another rank had failed."""
     message: str
@@ -38,10 +40,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: Exception, rank: int, *, broken_update: str | None = None) -> Self:
-        """Return what an exception of a rank stands for.
+        """Return the failure that an exception of a rank stands for.
 
         Raises:
-            RankGoneError: that was the exception: no rank can learn anything from another one any
+            RankGoneError: That was the exception: no rank can learn anything from another one any
                 more.
         """
         if isinstance(error, RankGoneError):
@@ -66,18 +68,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def agree_on_end(group: RankGroup, own: Failure | None) -> Failure | None:
-    """Return what went wrong on any rank: the same failure on all ranks, None where nothing did.
+    """Return the failure of any rank: the same on all ranks; None if no rank has failed.
 
     Every rank calls this once at the end of what ranks do together; one that has failed has called
     `RankGroup.fail` before, as soon as it had. No rank can pass while another one has failed, and a
     rank that has passed has nothing left that could fail.
 
     Args:
-        group: this rank's end of the group.
-        own: what went wrong on this rank.
+        group: This rank's end of the group.
+        own: Failure of this rank.
 
     Raises:
-        RankGoneError: a rank has ended or does not come.
+        RankGoneError: A rank has ended or does not come.
     """
     if own is None:
         try:
@@ -94,7 +96,7 @@ def agree_on_end(group: RankGroup, own: Failure | None) -> Failure | None:
 
 
 def fail_on_all(group: RankGroup, error: Exception) -> None:
-    """Have a step fail on all ranks that this one cannot begin: the others are in it, and call
+    """Fail a step on all ranks that this one cannot begin: the others are in it, and call
     `agree_on_end`.
     """
     group.fail(one_line(error))
@@ -103,11 +105,11 @@ def fail_on_all(group: RankGroup, error: Exception) -> None:
 
 @contextmanager
 def last_word(group: RankGroup) -> Iterator[None]:
-    """Run what follows after all ranks have agreed that all is well, and must not fail any more on
-    one of them.
+    """Run what follows after all ranks have agreed on success, and must not fail on one of them any
+    more.
 
     Raises:
-        RankGoneError: it did fail: other ranks have a result, so that the group is over.
+        RankGoneError: It did fail: other ranks have a result, so that the group is over.
     """
     try:
         yield
@@ -125,13 +127,15 @@ def one_line(reason: object) -> str:
 
 
 def check_alike(group: RankGroup, what: object, name: str) -> None:
-    """Raise RankError on all ranks if one of them has something else; with COSERVE_RANK_CHECK=1,
-    else do nothing.
+    """Check that all ranks have the same, with COSERVE_RANK_CHECK=1; else do nothing.
 
     Args:
-        group: this rank's end of the group.
-        what: anything that msgspec encodes.
-        name: what it is, for the message.
+        group: This rank's end of the group.
+        what: Anything that msgspec encodes.
+        name: Name of it, for the message.
+
+    Raises:
+        RankError: One of the ranks has something else; on all ranks.
     """
     if group.size == 1 or os.environ.get("COSERVE_RANK_CHECK") != "1":
         return

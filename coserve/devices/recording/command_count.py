@@ -1,4 +1,4 @@
-"""Counts the commands that a device has answered; an interrupted engine asks for it before it
+"""Count of the commands that a device has answered, which an interrupted engine reads before it
 replays its log.
 """
 
@@ -8,7 +8,9 @@ _NOT_COUNTED = (*BESIDE_STEPS, CountCommands)
 
 
 class CommandCount:
-    """Counts the commands of the ordered stream, by whatever way they came; see `CountCommands`."""
+    """Counter of the commands of the ordered stream, by whatever way they came; see
+    `CountCommands`.
+    """
 
     def __init__(self) -> None:
         self._num_answered = 0

@@ -1,14 +1,14 @@
-"""The frames between an engine and its device, written to a file: commands, replies, steps,
-results, clock readings.
+"""Recordings: the frames between an engine and its device, written to a file: commands, replies,
+steps, results, clock readings.
 
 A recording is a sequence of frames, each a length and msgpack: first the header, then what
-happened, in order. The frames of the device are those of its wire (`coserve.devices.process.wire`), and
-`ClockRead`; the engine adds the commands that it handled (`coserve.engine.recording`). What leaves
-no trace in the engine or on the device is left out: files being written, and copies for checkpoints
-being let go, which happens whenever Python collects them; how many commands were answered; the
-states of ranks; and grammars that are compiled ahead. What is read from files is in the recording:
-pages of another instance within their command, contributions and adapters with the engine's command
-that takes them in.
+happened, in order. The frames of the device are those of its wire (`coserve.devices.process.wire`),
+and `ClockRead`; the engine adds the commands that it handled (`coserve.engine.recording`). What
+leaves no trace in the engine or on the device is left out: files being written, and copies for
+checkpoints being dropped, which happens whenever Python collects them; how many commands were
+answered; the states of ranks; and grammars that are compiled ahead. What is read from files is in
+the recording: pages of another instance within their command, contributions and adapters with the
+engine's command that takes them in.
 """
 
 import os
@@ -64,30 +64,35 @@ def files_in(directory: str | Path) -> Files:
 
 
 class ClockRead(msgspec.Struct, tag=True, frozen=True):
-    """The engine looked at the clock."""
+    """Reading of the clock by the engine."""
 
     now_s: float
+    """What the clock showed."""
 
 
 DeviceFrame = ClockRead | Call | Done | Raised
 
 
 class FrameWriter:
-    """Writes frames to a file that is not there yet; `write` may be called from any thread."""
+    """Writer of frames to a new file; `write` may be called from any thread."""
 
     def __init__(self, path: str | Path) -> None:
-        """OSError if the file is there already, or cannot be written."""
+        """Create the file.
+
+        Raises:
+            OSError: It is there already, or cannot be written.
+        """
         self._file: BinaryIO = Path(path).open("xb")  # noqa: SIM115
         self._lock = Lock()
 
     def write(self, *messages: Any) -> None:
-        """Write a frame for each of some messages, which nothing comes between."""
+        """Write a frame for each message; no other frame comes between them."""
         frames = b"".join(map(framed, messages))
         with self._lock:
             self._file.write(frames)
 
     def flush(self) -> None:
-        """So that it is there even if this process is killed."""
+        """Write what is buffered, so that it is in the file even if this process is killed."""
         self._file.flush()
 
     def close(self) -> None:
@@ -95,7 +100,7 @@ class FrameWriter:
 
 
 def read_frames(path: str | Path) -> Iterator[bytes]:
-    """The frames of a file, up to the first that is not there as a whole: its process may have been
+    """Yield the frames of a file, up to the first that is cut short: its process may have been
     killed.
     """
     with Path(path).open("rb") as file:
@@ -108,7 +113,7 @@ def read_frames(path: str | Path) -> Iterator[bytes]:
 
 
 class RecordingDevice:
-    """A device, with all that crosses written down."""
+    """A device whose commands, steps and clock readings are recorded."""
 
     def __init__(self, device: Device, writer: FrameWriter) -> None:
         self._device, self._writer = device, writer
@@ -134,7 +139,7 @@ class RecordingDevice:
         return reply
 
     def note(self, command: Command, reply: Reply) -> None:
-        """Write down a command that was done beside steps, as if it were done now."""
+        """Record a command that was done beside steps, as if it were done now."""
         call = next(self._calls)
         self._writer.write(Call(call, command), Done(call, reply))
 
@@ -157,9 +162,7 @@ class RecordingDevice:
         return result
 
     def _with_data(self, command: Command) -> Command:
-        """With the pages that come from a file, which will be gone when the recording is run
-        again.
-        """
+        """Return a command with the content of pages that come from a file."""
         if not isinstance(command, ImportPages):
             return command
         size, found = self.info.place_bytes, []
@@ -189,11 +192,11 @@ class _RecordingClock:
 
 
 def with_trace(batch: StepBatch) -> StepBatch:
-    """A step without the commands that are left out of recordings."""
+    """Return a step without the commands that are left out of recordings."""
     kept = tuple(command for command in batch.commands if not isinstance(command, _TRACELESS))
     return batch if len(kept) == len(batch.commands) else replace(batch, commands=kept)
 
 
 def leaves_a_trace(command: Command) -> bool:
-    """Whether recordings have it."""
+    """Return whether recordings have a command."""
     return not isinstance(command, _TRACELESS)

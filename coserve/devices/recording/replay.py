@@ -1,8 +1,8 @@
-"""A recorded stream as a device: it says what was said then, and has another device do the same
-work to compare.
+"""Replay: a recorded stream as a device, which gives the recorded replies, and has another device
+do the same work to compare.
 
-The engine that is on it must do what the recorded one did: the same commands, the same steps. Where
-it does not, `DivergedError` says what was expected.
+The engine that runs on it must do what the recorded one did: the same commands, the same steps.
+Where it does not, `DivergedError` says what was expected.
 """
 
 from collections.abc import Iterator
@@ -43,20 +43,22 @@ _SOME_MODEL = "another"
 
 
 class DivergedError(Exception):
-    """The engine did something else than in the recording. Not one of coserve's own errors: nothing
-    may handle it.
+    """Error for an engine that does something else than in the recording. Not one of coserve's own
+    errors: nothing may handle it.
     """
 
 
 class DamagedRecordingError(Exception):
-    """A line of the recording cannot be read. Like `DivergedError`, nothing in the engine may
-    handle it.
+    """Error for a line of the recording that cannot be read. As with `DivergedError`, nothing in
+    the engine may handle it.
     """
 
 
-class Lines:
-    """The lines of a recording, one after the other; DamagedRecordingError at one that cannot be
-    read.
+class RecordedLines:
+    """The lines of a recording, one after the other.
+
+    Raises:
+        DamagedRecordingError: At a line that cannot be read.
     """
 
     def __init__(self, lines: Iterator[Any]) -> None:
@@ -65,7 +67,7 @@ class Lines:
         self._damage: DamagedRecordingError | None = None
 
     def peek(self) -> Any:
-        """The next line, which stays the next; None at the end."""
+        """Return the next line, which stays the next one; None at the end."""
         if self._damage is not None:
             raise self._damage
         if not self._ahead:
@@ -77,37 +79,43 @@ class Lines:
         return self._ahead[0]
 
     def take(self) -> Any:
-        """The next line; None at the end."""
+        """Return the next line; None at the end."""
         line = self.peek()
         self._ahead.clear()
         return line
 
 
 class EndOfRecordingError(Exception):
-    """The recording ends in the middle of something: its process was killed."""
+    """Error for a recording that ends in the middle of something: its process was killed."""
 
 
 class ReplayDevice:
-    """See the module. `num_steps`: that were the same. `raised`: by the last step or command that
-    ended with an error. `stopped`: DivergedError or EndOfRecordingError, once there is one.
-    `tokens_equal`, `max_loss_difference` (of the mean loss of a pack): of the other device's
-    results beside the recorded ones.
-    """
+    """Device that gives what was recorded; see the module."""
 
-    def __init__(self, info: DeviceInfo, other: Device, lines: Lines) -> None:
-        """info: of the recorded device."""
+    def __init__(self, info: DeviceInfo, other: Device, lines: RecordedLines) -> None:
+        """Begin at the first line.
+
+        Args:
+            info: Description of the recorded device.
+            other: Device that does the same work.
+            lines: Lines of the recording.
+        """
         self.info = info
         self._other, self._lines = other, lines
         self.clock: Clock = _ReplayClock(self)
         self.num_steps = 0
+        """Steps that were the same so far."""
         self.tokens_equal = True
+        """Whether the other device chose the recorded tokens."""
         self.max_loss_difference = 0.0
+        """Largest difference of its mean loss of a pack from the recorded one."""
         self.raised: Exception | None = None
+        """Error of the last step or command that ended with one."""
         self.stopped: Exception | None = None
+        """DivergedError or EndOfRecordingError that has ended the replay."""
         self._runs: StepBatch | None = None
-        self._ended: Done | Raised | None = (
-            None  # how the step that is under way ended when it was recorded
-        )
+        # How the step that is under way ended when it was recorded.
+        self._ended: Done | Raised | None = None
         self._vocabularies = _Vocabularies(info.vocab_size)
         self._count = CommandCount()
 
@@ -190,8 +198,10 @@ class ReplayDevice:
         return now_s
 
     def _without_sizes(self, reply: Reply) -> object:
-        """Return what of a reply is compared: where ranks are more, or fewer, than in the
-        recording, each holds less, or more, than it did then.
+        """Return the part of a reply that is compared.
+
+        With other numbers of ranks than in the recording, each rank holds more, or less, than it
+        did then.
         """
         if self.info.num_ranks == self._other.info.num_ranks:
             return reply
@@ -207,7 +217,7 @@ class ReplayDevice:
         return reply
 
     def _check_pages(self, command: Command) -> None:
-        """Raise DivergedError if recorded pages are not as many bytes as they must be: no file
+        """Raise DivergedError if recorded pages do not have the bytes that they must have: no file
         takes their place.
         """
         if (
@@ -221,8 +231,8 @@ class ReplayDevice:
             )
 
     def _check_result(self, result: StepResult, batch: StepBatch) -> None:
-        """Raise DivergedError for a result that no device can have: the engine works on with its
-        tokens and counts.
+        """Raise DivergedError for a result that no device can have: the engine uses its tokens and
+        counts.
         """
         for request, chosen in result.tokens.items():
             if not 0 <= chosen.token < self._vocabularies.size_of(request):
@@ -245,15 +255,13 @@ class ReplayDevice:
                 )
 
     def _stop(self, error: Exception) -> NoReturn:
-        """Raise an error that ends the replay; once there is one, it is raised by whatever the
-        engine does next.
-        """
+        """Raise an error that ends the replay, and again at whatever comes next."""
         if self.stopped is None:
             self.stopped = error
         raise self.stopped
 
     def _end_of(self, call: Call) -> Done | Raised:
-        """Take how a call ended, which follows it at once."""
+        """Take the recorded end of a call, which follows it at once."""
         line = self._lines.take()
         if line is None:
             self._stop(EndOfRecordingError())
@@ -289,12 +297,14 @@ class ReplayDevice:
 
 
 class _Vocabularies:
-    """The number of tokens that each request's model has: adapters may have vocabularies of their
-    own.
-    """
+    """Numbers of tokens of requests' models: adapters may have vocabularies of their own."""
 
     def __init__(self, vocab_size: int) -> None:
-        """vocab_size: of the device's model."""
+        """Begin without requests.
+
+        Args:
+            vocab_size: Number of tokens of the device's model.
+        """
         self._vocab_size = vocab_size
         # Of those whose vocabulary is another than the device's.
         self._of_jobs: dict[str, int] = {}
@@ -302,7 +312,7 @@ class _Vocabularies:
         self._of_requests: dict[str, int] = {}
 
     def note(self, command: Command, reply: Reply = None) -> None:
-        """Remember what a command that has been carried out says about vocabularies."""
+        """Note what a command that was carried out says about vocabularies."""
         if isinstance(command, OpenTrainer) and isinstance(reply, TrainerOpened):
             _keep(self._of_jobs, command.job, reply.vocab_size)
         elif isinstance(command, OpenVersion) and isinstance(reply, VersionOpened):
@@ -335,11 +345,14 @@ class _ReplayClock:
 
 
 def as_it_ran(batch: StepBatch, result: StepResult | None, *, num_units: int = 1) -> StepBatch:
-    """What ran of a step: of tasklets those that came before the time limit; of a step that failed,
-    the optimizer steps that had been made (and requests got their pages).
+    """Return what ran of a step: of tasklets those that came before the time limit; of a step that
+    failed, the optimizer steps that had been made (and requests got their pages).
 
-    num_units: of the device that is to run it again; where there are too few, one side follows the
-    other.
+    Args:
+        batch: The step.
+        result: Its result; None: it has none.
+        num_units: Units of the device that is to run it; where there are too few, one side follows
+            the other.
     """
     if result is not None and result.failure is None:
         ran = [replace(part, num_tasklets=result.num_tasklets[part.job]) for part in batch.tasklets]
@@ -362,7 +375,7 @@ def as_it_ran(batch: StepBatch, result: StepResult | None, *, num_units: int = 1
 
 
 def difference(recorded: StepBatch, batch: StepBatch) -> str:
-    """The first field of a step that is another one."""
+    """Describe the first field in which a step differs from a recorded one."""
     theirs, mine = asdict(recorded), asdict(with_trace(batch))
     name = next(name for name in mine if mine[name] != theirs[name])
     return f"step {recorded.step} had {name} {theirs[name]}, now {mine[name]}"
@@ -375,7 +388,7 @@ def _loss_difference(recorded: PackSums, own: PackSums) -> float:
 
 
 def _taken_apart(recorded: StepBatch) -> tuple[StepBatch, list[ImportPages]]:
-    """A step as the engine asked for it, and the pages that came from another instance."""
+    """Return a step as the engine asked for it, and the pages that came from another instance."""
     pages = [command for command in recorded.commands if isinstance(command, ImportPages)]
     if not pages:
         return recorded, pages
@@ -383,7 +396,7 @@ def _taken_apart(recorded: StepBatch) -> tuple[StepBatch, list[ImportPages]]:
 
 
 def _with_pages(batch: StepBatch, pages: list[ImportPages]) -> StepBatch:
-    """The inverse."""
+    """Return a step with the pages that came from another instance."""
     if not pages:
         return batch
     found = iter(pages)
@@ -394,8 +407,10 @@ def _with_pages(batch: StepBatch, pages: list[ImportPages]) -> StepBatch:
 
 
 def _without_files(command: Command) -> Command:
-    """Return a command without what differs when a recording is replayed: directories of models,
-    adapters and checkpoints, and the data of pages, which the engine does not have.
+    """Return a command without what differs when a recording is replayed.
+
+    These are directories of models, adapters and checkpoints, and the data of pages, which the
+    engine does not have.
     """
     if isinstance(command, ImportPages):
         return replace(command, data=b"")

@@ -2,8 +2,8 @@
 beside it on others.
 
 Each side is launched by a thread of its own: the forward pass by the caller's, the other by one
-that stays. The units of a CPU are its threads (`coserve.devices.sides.threads`), those of a GPU groups of
-its multiprocessors (`coserve.devices.sides.multiprocessors`).
+that stays. The units of a CPU are its threads (`coserve.devices.sides.threads`), those of a GPU
+groups of its multiprocessors (`coserve.devices.sides.multiprocessors`).
 """
 
 from collections.abc import Callable
@@ -18,18 +18,21 @@ Work = Callable[[Callable[[], bool]], None]
 
 
 class Sides(Protocol):
-    """Of one device. num_units: that it is divided in."""
+    """The sides of one device."""
 
     num_units: int
+    """Number of units that the device is divided in."""
 
     def running(self, work: Work, partition: Partition) -> AbstractContextManager[None]:
         """Run `work` on the partition's backward units while the body, which is the forward pass,
-        runs on its forward units; ends when both are done, or on a GPU launched, before whatever
-        comes after. An error of either is raised; of two, the body's.
+        runs on its forward units.
+
+        Ends when both are done, or on a GPU launched, before whatever comes after. An error of
+        either is raised; of two, the body's.
         """
 
     def alone(self, side: Side, units: int) -> AbstractContextManager[None]:
-        """The body runs on a side's units while the others rest."""
+        """Run the body on a side's units while the others rest."""
 
     def close(self) -> None:
-        """The thread ends."""
+        """End the thread."""

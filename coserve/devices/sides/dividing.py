@@ -1,4 +1,4 @@
-"""Which devices can be divided, and into what."""
+"""Choice of the sides into which a device can be divided."""
 
 import torch
 
@@ -9,9 +9,11 @@ from coserve.models.backbone import Backbone
 
 
 def sides_of(backbone: Backbone) -> Sides | None:
-    """Those of a model's device in this process; None where steps cannot be divided: on one unit,
-    or where results must be the same bit for bit, since sums depend on the units, or on a rank of
-    several, whose two sides would call collectives in an order that differs from other ranks'.
+    """Return the sides of a model's device in this process; None where steps cannot be divided.
+
+    That is so on one unit; where results must be the same bit for bit, since sums depend on the
+    units; and on a rank of several, whose two sides would call collectives in an order that differs
+    from other ranks'.
     """
     if backbone.block_rows is not None or backbone.group.size > 1:
         return None

@@ -1,10 +1,10 @@
 """The two sides of a step on a GPU, each on some of its multiprocessors: streams of green contexts.
 
-What is launched in a stream of a green context runs on the multiprocessors that the context holds,
-in the memory of the device
+Work that is launched in a stream of a green context runs on the multiprocessors that the context
+holds, in the memory of the device
 (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__GREEN__CONTEXTS.html; CUDA 12.4 and
-newer). They are made by `cuda.bindings`, which PyTorch's builds for GPUs bring along: PyTorch's own
-green contexts all begin at the first multiprocessor, so that two of them overlap.
+newer). The contexts are made by `cuda.bindings`, which PyTorch's builds for GPUs bring along:
+PyTorch's own green contexts all begin at the first multiprocessor, so that two of them overlap.
 """
 
 import logging
@@ -28,16 +28,17 @@ _NUM_UNITS = 4
 
 
 def stream_sides(device: torch.device) -> "StreamSides | None":
-    """Those of a GPU; None where it cannot be divided, for want of `cuda.bindings` or of a driver
-    that can.
+    """Return the sides of a GPU; None where it cannot be divided, for want of `cuda.bindings` or of
+    a driver that can.
     """
     streams = _streams(torch.cuda.current_device() if device.index is None else device.index)
     return None if streams is None else StreamSides(streams)
 
 
 class StreamSides:
-    """See `coserve.devices.sides.base.Sides`. The forward pass has the first units, what runs beside it
-    the last.
+    """Sides of a GPU; see `coserve.devices.sides.base.Sides`.
+
+    The forward pass has the first units, work beside it the last.
     """
 
     num_units = _NUM_UNITS
@@ -92,8 +93,9 @@ def _run(work: Work, ended: Callable[[], bool], stream: torch.cuda.Stream) -> No
 
 @cache
 def _streams(index: int) -> "_Streams | None":
-    """Of the device with this number, made once for a process, which keeps them: calls are captured
-    for them.
+    """Return the streams of the device with this number.
+
+    They are made once for a process, which keeps them: calls are captured for them.
     """
     try:
         return _Streams(torch.device("cuda", index))
@@ -103,10 +105,14 @@ def _streams(index: int) -> "_Streams | None":
 
 
 class _Streams:
-    """A stream for each number of units, of each side."""
+    """Streams of each side, one for each number of units."""
 
     def __init__(self, device: torch.device) -> None:
-        """ImportError or RuntimeError where there can be none."""
+        """Make the contexts and streams.
+
+        Raises:
+            ImportError, RuntimeError: There can be none.
+        """
         from cuda.bindings import driver
 
         self.device = device
@@ -140,10 +146,16 @@ class _Streams:
         stream = self._done(
             driver.cuGreenCtxStreamCreate(context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0)
         )
-        return torch.cuda.ExternalStream(int(stream), device=self.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+            int(stream), device=self.device
+        )
 
     def _done(self, result: tuple[Any, ...]) -> Any:
-        """What a call of the driver gave; RuntimeError if it failed."""
+        """Return the result of a call of the driver.
+
+        Raises:
+            RuntimeError: It has failed.
+        """
         error, *found = result
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"the driver says {error.name}")

@@ -1,8 +1,8 @@
 """The two sides of a step on a CPU, each on some of its threads.
 
-How many threads an operator uses is a setting of the thread that calls it, in PyTorch, in its
+The number of threads of an operator is a setting of the thread that calls it, in PyTorch, in its
 libraries and in the kernels of this package. So a second thread with a setting of its own is all it
-takes; operators let go of Python's lock while they compute.
+takes; operators release Python's lock while they compute.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from coserve.scheduling.sharing import Side
 
 
 class ThreadSides:
-    """See `coserve.devices.sides.base.Sides`."""
+    """Sides of a CPU; see `coserve.devices.sides.base.Sides`."""
 
     def __init__(self) -> None:
         self.num_units = torch.get_num_threads()

@@ -71,7 +71,7 @@ from coserve.devices.messages.pages import (
 from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.devices.profiles.own_measurement import OwnMeasurement
 from coserve.devices.ranks.inverses import inverses_of
-from coserve.devices.ranks.state import describe_rank
+from coserve.devices.ranks.report import describe_rank
 from coserve.devices.ranks.verdicts import check_alike, fail_on_all
 from coserve.devices.recording.command_count import CommandCount
 from coserve.devices.sides.dividing import sides_of

@@ -21,7 +21,7 @@ from coserve.devices.grammars.matching import Matcher
 from coserve.devices.messages.commands import OpenRequest
 from coserve.devices.messages.steps import RequestRows, TokenLogprob
 from coserve.devices.torch.readout import Pending, Readout
-from coserve.devices.torch.requests_result import Lines, RequestsResult, score_rows
+from coserve.devices.torch.requests_result import RequestsResult, TokenReadout, score_rows
 from coserve.devices.torch.sampling import SampledParams, SamplingRow, TokenCounts, sample
 from coserve.kernels.attention import PageTables
 from coserve.kernels.transfer import int_tensor, on_device
@@ -108,7 +108,7 @@ class RequestHandle:
 _LastRow = tuple[int, RequestRows]
 
 
-class _Rows:
+class _StepRequests:
     """Requests that have rows in a step, in this order, with what is the same in every step of
     theirs.
     """
@@ -125,7 +125,7 @@ class _Rows:
         return PageTables([handle.pages for handle in self.handles])
 
 
-class _Samplers(_Rows):
+class _Samplers(_StepRequests):
     """Requests that sample in a step."""
 
     def __init__(
@@ -179,7 +179,7 @@ class TorchRequests:
         self._pages, self._versions = pages, versions
         self._handles: dict[str, RequestHandle] = {}
         # Those of the last step; the same requests decode step after step, until one comes or goes.
-        self._rows: _Rows | None = None
+        self._rows: _StepRequests | None = None
         self._samplers: dict[
             bool, _Samplers
         ] = {}  # by whether the likeliest token is all that is asked for
@@ -228,7 +228,7 @@ class TorchRequests:
             return []
         ids = [rows.request for rows in requests]
         if self._rows is None or ids != self._rows.ids:
-            self._rows = _Rows(ids, [self._handles[request] for request in ids])
+            self._rows = _StepRequests(ids, [self._handles[request] for request in ids])
         return self._pages.spans(
             self._rows.tables,
             [rows.start for rows in requests],
@@ -332,7 +332,7 @@ class TorchRequests:
         points = samplers.sampling_rows([rows for _, rows in sampled])
         with record_function(SAMPLING):
             chosen = sample(scores, points, self._backbone.backend, samplers.params)
-        read = Lines(
+        read = TokenReadout(
             readout, chosen.tokens, chosen.logprobs, chosen.top_tokens, chosen.top_logprobs
         )
 

@@ -69,7 +69,7 @@ def score_rows(
     tokens = on_device(targets, scores.device)
     own = logprobs.gather(1, tokens[:, None])
     values, places = logprobs.topk(k)
-    read = Lines(readout, tokens, own[:, 0], places, values)
+    read = TokenReadout(readout, tokens, own[:, 0], places, values)
     ranks = readout.add((logprobs >= own).sum(-1))
     return lambda: [
         structs.replace(line, rank=rank)
@@ -77,7 +77,7 @@ def score_rows(
     ]
 
 
-class Lines:
+class TokenReadout:
     """Tokens [n] with their logprobs [n] (or [0]: none), and the likeliest [n, k] with theirs, of
     some rows.
     """

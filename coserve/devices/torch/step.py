@@ -23,7 +23,7 @@ from coserve.devices.torch.readout import Pending, Readout
 from coserve.devices.torch.requests import TorchRequests
 from coserve.devices.torch.requests_result import RequestsResult
 from coserve.devices.torch.tasklet_turns import tasklet_turns
-from coserve.devices.torch.timing import StepTimer, step_timer
+from coserve.devices.torch.timing import SectionTimer, section_timer
 from coserve.devices.torch.trainer import TorchTrainer
 from coserve.errors import DeviceMemoryError, RankError, WeightsError
 from coserve.memory.tensors.host_pages import HostPages
@@ -81,7 +81,7 @@ class TorchStep:
         )
         self._rows = [rows for rows in batch.requests if rows.tokens]
         self._spans: list[RowSpan] = []
-        self._timer: StepTimer = step_timer(backbone.device)
+        self._timer: SectionTimer = section_timer(backbone.device)
         self._readout = Readout()
         self._turns = tasklet_turns(batch.tasklets, lambda job: self._pass(job).num_parts_done)
         self._turn: list[Tasklets] = []  # under way

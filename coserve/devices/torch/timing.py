@@ -12,7 +12,7 @@ import torch
 _RUN_AHEAD = 2
 
 
-class StepTimer(ABC):
+class SectionTimer(ABC):
     """Timer of a step, which starts when it is created.
 
     `mark` ends a section; `sections_s` is read when the device is done with the last one.
@@ -42,7 +42,7 @@ class StepTimer(ABC):
         """
 
 
-class HostTimer(StepTimer):
+class HostTimer(SectionTimer):
     """Timer for devices on which work is done when a call returns."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class HostTimer(StepTimer):
         return time.perf_counter() - self._marks[0]
 
 
-class CudaTimer(StepTimer):
+class CudaTimer(SectionTimer):
     """Timer by events in the stream; `elapsed_s` waits for all but the last pieces."""
 
     def __init__(self, device: torch.device) -> None:
@@ -93,6 +93,6 @@ class CudaTimer(StepTimer):
         return event
 
 
-def step_timer(device: torch.device) -> StepTimer:
+def section_timer(device: torch.device) -> SectionTimer:
     """Return the timer of a step that starts now."""
     return CudaTimer(device) if device.type == "cuda" else HostTimer()

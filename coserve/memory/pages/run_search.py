@@ -47,7 +47,7 @@ class RunSearch:
             The runs in order; those after the first one for which there is no room are missing.
         """
         windows = {
-            length: _Windows(self._sums, length, self._taken) for length in set(lengths) if length
+            length: _RunCosts(self._sums, length, self._taken) for length in set(lengths) if length
         }
         runs: list[range] = []
         for length in lengths:
@@ -69,7 +69,7 @@ class RunSearch:
         return [range(start, end) for start, end in pairwise(ends)]
 
 
-class _Windows:
+class _RunCosts:
     """Costs of all runs of one length, the highest run first."""
 
     def __init__(self, sums: Sequence[int], length: int, taken: int) -> None:

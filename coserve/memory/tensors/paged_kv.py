@@ -151,7 +151,7 @@ class PagedKv:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowsInPages:
     """Rows of one tensor in pages, as something to copy into."""
 
     target: Tensor
@@ -328,7 +328,7 @@ def _keep(cache: PagedKv, part: Part, pages: Tensor, offsets: Tensor) -> Keep:
     names = cache.backbone.local.graphs[part].kv_tensors
     return Keep(
         rows={
-            name: _Rows(x, pages, offsets)
+            name: _RowsInPages(x, pages, offsets)
             for name, x in zip(names, cache.stores.layers[part], strict=True)
         }
     )
