@@ -15,7 +15,7 @@ from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
 
 # Of a tensor's values in each dimension: no more than twice as many are read.
-_MOST_SAMPLES = 32
+_MAX_SAMPLES = 32
 
 
 class _Held(NamedTuple):
@@ -47,14 +47,14 @@ def fingerprint(backbone: Backbone) -> str:
     own = [_samples(each, group.rank) for each in held]
     everywhere = [own]
     if group.size > 1:
-        found = group.all_gather_on_hosts(torch.cat([_as_bytes(each) for each in own]))
+        gathered = group.all_gather_on_hosts(torch.cat([_as_bytes(each) for each in own]))
         sizes = [each.nbytes for each in own]
         everywhere = [
             [
                 part.view(like.dtype).view(like.shape)
                 for part, like in zip(torch.split(rank, sizes), own, strict=True)
             ]
-            for rank in found
+            for rank in gathered
         ]
     for number, each in enumerate(held):
         some = _combined(each, [samples[number] for samples in everywhere])
@@ -90,7 +90,7 @@ def _samples(held: _Held, rank: int) -> Tensor:
     """Return values at places that do not depend on the ranks, on the host; zeros at places of
     other ranks.
     """
-    steps = [max(1, size // _MOST_SAMPLES) for size in held.shape]
+    steps = [max(1, size // _MAX_SAMPLES) for size in held.shape]
     if not isinstance(held.state, Cut):
         return held.tensor[tuple(slice(None, None, step) for step in steps)].cpu().contiguous()
     cut, dim = held.state, held.tensor.ndim + held.state.dim
@@ -102,13 +102,13 @@ def _samples(held: _Held, rank: int) -> Tensor:
     ]
     shape = [*some.shape]
     shape[dim] = len(places)
-    found, start = torch.zeros(shape, dtype=some.dtype), 0
+    samples, start = torch.zeros(shape, dtype=some.dtype), 0
     for run in cut.runs[rank]:
         own = (places >= run.start) & (places < run.stop)
         values = some.index_select(dim, (places[own] - run.start + start).to(some.device))
-        found.index_copy_(dim, own.nonzero()[:, 0], values.cpu())
+        samples.index_copy_(dim, own.nonzero()[:, 0], values.cpu())
         start += run.stop - run.start
-    return found
+    return samples
 
 
 def _combined(held: _Held, samples: list[Tensor]) -> Tensor:
@@ -116,7 +116,7 @@ def _combined(held: _Held, samples: list[Tensor]) -> Tensor:
     if not isinstance(held.state, Cut) or len(samples) == 1:
         return samples[0]  # rank 0's, of what it alone holds, too
     cut, dim = held.state, held.tensor.ndim + held.state.dim
-    places = torch.arange(0, cut.width, max(1, cut.width // _MOST_SAMPLES))
+    places = torch.arange(0, cut.width, max(1, cut.width // _MAX_SAMPLES))
     whole = samples[0].clone()
     for rank, own in enumerate(samples):
         for run in cut.runs[rank]:

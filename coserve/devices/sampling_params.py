@@ -122,7 +122,7 @@ class SamplingParams:
         for word in self.bad_words:
             if not (isinstance(word, tuple) and word and all(map(_is_id, word))):
                 raise ValueError(
-                    f"bad_words must be tuples of token ids that are not empty, not "
+                    "bad_words must be tuples of token ids that are not empty, not "
                     f"{self.bad_words!r}"
                 )
         if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:

@@ -29,7 +29,7 @@ def allocated_bytes() -> int:
     resident bytes.
     """
     if (mallinfo := _mallinfo()) is not None:
-        found = mallinfo()
-        return int(found.uordblks + found.hblkhd)
+        info = mallinfo()
+        return int(info.uordblks + info.hblkhd)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -68,8 +68,7 @@ class GrammarChecker:
         if not has_sandboxes():
             raise RequestError(
                 "structured output needs Linux: a grammar is first compiled in a process with "
-                "limits on its memory, "
-                "which no other system enforces"
+                "limits on its memory, which no other system enforces"
             )
         self.vocabulary = vocabulary
         self._sandbox = Sandbox(CheckGrammar, vocabulary, LIMITS)

@@ -106,8 +106,8 @@ class DeviceGrammars:
                 "no vocabulary was set"
             )
             _, compiling = self._threads
-            if (found := self._compiled.get(grammar)) is not None:
-                return found
+            if (opened := self._compiled.get(grammar)) is not None:
+                return opened
         num_bytes = grammar.num_bytes or checker.measure(grammar)
         compiled = compiling.submit(compiler.compile, grammar, max_states=max_states).result()
         with self._lock:

@@ -160,7 +160,7 @@ class Grammar:
         if max(len(tags), len(triggers)) > _MAX_TAGS:
             raise ValueError(
                 f"grammar has {len(tags)} tags and {len(triggers)} triggers; {_MAX_TAGS} are "
-                f"allowed"
+                "allowed"
             )
         start, rules, num_characters = [], [], 0
         for place, trigger in enumerate(triggers):

@@ -73,14 +73,12 @@ def check_schema(schema: dict[str, Any]) -> None:
     if steps > MAX_SCHEMA_STEPS:
         raise ValueError(
             f"grammar is a JSON schema of {steps} steps from its root to its deepest part, with "
-            f"its references "
-            f"resolved; {MAX_SCHEMA_STEPS} are allowed"
+            f"its references resolved; {MAX_SCHEMA_STEPS} are allowed"
         )
     if total(document.root, document.merged) > MAX_MERGED:
         raise ValueError(
             f"grammar is a JSON schema in which allOf merges more than {MAX_MERGED} schemas into "
-            f"one, with its "
-            "references resolved"
+            "one, with its references resolved"
         )
 
 
@@ -97,8 +95,7 @@ def check_rules(text: str, *, is_gbnf: bool) -> None:
     if (steps := height(start, lambda name: graph.get(name, ()))) > MAX_RULE_STEPS:
         raise ValueError(
             f"grammar has a chain of {steps} rules and terminals, each of which needs the next; "
-            f"{MAX_RULE_STEPS} are "
-            "allowed"
+            f"{MAX_RULE_STEPS} are allowed"
         )
 
 
@@ -115,7 +112,7 @@ def check_pattern(pattern: str) -> None:
     if deepest > MAX_GROUPS:
         raise ValueError(
             f"grammar is a pattern with {deepest} groups within one another; {MAX_GROUPS} are "
-            f"allowed"
+            "allowed"
         )
 
 

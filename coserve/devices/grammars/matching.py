@@ -272,10 +272,10 @@ def _tokenizer(library: Any, vocabulary: Vocabulary) -> "LLTokenizer":
         pieces.append(b"<end>")
     special = sorted({*vocabulary.special, *ends})
     tokens = _Tokens(pieces, ends[0], special)
-    made: LLTokenizer = library.LLTokenizer(
+    tokenizer: LLTokenizer = library.LLTokenizer(
         library.TokenizerWrapper(tokens), n_vocab=len(pieces), eos_token=ends
     )
-    return made
+    return tokenizer
 
 
 class _Tokens:
@@ -294,14 +294,14 @@ class _Tokens:
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return the tokens of a text, always the longest; bytes that no token has are left out."""
-        data, found, place = text if isinstance(text, bytes) else text.encode(), [], 0
+        data, tokens, place = text if isinstance(text, bytes) else text.encode(), [], 0
         while place < len(data):
             for length in range(min(self._longest, len(data) - place), 0, -1):
                 if (token := self._ids.get(data[place : place + length])) is not None:
-                    found.append(token)
+                    tokens.append(token)
                     break
             place += length
-        return found
+        return tokens
 
 
 def _without_options(schema: str) -> str:

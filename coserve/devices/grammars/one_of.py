@@ -32,8 +32,8 @@ def with_any_of(schema: dict[str, Any]) -> dict[str, Any]:
         ValueError: Branches may overlap; the message names them.
     """
     branches = _Branches(schema)
-    found: dict[str, Any] = branches.rewritten(schema)
-    return found
+    rewritten: dict[str, Any] = branches.rewritten(schema)
+    return rewritten
 
 
 class _TooMuchError(Exception):
@@ -63,8 +63,7 @@ class _Branches:
             except _TooMuchError:
                 raise ValueError(
                     f"grammar has a oneOf at {self._where()} whose branches take too long to "
-                    f"compare, so that two may "
-                    "both match a value: write anyOf"
+                    "compare, so that two may both match a value: write anyOf"
                 ) from None
             value = _renamed(value)
         found = {}
@@ -88,9 +87,8 @@ class _Branches:
             if not self.are_disjoint(self._branch(holder, one), self._branch(holder, other), 0):
                 raise ValueError(
                     f"grammar has a oneOf at {self._where()} whose branches {first} and {second} "
-                    f"may both match a "
-                    "value: write anyOf, or make them differ by type, or by the const of a "
-                    "property that both require"
+                    "may both match a value: write anyOf, or make them differ by type, or by the "
+                    "const of a property that both require"
                 )
 
     def _branch(self, holder: _Schema, branch: Any) -> Any:
@@ -226,14 +224,14 @@ def _within(holder: _Schema, branch: Any) -> Any:
     """Return a branch with what the schema that has it says of all branches."""
     if not isinstance(branch, Mapping):
         return branch
-    found = dict(branch)
+    merged = dict(branch)
     if "type" in holder:
-        found.setdefault("type", holder["type"])
+        merged.setdefault("type", holder["type"])
     if properties := {**_mapping(holder, "properties"), **_mapping(branch, "properties")}:
         if "additionalProperties" not in branch:
-            found["properties"] = properties
-        found["required"] = [*_names(branch.get("required")), *_names(holder.get("required"))]
-    return found
+            merged["properties"] = properties
+        merged["required"] = [*_names(branch.get("required")), *_names(holder.get("required"))]
+    return merged
 
 
 def _at(document: Any, reference: str) -> Any:
@@ -288,8 +286,8 @@ def _values(schema: _Schema) -> list[Any] | None:
     """Return the only values that match; None if there are others."""
     if "const" in schema:
         return [schema["const"]]
-    found = schema.get("enum")
-    return found if isinstance(found, list) else None
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
 
 
 def _key(value: Any) -> Any:
@@ -346,8 +344,8 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 def _mapping(schema: _Schema, name: str) -> Mapping[str, Any]:
-    found = schema.get(name)
-    return found if isinstance(found, Mapping) else {}
+    value = schema.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _names(required: Any) -> Iterator[str]:

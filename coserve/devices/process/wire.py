@@ -156,14 +156,14 @@ class Connection:
         self._end.close()
 
     def _exactly(self, size: int) -> bytearray:
-        found = bytearray(size)
-        room = memoryview(found)
+        data = bytearray(size)
+        room = memoryview(data)
         while room:
             number = self._end.recv_into(room)
             if not number:
                 raise EOFError
             room = room[number:]
-        return found
+        return data
 
 
 def raised(call: int | None, error: BaseException) -> Raised:

@@ -107,8 +107,8 @@ def _read_agreed(backbone: Backbone, path: Path) -> Profile | None:
 
 def _of_rank_0(group: RankGroup, profile: Profile | None) -> Profile | None:
     """Return rank 0's profile, if it has one, on every rank."""
-    found = group.agree_bytes(b"" if profile is None else json.dumps(profile.to_json()).encode())
-    return Profile.from_json(json.loads(found)) if found else None
+    encoded = group.agree_bytes(b"" if profile is None else json.dumps(profile.to_json()).encode())
+    return Profile.from_json(json.loads(encoded)) if encoded else None
 
 
 def keep_profile(backbone: Backbone, profile: Profile, directory: Path | None = None) -> None:

@@ -35,7 +35,7 @@ from coserve.tuning.training_pass import TrainingPass
 
 # Rows of each of the packs of joined tasklets; how often these are timed, unless it takes as long
 # as this.
-_JOINED_ROWS, _JOINED_TURNS, _JOINED_MOST_S = 64, 4, 4.0
+_JOINED_ROWS, _JOINED_TURNS, _MAX_JOINED_S = 64, 4, 4.0
 _BLOCK_TOKENS = 16
 _COPIED_PAGES = 32
 
@@ -170,7 +170,7 @@ class ProfiledPieces:
                 spent_s += seconds
                 if turn >= self.watch.num_uncounted:
                     fastest_s[number] = min(fastest_s[number], seconds)
-            if min(fastest_s.values()) < inf and spent_s > _JOINED_MOST_S:
+            if min(fastest_s.values()) < inf and spent_s > _MAX_JOINED_S:
                 break
         single_s, joined_s = (
             seconds - len(self.programs.parts) * rows * rows / number / 2 * pair_s

@@ -342,12 +342,12 @@ class _Measurement:
             seconds: Measures one of them.
             num_pieces: Number of pieces that one measurement runs.
         """
-        found: dict[int, float] = {}
+        curve: dict[int, float] = {}
         for n in rows:
-            if n > self.most_rows and len(found) > 1:
+            if n > self.most_rows and len(curve) > 1:
                 break
-            found[n] = max(1e-7, (yield from seconds(n)))
-            if num_pieces * found[n] > _TOO_LONG_S and len(found) > 1:
+            curve[n] = max(1e-7, (yield from seconds(n)))
+            if num_pieces * curve[n] > _TOO_LONG_S and len(curve) > 1:
                 break
-        found = rising(found)
-        return Curve(rows=tuple(found), seconds=tuple(found.values()))
+        curve = rising(curve)
+        return Curve(rows=tuple(curve), seconds=tuple(curve.values()))

@@ -20,7 +20,7 @@ from coserve.tuning.training_pass import TrainingPass
 _ROWS, _RIDING_ROWS = (1, 32), 4
 # Numbers of units whose speeds are measured, as shares of all.
 _SHARES = (0.25, 0.5, 0.75)
-_RUNS, _LEAST_TASKLETS = 3, 8
+_RUNS, _MIN_TASKLETS = 3, 8
 # A CPU's tasklets have some rows and are timed one by one; a GPU is given those of a whole pass, of
 # more rows, before anything is waited for, after some passes in which they are captured.
 _TASKLET_ROWS, _GPU_TASKLET_ROWS = 128, 512
@@ -65,7 +65,7 @@ class _SideMeasurement:
         self._num_units, self._is_gpu = sides.num_units, device.type == "cuda"
         self._rows = _GPU_TASKLET_ROWS if self._is_gpu else _TASKLET_ROWS
         self._num_warm_ups = _GPU_WARM_UPS if self._is_gpu else 0
-        self._num_pieces = self._num_warm_ups + (_RUNS if self._is_gpu else _LEAST_TASKLETS)
+        self._num_pieces = self._num_warm_ups + (_RUNS if self._is_gpu else _MIN_TASKLETS)
 
     def sharing(self) -> Generator[None, None, Sharing]:
         num_units, shares = self._num_units, []
@@ -105,16 +105,18 @@ class _SideMeasurement:
 
     def _tasklets_speed(self, units: int) -> Timing:
         """Measure the same of tasklets, of which each pass has one for every block."""
-        found: dict[int, list[float]] = {self._num_units: [], units: []}
-        while len(found[units]) < self._num_pieces:
+        seconds: dict[int, list[float]] = {self._num_units: [], units: []}
+        while len(seconds[units]) < self._num_pieces:
             for piece in self._pieces(self._ready_pass(self._rows)):
                 number = (
-                    self._num_units if len(found[self._num_units]) <= len(found[units]) else units
+                    self._num_units
+                    if len(seconds[self._num_units]) <= len(seconds[units])
+                    else units
                 )
-                found[number].append(self._alone_s("backward", number, piece))
+                seconds[number].append(self._alone_s("backward", number, piece))
                 yield
         whole_s, part_s = (
-            median(found[number][self._num_warm_ups :]) for number in (self._num_units, units)
+            median(seconds[number][self._num_warm_ups :]) for number in (self._num_units, units)
         )
         return min(1.0, whole_s / part_s)
 

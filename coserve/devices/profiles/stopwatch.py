@@ -13,7 +13,7 @@ from coserve.kernels.groups.base import RankGroup
 
 # Two fastest runs agree if they are this near; how many runs there are at least and at most, and
 # seconds of all.
-_AGREE, _LEAST_RUNS, _MOST_RUNS, _MOST_S = 0.03, 3, 25, 1.5
+_AGREE, _MIN_RUNS, _MAX_RUNS, _MAX_S = 0.03, 3, 25, 1.5
 # Warming up ends when a run is no faster than the one before, by more than this; or after this
 # long.
 _WARM, _WARM_UP_S = 0.1, 4.0
@@ -62,7 +62,7 @@ class Stopwatch:
     """A clock with ways to time a piece of work over several runs."""
 
     def __init__(
-        self, time_s: Callable[[], float], *, num_uncounted: int = 1, max_runs: int = _MOST_RUNS
+        self, time_s: Callable[[], float], *, num_uncounted: int = 1, max_runs: int = _MAX_RUNS
     ) -> None:
         """Set the clock.
 
@@ -113,17 +113,17 @@ class Stopwatch:
         Each may take longer than what it measures: the time for all of them counts.
         """
         spent_s = 0.0
-        found: list[float] = []
-        while len(found) < self._max_runs:
+        fastest: list[float] = []
+        while len(fastest) < self._max_runs:
             seconds, own_s = yield from self._with_own_time(measure())
-            found.append(seconds)
+            fastest.append(seconds)
             spent_s += own_s
-            found.sort()
-            if spent_s > _MOST_S:
+            fastest.sort()
+            if spent_s > _MAX_S:
                 break
-            if len(found) >= _LEAST_RUNS and found[1] <= found[0] * (1 + _AGREE):
+            if len(fastest) >= _MIN_RUNS and fastest[1] <= fastest[0] * (1 + _AGREE):
                 break
-        return sum(found[:2]) / len(found[:2])
+        return sum(fastest[:2]) / len(fastest[:2])
 
     def _with_own_time(self, measurement: Timing) -> Generator[None, None, tuple[float, float]]:
         """Return a measurement's result and how long it took, without what ran while it had
@@ -144,9 +144,9 @@ def rising(seconds: Mapping[int, float]) -> dict[int, float]:
     """Return seconds by rows without outliers: more rows take no less, so what lies above a later
     point was held up.
     """
-    found: dict[int, float] = {}
+    kept: dict[int, float] = {}
     least = float("inf")
     for rows in sorted(seconds, reverse=True):
         least = min(least, seconds[rows])
-        found[rows] = least
-    return dict(sorted(found.items()))
+        kept[rows] = least
+    return dict(sorted(kept.items()))

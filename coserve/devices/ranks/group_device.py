@@ -281,7 +281,7 @@ class GroupDevice:
             if answer in late:
                 self._end(
                     f"{self._named(rank)} did not answer within {self._timeout_s:g} s of another "
-                    f"one"
+                    "one"
                 )
 
     def _gone_error(self, error: BaseException) -> DeviceGoneError:
@@ -342,5 +342,5 @@ def _check_alike(infos: Mapping[int, DeviceInfo]) -> None:
             if mine != its:
                 raise RankError(
                     f"ranks 0 and {rank} differ: {name} is {mine} and {its}; all ranks must have "
-                    f"the same"
+                    "the same"
                 )

@@ -90,9 +90,8 @@ def crowding(num_ranks: int, threads: int) -> str:
         return ""
     return (
         f"{num_ranks} ranks of {threads} thread{'s' * (threads > 1)} have {cores} CPU "
-        f"core{'s' * (cores > 1)}: a step "
-        "may take several times as long; lower --threads or --tensor-parallel, so that each thread "
-        "has a core"
+        f"core{'s' * (cores > 1)}: a step may take several times as long; lower --threads or "
+        "--tensor-parallel, so that each thread has a core"
     )
 
 

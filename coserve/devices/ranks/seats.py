@@ -92,9 +92,9 @@ def device_of_rank(device: str, rank: int) -> torch.device:
     """
     if kind_of(device) != "cuda":
         return find_device(device)
-    found = find_device(f"cuda:{rank}")
-    torch.cuda.set_device(found)
-    return found
+    gpu = find_device(f"cuda:{rank}")
+    torch.cuda.set_device(gpu)
+    return gpu
 
 
 def seat_of(transport: str, place: str, rank: str, size: str) -> Seat:

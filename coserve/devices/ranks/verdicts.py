@@ -89,9 +89,9 @@ def agree_on_end(group: RankGroup, own: Failure | None) -> Failure | None:
         else:
             return None
     group.reset()
-    found = [_decoded(row) for row in group.all_gather(_encoded(own), "failures")]
-    first = min(found, key=lambda each: (_KINDS.index(each.kind), each.rank))
-    broken = [each.broken_update for each in found if each.broken_update is not None]
+    failures = [_decoded(row) for row in group.all_gather(_encoded(own), "failures")]
+    first = min(failures, key=lambda each: (_KINDS.index(each.kind), each.rank))
+    broken = [each.broken_update for each in failures if each.broken_update is not None]
     return msgspec.structs.replace(first, broken_update=broken[0] if broken else None)
 
 

@@ -238,8 +238,8 @@ class ReplayDevice:
             if not 0 <= chosen.token < self._vocabularies.size_of(request):
                 self._stop(
                     DivergedError(
-                        f"token {chosen.token} was recorded for request {request!r}; no such token "
-                        f"exists"
+                        f"token {chosen.token} was recorded for request {request!r}; no such "
+                        "token exists"
                     )
                 )
         for part in batch.tasklets:
@@ -249,8 +249,8 @@ class ReplayDevice:
             ):
                 self._stop(
                     DivergedError(
-                        f"step {batch.step} was recorded with other tasklets than job {part.job!r} "
-                        f"has"
+                        f"step {batch.step} was recorded with other tasklets than job "
+                        f"{part.job!r} has"
                     )
                 )
 
@@ -363,11 +363,11 @@ def as_it_ran(batch: StepBatch, result: StepResult | None, *, num_units: int = 1
             )
             divided = divided._replace(stops=False) if fits else None
         return replace(batch, tasklets=parts, backward_limit_s=None, partition=divided)
-    made = {} if result is None else result.norms
+    norms = {} if result is None else result.norms
     return StepBatch(
         step=batch.step,
         commands=batch.commands,
-        updates=tuple(update for update in batch.updates if update.job in made),
+        updates=tuple(update for update in batch.updates if update.job in norms),
         requests=tuple(
             replace(rows, tokens=(), samples=False, targets=()) for rows in batch.requests
         ),
@@ -399,10 +399,12 @@ def _with_pages(batch: StepBatch, pages: list[ImportPages]) -> StepBatch:
     """Return a step with the pages that came from another instance."""
     if not pages:
         return batch
-    found = iter(pages)
+    next_pages = iter(pages)
     return replace(
         batch,
-        commands=tuple(next(found) if isinstance(c, ImportPages) else c for c in batch.commands),
+        commands=tuple(
+            next(next_pages) if isinstance(c, ImportPages) else c for c in batch.commands
+        ),
     )
 
 

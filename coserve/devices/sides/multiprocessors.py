@@ -156,7 +156,7 @@ class _Streams:
         Raises:
             RuntimeError: It has failed.
         """
-        error, *found = result
+        error, *values = result
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"the driver says {error.name}")
-        return found[0] if len(found) == 1 else found
+        return values[0] if len(values) == 1 else values

@@ -150,10 +150,9 @@ class AdapterMemory:
                 (name, shape), there = layout.largest, int(_SHARE * free)
                 raise AdapterTooLargeError(
                     f"{what} needs {_size(num_bytes)} of memory (its largest tensor is {name}, "
-                    f"{list(shape)}); {_size(there)} are there for it, {num_bytes - there:,} bytes "
-                    f"are "
-                    "missing: lower its rank, train fewer layers, or start with less --memory for "
-                    "the page pool"
+                    f"{list(shape)}); {_size(there)} are there for it, {num_bytes - there:,} "
+                    "bytes are missing: lower its rank, train fewer layers, or start with less "
+                    "--memory for the page pool"
                 )
             self._being_taken += num_bytes
         try:

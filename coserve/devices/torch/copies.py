@@ -107,8 +107,8 @@ def read_state(path: Path, masters: Mapping[str, Tensor], held: HeldTensors) -> 
                     "is of no parameter" if shape is None else f"must have the shape {list(shape)}"
                 )
                 raise AdapterError(
-                    f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, {needed} "
-                    f"(a job is resumed "
-                    "with the settings of the adapter that it began with)"
+                    f"{path} is not this adapter's: {key}, of shape {list(header.shape)}, "
+                    f"{needed} (a job is resumed with the settings of the adapter that it began "
+                    "with)"
                 )
         return {key: held.read(file, key, torch.float32) for key in file.headers}

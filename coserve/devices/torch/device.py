@@ -338,8 +338,8 @@ class TorchDevice:
         if self._changed_by:
             raise AdapterError(
                 f"{what}: job {self._changed_by} has changed the weights of {self.backbone.name}; "
-                f"start a server with "
-                "the model that the adapter is of, or with the job's checkpoint"
+                "start a server with the model that the adapter is of, or with the job's "
+                "checkpoint"
             )
 
     def _open_version(self, command: OpenVersion) -> VersionOpened:
@@ -395,8 +395,7 @@ class TorchDevice:
             if others and not resumes:
                 raise AdapterError(
                     f"job {command.job} would change the weights that others were trained on: "
-                    f"{some_of(others)}; "
-                    "unload adapters and end jobs first"
+                    f"{some_of(others)}; unload adapters and end jobs first"
                 )
             if command.model:
                 raise AdapterError(

@@ -88,7 +88,7 @@ class TorchExchange:
         Raises:
             AdapterError: A file cannot be used; nothing has changed.
         """
-        found = []
+        contributions = []
         shapes = {
             name: self.held.whole_shape(name, tensor) for name, tensor in self._trained.items()
         }
@@ -100,8 +100,8 @@ class TorchExchange:
                         raise AdapterError(
                             f"{path} is no contribution to this job: {name}, {list(header.shape)}"
                         )
-                found.append({name: self.held.read(file, name) for name in file.headers})
-        self._read = tuple(found)
+                contributions.append({name: self.held.read(file, name) for name in file.headers})
+        self._read = tuple(contributions)
 
     @torch.inference_mode()
     def advance(self, up_to: int, optimizer: AdapterOptimizer, *, meets: bool) -> None:
@@ -110,14 +110,14 @@ class TorchExchange:
 
         `note_taken` is to follow; until then this can be repeated.
         """
-        taken = self._read[: up_to - self.num_taken]
+        contributions = self._read[: up_to - self.num_taken]
         base = {name: tensor.clone() for name, tensor in self._base.items()}
-        for contribution in taken:
+        for contribution in contributions:
             for name, tensor in base.items():
                 tensor.add_(contribution[name].to(tensor.device), alpha=1.0 / self._shard.count)
         means: dict[str, Tensor] = {}
         if meets:
-            last = taken[-self._shard.count :]  # one of each node
+            last = contributions[-self._shard.count :]  # one of each node
             means = {
                 name: torch.stack([each[name] for each in last]).mean(0)
                 for name in optimizer.moments

@@ -86,15 +86,14 @@ class OtherModels:
         if (num_ranks := self._served.group.size) > 1:
             raise UnsupportedModelError(
                 f"a job that trains {name} needs it whole on the device, where {num_ranks} ranks "
-                f"divide "
-                f"{self._served.name}: train that model, or start a server without "
-                f"--tensor-parallel"
+                f"divide {self._served.name}: train that model, or start a server without "
+                "--tensor-parallel"
             )
         source = find_model(name)
         if source.directory is None:
             raise ModelError(
                 f"{name} has no weights in files; a model that is trained through a window needs "
-                f"them"
+                "them"
             )
         served, architecture = self._served, build_architecture(source.config)
         rotary, max_positions = architecture.rotary_tables(), architecture.max_positions

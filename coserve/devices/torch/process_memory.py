@@ -12,14 +12,14 @@ import torch
 _GPU_SHARE, _CPU_SHARE = 0.85, 0.25
 # Of a GPU's free memory, for transient tensors; and the least that the pool has of it, whatever
 # jobs would need.
-_TRANSIENT_SHARE, _LEAST_GPU_SHARE = 0.05, 0.25
+_TRANSIENT_SHARE, _MIN_GPU_SHARE = 0.05, 0.25
 # However little is said to be free.
-_LEAST_BYTES = 64 << 20
+_MIN_BYTES = 64 << 20
 # Options of glibc's mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 # oneDNN's own bound is 1,024; a step has few kinds of products, and of the rest most are hardly
 # ever used again.
-_MOST_COMPILED_PRODUCTS = 256
+_MAX_COMPILED_PRODUCTS = 256
 
 
 def pool_bytes(device: torch.device, beside_bytes: int, num_ranks: int = 1) -> int:
@@ -33,7 +33,7 @@ def pool_bytes(device: torch.device, beside_bytes: int, num_ranks: int = 1) -> i
     if device.type == "cuda":
         free = int(torch.cuda.mem_get_info(device)[0])
         most = min(_GPU_SHARE * free, (1 - _TRANSIENT_SHARE) * free - beside_bytes)
-        return int(max(most, _LEAST_GPU_SHARE * free))
+        return int(max(most, _MIN_GPU_SHARE * free))
     return int(_CPU_SHARE * _free_memory_bytes()) // num_ranks
 
 
@@ -55,7 +55,7 @@ def available_bytes(device: torch.device) -> int:
         )
         used = int((group / "memory.current").read_text()) - int(counts.get("inactive_file", 0))
         available = min(available, int((group / "memory.max").read_text()) - used)
-    return max(available, _LEAST_BYTES)
+    return max(available, _MIN_BYTES)
 
 
 def keep_freed_memory() -> None:
@@ -96,7 +96,7 @@ def bound_compiled_products() -> None:
     called before the first product; what the user's environment says stands.
     https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_MOST_COMPILED_PRODUCTS))
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_MAX_COMPILED_PRODUCTS))
 
 
 def _free_memory_bytes() -> int:
@@ -109,4 +109,4 @@ def _free_memory_bytes() -> int:
     with suppress(OSError, ValueError):
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return max(free, _LEAST_BYTES)
+    return max(free, _MIN_BYTES)

@@ -147,8 +147,8 @@ class _Samplers(_StepRequests):
         self._device, self._vocab_size = device, vocab_size
         self.followed = [(place, handle) for place, handle in enumerate(handles) if handle.follows]
         self.embedded = [place for place, handle in enumerate(handles) if handle.params.embeds]
-        found = [handle.constant_row for handle in handles]
-        self._constant = [row for row in found if row is not None] if None not in found else None
+        rows = [handle.constant_row for handle in handles]
+        self._constant = [row for row in rows if row is not None] if None not in rows else None
 
     @cached_property
     def params(self) -> SampledParams:
@@ -284,14 +284,14 @@ class TorchRequests:
         come or gone.
         """
         ids = [rows.request for _, rows in sampled]
-        found = self._samplers.get(are_takers)
-        if found is None or ids != found.ids:
+        samplers = self._samplers.get(are_takers)
+        if samplers is None or ids != samplers.ids:
             handles = [self._handles[request] for request in ids]
             vocab_size = self._backbone.architecture.vocab_size
-            found = self._samplers[are_takers] = _Samplers(
+            samplers = self._samplers[are_takers] = _Samplers(
                 ids, handles, self._backbone.device, vocab_size
             )
-        return found
+        return samplers
 
     def _bypasses(self, version: str) -> Bypasses | None:
         return self._versions[version].bypasses() if version else None
@@ -348,12 +348,12 @@ class TorchRequests:
         self, hidden: Tensor, sampled: Sequence[_LastRow], samplers: _Samplers, readout: Readout
     ) -> dict[str, Pending]:
         """Return the states of requests that ask for them; on rank 0."""
-        found: dict[str, Pending] = {}
+        embeddings: dict[str, Pending] = {}
         for place in samplers.embedded:
             states = final_states(self._backbone, hidden[sampled[place][0], None])
             if self._samples:
-                found[samplers.ids[place]] = readout.add(states)
-        return found
+                embeddings[samplers.ids[place]] = readout.add(states)
+        return embeddings
 
     def _score_prompts(
         self, hidden: Tensor, ends: Sequence[int], requests: Sequence[RequestRows], readout: Readout
@@ -363,7 +363,7 @@ class TorchRequests:
         A chunk of rows at a time: the logits of all never exist at once.
         """
         most = chunk_rows(self._backbone.architecture.vocab_size, torch.float32)
-        found: dict[str, list[Callable[[], list[TokenLogprob]]]] = {}
+        scored: dict[str, list[Callable[[], list[TokenLogprob]]]] = {}
         for end, rows in [
             (end, rows) for end, rows in zip(ends, requests, strict=True) if rows.targets
         ]:
@@ -377,8 +377,8 @@ class TorchRequests:
                 if scores is None:
                     continue
                 k = min(handle.params.prompt_logprobs or 0, handle.vocab_size)
-                found.setdefault(rows.request, []).append(score_rows(scores, targets, k, readout))
-        return found
+                scored.setdefault(rows.request, []).append(score_rows(scores, targets, k, readout))
+        return scored
 
     @property
     def _backbone(self) -> Backbone:

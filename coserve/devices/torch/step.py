@@ -38,7 +38,7 @@ from coserve.tuning.training_pass import TrainingPass
 
 # How long a step without a time limit waits for weights, at most: who arrives meanwhile waits with
 # it.
-_MOST_WAIT_S = 0.1
+_MAX_WAIT_S = 0.1
 
 
 class TorchStep:
@@ -275,8 +275,8 @@ class TorchStep:
         self._losses()
         self._backward(forward_has_ended)
         under_way = {piece.job for piece in self._turn}
-        found = {job: number + (job in under_way) for job, number in self._num_tasklets.items()}
-        self._num_beside = {job: number for job, number in found.items() if number}
+        started = {job: number + (job in under_way) for job, number in self._num_tasklets.items()}
+        self._num_beside = {job: number for job, number in started.items() if number}
         self._beside_s = self._timer.lap()
 
     def _prepare(self) -> None:
@@ -322,7 +322,7 @@ class TorchStep:
             return False
         limit_s, most_s = self._batch.backward_limit_s, 0.0
         if not self._rows:
-            most_s = _MOST_WAIT_S if limit_s is None else limit_s - self._timer.elapsed_s()
+            most_s = _MAX_WAIT_S if limit_s is None else limit_s - self._timer.elapsed_s()
         try:
             declined = job in self._broken or not training.is_there(most_s)
         except WeightsError as error:
@@ -390,9 +390,9 @@ class TorchStep:
         """Return passes and their rows: those that may run as one, and those that each run by
         themselves.
         """
-        found = [(self._pass(piece.job), piece.num_rows) for piece in pieces]
-        return [each for each in found if each[0].joins_others], [
-            each for each in found if not each[0].joins_others
+        passes = [(self._pass(piece.job), piece.num_rows) for piece in pieces]
+        return [each for each in passes if each[0].joins_others], [
+            each for each in passes if not each[0].joins_others
         ]
 
     def _pass(self, job: str) -> TrainingPass:

@@ -93,12 +93,10 @@ class TorchTrainer:
         self._moments_need_pages = moments_need_pages
         self.exchange: TorchExchange | None = None
         if shard is not None:
-            given = (
-                (adapter.masters, adapter.graphs.states)
-                if shard.gives_gradients
-                else (trained, self.states)
-            )
-            self.exchange = TorchExchange(shard, given[0], self._held(given[1]))
+            tensors, states = trained, self.states
+            if shard.gives_gradients:  # which are of the adapter's parameters
+                tensors, states = adapter.masters, adapter.graphs.states
+            self.exchange = TorchExchange(shard, tensors, self._held(states))
         self._programs = training_programs(
             adapter,
             max_recompute=config.max_recompute,
@@ -236,11 +234,11 @@ class TorchTrainer:
         if self.exchange.gives_gradients:
             self._complete()
         moments = self.optimizer.moments | self.moments.away(on_device=False)
-        given = self.exchange.take(self._gradients, moments)
-        taken = TorchCopy(given, self.exchange.held, self.adapter.backbone.device)
+        tensors = self.exchange.take(self._gradients, moments)
+        copy = TorchCopy(tensors, self.exchange.held, self.adapter.backbone.device)
         # Last: if there was no memory for the copy, they are there still.
         self._gradients, self._is_complete = None, False
-        return taken
+        return copy
 
     def take_back(self, contribution: TorchCopy) -> None:
         """Take the gradients of a contribution back, complete as they are; progress takes none."""

@@ -39,7 +39,7 @@ class PageAllocator:
         if num_pages < 1 or page_bytes < 1 or page_bytes % 64:
             raise BudgetError(
                 f"a pool of {num_pages} pages of {page_bytes} bytes; pages are multiples of 64 "
-                f"bytes"
+                "bytes"
             )
         self.num_pages, self.page_bytes = num_pages, page_bytes
         # A byte for each page, so that a run of some hundred is found, taken and freed by calls

@@ -60,21 +60,21 @@ class HostBlocks:
         Returns:
             Place in `keys` and slot of each.
         """
-        found = []
+        copies = []
         for place, key in enumerate(keys):
             if (slot := self._slot.get(key)) is not None and key not in self._stored:
-                found.append((place, slot))
+                copies.append((place, slot))
                 self._stored.add(key)
-        return found
+        return copies
 
     def slots_of(self, keys: Sequence[Hashable]) -> list[int]:
         """Return the slots of the first of these blocks, as far as they lie on the host."""
-        found = []
+        slots = []
         for key in keys:
             if key not in self._stored:
                 break
-            found.append(self._slot[key])
-        return found
+            slots.append(self._slot[key])
+        return slots
 
     def slots_of_owner(self, owner: Hashable) -> list[int]:
         """Return the slots of all blocks that an owner wants."""

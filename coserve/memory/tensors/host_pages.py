@@ -111,11 +111,11 @@ class HostPages:
             places, left = [], tensor.numel() * tensor.element_size()
             while left:
                 start, length = runs.pop()
-                taken = min(left, length)
-                places.append(slice(start, start + taken))
-                left -= taken
-                if taken < length:
-                    runs.append((start + taken, length - taken))
+                used = min(left, length)
+                places.append(slice(start, start + used))
+                left -= used
+                if used < length:
+                    runs.append((start + used, length - used))
             yield places
 
     @contextmanager

@@ -52,8 +52,10 @@ class PageFiles:
         """
         started_s = time.perf_counter()
         if data:
-            found = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, self._place_bytes)
-            self._places.read(found, list(pages), list(range(len(places))))
+            content = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(
+                -1, self._place_bytes
+            )
+            self._places.read(content, list(pages), list(range(len(places))))
         else:
             self._places.read(self._mapped(path), list(pages), list(places))
         self._seconds += time.perf_counter() - started_s

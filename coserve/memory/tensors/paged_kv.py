@@ -107,13 +107,13 @@ class PagedKv:
             users: Number of neighbouring sequences and their adapter, in the order of the
                 sequences.
         """
-        found: list[RowSpan] = []
+        spans: list[RowSpan] = []
         first = 0
         for number, bypasses in users:
             own = slice(first, first + number)
-            found.append(_PagedRows(self, tables, starts[own], tokens[own], bypasses))
+            spans.append(_PagedRows(self, tables, starts[own], tokens[own], bypasses))
             first += number
-        return found
+        return spans
 
     @torch.inference_mode()
     def capture(self) -> None:

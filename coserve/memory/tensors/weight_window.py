@@ -268,14 +268,14 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
                 return place
         return None
 
-    def _free_place(self, size: int, taken: Sequence[range]) -> range | None:
+    def _free_place(self, size: int, held_ranges: Sequence[range]) -> range | None:
         """Return the highest free bytes of the room beside those that are taken; None if there is
         no gap of this size.
         """
         stop = self._room.stop // _ALIGNMENT * _ALIGNMENT
         below = range(self._room.start, self._room.start)
         # From the top down: each gap ends where the part above it begins.
-        for held in [*sorted(taken, key=lambda each: each.start, reverse=True), below]:
+        for held in [*sorted(held_ranges, key=lambda each: each.start, reverse=True), below]:
             if stop - size >= held.stop:
                 return range(stop - size, stop)
             stop = held.start
