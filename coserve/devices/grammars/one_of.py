@@ -141,11 +141,9 @@ class _Branches:
 
     def _objects_are_disjoint(self, one: _Schema, other: _Schema, steps: int) -> bool:
         """Return whether a property that the first requires sets it apart from the other."""
-        required, here, there = (
-            _names(one.get("required")),
-            _mapping(one, "properties"),
-            _mapping(other, "properties"),
-        )
+        required = _names(one.get("required"))
+        here = _mapping(one, "properties")
+        there = _mapping(other, "properties")
         is_closed = other.get("additionalProperties") is False and not other.get(
             "patternProperties"
         )

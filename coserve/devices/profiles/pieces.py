@@ -201,10 +201,8 @@ class ProfiledPieces:
 
     def score(self, rows: int) -> Timing:
         """Time log-probabilities of the next tokens of a prompt's rows."""
-        hidden, most = (
-            self._hidden(rows),
-            chunk_rows(self.backbone.architecture.vocab_size, torch.float32),
-        )
+        hidden = self._hidden(rows)
+        most = chunk_rows(self.backbone.architecture.vocab_size, torch.float32)
         pieces = [hidden[start : start + most] for start in range(0, rows, most)]
 
         def score() -> None:
@@ -237,10 +235,8 @@ class ProfiledPieces:
     def update(self) -> Timing:
         """Time an optimizer step of the reference adapter."""
         graphs, masters = self.adapter.graphs, self.adapter.masters
-        ranks, gradients = (
-            RankGradients(self.backbone.group, graphs.states, graphs.summed),
-            zeros_like_all(masters),
-        )
+        ranks = RankGradients(self.backbone.group, graphs.states, graphs.summed)
+        gradients = zeros_like_all(masters)
         optimizer = AdapterOptimizer(masters, OptimizerConfig(learning_rate=1e-12), ranks.norm)
         return self._time(
             "update", lambda: optimizer.step(ranks.complete(gradients), num_trained=1, num_steps=1)

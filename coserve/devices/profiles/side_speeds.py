@@ -56,12 +56,10 @@ class _SideMeasurement:
         forward: Forward,
         ready_pass: Callable[[int], TrainingPass],
     ) -> None:
-        self._sides, self._device, self._forward, self._ready_pass = (
-            sides,
-            device,
-            forward,
-            ready_pass,
-        )
+        self._sides = sides
+        self._device = device
+        self._forward = forward
+        self._ready_pass = ready_pass
         self._num_units, self._is_gpu = sides.num_units, device.type == "cuda"
         self._rows = _GPU_TASKLET_ROWS if self._is_gpu else _TASKLET_ROWS
         self._num_warm_ups = _GPU_WARM_UPS if self._is_gpu else 0
@@ -152,10 +150,8 @@ class _SideMeasurement:
         with self._sides.running(work, Partition(half, rest)):
             while not forward_s or not over.is_set():
                 forward_s.append(self._timed(run))
-        alone_s, tasklet_alone_s = (
-            alone_s[self._num_warm_ups :],
-            tasklet_alone_s[self._num_warm_ups :],
-        )
+        alone_s = alone_s[self._num_warm_ups :]
+        tasklet_alone_s = tasklet_alone_s[self._num_warm_ups :]
         return median(forward_s) / median(alone_s), median(tasklet_s) / median(tasklet_alone_s)
 
     def _several(self, run: Callable[[], None]) -> Callable[[], None]:

@@ -377,10 +377,8 @@ class TorchDevice:
     def _open_trainer(self, command: OpenTrainer) -> TrainerOpened:
         backbone, window = self.backbone, None
         if command.model:
-            backbone, window = (
-                self._others.backbone(command.model),
-                self._others.window(command.model),
-            )
+            backbone = self._others.backbone(command.model)
+            window = self._others.window(command.model)
         job = command.job if command.shard is None else command.shard.job
         resumes = self._changed_by == job
         self._changed_before = self._changed_by

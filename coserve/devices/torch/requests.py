@@ -247,10 +247,8 @@ class TorchRequests:
             (end - 1, rows) for end, rows in zip(ends, requests, strict=True) if rows.samples
         ]
         likeliest, others = self._by_choice(sampled)
-        takers, samplers = (
-            self._those_of(likeliest, are_takers=True),
-            self._those_of(others, are_takers=False),
-        )
+        takers = self._those_of(likeliest, are_takers=True)
+        samplers = self._those_of(others, are_takers=False)
         return RequestsResult(
             (
                 self._take_likeliest(hidden, likeliest, takers, readout),

@@ -163,10 +163,8 @@ def sample(
         params: Params of the rows, where they are kept.
     """
     device = logits.device
-    backend, params = (
-        backend or PlainBackend(device),
-        params or SampledParams([row.params for row in rows], device),
-    )
+    backend = backend or PlainBackend(device)
+    params = params or SampledParams([row.params for row in rows], device)
     changed = params.biased.union(
         [i for i, row in enumerate(rows) if row.counts or row.forbidden or row.mask]
     )

@@ -68,31 +68,27 @@ class TorchStep:
             batch: What is to run.
             copy_s: Seconds of copies since the last step.
         """
-        self._backbone, self._requests, self._trainers, self._batch = (
-            backbone,
-            requests,
-            trainers,
-            batch,
-        )
+        self._backbone = backbone
+        self._requests = requests
+        self._trainers = trainers
+        self._batch = batch
         self._sides, self._host, self._others, self._copy_s = sides, host, others, copy_s
-        self._weights_before, self._room_s = (
-            (others.waited_s, others.num_bytes_copied),
-            others.take_resized_s(),
-        )
+        self._weights_before = (others.waited_s, others.num_bytes_copied)
+        self._room_s = others.take_resized_s()
         self._rows = [rows for rows in batch.requests if rows.tokens]
         self._spans: list[RowSpan] = []
         self._timer: SectionTimer = section_timer(backbone.device)
         self._readout = Readout()
         self._turns = tasklet_turns(batch.tasklets, lambda job: self._pass(job).num_parts_done)
-        self._turn: list[Tasklets] = []  # under way
-        self._tasklet: Tasklet | None = None  # of these, if it is not done
+        # The turn of tasklets that is under way, and its joined tasklet, if that is not done.
+        self._turn: list[Tasklets] = []
+        self._tasklet: Tasklet | None = None
         self._num_tasklets = dict.fromkeys([piece.job for piece in batch.tasklets], 0)
         self._num_beside: dict[str, int] = {}
         self._num_declined = 0
         self._broken: dict[str, str] = {}
-        self._waited_s = self._forward_s = self._beside_s = (
-            _no_time  # of the sides of a divided device
-        )
+        # Times of the sides of a divided device.
+        self._waited_s = self._forward_s = self._beside_s = _no_time
         self._norms: dict[str, Pending] = {}
         self._updating: str | None = None
         self._served: RequestsResult | None = None
@@ -390,10 +386,12 @@ class TorchStep:
         """Return passes and their rows: those that may run as one, and those that each run by
         themselves.
         """
-        passes = [(self._pass(piece.job), piece.num_rows) for piece in pieces]
-        return [each for each in passes if each[0].joins_others], [
-            each for each in passes if not each[0].joins_others
-        ]
+        joined: list[tuple[TrainingPass, int]] = []
+        apart: list[tuple[TrainingPass, int]] = []
+        for piece in pieces:
+            training = self._pass(piece.job)
+            (joined if training.joins_others else apart).append((training, piece.num_rows))
+        return joined, apart
 
     def _pass(self, job: str) -> TrainingPass:
         training = self._trainers[job].training_pass

@@ -94,10 +94,8 @@ class _RunCosts:
 
     def take(self, run: range) -> None:
         """Rule out all runs that overlap with this one."""
-        first, end = (
-            max(0, self._last - run.stop + 1),
-            min(len(self._costs), self._last - run.start + self._length),
-        )
+        first = max(0, self._last - run.stop + 1)
+        end = min(len(self._costs), self._last - run.start + self._length)
         if first >= end:
             return
         self._costs[first:end] = [self._taken] * (end - first)

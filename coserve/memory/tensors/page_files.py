@@ -109,10 +109,8 @@ class _Columns:
         ranks does.
         """
         for number, which, cut in self._cuts:
-            own, whole = (
-                self._pages[number, which, pages].cpu(),
-                self._whole(file, number, which, cut),
-            )
+            own = self._pages[number, which, pages].cpu()
+            whole = self._whole(file, number, which, cut)
             for start, run in cut.owned_runs(self._rank):
                 whole[places, :, run.start : run.stop] = own[
                     ..., start : start + run.stop - run.start
