@@ -1,5 +1,5 @@
-"""What predictions are off by, by kind: steps move these factors, and with age they give way to
-wider ones.
+"""Correction factors of predictions by kind; measured steps move them, and with age they give way
+to wider kinds' factors.
 """
 
 from collections.abc import Hashable, Sequence
@@ -14,14 +14,14 @@ _MOST_WRONG = 2.0
 
 
 def size_class(number: int) -> int:
-    """Of a number of rows, or of parameters, the order of magnitude: 17 to 32 are alike, which
-    kernels compute in as many tiles.
+    """Return the order of magnitude of a number of rows or parameters: 17 to 32 rows are alike,
+    since kernels compute them in as many tiles.
     """
     return (number - 1).bit_length()
 
 
 class AgedFactors:
-    """Factors by key; a factor that was never seen is the wider one that is asked for with it. No
+    """Factors by key; a key that was never seen has the wider factor given with the question. No
     clock, no I/O.
     """
 
@@ -33,8 +33,8 @@ class AgedFactors:
         self._seen: dict[Hashable, tuple[float, int]] = {}  # the factor, and when it was seen
 
     def of(self, key: Hashable, wider: float) -> float:
-        """A factor. The longer it was not seen the more it gives way to the wider one: a kind of
-        step that once took very long would never be tried again.
+        """Return the factor of a key. The longer it was not seen, the more it gives way to the
+        wider one: a kind of step that once took very long would never be tried again otherwise.
         """
         seen = self._seen.get(key)
         if seen is None:
@@ -50,10 +50,12 @@ class AgedFactors:
     def move(
         self, key: Hashable, right: float, *, believed: float = 1.0, first_weight: float = _WEIGHT
     ) -> None:
-        """A step would have been predicted rightly by this factor.
+        """Move a factor towards the one that would have predicted a step rightly.
 
-        believed, first_weight: what it was held for if this is the first step of its kind, and how
-        far that one counts.
+        Args:
+            right: The factor that would have been right.
+            believed: The factor assumed so far, if this is the first step of its kind.
+            first_weight: Weight of the first step of its kind.
         """
         seen = self._seen.get(key)
         old, weight = (believed, first_weight) if seen is None else (seen[0], _WEIGHT)
@@ -62,8 +64,8 @@ class AgedFactors:
         self._seen[key] = factor, self.num_steps
 
     def hold(self, keys: Sequence[Hashable], factor: float) -> bool:
-        """The same for several at once, if all of them are this factor, as where steps take what
-        was predicted; whether they are.
+        """Confirm several keys at once if all of them have this factor, as where steps take what
+        was predicted. Returns whether they do.
         """
         seen, now = self._seen, (factor, self.num_steps)
         for key in keys:
@@ -74,17 +76,17 @@ class AgedFactors:
         return True
 
     def count_step(self) -> None:
-        """What was seen before is a step older."""
+        """Let every factor age by one step."""
         self.num_steps += 1
         self.num_changes += self._ages
         self._ages = False
 
     def refresh(self) -> None:
-        """Hold all that was seen for as true as if it had been seen just now."""
+        """Take every factor as seen just now."""
         self._seen = {key: (factor, self.num_steps) for key, (factor, _) in self._seen.items()}
         self.num_changes += 1
 
 
 def bounded(error: float) -> float:
-    """Measured over predicted, as far as one step may move a factor."""
+    """Return measured over predicted, limited to what one step may move a factor."""
     return min(_MOST_WRONG, max(1 / _MOST_WRONG, error))

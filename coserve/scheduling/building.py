@@ -1,5 +1,5 @@
-"""Building a plan piece by piece: what policies share. A policy says how much time there is; here
-is what fits. `step_time.py` adds up what it takes.
+"""Plans built piece by piece, the part that policies share: a policy sets the time, the builder
+finds what fits. `step_time.py` adds up the predicted time.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,11 +49,14 @@ GOOD_ROWS = 256
 
 
 class PlanBuilder:
-    """A plan that grows, and what it will take so far."""
+    """A plan that grows, with the predicted time so far."""
 
     def __init__(self, view: View, latency: LatencyModel, memory: MemoryPlan | None = None) -> None:
-        """memory: the pages that change hands before the step; packs may begin in it until the plan
-        is built.
+        """Begin an empty plan.
+
+        Args:
+            memory: Pages that change hands before the step; packs may begin in it until the plan is
+                built.
         """
         self._latency, self._max_rows, self._memory = latency, view.max_rows, memory
         self._begins = False
@@ -68,33 +71,33 @@ class PlanBuilder:
 
     @property
     def seconds(self) -> float:
-        """What the plan takes, one piece after the other on the whole device."""
+        """Return the time of the plan with one piece after the other on the whole device."""
         self._count_overhead()
         return self._time.whole_s
 
     @property
     def forward_s(self) -> float:
-        """What its forward pass takes on the whole device."""
+        """Return the time of its forward pass on the whole device."""
         return self._time.forward_s
 
     @property
     def step_s(self) -> float:
-        """What it takes as it is to run, divided or not."""
+        """Return the time of the step, divided as planned."""
         self._count_overhead()
         return self._time.step_s
 
     @property
     def runs_nothing(self) -> bool:
-        """Whether there is no step to run so far."""
+        """Return whether there is no step to run so far."""
         return not (self._rows or self._losses or self._tasklets or self._updates)
 
     @property
     def num_rows(self) -> int:
-        """Of its forward pass."""
+        """Return the number of rows of its forward pass."""
         return self._load.rows
 
     def build(self) -> Plan:
-        """The plan."""
+        """Return the finished plan."""
         if not (self._losses or self._tasklets):  # nothing fitted
             self._time.divide(None)
         self._count_overhead()
@@ -117,13 +120,13 @@ class PlanBuilder:
         )
 
     def _count_overhead(self) -> None:
-        """Packs may have begun since it was counted."""
+        """Update the overhead: packs may have begun since it was counted."""
         if self._memory is not None and self._memory.begin and not self._begins:
             self._begins = True
             self._time.overhead_s = self._latency.overhead.seconds(begins=True)
 
     def decode(self, requests: Sequence[RequestProgress]) -> None:
-        """Add one row for each of them; if that is too many, for those that wait longest."""
+        """Add one row for each request; if that is too many, for those that have waited longest."""
         if not requests:
             return
         room = self._max_rows - self._load.rows
@@ -144,8 +147,8 @@ class PlanBuilder:
         )
 
     def decode_seconds(self, requests: Sequence[RequestProgress]) -> Callable[[int], float]:
-        """Return what the forward pass would take with one row of the first of these requests, by
-        their number.
+        """Return a function from a number to the time of the forward pass with one row of each of
+        the first of these requests.
         """
         return self._latency.with_decodes(self._load, requests)
 
@@ -157,11 +160,13 @@ class PlanBuilder:
         urgent: bool = True,
         stretch: float = 1.0,
     ) -> bool:
-        """Their tokens, in this order, as far as the time goes. Returns whether all of them are in.
+        """Add tokens of prompts, in this order, as many as the time allows. Returns whether all are
+        in.
 
-        budget_s: from the step's start to the end of the forward pass. urgent: the first one gets
-        its smallest piece in any case. stretch: a prompt may take as many times the budget if it
-        ends with this step.
+        Args:
+            budget_s: Seconds from the step's start to the end of the forward pass.
+            urgent: Whether the first prompt gets its smallest piece in any case.
+            stretch: Factor on the budget for a prompt that ends with this step.
         """
         self._count_overhead()
         budget_s -= self._time.overhead_s
@@ -193,11 +198,15 @@ class PlanBuilder:
         return True
 
     def batch(self, requests: Sequence[RequestProgress], until_s: float, *, must: bool) -> None:
-        """Rows of batch work, as far as they are done by then: tokens of those that decode, the
-        ones that wait longest first; then prompts, those first that are due first. To be asked once
-        all other requests have their rows.
+        """Add rows of batch work, as many as end by `until_s`, once all other requests have their
+        rows.
 
-        must: the smallest piece in any case.
+        First come tokens of sequences that decode, those first that have waited longest, then
+        prompts, those first that are due first.
+
+        Args:
+            until_s: Seconds from the step's start.
+            must: Whether the smallest piece is added in any case.
         """
         self._count_overhead()
         before_s, prefill_s = self._time.forward_s, self._time.prefill_s
@@ -220,12 +229,12 @@ class PlanBuilder:
         self._time.prefill_s = prefill_s
 
     def divide(self, jobs: Sequence[JobProgress], until_s: float) -> None:
-        """Have the tasklets of the plan run beside its forward pass where that is predicted to get
-        more done by then; to be asked once all requests have their rows, with the jobs that are to
-        be served.
+        """Run the plan's tasklets beside its forward pass, where that is predicted to get more done
+        by `until_s`. To be called once all requests have their rows, with the jobs that will be
+        served.
 
-        Only if the first job goes backward, and has tasklets for as long as the forward pass lasts:
-        windows, the loss and small rests are worth most in turns.
+        The device is divided only if the first job goes backward, and has tasklets for as long as
+        the forward pass lasts: windows, the loss and small rests gain most from taking turns.
         """
         if not self._rows or not jobs or jobs[0].phase != "backward":
             return
@@ -253,18 +262,20 @@ class PlanBuilder:
         max_defer_s: float = 0.0,
         least_share: float = 0.0,
     ) -> None:
-        """Of each job in turn, the largest piece of its current phase that fits into what is left
-        of the time; losses and tasklets with all others of its hybrid task (`scheduling.fusion`).
+        """Add for each job in turn the largest piece of its current phase that fits into the
+        remaining time; losses and tasklets with all others of its hybrid task
+        (`scheduling.fusion`).
 
-        A device that has nothing else to do makes the smallest step there is, whatever the time: no
+        A device that has nothing else to do runs the smallest step there is, whatever the time: no
         later one would have more.
 
         Args:
-            until_s: seconds from the step's start to its end, at the latest.
-            max_defer_s: how long what costs too much per row may wait, because a later step will
-                have more time.
-            least_share: of the time, what jobs get in any case: one that has waited long enough for
-                its smallest piece to be no more gets it.
+            jobs: Jobs in the order in which they are served.
+            until_s: Seconds from the step's start to its end, at the latest.
+            max_defer_s: Seconds that a piece which costs too much per row may wait for a step with
+                more time.
+            least_share: Share of the time that jobs get in any case: a job that has waited long
+                enough for its smallest piece to be no more gets it.
         """
         self._count_overhead()
         self._time.allow_until(until_s)
@@ -298,10 +309,14 @@ class PlanBuilder:
             self._least(jobs[0])
 
     def take(self, job: JobProgress, rows: int, num_tasklets: int = 1) -> None:
-        """A piece of the job's current phase, whatever it takes: at most as many rows, and as many
-        tasklets of them.
+        """Add a piece of the job's current phase, whatever its time.
 
-        No smaller than the smallest piece; nothing if the forward pass has no room for that.
+        It is no smaller than the smallest piece. Nothing is added if the forward pass has no room
+        for that.
+
+        Args:
+            rows: Maximum number of rows.
+            num_tasklets: Maximum number of tasklets of as many rows.
         """
         rows = min(job.num_rows_left, max(rows, LEAST_WINDOW_ROWS))
         if job.phase == "update":
@@ -321,7 +336,7 @@ class PlanBuilder:
             self._time.longest_tasklet_s = max(self._time.longest_tasklet_s, *seconds.values())
 
     def _age(self, jobs: Sequence[JobProgress], least_share: float) -> None:
-        """The smallest piece of the job that has waited longest, if that is long enough."""
+        """Add the smallest piece of the job that has waited longest, if that is long enough."""
         oldest = max(jobs, key=lambda job: job.waited_s, default=None)
         if oldest is None or not oldest.waited_s or oldest.id in self.served_jobs:
             return
@@ -329,7 +344,7 @@ class PlanBuilder:
             self._least(oldest)
 
     def piece_s(self, job: JobProgress, rows: int) -> float:
-        """Return what a piece of at most as many rows would add to the step, in seconds; inf
+        """Return the seconds that a piece of at most as many rows would add to the step; inf
         without room for it.
         """
         rows = min(job.num_rows_left, rows)
@@ -345,7 +360,7 @@ class PlanBuilder:
 
     @property
     def served_jobs(self) -> set[str]:
-        """Jobs that have a piece in the plan."""
+        """Return the jobs that have a piece in the plan."""
         windows = [rows.item for rows in self._rows if rows.kind == "window"]
         losses, tasklets = (
             [piece.job for piece in self._losses],
@@ -354,7 +369,7 @@ class PlanBuilder:
         return {*windows, *losses, *tasklets, *self._updates}
 
     def _least(self, job: JobProgress) -> None:
-        """The smallest piece of a job."""
+        """Add the smallest piece of a job."""
         rows = min(job.num_rows_left, LEAST_WINDOW_ROWS)
         if job.phase == "update":
             self._update(job, inf)
@@ -375,8 +390,8 @@ class PlanBuilder:
             self._time.update_s += seconds
 
     def _together(self, jobs: Sequence[JobProgress], until_s: float, *, max_defer_s: float) -> None:
-        """Jobs of a hybrid task: what is left of their losses as far as it fits, then tasklets of
-        all who can join.
+        """Add work of the jobs of a hybrid task: what is left of their losses as far as it fits,
+        then tasklets of all that can join.
         """
         going = []
         for job in jobs:
@@ -405,7 +420,7 @@ class PlanBuilder:
             self._time.longest_tasklet_s = max(self._time.longest_tasklet_s, found.longest_s)
 
     def _loss(self, job: JobProgress, left_s: float, *, may_wait: bool) -> bool:
-        """As many rows as possible; whether tasklets can follow."""
+        """Add as many rows as fit. Returns whether tasklets can follow."""
         longest = job.num_rows_left
         least = min(longest, LEAST_WINDOW_ROWS)
         if self._more_loss_s(least) > left_s:
@@ -424,7 +439,7 @@ class PlanBuilder:
         return rows == longest and job.num_parts_left > 0
 
     def _more_loss_s(self, rows: int) -> float:
-        """What rows add to the losses, which are one batch."""
+        """Return the seconds that rows add to the losses, which are one batch."""
         return self._latency.loss_s(self._loss_rows + rows) - self._time.loss_s
 
     def _add_loss(self, job: JobProgress, rows: int) -> None:
@@ -433,7 +448,9 @@ class PlanBuilder:
         self._time.loss_s = self._latency.loss_s(self._loss_rows)
 
     def _window(self, job: JobProgress, left_s: float, *, may_wait: bool) -> bool:
-        """As many rows as fit, or fewer if they cost less each; whether there are any."""
+        """Add as many rows as fit, or fewer if they cost less each. Returns whether any are
+        added.
+        """
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
         least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
         if longest < least:

@@ -1,11 +1,10 @@
-"""How long a step will take: counted costs times measured curves, corrected by what steps really
-took.
+"""A latency model: counted costs times measured curves, corrected by what steps really took.
 
 LLMStation section 4.2 and HARLI section 5 predict from linear models of counted work, and trust
 records over models once there are some. So here: a `Profile` holds seconds by number of rows,
 measured once (or modelled), for the pieces that a step is made of; the counts of
 `scheduling.counts` carry it over to other adapters and lengths; and every measured step moves a
-correction for steps of its kind. The margin is what recent predictions were wrong by.
+correction for steps of its kind. The margin follows the errors of recent predictions.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -27,34 +26,41 @@ _MOST_REMEMBERED = 256
 
 
 class ForwardLoad(msgspec.Struct, kw_only=True):
-    """What a forward pass is made of; sums that grow as rows are added.
-
-    sampled: rows of which a token is chosen; drawn: of these, by chance; masked: of these, among
-    some tokens. scored: rows of prompts whose next token is scored. pairs: of a row and a key in
-    windows and prefill chunks. keys: that are read. bypasses: bypasses that run. windows: how many
-    there are. window_rows: theirs, each weighed by its job's cost beside the reference job's.
-    window_pairs, window_bypasses: those among the pairs, and among the bypasses. windows_apart: of
-    jobs with which no forward pass runs as one call.
-    """
+    """The load of a forward pass: sums that grow as rows are added."""
 
     rows: int = 0
+    """Number of rows."""
     sampled: int = 0
+    """Rows for which a token is chosen."""
     drawn: int = 0
+    """Those of them whose token is sampled."""
     masked: int = 0
+    """Those of them whose token a grammar restricts."""
     scored: int = 0
+    """Rows of prompts whose next token is scored."""
     spans: int = 0
+    """Runs of consecutive rows of one work item."""
     pairs: float = 0.0
+    """Pairs of a row and a key in windows and prefill chunks."""
     keys: int = 0
+    """Keys that are read from the cache."""
     bypasses: int = 0
+    """Bypasses that run."""
     windows: int = 0
+    """Number of windows."""
     window_rows: float = 0.0
+    """Rows of windows, each weighted by its job's cost relative to the reference job's."""
     window_pairs: float = 0.0
+    """Pairs of windows."""
     window_bypasses: int = 0
+    """Bypasses of windows."""
     windows_apart: int = 0
+    """Windows of jobs that prevent a forward pass from running as one call."""
     versions: set[str] = msgspec.field(default_factory=set)
+    """Adapter versions of requests."""
 
     def add_decodes(self, requests: Sequence[RequestProgress]) -> None:
-        """One row of each of many requests whose next token can be chosen after it, quickly."""
+        """Add one row of each of many requests that have their next token after it."""
         num_requests, num_past, drawn, masked = len(requests), 0, 0, 0
         for request in requests:  # of some hundred
             num_past += request.num_past
@@ -73,7 +79,7 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
         self.keys += num_requests + num_past
 
     def add_request(self, request: RequestProgress, rows: int) -> None:
-        """The next rows of a request."""
+        """Add the next rows of a request."""
         self.rows += rows
         self.spans += 1
         self.keys += request.num_past + rows
@@ -93,27 +99,27 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
 
 
 def tasklet_section(model: str) -> str:
-    """The section of corrections that tasklets are of: those of a model that does not serve ("":
-    the one that does) have their own, since its weights may be anything beside the reference job's,
-    and take time to come.
+    """Return the section of corrections for tasklets of a model; "" is the model that serves.
+
+    A model that does not serve has its own: its weights may differ from the reference job's in any
+    way, and take time to load.
     """
     return f"backward {model}" if model else "backward"
 
 
 class LatencyModel:
-    """Seconds of what a plan holds. Arithmetic alone: no clock, no I/O.
-
-    corrections: what they have turned out to be wrong by. sharing: what they become where the
-    device is divided. overhead: what steps take beside all that.
-    """
+    """Predicted seconds of a plan's pieces. Arithmetic alone: no clock, no I/O."""
 
     def __init__(self, profile: Profile) -> None:
+        """Predict by a profile.
+
+        `corrections` holds the learned errors of its pieces, `sharing` their speeds on a divided
+        device, and `overhead` the time of steps outside all of them.
+        """
         self.use_profile(profile)
 
     def use_profile(self, profile: Profile) -> None:
-        """Predict by this profile from now on; what steps have taught of the last one is
-        forgotten.
-        """
+        """Replace the profile; what steps have taught about the last one is forgotten."""
         self.profile, self.sharing = profile, SharingModel(profile.sharing)
         self._forward, self._head = profile.forward.table(), profile.head.table()
         self._sample, self._score, self._mask = (
@@ -128,18 +134,18 @@ class LatencyModel:
     # -- questions --------------------------------------------------------------
 
     def forward_s(self, load: ForwardLoad) -> float:
-        """Seconds of a forward pass, with sampling."""
+        """Return the seconds of a forward pass, with sampling."""
         if not load.rows:
             return 0.0
         return self._raw_forward_s(load) * self.forward_correction(load)
 
     def forward_correction(self, load: ForwardLoad) -> float:
-        """Of these seconds, over those of the profile."""
+        """Return the ratio of these seconds to the profile's."""
         return self.corrections.of("forward", load.rows, load.windows > 0)
 
     def decode_s(self, *, num_requests: int, context: int) -> float:
-        """Seconds of a step that decodes requests with this many tokens in the cache, and does
-        nothing else.
+        """Return the seconds of a step that does nothing but decode requests with this many tokens
+        in the cache.
         """
         return self.forward_s(
             ForwardLoad(
@@ -151,8 +157,8 @@ class LatencyModel:
         )
 
     def prompt_s(self, rows: int, num_past: int = 0) -> float:
-        """Seconds of as many rows of one prompt alone, with attention to one another and to
-        num_past tokens before.
+        """Return the seconds of rows of one prompt alone, with attention to one another and to
+        num_past earlier tokens.
         """
         if not rows:
             return 0.0
@@ -169,8 +175,8 @@ class LatencyModel:
     def with_decodes(
         self, load: ForwardLoad, requests: Sequence[RequestProgress]
     ) -> Callable[[int], float]:
-        """The seconds of a load with the next token of the first of these requests added to it, by
-        their number.
+        """Return a function from a number to the seconds of a load with the next token of the first
+        of these requests added, as many as the number.
         """
 
         def seconds(number: int) -> float:
@@ -181,9 +187,10 @@ class LatencyModel:
         return seconds
 
     def with_request(self, load: ForwardLoad, request: RequestProgress) -> Callable[[int], float]:
-        """The seconds of a load with some rows of a request's prompt added to it, by their number.
+        """Return a function from a number of rows to the seconds of a load with so many of a
+        request's prompt added.
 
-        To be asked before the load changes; a search asks for many numbers.
+        It holds until the load changes. It is made for searches, which call it for many numbers.
         """
         p, info, num_past = self.profile, request.info, request.num_past
         others, has_windows = load.rows, load.windows > 0
@@ -226,7 +233,9 @@ class LatencyModel:
         return seconds
 
     def with_window(self, load: ForwardLoad, job: JobProgress) -> Callable[[int], float]:
-        """The same for a window of a job."""
+        """Return a function from a number of rows to the seconds of a load with a window of a job
+        added.
+        """
         p, others = self.profile, load.rows
         weight = self._weigh(job.info.counts)[0]
         most_rows = self._most_rows_at_once(load) if job.info.counts.runs_at_once else 0
@@ -264,11 +273,13 @@ class LatencyModel:
         load.window_rows += rows * self._weigh(job.info.counts)[0]
 
     def loss_s(self, rows: int) -> float:
-        """Seconds of some trained rows' way through the loss."""
+        """Return the seconds of trained rows through the loss."""
         return seconds_at(self._loss, rows) * self.corrections.of("loss", rows, False)
 
     def tasklet_s(self, job: JobProgress, rows: int) -> float:
-        """Seconds of one tasklet: `tasklets_s` of one job, which plans ask for most often."""
+        """Return the seconds of one tasklet: `tasklets_s` for one job, which plans call most
+        often.
+        """
         _, by_row, pair_s = self._weigh(job.info.counts)
         raw = (
             seconds_at(self._backward, rows) * (rows * by_row) / rows
@@ -277,11 +288,14 @@ class LatencyModel:
         return raw * self.corrections.of(tasklet_section(job.info.counts.model), rows, False)
 
     def tasklets_s(self, windows: Sequence[tuple[JobProgress, int]]) -> float:
-        """Seconds of one tasklet of each job, with its rows, all at the same part of the model, as
-        one batch.
+        """Return the seconds of one tasklet of each job, all at the same part of the model, as one
+        batch.
 
         As in MuxTune's model of a stage (section 3.3), the backbone's share follows from the sum of
         the rows, and attention from each job's own.
+
+        Args:
+            windows: Jobs with the rows of their tasklets.
         """
         num_rows, weighed, pairs_s = 0, 0.0, 0.0
         for job, rows in windows:
@@ -295,17 +309,21 @@ class LatencyModel:
         )
 
     def backward_weight(self, job: JobProgress) -> float:
-        """What a row of a job's tasklet costs beside the reference job's."""
+        """Return the cost of a row of a job's tasklet relative to the reference job's."""
         return self._weigh(job.info.counts)[1]
 
     def batch_s(self, num_rows: int, weighed: float) -> float:
-        """Seconds of a tasklet without attention, as profiled: corrections of single sizes would
-        upset a comparison of sizes. weighed: the sum of its rows' weights.
+        """Return the seconds of a tasklet without attention, as profiled: corrections of single
+        sizes would upset a comparison of sizes.
+
+        Args:
+            num_rows: Rows of the tasklet.
+            weighed: Sum of their weights.
         """
         return seconds_at(self._backward, num_rows) * weighed / num_rows
 
     def pack_s(self, job: JobProgress) -> float:
-        """Seconds of a whole pack alone, forward and backward in one piece."""
+        """Return the seconds of a whole pack alone, forward and backward in one piece."""
         rows = job.num_rows
         if job.info.counts.model:
             return job.num_parts_left * self.tasklet_s(job, rows)
@@ -313,8 +331,8 @@ class LatencyModel:
         return forward_s + self.loss_s(rows) + job.num_parts_left * self.tasklet_s(job, rows)
 
     def remember(self, key: Hashable, work_out: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """What was worked out for this key before; it must follow from the key and the profile
-        alone.
+        """Return a cached answer, worked out on the first call; it must follow from the key and the
+        profile alone.
         """
         found = self._remembered.get(key)
         if found is None:
@@ -324,16 +342,16 @@ class LatencyModel:
         return found
 
     def update_s(self, counts: JobCounts) -> float:
-        """Seconds of an optimizer step."""
+        """Return the seconds of an optimizer step."""
         raw = self.profile.update_s + counts.num_parameters * self.profile.s_per_parameter
         return raw * self.corrections.of("update", counts.num_parameters, False)
 
     def rerun_s(self, num_tokens: int) -> float:
-        """By how many seconds a request's next row takes longer if the tokens before it must be run
+        """Return the additional seconds of a request's next row if the tokens before it must be run
         again.
 
         The weights are read in either case. Both are corrected alike: corrections of single sizes
-        would upset it.
+        would upset the difference.
         """
         keys = num_tokens + 1
         whole = ForwardLoad(rows=keys, sampled=1, spans=1, pairs=keys * keys / 2, keys=keys)
@@ -343,18 +361,18 @@ class LatencyModel:
         )
 
     def copy_s(self, num_bytes: int) -> float:
-        """Seconds of copying pages from or to the host; inf if that is not known."""
+        """Return the seconds of copying pages from or to the host; inf if unknown."""
         s_per_byte = self.profile.s_per_copied_byte
         return inf if s_per_byte is None else num_bytes * s_per_byte
 
     def observe_step(self, *, predicted_s: float, measured_s: float) -> None:
-        """A whole step, of which `corrections` have seen the sections."""
+        """Record a whole step, whose sections `corrections` have seen."""
         if predicted_s > 0 and measured_s > 0:
             self.corrections.observe_step(predicted_s=predicted_s, measured_s=measured_s)
             self.sharing.count_step()
 
     def as_seen(self) -> "LatencyModel":
-        """A copy that holds all that was seen for true, however long ago."""
+        """Return a copy that takes everything learned as seen just now."""
         copy = deepcopy(self)
         copy.corrections.refresh()
         copy.sharing.refresh()
@@ -369,8 +387,8 @@ class LatencyModel:
         return seconds
 
     def _most_rows_at_once(self, load: ForwardLoad) -> int:
-        """Up to how many rows a load runs as one call, if it is not more rows of prompts that are
-        added; 0: never.
+        """Return the maximum number of rows with which a load runs as one call, if no more rows of
+        prompts are added; 0 for never.
         """
         one_call = self.profile.one_call
         may = (
@@ -388,7 +406,7 @@ class LatencyModel:
         return one_call.window_saved_s + window_rows * one_call.saved_s_per_window_row + bypasses_s
 
     def _sum_s(self, load: ForwardLoad) -> float:
-        """Of a forward pass in blocks, one by one."""
+        """Return the seconds of a forward pass that runs block by block."""
         p = self.profile
         return (
             seconds_at(self._forward, load.rows)
@@ -405,8 +423,8 @@ class LatencyModel:
         )
 
     def _weigh(self, counts: JobCounts) -> tuple[float, float, float]:
-        """Of a job beside the reference job: a window's row, a tasklet's rows; and seconds of a
-        pair backward.
+        """Return a job's costs relative to the reference job's: of a window's row and of a
+        tasklet's row; and the seconds of a backward pair.
         """
         weights = self._weights.get(counts)
         if weights is None:

@@ -1,11 +1,12 @@
-"""Who gets pages: what policies share. Requests come before jobs, for memory as for time.
+"""Allocation of pages, the part that policies share: requests come before jobs, in memory as in
+time.
 
 A request is admitted once its whole prompt fits (FlexLLM section 7). Where pages are missing, what
-is cheapest to do again goes: a job's pack, or the youngest request, whose tokens are computed again
-later. A pack that has run for long is worth more than a short prompt; it is spared where the
-request can wait until the pack's pages come back. A pack is begun only where the requests that run
+is cheapest to do again makes room: a job's pack, or the youngest request, whose tokens are computed
+again later. A pack that has run for long is worth more than a short prompt; it is spared where the
+request can wait until the pack returns its pages. A pack is begun only where the running requests
 will leave it its pages until it is done. Batch work makes room before all of these, the youngest
-first, and is admitted where nobody else waits. A policy may decide otherwise, in its own file.
+first, and is admitted where no other request waits. A policy may decide otherwise, in its own file.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,8 +35,8 @@ CanWait = Callable[[RequestProgress, JobProgress], bool]
 
 
 class MemoryPlan:
-    """Pages changing hands, decided piece by piece; `requests`, `batch` and `jobs` are those that
-    can run after it.
+    """Pages that change hands, decided piece by piece; `requests`, `batch` and `jobs` can run after
+    it.
     """
 
     def __init__(self, view: View) -> None:
@@ -48,18 +49,15 @@ class MemoryPlan:
         self.drop: list[str] = []
         self.admit: list[str] = []
         self.begin: list[str] = []
-        self.waits_for_pack = (
-            False  # whether a request is not admitted because a pack will soon be done
-        )
+        # Whether a request is not admitted because a pack will soon be done.
+        self.waits_for_pack = False
         self.claimant = ""  # the tenant that pages are wanted for
         self._grown: dict[str, int] = {}
         self._is_short = False  # whether requests made room for others
         self._batch_pages = inf  # the share of batch work
 
     def grow(self, can_wait: CanWait | None = None) -> None:
-        """See to it that every request that runs has the pages of its next rows, whatever it
-        takes.
-        """
+        """Give every running request the pages of its next rows, whatever makes room for them."""
         needed = sum([request.num_pages for request in self.requests]) if self.requests else 0
         if needed <= self.free:
             self.free -= needed
@@ -108,12 +106,13 @@ class MemoryPlan:
     def serve_batch(
         self, max_pages: float, waiting: Iterable[RequestProgress] | None = None
     ) -> None:
-        """Pages for the next rows of batch work, and for more of it, in this order (default: those
-        first that are due first); as long as no request waits, and a few pages are left for those
-        that run.
+        """Give batch work the pages of its next rows and admit more of it, as long as no request
+        waits and running ones keep a few pages.
 
-        max_pages: of all batch work together; for more to be admitted, and where a job needs the
-        others.
+        Args:
+            max_pages: Pages of all batch work together, where more is to be admitted, and where a
+                job needs the others.
+            waiting: Batch work to admit, in this order; by default what is due first comes first.
         """
         self._batch_pages = max_pages
         # What this plan has admitted has its pages.
@@ -175,10 +174,13 @@ class MemoryPlan:
         requests_first: bool = True,
     ) -> None:
         """Give jobs (default: the one served least first) the memory of their next packs, until
-        those in memory have enough rows, and as far as requests do not want it
-        (requests_first=False: if any waits).
+        packs in memory have enough rows, and as far as requests do not need it.
 
-        pack_s: how long a pack will take; until then, requests that run must find pages beside it.
+        Args:
+            jobs: Jobs in the order in which they are served.
+            pack_s: Function from a job to the seconds of its pack, until whose end running requests
+                must find pages beside it.
+            requests_first: Whether a waiting request keeps packs from beginning.
         """
         jobs = self._view.jobs if jobs is None else jobs
         if requests_first and self._requests_wait():
@@ -189,10 +191,8 @@ class MemoryPlan:
             if group in full or (requests_first and self._keeps_others_waiting(job)):
                 continue
             if job.phase == "update" and job.waited_s <= self._view.tpot_s:
-                full.add(
-                    group
-                    # its next pack comes first, right after this step; unless the update finds no time
-                )
+                # Its next pack comes first, right after this step; unless the update finds no time.
+                full.add(group)
                 continue
             if job.phase != "pack":
                 continue
@@ -232,8 +232,8 @@ class MemoryPlan:
         return [each for each in self._view.waiting if each.may_start and each.id not in admitted]
 
     def _group_of(self, job: JobProgress) -> str:
-        """Return the group of jobs in which one job's pack waits for another's: here all are
-        one.
+        """Return the group of jobs within which packs wait for one another: here all are one
+        group.
         """
         return ""
 
@@ -247,19 +247,20 @@ class MemoryPlan:
         return found
 
     def take_turns(self, jobs: Sequence[JobProgress]) -> None:
-        """Those that can run are to be served in this order."""
+        """Order the jobs that can run as in `jobs`."""
         if len(self.jobs) < 2:
             return
         turns = {job.id: turn for turn, job in enumerate(jobs)}
         self.jobs.sort(key=lambda job: turns.get(job.id, len(turns)))
 
     def _growth(self, seconds: float) -> int:
-        """Pages that the requests that run may take within this time; at least the spare ones.
+        """Return the pages that running requests may take within this time; at least the spare
+        ones.
 
-        With the time T until pages are given back it follows HARLI's reserve (section 4.4), (T /
+        With the time T until pages are returned it follows HARLI's reserve (section 4.4), (T /
         TPOT) max_bs tokens. There it is kept at all times for as many requests as may ever run.
-        Here it is asked of a pack that is to begin, for those that run, each up to its own end:
-        once the pack is in memory they may take all of it.
+        Here it is required for a pack that is to begin, for the running requests, each up to its
+        own end: once the pack is in memory they may take all of it.
         """
         pages, block = 0, self._view.block_tokens
         for request in self.requests:
@@ -268,8 +269,8 @@ class MemoryPlan:
         return pages
 
     def _reclaim(self, num_pages: int) -> bool:
-        """Drop packs, those that lose least first, until as many pages are available. Drops none in
-        vain.
+        """Drop packs, those that lose least first, until as many pages are available. Returns
+        whether any were dropped; drops none in vain.
         """
         packs = self._packs()
         if self.free + sum([job.num_pages for job in packs]) < num_pages:
@@ -283,8 +284,8 @@ class MemoryPlan:
         return bool(packs)
 
     def _spares(self, request: RequestProgress, num_rows: int, can_wait: CanWait) -> bool:
-        """Whether the pack that would be dropped first is worth more than these rows of a request
-        that can wait.
+        """Return whether the pack that would be dropped first is worth more than these rows of a
+        request that can wait.
         """
         packs = self._packs()
         return (
@@ -294,11 +295,13 @@ class MemoryPlan:
         )
 
     def _packs(self) -> list[JobProgress]:
-        """Those in memory, the one that loses least first."""
+        """Return the packs in memory, the one that loses least first."""
         return sorted([job for job in self.jobs if job.phase != "update"], key=rows_lost)
 
     def _youngest(self) -> RequestProgress:
-        """Of those with the least priority that came at once, the one that was admitted last."""
+        """Return the request that was admitted last, among those of least priority that arrived
+        last.
+        """
         return max(
             reversed(self.requests),
             key=lambda running: (running.info.priority, running.info.arrival_s),
@@ -310,9 +313,7 @@ class MemoryPlan:
         self._close(request)
 
     def _return_to_share(self, num_pages: int) -> None:
-        """Have batch work that has grown beyond its share make room, if that brings as many free
-        pages.
-        """
+        """Have batch work beyond its share make room, if that frees as many pages."""
         held, given, kept = self._given(self.batch), 0, list(self.batch)
         while kept and held - given > self._batch_pages:
             given += kept.pop().num_held
@@ -321,14 +322,14 @@ class MemoryPlan:
                 self._close(self.batch.pop())
 
     def _given(self, items: Sequence[RequestProgress] | Sequence[JobProgress]) -> int:
-        """Pages that come back when these make room."""
+        """Return the pages that are freed when these make room."""
         return sum(
             [each.num_pages if isinstance(each, JobProgress) else each.num_held for each in items]
         )
 
     def _preempt_batch(self, num_pages: int, *, slots: int = 0) -> None:
-        """Have batch work make room, what came last first, until as many pages and slots are free,
-        or none is left.
+        """Have batch work make room, the latest first, until as many pages and slots are free, or
+        none is left.
         """
         most = self._view.max_requests - len(self.requests) - slots
         while self.batch and (self.free < num_pages or len(self.batch) > most):
@@ -350,7 +351,9 @@ class MemoryPlan:
 
 
 def rows_lost(job: JobProgress) -> float:
-    """Rows of a whole pass through the model that are lost if a job's pack is dropped."""
+    """Return the rows of a whole pass through the model that are lost if a job's pack is
+    dropped.
+    """
     num_parts = max(1, job.info.counts.num_parts)
     if job.phase == "forward":
         return job.num_rows - job.num_rows_left
@@ -361,7 +364,9 @@ def rows_lost(job: JobProgress) -> float:
 
 
 def rows_to_go(job: JobProgress) -> float:
-    """Rows of a whole pass that a pack in memory is from its end; inf if it is not in memory."""
+    """Return the rows of a whole pass that a pack in memory still has to run; inf if it is not in
+    memory.
+    """
     if job.phase == "pack":
         return inf
     return 2 * job.num_rows - rows_lost(job)

@@ -1,5 +1,4 @@
-"""What a policy may see, and what it decides: plain data, quick to make or to bring up to date for
-every step.
+"""Plain data between the engine and a policy: the `View` that a policy plans from, and its `Plan`.
 
 What stays the same of a request or a job is made once and shared by reference (`RequestInfo`,
 `JobInfo`); what changes is `RequestProgress` and `JobProgress`. All fields are given by keyword, so
@@ -23,8 +22,8 @@ JobPhase = Literal["pack", "forward", "loss", "backward", "update"]
 
 
 class RequestInfo(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What stays the same of a request, for all of its sequences. Times are seconds of the engine's
-    clock.
+    """The constant part of a request, shared by all of its sequences. Times are seconds of the
+    engine's clock.
     """
 
     arrival_s: float
@@ -34,80 +33,85 @@ class RequestInfo(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     tpot_s: float
     """SLO of the mean time between later tokens."""
     tenant: str = ""
-    """Name of its owner."""
+    """Name of the tenant that owns it."""
     priority: int = 0
-    """The lowest goes first."""
+    """Priority; the lowest number goes first."""
     batch_due_s: float | None = None
-    """Time at which batch work should be done; None: somebody waits for this request."""
+    """Time at which batch work should be done; None for a request that a client waits for."""
     version: str = ""
     """Key of its adapter's version; empty for the bare model."""
     num_bypasses: int = 0
     """Number of sites at which its adapter adds to the model."""
     draws: bool = False
-    """Whether its tokens are drawn, instead of the likeliest ones."""
+    """Whether its tokens are sampled; otherwise the likeliest ones are chosen."""
     is_masked: bool = False
-    """Whether a grammar allows only some tokens."""
+    """Whether a grammar restricts its tokens."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestProgress:
-    """How far one sequence of a request is that runs, or that waits for pages.
+    """The progress of one sequence of a request that runs or waits for pages.
 
-    It is as of the moment of planning, and brought up to date before the next step: policies do not
-    change it, and keep none for later.
+    It describes the moment of planning and is brought up to date before the next step: a policy
+    neither changes it nor keeps it.
     """
 
     id: str
     """Name of the sequence."""
     info: RequestInfo
-    """What stays the same."""
+    """Constant part of the request."""
     num_rows: int
     """Tokens to run before the next one can be chosen; 1 for a sequence that decodes."""
     num_past: int
-    """Tokens whose keys and values are there; of a waiting sequence: those that it would share."""
+    """Tokens whose keys and values are in memory; for a waiting sequence, those that it would
+    share.
+    """
     num_output: int
-    """Tokens chosen so far."""
+    """Tokens generated so far."""
     first_token_s: float | None
     """Time of its first token; None before that."""
     last_token_s: float
-    """Time of its last token; before the first one its arrival."""
+    """Time of its last token; before the first one, its arrival."""
     num_pages: int = 0
-    """Pages by which the available ones fall when all of num_rows get theirs, with its admission if
-    it waits."""
+    """Pages that its next num_rows rows take from the available ones; for a waiting sequence, with
+    its admission.
+    """
     num_held: int = 0
-    """Pages that it holds, which come back when it is preempted."""
+    """Pages that are returned when it is preempted."""
     num_scored: int = 0
     """Rows whose next token is scored, for log-probabilities of the prompt."""
     may_start: bool = True
     """False while it waits for a sequence with the same prompt, or for its handover."""
     num_left: int = 2**31
-    """Maximum number of tokens that may still come."""
+    """Maximum number of remaining tokens."""
     num_sure: int = 0
-    """Tokens that will come in any case; none below 0."""
+    """Lower bound on the remaining tokens; at least 0."""
     jobs_s: float = 0.0
     """Seconds that jobs and batch work have taken since its first token; before that, since its
-    arrival."""
+    arrival.
+    """
 
 
 class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays the same of a job."""
+    """The constant part of a job."""
 
     counts: JobCounts
-    """What its model and its adapter compute per row."""
+    """Costs per row of its model and its adapter."""
     tenant: str = ""
-    """Name of its owner."""
+    """Name of the tenant that owns it."""
 
 
 class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a job is that could do something now."""
+    """The progress of a job that could run something now."""
 
     id: str
     """Name of the job."""
     info: JobInfo
-    """What stays the same."""
+    """Constant part of the job."""
     phase: JobPhase
-    """"pack" if its next pack is to be begun, "update" if an optimizer step is due; otherwise what
-    its pack is at."""
+    """Phase of its pack; "pack" if its next pack is to be begun, "update" if an optimizer step is
+    due.
+    """
     num_rows: int = 0
     """Rows of its pack."""
     num_rows_left: int = 0
@@ -148,21 +152,22 @@ class TenantView(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant that has requests or jobs here, or had some lately."""
 
     name: str
-    """Name of the tenant."""
+    """Its name."""
     served: float = 0.0
     """Weighted tokens that it was served (`scheduling.fairness`)."""
     used_s: float = 0.0
-    """Seconds of the device that it was served, divided by its weight
-    (`scheduling.tenant_times`)."""
+    """Device seconds that it was served, divided by its weight (`scheduling.tenant_times`)."""
     weight: float = 1.0
-    """Its part of the device beside the others'."""
+    """Weight of its share of the device."""
     is_present: bool = True
     """Whether it has work now."""
 
 
 class SloUse(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """Shares of their SLOs that recent requests would have used without jobs, 99 of 100 of them; 0
-    if nothing is known, and at 1 nothing is left for jobs (`scheduling.slo.headroom`).
+    """Shares of their SLOs that recent requests would have used without jobs, at the 99th
+    percentile.
+
+    0 where nothing is known; at 1 nothing is left for jobs (`scheduling.slo.headroom`).
     """
 
     ttft: float = 0.0
@@ -182,9 +187,9 @@ _UNKNOWN_USE = SloUse()
 
 
 class View(msgspec.Struct, frozen=True):
-    """The engine at the moment of planning.
+    """The engine's state at the moment of planning.
 
-    A policy that does not tell batch work apart (`Policy.serves_batch`) finds it among the
+    A policy that does not distinguish batch work (`Policy.serves_batch`) finds it among the
     requests. The engine gives the first fields by position: Python makes a dictionary for more than
     15 keywords, which takes three times as long.
     """
@@ -196,89 +201,98 @@ class View(msgspec.Struct, frozen=True):
     waiting: tuple[RequestProgress, ...] = ()
     """Sequences that wait for pages, in the order in which they came, preempted ones first."""
     batch: tuple[RequestProgress, ...] = ()
-    """Sequences of batch work that run; nobody waits for these."""
+    """Sequences of batch work that run; no client waits for these."""
     batch_waiting: tuple[RequestProgress, ...] = ()
     """Sequences of batch work that wait for pages."""
     jobs: tuple[JobProgress, ...] = ()
-    """Jobs that could do something, the one that has been served least first."""
+    """Jobs that could run something, the one that has been served least first."""
     tenants: tuple[TenantView, ...] = ()
-    """Tenants, for policies that tell them apart (`Policy.is_fair`)."""
+    """Tenants, for policies that distinguish them (`Policy.is_fair`)."""
     num_free_pages: int = 0
-    """Pages that could be had now: free ones, and those of prefixes that nobody uses."""
+    """Pages available now: free ones, and those of unused prefixes."""
     num_pages: int = 0
-    """Pages of the pool; 0: not known."""
+    """Pages of the pool; 0 if unknown."""
     block_tokens: int = 16
     """Tokens of a page."""
     ttft_s: float = inf
-    """TTFT of a request that brings no SLO, such as the next to arrive."""
+    """TTFT SLO of a request that brings none, such as the next to arrive."""
     tpot_s: float = inf
-    """TPOT of such a request."""
+    """TPOT SLO of such a request."""
     max_rows: int = 2048
     """Maximum number of rows of a forward pass."""
     max_requests: int = 256
     """Maximum number of sequences that run at once."""
     slo_use: SloUse = _UNKNOWN_USE
-    """How near to their SLOs requests are by themselves."""
+    """Shares of their SLOs that requests use by themselves."""
     num_units: int = 1
-    """Units of the device, for a `Partition`; 1: it cannot be divided."""
+    """Units of the device, for a `Partition`; 1 if it cannot be divided."""
     history: Any = None
-    """What the policy has the engine remember (`Policy.make_history`); None if that is nothing."""
+    """The policy's record of earlier steps (`Policy.make_history`); None if it keeps none."""
     give_back_s: float = 0.0
-    """Seconds within which packs, requests and weights of other models that make room have given
-    back their pages."""
+    """Seconds until packs, requests and weights of other models that make room have returned their
+    pages.
+    """
 
 
 class PlannedRows(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive rows of one work item in the forward pass; start: its first row, counted in the
-    work item.
-    """
+    """Consecutive rows of one work item in the forward pass."""
 
     item: str
+    """Id of the sequence or the job."""
     kind: RowKind
+    """Kind of row."""
     start: int
+    """First row, counted within the work item."""
     rows: int
+    """Number of rows."""
 
 
 class PlannedLoss(msgspec.Struct, frozen=True):
-    """The next trained rows of a job's pack through the head, to their loss."""
+    """A job's next trained rows to go through the head to their loss."""
 
     job: str
+    """Id of the job."""
     rows: int
+    """Number of rows."""
 
 
 class PlannedTasklets(msgspec.Struct, frozen=True):
-    """The next tasklets of a job, each of at most `rows` rows.
-
-    Jobs of one group run theirs as one batch of rows where they are at the same part of the model;
-    one that is ahead waits for the others. group None: by itself.
-    """
+    """The next backward tasklets of a job."""
 
     job: str
+    """Id of the job."""
     rows: int
+    """Maximum number of rows of a tasklet."""
     num_tasklets: int
+    """Number of tasklets."""
     group: int | None = None
+    """Hybrid task of the job; None if it runs by itself. Jobs of one group run their tasklets as
+    one batch of rows where they are at the same part of the model; one that is ahead waits for the
+    others.
+    """
 
 
 class Partition(NamedTuple):
-    """Units of a device (cores of a CPU, shares of a GPU's multiprocessors) for each side of a step
-    that runs jobs beside its forward pass: together at most as many as there are.
-
-    stops: whether tasklets that are left when the forward pass has ended stay for a later step;
-    otherwise they run on, on the whole device.
+    """A division of the device's units (cores of a CPU, shares of a GPU's multiprocessors) for a
+    step that runs jobs beside its forward pass. Both sides together have at most as many units as
+    the device.
     """
 
     forward_units: int
+    """Units of the forward pass."""
     backward_units: int
+    """Units of losses and tasklets."""
     stops: bool = False
+    """Whether tasklets that are left when the forward pass ends stay for a later step; otherwise
+    they run on, on the whole device.
+    """
 
 
 class Prediction(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What the step of a plan is predicted to take: seconds of the whole device, section by
-    section.
-    """
+    """The predicted time of a plan's step: seconds of the whole device, section by section."""
 
     forward_s: float = 0.0
-    """The forward pass, with sampling."""
+    """Forward pass, with sampling."""
     prefill_s: float = 0.0
     """Part of forward_s that prompts add."""
     batch_s: float = 0.0
@@ -292,25 +306,28 @@ class Prediction(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     update_s: float = 0.0
     """Optimizer steps."""
     overhead_s: float = 0.0
-    """Time beside all sections."""
+    """Time outside all sections."""
     forward_correction: float = 1.0
-    """forward_s over what the profile alone says."""
+    """Ratio of forward_s to what the profile alone predicts."""
     forward_speed: float = 1.0
     """Speed of the forward pass on its units, as a share of the whole device's."""
     backward_speed: float = 0.0
     """Speed of losses and tasklets beside the forward pass; 0 where they do not run beside it."""
     decode_share: float = 0.0
-    """Share of a TPOT that a step takes which only decodes, averaged over the requests that
-    decode."""
+    """Share of a TPOT that a step of decode rows alone takes, averaged over the requests that
+    decode.
+    """
 
     @property
     def step_s(self) -> float:
-        """Return the time of the whole step as it is to run, divided or not."""
+        """Return the time of the whole step, divided as planned."""
         return self.seconds_with(self.backward_s)
 
     def seconds_with(self, backward_s: float) -> float:
-        """Return the time of the step if its tasklets are worth as many seconds of the whole
-        device: what losses and tasklets get done beside the forward pass takes no time of its own.
+        """Return the time of the step if its tasklets take `backward_s` seconds of the whole
+        device.
+
+        Losses and tasklets that run beside the forward pass add no time of their own.
         """
         forward_s = self.forward_s / self.forward_speed
         left_s = max(0.0, self.loss_s + backward_s - self.backward_speed * forward_s)
@@ -321,7 +338,7 @@ _NOTHING = Prediction()
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine does next.
+    """A policy's decision on the next step.
 
     First, memory changes hands: requests are preempted, packs dropped, requests admitted and packs
     begun, in this order. The engine checks each: what cannot be done, because pages are missing, is
@@ -331,7 +348,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     preempt: tuple[str, ...] = ()
-    """Sequences of requests whose pages go back; their tokens are computed again."""
+    """Sequences of requests that lose their pages; their tokens are computed again."""
     drop: tuple[str, ...] = ()
     """Jobs whose packs lose their pages."""
     admit: tuple[str, ...] = ()
@@ -345,13 +362,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tasklets: tuple[PlannedTasklets, ...] = ()
     """Work of packs that go backward."""
     updates: tuple[str, ...] = ()
-    """Jobs that make an optimizer step."""
+    """Jobs that run an optimizer step."""
     backward_limit_s: float | None = None
     """Seconds after the device begins at which no further tasklet begins; None: no limit."""
     partition: Partition | None = None
-    """How the device is divided; None: not at all."""
+    """Division of the device; None if one side runs after the other."""
     prediction: Prediction = _NOTHING
-    """What all of this is predicted to take."""
+    """Predicted time of the step."""
 
     @property
     def predicted_s(self) -> float:
@@ -360,7 +377,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moved_jobs(self) -> tuple[str, ...]:
-        """The jobs whose packs get on with it."""
+        """Return the jobs whose packs advance, each once."""
         windows = [rows.item for rows in self.rows if rows.kind == "window"]
         losses, tasklets = (
             [piece.job for piece in self.losses],
@@ -370,5 +387,5 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def runs_nothing(self) -> bool:
-        """Whether there is no step to run (memory may still change hands)."""
+        """Return whether there is no step to run; memory may still change hands."""
         return not (self.rows or self.losses or self.tasklets or self.updates)
