@@ -1,4 +1,4 @@
-"""What predictions turned out to be wrong by: a correction for steps of each kind, and a margin.
+"""Learned errors of predictions: a correction for steps of each kind, and a margin.
 
 LLMStation section 4.2 trusts records of what steps took over its model once there are some; here
 records move corrections, which also hold for kinds of step that were seen long ago, or never.
@@ -32,12 +32,15 @@ _Kind = tuple[str, int, bool]
 class Corrections:
     """Factors by section ("forward", "loss", "backward", "update"), size class of rows, and
     windows. No clock, no I/O.
-
-    margin: what steps take more than predicted, as a share; all but the worst of recent steps.
     """
 
     def __init__(self, *, margin: float = 0.1) -> None:
-        """margin: until errors are known."""
+        """Begin without corrections.
+
+        Args:
+            margin: Share by which steps take more than predicted, all but the worst of recent ones;
+                the initial value, until errors are known.
+        """
         self.margin = margin
         # For steps of a kind, for a section, and (under "") for all: what predictions are off by.
         self._factors = AgedFactors()
@@ -46,7 +49,9 @@ class Corrections:
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
     def of(self, section: str, rows: int, windows: bool) -> float:
-        """The factor of a section with this many rows, with windows among them or without."""
+        """Return the factor of a section with this many rows, with or without windows among
+        them.
+        """
         kind = (
             section,
             (rows - 1).bit_length(),
@@ -58,7 +63,7 @@ class Corrections:
         return found
 
     def of_section(self, section: str) -> float:
-        """The correction of a section, or ("") of all."""
+        """Return the correction of a section; of all sections for ""."""
         found = self._known.get(section)
         if found is None:
             wider = self.of_section("") if section else 1.0
@@ -68,7 +73,7 @@ class Corrections:
     def observe(
         self, section: str, rows: int, windows: bool, *, predicted_s: float, measured_s: float
     ) -> None:
-        """A section of a step was predicted with its correction; what it took."""
+        """Learn from a section of a step that was predicted with its correction."""
         if predicted_s <= 0 or measured_s <= 0:
             return
         # What the correction would have had to be. (It was predicted with one that age had moved.)
@@ -84,7 +89,7 @@ class Corrections:
         self._forget_changed()
 
     def observe_step(self, *, predicted_s: float, measured_s: float) -> None:
-        """A whole step: what the margin is made of. Both are above 0."""
+        """Update the margin by a whole step. Both times are above 0."""
         self._errors.append(measured_s / predicted_s - 1)
         self._factors.count_step()
         self._forget_changed()
@@ -93,8 +98,8 @@ class Corrections:
             self.margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, late))
 
     def settled(self, profile: Profile) -> Profile | None:
-        """A profile as steps have shown it to be, if that is far from what it says, and was seen
-        for long.
+        """Return the profile corrected by measured steps; None if it is near enough, or steps were
+        too few.
         """
         is_near = all(1 / _FAR_OFF < self.of_section(section) < _FAR_OFF for section in _SECTIONS)
         return (
@@ -104,24 +109,24 @@ class Corrections:
         )
 
     def refresh(self) -> None:
-        """Hold all that was seen for as true as if it had been seen just now."""
+        """Take everything learned as seen just now."""
         self._factors.refresh()
         self._forget_changed()
 
     def recent_errors(self) -> Sequence[float]:
-        """|measured - predicted| / measured of recent steps, sorted."""
+        """Return |measured - predicted| / measured of recent steps, sorted."""
         return sorted(abs(error) / (1 + error) for error in self._errors)
 
     def _forget_changed(self) -> None:
-        """Where steps take what was predicted, as on a modelled device without noise, what is known
-        stays as it is.
+        """Clear cached factors if any has changed. Where steps take what was predicted, as on a
+        modelled device without noise, none has.
         """
         if self._factors.num_changes != self._known_at:
             self._known.clear()
             self._known_at = self._factors.num_changes
 
     def _corrected(self, profile: Profile) -> Profile:
-        """A profile as steps have shown it to be so far."""
+        """Return the profile corrected by the steps so far."""
         by = {section: self.of_section(section) for section in _SECTIONS}
 
         def corrected(section: str, curve: Curve) -> Curve:

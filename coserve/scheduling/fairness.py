@@ -17,8 +17,7 @@ from coserve.scheduling.plan import TenantView
 
 
 class TokenWeights(NamedTuple):
-    """What a token costs its tenant: of a prompt (w_p), of an output (w_q), of a job's row in one
-    pass (w_r).
+    """Costs of a token to its tenant.
 
     The defaults of the first two are Sheng et al.'s. A row of a job passes forward once and
     backward once, and backward through frozen weights takes about what forward takes: each pass
@@ -26,20 +25,22 @@ class TokenWeights(NamedTuple):
     """
 
     prompt: float = 1.0
+    """Cost of a prompt's token (w_p)."""
     output: float = 2.0
+    """Cost of a generated token (w_q)."""
     tuning: float = 1.0
+    """Cost of a job's row in one pass (w_r)."""
 
 
 class TokenCounters:
-    """Counters of all tenants that were ever seen. Plain bookkeeping: the engine tells it what
-    happens.
+    """Counters of all tenants that were ever seen: plain bookkeeping of what the engine reports.
 
     A tenant's queue is its requests that wait to be admitted (again, if they were preempted), and
-    its jobs that run.
+    its running jobs.
     """
 
     def __init__(self, weights: TokenWeights | None = None) -> None:
-        """weights: those of the policy (`Policy.token_weights`)."""
+        """Begin without tenants; the weights are the policy's (`Policy.token_weights`)."""
         self.weights = weights or TokenWeights()
         self._served: dict[str, float] = {}
         self._queued: dict[str, set[Hashable]] = {}
@@ -74,19 +75,19 @@ class TokenCounters:
             del self._queued[tenant]
 
     def charge(self, tenant: str, *, prompt: int = 0, output: int = 0, tuning: float = 0.0) -> None:
-        """A tenant was served: a prompt (when it is admitted), tokens of outputs, rows of jobs in
-        one pass each.
+        """Charge a tenant for tokens of an admitted prompt, of outputs, and rows of jobs in one
+        pass each.
         """
         weights = self.weights
         served = prompt * weights.prompt + output * weights.output + tuning * weights.tuning
         self._served[tenant] = self._served.get(tenant, 0.0) + served
 
     def served(self, tenant: str) -> float:
-        """The counter of a tenant; 0 if it was never seen."""
+        """Return the counter of a tenant; 0 if it was never seen."""
         return self._served.get(tenant, 0.0)
 
     def views(self) -> tuple[TenantView, ...]:
-        """The counters of the tenants that queue, for a policy."""
+        """Return the counters of tenants with a queue, for a policy."""
         return tuple(
             [TenantView(name=tenant, served=self._served[tenant]) for tenant in self._queued]
         )

@@ -1,19 +1,19 @@
-"""Which jobs run backward as one batch of rows, and which take turns: MuxTune's task fusion
-(section 3.3) by measured curves.
+"""A partition of jobs into those that run backward as one batch of rows and those that take turns:
+MuxTune's task fusion (section 3.3) by measured curves.
 
 Packs in memory are partitioned into hybrid tasks. Jobs of one hybrid task are multiplexed in space:
 the next tasklets of all that are at the same part of the model are one batch. Hybrid tasks are
 multiplexed in time: one after the other. A hybrid task costs what a tasklet of all its rows is
 measured to take, times what joining packs is measured to add (`Profile.joining`: rows that are
 copied side by side, adapters' own products, and a launch for each kernel where single packs have
-captured calls). That is measured of jobs of one structure; others' adapters cost as much here. It
-needs room for copies of these rows, which stands for the memory of section 3.3 (equation 5): packs
-that are in memory have theirs. The partition that takes the least time is found by dynamic
-programming over jobs sorted by their rows. Sequences are joined as they are, so nothing is padded
-(section 3.5 aligns what we lay end to end).
+captured calls). That is measured of jobs of one structure; others' adapters are taken to cost as
+much. It needs room for copies of these rows, which stands for the memory of section 3.3 (equation
+5): packs that are in memory have theirs. The partition that takes the least time is found by
+dynamic programming over jobs sorted by their rows. Sequences are joined as they are, so nothing is
+padded (section 3.5 aligns what is laid end to end here).
 
-Pure arithmetic, asked for by every plan: jobs join and leave between any two steps. While packs
-have the same rows, the latency model remembers what came of it.
+Pure arithmetic, run by every plan: jobs join and leave between any two steps. While packs have the
+same rows, the latency model caches the partition.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ LEAST_ROWS = 16
 def hybrid_tasks(
     jobs: Sequence[JobProgress], latency: LatencyModel, *, max_rows: int
 ) -> dict[str, int]:
-    """The hybrid task of each job that has a pack in memory, by number; a job on another model has
-    one of its own.
+    """Return the number of the hybrid task of each job that has a pack in memory; a job on another
+    model has its own.
 
     Args:
-        max_rows: the most rows of a batch, unless one pack has more: what is copied side by side
-            has room.
+        max_rows: Maximum number of rows of a batch, unless one pack has more: what is copied side
+            by side has room.
     """
     packs = [job for job in jobs if job.phase in ("forward", "loss", "backward")]
     if len(packs) < 2:
@@ -58,8 +58,11 @@ def hybrid_tasks(
 def _cuts(
     shapes: Sequence[tuple[int, float]], latency: LatencyModel, max_rows: int
 ) -> tuple[int, ...]:
-    """Where hybrid tasks begin among packs of these rows, each with the weight of a row, sorted by
-    rows; and their number. It follows from the profile alone.
+    """Return the indices at which hybrid tasks begin among packs, and the number of packs; it
+    follows from the profile alone.
+
+    Args:
+        shapes: Rows of each pack with the weight of a row, sorted by rows.
     """
     rows = [0, *accumulate([num_rows for num_rows, _ in shapes])]
     weighed = [0.0, *accumulate([num_rows * weight for num_rows, weight in shapes])]
@@ -84,19 +87,21 @@ def _cuts(
 
 
 class JoinedTasklets(NamedTuple):
-    """seconds: of all of them. longest_s: of the longest that runs at once."""
+    """Tasklets of jobs that run together."""
 
     tasklets: tuple[PlannedTasklets, ...]
+    """Tasklets, one entry per job."""
     seconds: float
+    """Time of all of them."""
     longest_s: float
+    """Time of the longest that runs at once."""
 
 
 def joined_tasklets(
     jobs: Sequence[JobProgress], left_s: float, latency: LatencyModel, *, group: int
 ) -> JoinedTasklets | None:
-    """Tasklets of jobs that go backward, with as many rows as possible: first what is left of the
-    least advanced part, then whole parts. None if not the smallest of all of them fits into the
-    time.
+    """Return tasklets of jobs that go backward, with as many rows as possible: first what is left
+    of the least advanced part, then whole parts. None if not even the smallest of all of them fits.
     """
     if len(jobs) == 1:
         return _tasklets_alone(jobs[0], left_s, latency)
@@ -123,7 +128,7 @@ def joined_tasklets(
 def _tasklets_alone(
     job: JobProgress, left_s: float, latency: LatencyModel
 ) -> JoinedTasklets | None:
-    """The same of one job, as most are."""
+    """Return tasklets of one job, as `joined_tasklets` does of several; most plans have one."""
     rows = job.num_rows_left
     first_s = latency.tasklet_s(job, rows)
     while first_s > left_s and rows > LEAST_ROWS:
@@ -149,8 +154,8 @@ def _tasklets_alone(
 def _whole_parts(
     jobs: Sequence[JobProgress], fewest: int, left_s: float, latency: LatencyModel, group: int
 ) -> JoinedTasklets:
-    """Turns of whole parts; a job takes part from where the others have caught up with it until it
-    is done.
+    """Return turns of whole parts; a job takes part from where the others have caught up with it
+    until it is done.
     """
     first = {job.id: _parts_done(job) - fewest for job in jobs}
     ends = {job.id: first[job.id] + job.num_parts_left for job in jobs}
@@ -186,13 +191,13 @@ def _whole_parts(
 
 
 def times(seconds: float, within_s: float, most: int) -> int:
-    """How many times something fits, `most` at most."""
+    """Return how often something fits, `most` at most."""
     return most if most * seconds <= within_s else max(0, int(within_s / seconds))
 
 
 def tasklet_rows(job: JobProgress, rows: int, num_tasklets: int) -> list[int]:
-    """Rows of each of a job's next tasklets, at most this many, if it goes backward in windows of
-    as many rows.
+    """Return the rows of each of a job's next tasklets, at most this many, if it goes backward in
+    windows of as many rows.
     """
     sizes: list[int] = []
     left = job.num_rows_left
@@ -205,15 +210,15 @@ def tasklet_rows(job: JobProgress, rows: int, num_tasklets: int) -> list[int]:
 
 
 def least_advanced(jobs: Sequence[JobProgress]) -> list[JobProgress]:
-    """Of jobs that go backward, those that have done the fewest parts, or one more: these wait for
-    one part at most.
+    """Return the jobs that have done the fewest backward parts, or one more: these wait for one
+    part at most.
     """
     fewest = min([_parts_done(job) for job in jobs])
     return [job for job in jobs if _parts_done(job) <= fewest + 1]
 
 
 def is_before_backward(job: JobProgress) -> bool:
-    """Whether no tasklet of its pack has run."""
+    """Return whether no tasklet of a job's pack has run."""
     return job.phase == "loss" or (_parts_done(job) == 0 and job.num_rows_left == job.num_rows)
 
 

@@ -1,4 +1,4 @@
-"""What a policy needs to know of the steps so far: the engine keeps it, and tells it every step.
+"""A policy's record of earlier steps, kept by the engine, which reports every step to it.
 
 A policy itself keeps nothing between calls. One whose decisions follow from earlier steps
 (iterations that are counted, latencies that are recorded) makes a `History`, and finds it in every
@@ -14,43 +14,51 @@ from coserve.scheduling.plan import Plan, View
 
 
 class StepView(NamedTuple):
-    """A step that was run.
-
-    view, latency, plan: what it was planned from, and what ran. forward_s, loss_s, backward_s,
-    update_s: what its sections took; beside_s: tasklets beside the forward pass. num_tasklets,
-    num_beside: all that ran, and those, by job. num_running, num_waiting: sequences of requests
-    after it. num_arrived, num_ended: sequences that ever came, and that ever ended.
-    """
+    """A step that was run."""
 
     view: View
+    """View that it was planned from."""
     latency: LatencyModel
+    """Latency model that it was planned with."""
     plan: Plan
+    """Plan that ran."""
     forward_s: float
+    """Time of its forward pass."""
     loss_s: float
+    """Time of its losses."""
     backward_s: float
+    """Time of its tasklets."""
     update_s: float
+    """Time of its optimizer steps."""
     beside_s: float
+    """Time of tasklets beside the forward pass."""
     num_tasklets: Mapping[str, int]
+    """Tasklets that ran, by job."""
     num_beside: Mapping[str, int]
+    """Tasklets that ran beside the forward pass, by job."""
     num_running: int
+    """Sequences of requests that run after the step."""
     num_waiting: int
+    """Sequences of requests that wait after it."""
     num_arrived: int
+    """Sequences that have ever arrived."""
     num_ended: int
+    """Sequences that have ever ended."""
 
     @property
     def serves(self) -> bool:
-        """Whether rows of requests ran."""
+        """Return whether rows of requests ran."""
         return any(rows.kind != "window" for rows in self.plan.rows)
 
     @property
     def tunes(self) -> bool:
-        """Whether any work of a job ran."""
+        """Return whether any work of a job ran."""
         return bool(self.plan.moved_jobs or self.plan.updates)
 
 
 class History(ABC):
-    """Made by a policy, kept by the engine, read by the policy alone."""
+    """A record that a policy makes and reads, and the engine keeps."""
 
     @abstractmethod
     def add(self, step: StepView) -> None:
-        """A step was run."""
+        """Record a step that was run."""

@@ -1,4 +1,4 @@
-"""The order in which waiting requests get on: on a device, and in the queue of a cluster.
+"""The order in which waiting requests get their turn: on a device, and in the queue of a cluster.
 
 What the order depends on is read by functions, since a cluster's tasks have it elsewhere than an
 engine's requests.
@@ -35,8 +35,12 @@ def by_share(
     cost: Callable[[T], float],
     tenant_of: Callable[[T], str] = _TENANT,
 ) -> Iterator[T]:
-    """Yield, again and again, the first request of the tenant that has been served least, which
-    pays for it (Algorithm 4 of FlexLLM's appendix C). served: by tenant; 0 for others.
+    """Yield again and again the first request of the tenant that has been served least, which pays
+    for it (Algorithm 4 of FlexLLM's appendix C).
+
+    Args:
+        served: Weighted tokens by tenant; 0 for others.
+        cost: Weighted tokens of a request.
     """
     served, by_tenant = dict(served), dict[str, list[T]]()
     for request in reversed(waiting):

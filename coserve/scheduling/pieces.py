@@ -1,4 +1,4 @@
-"""How many rows a piece of work may have: the most that fit, and the fewest that are worth
+"""Sizes of pieces of work in rows: the largest that fit, and the smallest that are worth
 running.
 """
 
@@ -21,11 +21,10 @@ TILE_ROWS, LEAST_FILLING_ROWS = 16, 4
 def largest_that_fits(
     least: int, most: int, seconds: Callable[[int], float], within_s: float
 ) -> int:
-    """The largest number from `least` to `most` that fits, to within a sixty-fourth; `least` if
-    none does.
+    """Return the largest number from `least` to `most` that fits, to within a sixty-fourth; `least`
+    if none does.
 
-    Seconds are nearly a line in the number, so it is looked for on the line between two numbers,
-    and halfway in turns.
+    Seconds are nearly linear in the number, so the search interpolates and halves in turns.
     """
     if (high_s := seconds(most)) <= within_s:
         return most
@@ -47,15 +46,21 @@ def largest_that_fits(
 
 
 def rows_of_tile(others: int) -> int:
-    """The smallest piece of a prompt that has time: it fills a tile with as many other rows."""
+    """Return the smallest piece of a prompt that has time: it fills a tile with as many other
+    rows.
+    """
     rows = TILE_ROWS - others % TILE_ROWS
     return rows if rows >= LEAST_FILLING_ROWS else rows + TILE_ROWS
 
 
 def least_urgent(seconds: Callable[[int], float], longest: int, others: int) -> int:
-    """The smallest piece of a prompt that is urgent, of at most `longest` rows: one that fills a
+    """Return the smallest piece of an urgent prompt, of at most `longest` rows: one that fills a
     tile with the other rows of the step, if each takes little more time than those of the usual
-    piece. seconds: of the step, by its rows.
+    piece.
+
+    Args:
+        seconds: Time of the step by the rows of the piece.
+        others: Other rows of the step.
     """
     usual = min(longest, LEAST_PREFILL_ROWS)
     most_s = MOST_ROW_COST * seconds(usual) / usual

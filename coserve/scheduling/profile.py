@@ -1,5 +1,5 @@
-"""What a device takes for the pieces of a step: measured once (`coserve.devices.profiles.profiling`), or
-made from the paces of one that is not here (`coserve.simulate.roofline`).
+"""Measured times of a device for the pieces of a step (`coserve.devices.profiles.profiling`), or
+modelled ones of a device that is not here (`coserve.simulate.roofline`).
 """
 
 from bisect import bisect_right
@@ -17,12 +17,14 @@ TABLE_ROWS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Seconds at some numbers of rows, rising; between them as a line, beyond them as the last line
-    continues.
+    """Seconds at some numbers of rows, rising: linear between them, and beyond them along the last
+    segment.
     """
 
     rows: tuple[int, ...]
+    """Numbers of rows, rising."""
     seconds: tuple[float, ...]
+    """Seconds at these rows."""
 
     def __post_init__(self) -> None:
         if (
@@ -46,33 +48,37 @@ class Curve:
         return Curve(rows=self.rows, seconds=tuple([factor * each for each in self.seconds]))
 
     def table(self) -> tuple[float, ...]:
-        """Seconds by number of rows, never falling, however noisy the measurements were."""
+        """Return the seconds by number of rows, never falling, however noisy the measurements
+        were.
+        """
         return _table(self)
 
 
 @lru_cache(maxsize=64)
 def _table(curve: Curve) -> tuple[float, ...]:
-    """Kept: every engine on a profile asks for those of its curves."""
+    """Return a curve's table; cached, since every engine on a profile needs those of its curves."""
     return tuple(accumulate(map(curve.at, range(TABLE_ROWS + 1)), max))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneCall:
-    """What a forward pass takes less whose blocks run as one call (`coserve.kernels.trace`): one
-    with requests, with up to `rows` in all, and `prompt_pairs` of a row and a key of prompts.
-
-    saved_s: without windows. window_saved_s, saved_s_per_window_row: with windows of the reference
-    job, beside `Profile.s_per_window_bypass`.
+    """Savings of a forward pass whose blocks run as one call (`coserve.kernels.trace`), which one
+    with requests does up to some numbers of rows and pairs.
     """
 
     rows: int = 0
+    """Maximum number of rows in all."""
     prompt_pairs: int = 0
+    """Maximum number of pairs of a row and a key of prompts."""
     saved_s: float = 0.0
+    """Seconds saved without windows."""
     window_saved_s: float = 0.0
+    """Seconds saved with windows of the reference job, beside `Profile.s_per_window_bypass`."""
     saved_s_per_window_row: float = 0.0
+    """Seconds saved per row of these windows."""
 
     def scaled(self, factor: float) -> "OneCall":
-        """With other seconds."""
+        """Return the same with its seconds multiplied."""
         return replace(
             self,
             saved_s=factor * self.saved_s,
@@ -93,50 +99,61 @@ FREE = Curve(rows=(1, 2), seconds=(0.0, 0.0))
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What a device needs for the pieces of a step of one model.
-
-    forward: rows of requests through all blocks. head: rows through the head, and the likeliest
-    token of each. sample: what drawing a token of each row takes more than that, at temperature 1.
-    mask: what rows take more of which only some tokens may come. score: rows through the head to
-    the log-probability of the next token of each, as for prompts. loss: trained rows through the
-    head, forward and backward. backward: a tasklet of the reference job (`job`), on rows without
-    keys. s_per_pair, backward_s_per_pair: attention of a row to a key of its window in all blocks,
-    and in one block backward. s_per_key: a key that a span's attention reads. s_per_span: a span
-    more. s_per_bypass: a site of an adapter more; s_per_window_bypass: what it takes more in a
-    window, whatever its rows. s_per_window_row: what a window's row of the reference job costs more
-    than a request's (its bypasses, and saving). s_per_parameter, update_s: an optimizer step, by
-    what it moves and at least. sharing: of a device that can be divided. s_per_copied_byte: of a
-    page that goes to the host, or comes back; None: not known. saved_bytes_per_token: that a pack
-    of the reference job keeps for its backward pass; 0: not known. joining: what a tasklet of
-    several packs takes, as a multiple of one of a single pack of as many rows. sums, backward_sums:
-    what `forward` and `backward` have of moving data between ranks.
-    """
+    """Times of a device for the pieces of a step of one model."""
 
     model: ModelCounts
+    """Costs of the model's rows."""
     job: JobCounts
+    """Costs of the reference job's rows."""
     forward: Curve
+    """Rows of requests through all blocks."""
     head: Curve
+    """Rows through the head, with the likeliest token of each."""
     loss: Curve
+    """Trained rows through the head, forward and backward."""
     backward: Curve
+    """A tasklet of the reference job, on rows without keys."""
     s_per_pair: float
+    """Attention of a row to a key of its window, in all blocks."""
     backward_s_per_pair: float
+    """The same backward, in one block."""
     s_per_key: float
+    """A key that a span's attention reads."""
     s_per_span: float
+    """One more span."""
     s_per_bypass: float
+    """One more site of an adapter."""
     s_per_window_row: float
+    """Additional cost of a window's row of the reference job over a request's: its bypasses, and
+    saving.
+    """
     s_per_parameter: float
+    """Optimizer step, per parameter."""
     update_s: float
+    """Optimizer step, at least."""
     sample: Curve = FREE
+    """Additional time of sampling a token of each row at temperature 1."""
     score: Curve = FREE
+    """Rows through the head to the log-probability of the next token of each, as for prompts."""
     mask: Curve = FREE
+    """Additional time of rows whose tokens a grammar restricts."""
     sharing: Sharing | None = None
+    """Speeds of a device that can be divided; None if it cannot."""
     s_per_copied_byte: float | None = None
+    """A byte of a page that is copied to the host or back; None if unknown."""
     saved_bytes_per_token: int = 0
+    """Bytes that a pack of the reference job keeps for its backward pass, per token; 0 if unknown.
+    """
     s_per_window_bypass: float = 0.0
+    """Additional cost of a site of an adapter in a window, whatever its rows."""
     one_call: OneCall = OneCall()
+    """Savings of a forward pass that runs as one call."""
     joining: float = 1.1
+    """Ratio of a tasklet of several packs to one of a single pack of as many rows."""
     sums: Curve = FREE
+    """Part of `forward` that moves data between ranks."""
     backward_sums: Curve = FREE
+    """Part of `backward` that moves data between ranks."""
 
     def slower(self, factor: float) -> "Profile":
         """Return the profile of a device on which every piece takes longer by this factor.
@@ -155,8 +172,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Profile":
-        """The inverse, also for profiles that lack what has a default; ValueError, TypeError or
-        KeyError for anything else.
+        """Return the profile that `to_json` wrote; fields with a default may be missing.
+
+        Raises:
+            ValueError, TypeError, KeyError: The fields are not those of a profile.
         """
         curves = {
             name: Curve(rows=tuple(fields[name]["rows"]), seconds=tuple(fields[name]["seconds"]))
@@ -170,7 +189,7 @@ class Profile:
 
 
 def seconds_at(table: tuple[float, ...], rows: int) -> float:
-    """Of a curve's table, at any number of rows."""
+    """Return the seconds of a curve's table at any number of rows."""
     if rows <= TABLE_ROWS:
         return table[rows]
     return table[-1] + (table[-1] - table[TABLE_ROWS // 2]) / (TABLE_ROWS // 2) * (

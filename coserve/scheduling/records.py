@@ -1,12 +1,12 @@
-"""LLMStation section 4.2: latencies by what was recorded, and by a linear model of counted work
-where nothing was.
+"""Recorded latencies, and a linear model of counted work where nothing was recorded (LLMStation
+section 4.2).
 
 Records are grouped by (hardware, model, adapters) and keyed by (decode batch, tuning length).
 Hardware and model are the engine's own, which leaves the adapters: what a job trains, and how many
-bypasses those have that requests use. Beside the paper's two, a key says which kind of step it was,
-and on what part of the device. A record overrules the model as soon as it is there, until it is too
-old: what was once held up by something else would never be tried again. What is recorded only if it
-is planned (`renew`) gives way to a prediction step by step.
+bypasses those have that requests use. Beside the paper's two, a key has the kind of step, and the
+part of the device. A record overrules the model as soon as it is there, until it is too old: what
+was once held up by something else would never be tried again. What is recorded only if it is
+planned (`renew`) gives way to a prediction step by step.
 """
 
 from collections.abc import Callable, Hashable
@@ -32,25 +32,29 @@ _MANY = 1024, 2048
 
 
 class Work(NamedTuple):
-    """What a piece needs, in seconds at the device's rates: fixed_s is a step with nothing to
-    compute. communication_s: of what ranks move between their devices; 0 on a device by itself.
-    """
+    """Work of a piece, in seconds at the device's rates."""
 
     fixed_s: float
+    """Time of a step with nothing to compute."""
     computation_s: float
+    """Time of its computation."""
     communication_s: float
+    """Time of data that ranks move between their devices; 0 on a single device."""
     memory_s: float
+    """Time of its memory access."""
 
 
 class Key(NamedTuple):
-    """kind: of the step. batch: rows of requests. length: rows of the job, in the window or in a
-    tasklet. units: of the device for requests and for jobs; None: all of it for both.
-    """
+    """Key of a record."""
 
     kind: str
+    """Kind of step."""
     batch: int
+    """Rows of requests."""
     length: int
+    """Rows of the job, in the window or in a tasklet."""
     units: tuple[int, int] | None = None
+    """Units of the device for requests and for jobs; None where each has all of it."""
 
 
 @dataclass
@@ -62,6 +66,7 @@ class LinearModel:
     """
 
     weights: list[float] = field(default_factory=lambda: [0.0, 1.0, 1.0, 1.0])
+    """Weights of the fields of `Work`."""
     _inverse: list[list[float]] = field(
         default_factory=lambda: [
             [_UNSURE if row == column else 0.0 for column in range(4)] for row in range(4)
@@ -73,7 +78,7 @@ class LinearModel:
         return max(found, _LEAST * max(work))
 
     def learn(self, work: Work, seconds: float) -> None:
-        """A piece took this long. The error that counts is a share of it."""
+        """Learn the time of a piece. The error that counts is a share of it."""
         x = [each / seconds for each in work]
         px = [sum([p * each for p, each in zip(row, x, strict=True)]) for row in self._inverse]
         gain = [each / (1 + sum([a * b for a, b in zip(x, px, strict=True)])) for each in px]
@@ -89,28 +94,31 @@ class LinearModel:
 
 @dataclass
 class LatencyRecords:
-    """Records, by adapters and by key, with when they were renewed; and a linear model for each
-    kind.
-    """
+    """Recorded latencies, and a linear model for each kind of step."""
 
     records: dict[Hashable, dict[Key, tuple[float, int]]] = field(default_factory=dict)
+    """Seconds, by adapters and by key, with the number of records when they were renewed."""
     models: dict[str, LinearModel] = field(default_factory=dict)
+    """Linear models by kind."""
     num_recorded: int = 0
+    """Number of records so far."""
 
     def seconds(self, adapters: Hashable, key: Key, work: Callable[[], Work]) -> float:
-        """What was recorded, or what the model of this kind says; only that asks for the work."""
+        """Return the recorded seconds, or what the model of this kind predicts; only that calls
+        `work`.
+        """
         found = self.recorded(adapters, key)
         return (
             (self.models.get(key.kind) or LinearModel()).seconds(work()) if found is None else found
         )
 
     def recorded(self, adapters: Hashable, key: Key) -> float | None:
-        """None if there was no such step, or not for long."""
+        """Return the recorded seconds; None if there was no such step, or not for long."""
         found = self.records.get(adapters, {}).get(key)
         return found[0] if found is not None and self.num_recorded - found[1] < _OLD else None
 
     def record(self, adapters: Hashable, key: Key, work: Work, seconds: float) -> None:
-        """A piece took this long."""
+        """Record the time of a piece."""
         if seconds <= 0:
             return
         old, self.num_recorded = self.recorded(adapters, key), self.num_recorded + 1
@@ -119,7 +127,7 @@ class LatencyRecords:
         self.models.setdefault(key.kind, LinearModel()).learn(work, seconds)
 
     def aged(self, adapters: Hashable, key: Key, predicted_s: float) -> float:
-        """What `renew` recorded, which gives way to a prediction with age."""
+        """Return what `renew` recorded, which gives way to a prediction with age."""
         found = self.records.get(adapters, {}).get(key)
         if found is None:
             return predicted_s
@@ -128,7 +136,7 @@ class LatencyRecords:
         return seconds
 
     def renew(self, adapters: Hashable, key: Key, seconds: float, *, predicted_s: float) -> None:
-        """A piece took this long where that was predicted; no model learns from it."""
+        """Record the time of a piece beside its prediction; no model learns from it."""
         if seconds <= 0 or predicted_s <= 0:
             return
         is_new = key not in self.records.get(adapters, {})
@@ -141,7 +149,7 @@ class LatencyRecords:
 
 
 def forward_work(load: ForwardLoad, latency: LatencyModel) -> Work:
-    """Of a forward pass."""
+    """Return the work of a forward pass."""
     p = latency.profile
     fixed_s, row_s = _apart(p.forward, p.sums)
     computation_s = (
@@ -152,7 +160,7 @@ def forward_work(load: ForwardLoad, latency: LatencyModel) -> Work:
 
 
 def tasklet_work(job: JobProgress, rows: int, latency: LatencyModel) -> Work:
-    """Of a backward tasklet."""
+    """Return the work of a backward tasklet."""
     p = latency.profile
     fixed_s, row_s = _apart(p.backward, p.backward_sums)
     pairs = rows * job.mean_context_len
@@ -161,8 +169,8 @@ def tasklet_work(job: JobProgress, rows: int, latency: LatencyModel) -> Work:
 
 
 def _apart(curve: Curve, sums: Curve) -> tuple[float, float]:
-    """Without the sums: seconds of a row, which are those of reading the weights, and of each row
-    among many.
+    """Return the seconds of one row, which are those of reading the weights, and of each row among
+    many, both without the sums.
     """
     few_s, many_s, more_s = (curve.at(rows) - sums.at(rows) for rows in (1, *_MANY))
     return few_s, (more_s - many_s) / (_MANY[1] - _MANY[0])

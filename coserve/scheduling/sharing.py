@@ -1,4 +1,4 @@
-"""How fast the two sides of a divided device are: the forward pass on some of its units, losses and
+"""Speeds of the two sides of a divided device: the forward pass on some of its units, losses and
 tasklets on others.
 
 In two stages, as HARLI section 5 predicts decode steps. The first is measured for each number of
@@ -25,9 +25,13 @@ class Share:
     """Speeds on some units of a device while the others rest, at some numbers of rows."""
 
     units: int
+    """Number of units."""
     rows: tuple[int, ...]
+    """Numbers of rows, rising."""
     forward: tuple[float, ...]
+    """Speeds of the forward pass at these rows, as shares of the whole device's."""
     backward: tuple[float, ...]
+    """Speeds of losses and tasklets at these rows."""
 
     def __post_init__(self) -> None:
         if not self.rows or list(self.rows) != sorted(set(self.rows)):
@@ -44,24 +48,29 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """What was measured of a divided device.
-
-    shares: of numbers of units below num_units. forward_interference, backward_interference: by
-    which share of its time a side takes longer if the whole device worked for the other side beside
-    it. pays: whether more gets done so, where the speeds say it; otherwise it is divided only by
-    policies that do so for other reasons.
-    """
+    """Measurements of a divided device."""
 
     num_units: int
+    """Units of the device."""
     shares: tuple[Share, ...]
+    """Speeds on numbers of units below num_units."""
     forward_interference: float = 0.0
+    """Share of its time that the forward pass takes longer if the whole device worked for the other
+    side beside it.
+    """
     backward_interference: float = 0.0
+    """The same for losses and tasklets."""
     pays: bool = True
+    """Whether dividing gets more done where the speeds say so; otherwise only policies that divide
+    for other reasons do.
+    """
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Sharing":
-        """The inverse of `dataclasses.asdict`; ValueError, TypeError or KeyError for anything
-        else.
+        """Return what `dataclasses.asdict` was made from.
+
+        Raises:
+            ValueError, TypeError, KeyError: The fields are not those of a `Sharing`.
         """
         shares = [
             {name: _tuple(value) for name, value in share.items()} for share in fields["shares"]
@@ -70,10 +79,10 @@ class Sharing:
 
 
 class SharingModel:
-    """Speeds beside one another. Arithmetic alone: no clock, no I/O."""
+    """Predicted speeds of both sides. Arithmetic alone: no clock, no I/O."""
 
     def __init__(self, sharing: Sharing | None) -> None:
-        """None: the device cannot be divided, or nobody has measured how."""
+        """Predict by measurements; None if the device cannot be divided, or was not measured."""
         self._sharing = sharing
         self._shares = {share.units: share for share in sharing.shares} if sharing else {}
         self._measured: dict[
@@ -90,12 +99,14 @@ class SharingModel:
     def speeds(
         self, partition: Partition, *, forward_rows: int, tasklet_rows: int
     ) -> tuple[float, float]:
-        """Of the forward pass and of tasklets of these rows beside it, as shares of those on the
-        whole device.
+        """Return the speeds of the forward pass and of tasklets beside it, as shares of those on
+        the whole device.
 
         Args:
-            partition: of units that were measured; one of `partitions`, which use all units, or one
-                that leaves some.
+            partition: Numbers of units that were measured: one of `partitions`, which use all
+                units, or one that leaves some.
+            forward_rows: Rows of the forward pass.
+            tasklet_rows: Rows of a tasklet.
         """
         return (
             self._measured_speed(partition, "forward", forward_rows)
@@ -105,8 +116,8 @@ class SharingModel:
         )
 
     def _measured_speed(self, partition: Partition, side: Side, rows: int) -> float:
-        """Both stages, worked out once for each number of rows: every plan asks for all
-        partitions.
+        """Return the speed by both stages, worked out once for each number of rows: every plan
+        needs all partitions.
         """
         key = partition, side, rows
         if key not in self._measured:
@@ -139,16 +150,19 @@ class SharingModel:
         most_stretch: float = inf,
         margin: float = 0.0,
     ) -> tuple[Partition, float, float] | None:
-        """The partition that gets most of tasklets done by any moment after the forward pass, with
-        its speeds; None if none gets more done than one side after the other, or it does not pay.
+        """Return the partition that gets most of tasklets done by any moment after the forward
+        pass, with its speeds; None if none gets more done than one side after the other, or it does
+        not pay.
 
         A forward pass of a second takes 1 / f on its side. Meanwhile tasklets lose (1 - t) / f to
         those on the whole device, f and t being the speeds of the sides; one after the other they
         would lose that second.
 
         Args:
-            most_stretch: by what factor the forward pass may take longer.
-            margin: by which share steps take longer than predicted, at most: more than that must be
+            forward_rows: Rows of the forward pass.
+            tasklet_rows: Rows of a tasklet.
+            most_stretch: Factor by which the forward pass may take longer.
+            margin: Share by which steps take longer than predicted, at most: more than that must be
                 gained.
         """
         found, least = None, 1 / (1 + margin)
@@ -162,8 +176,8 @@ class SharingModel:
         return found
 
     def observe(self, partition: Partition, side: Side, rows: int, *, measured: float) -> None:
-        """A side reached this speed, with these rows: plans may have asked for others, so what they
-        predicted says nothing of the correction for these.
+        """Learn the speed that a side reached with these rows; plans may have asked for others, so
+        their prediction says nothing about the correction for these.
         """
         if measured <= 0:
             return
@@ -175,11 +189,11 @@ class SharingModel:
         self._factors.move(side, right)
 
     def count_step(self) -> None:
-        """A step has ended, divided or not."""
+        """Count a step that has ended, divided or not."""
         self._factors.count_step()
 
     def refresh(self) -> None:
-        """Hold all that was seen for as true as if it had been seen just now."""
+        """Take everything learned as seen just now."""
         self._factors.refresh()
 
     def _correction(self, partition: Partition, side: Side, rows: int) -> float:
@@ -191,8 +205,8 @@ class SharingModel:
 
 
 def between(rows: Sequence[int], values: Sequence[float], num_rows: int) -> float:
-    """A value on the lines between those at some numbers of rows; beyond these, that at the
-    last.
+    """Return the value at a number of rows, interpolated between neighbours; beyond the ends, the
+    value there.
     """
     high = bisect_left(rows, num_rows)
     if high == 0 or high == len(rows):
@@ -202,7 +216,7 @@ def between(rows: Sequence[int], values: Sequence[float], num_rows: int) -> floa
 
 
 def _key(partition: Partition, side: Side, rows: int) -> tuple[Partition, Side, int]:
-    """A partition that stops is as fast as one that does not."""
+    """Return the key of a correction: a partition that stops is as fast as one that does not."""
     return (
         (partition._replace(stops=False) if partition.stops else partition),
         side,

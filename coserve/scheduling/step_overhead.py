@@ -1,5 +1,5 @@
-"""What steps take beside their sections: the host's part, before a device begins and after it is
-done.
+"""Learned time of steps outside their sections: the host's part, before a device begins and after
+it is done.
 """
 
 # Weight of the newest step, and how far the first counts.
@@ -12,17 +12,19 @@ _MOST_FIRST_S = 5e-3
 
 
 class StepOverhead:
-    """In seconds: of steps in which packs begin, and of others. No clock, no I/O."""
+    """Seconds of steps in which packs begin, and of others. No clock, no I/O."""
 
     def __init__(self) -> None:
         self._seconds: dict[bool, float] = {}
 
     def seconds(self, *, begins: bool) -> float:
-        """begins: whether packs begin with the step. The other steps' until one was seen."""
+        """Return the overhead of a step in which packs begin, or of another; before one was seen,
+        the other steps'.
+        """
         return self._seconds.get(begins, self._seconds.get(False, 0.0))
 
     def observe(self, seconds: float, *, begins: bool) -> None:
-        """A step took this."""
+        """Learn from the overhead of a step."""
         believed, seconds = self.seconds(begins=begins), max(0.0, seconds)
         is_first = begins not in self._seconds
         most_s = _MOST_FIRST_S if is_first else _MOST_WRONG * believed + _MOST_MORE_S

@@ -1,4 +1,4 @@
-"""What a step takes that is being planned: its sections, on the whole device or divided, and what
+"""The time of a step that is being planned: its sections, on the whole device or divided, and what
 is left for jobs.
 """
 
@@ -10,33 +10,43 @@ from coserve.scheduling.plan import Partition, Prediction
 
 
 class StepTime(msgspec.Struct):
-    """A `Prediction` that grows with its plan: the fields of the same names mean the same."""
+    """A `Prediction` that grows with its plan, in seconds of the whole device."""
 
     overhead_s: float = 0.0
+    """Time outside all sections."""
     forward_s: float = 0.0
+    """Forward pass, with sampling."""
     prefill_s: float = 0.0
+    """Part of forward_s that prompts add."""
     batch_s: float = 0.0
+    """Part of forward_s that batch work adds."""
     window_s: float = 0.0
+    """Part of forward_s that windows of jobs add."""
     loss_s: float = 0.0
+    """Losses of jobs."""
     backward_s: float = 0.0
+    """Tasklets."""
     update_s: float = 0.0
+    """Optimizer steps."""
     until_s: float = inf
-    """Time that jobs were given, from the step's start."""
+    """Time until which jobs may run, from the step's start."""
     longest_tasklet_s: float = 0.0
     """Time of the longest tasklet."""
     partition: Partition | None = None
-    """How the device is divided, if backward work runs beside the forward pass."""
+    """Division of the device, if backward work runs beside the forward pass."""
     forward_speed: float = 1.0
+    """Speed of the forward pass on its units, as a share of the whole device's."""
     backward_speed: float = 0.0
+    """Speed of backward work beside the forward pass."""
 
     @property
     def whole_s(self) -> float:
-        """All of it, one section after the other on the whole device."""
+        """Return the time of all sections, one after the other on the whole device."""
         return self.overhead_s + self.forward_s + self.loss_s + self.backward_s + self.update_s
 
     @property
     def step_s(self) -> float:
-        """All of it, as the step is to run."""
+        """Return the time of the step, divided as planned."""
         if self.partition is None:  # nearly always
             return (
                 self.overhead_s + self.forward_s + self.update_s + (self.loss_s + self.backward_s)
@@ -45,7 +55,7 @@ class StepTime(msgspec.Struct):
         return self.overhead_s + self._side_s + self.update_s + (left_s if left_s > 0 else 0.0)
 
     def prediction(self, *, forward_correction: float, decode_share: float) -> Prediction:
-        """Return what the finished plan is predicted to take."""
+        """Return the prediction of the finished plan."""
         return Prediction(
             forward_s=self.forward_s,
             prefill_s=self.prefill_s,
@@ -64,7 +74,7 @@ class StepTime(msgspec.Struct):
     def divide(
         self, partition: Partition | None, forward_speed: float = 1.0, backward_speed: float = 0.0
     ) -> None:
-        """Have backward work run beside the forward pass; None: one after the other."""
+        """Run backward work beside the forward pass; None for one after the other."""
         self.partition, self.forward_speed, self.backward_speed = (
             partition,
             forward_speed,
@@ -73,17 +83,19 @@ class StepTime(msgspec.Struct):
 
     def allow_until(self, until_s: float) -> None:
         """Let jobs take time until then. A second call, for other jobs, cuts short nothing that is
-        planned already.
+        planned.
         """
         self.until_s = until_s if self.until_s == inf else max(until_s, self.until_s)
 
     def left_s(self, until_s: float) -> float:
-        """Seconds of the whole device that further tasklets may take."""
+        """Return the seconds of the whole device that further tasklets may take."""
         done_s = self._side_s + self.loss_s + self.update_s + self.backward_s - self._beside_s
         return until_s - self.overhead_s - done_s
 
     def backward_limit_s(self) -> float | None:
-        """Until when the last tasklet must begin, from when the device does; None: at any time."""
+        """Return the seconds after the device begins by which the last tasklet must begin; None for
+        no limit.
+        """
         if self.until_s == inf:
             return None
         until_s, longest_s = self.until_s - self.overhead_s - self.update_s, self.longest_tasklet_s
@@ -97,10 +109,10 @@ class StepTime(msgspec.Struct):
 
     @property
     def _side_s(self) -> float:
-        """The forward pass on its part of the device."""
+        """Return the time of the forward pass on its part of the device."""
         return self.forward_s / self.forward_speed
 
     @property
     def _beside_s(self) -> float:
-        """What is done of losses and tasklets meanwhile, in seconds of the whole device."""
+        """Return the losses and tasklets done meanwhile, in seconds of the whole device."""
         return self.backward_speed * self._side_s

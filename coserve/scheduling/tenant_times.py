@@ -34,8 +34,8 @@ def max_credit_s(weight: float, step_s: float = 0.0) -> float:
 
 
 class TenantTimes:
-    """The counters of tenants that have work, or had some lately. The engine reports what each step
-    took.
+    """Counters of tenants that have work, or had some lately. The engine reports the time of each
+    step.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -55,7 +55,7 @@ class TenantTimes:
         return self._used_s.get(tenant, 0.0)
 
     def note_present(self, tenants: Set[str], now_s: float) -> None:
-        """Take in which tenants have work now; those that had none are lifted, those long without
+        """Record which tenants have work now; those that had none are lifted, those long without
         work forgotten.
         """
         if self._present != tenants:
