@@ -14,14 +14,18 @@ DEFAULT_POLICY = "slack"
 
 @cache
 def policy_names() -> tuple[str, ...]:
-    """All that there are: the files of this folder; the default first."""
+    """Return the names of all policies: the files of this folder, the default first."""
     found = variant_names(__path__)
     return (DEFAULT_POLICY, *(name for name in found if name != DEFAULT_POLICY))
 
 
 @cache
 def policy_class(name: str) -> type[Policy]:
-    """The policy in the file of this name; ValueError lists those that there are."""
+    """Return the policy in the file of this name.
+
+    Raises:
+        ValueError: There is no such policy; the message lists all.
+    """
     if name not in policy_names():
         raise ValueError(f"policy {name!r} is not one of {', '.join(policy_names())}")
     found: type[Policy] = variant_class(__name__, name, Policy)
@@ -29,5 +33,9 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def make_policy(name: str, settings: Mapping[str, Any] | None = None) -> Policy:
-    """The policy of a name, with settings by name; ValueError says what there is."""
+    """Return the policy of this name with these settings.
+
+    Raises:
+        ValueError: There is no such policy, or no such setting.
+    """
     return policy_class(name).from_settings(name, settings or {})

@@ -1,10 +1,10 @@
-"""What policies share that divide the device: requests on some of its units, jobs beside them on
-the others.
+"""Building blocks of policies that divide the device: requests on some of its units, jobs beside
+them on the others.
 
 A step of the engine is divided where it has both rows of requests and backward work (`Partition`).
 A job's windows are rows of the requests' own pass, for there is one copy of the weights: they get
 as much time in it as they would be worth on the job's part of the device. Where only one side has
-something to do, it has the whole device, which is kinder to these policies than processes on fixed
+something to run, it has the whole device, which is kinder to these policies than processes on fixed
 parts would be.
 """
 
@@ -26,17 +26,17 @@ def tune_beside(
     unit_s: float = inf,
     until_s: float = inf,
 ) -> Plan:
-    """The plan with a job's work beside the forward pass, for as long as that lasts on its part of
-    the device.
+    """Return the plan with a job's work beside the forward pass, for as long as that lasts on its
+    part of the device.
 
-    A job whose smallest piece is worth more has it as soon as it has waited for as long as that
+    A job whose smallest piece is worth more gets it as soon as it has waited for as long as that
     takes there.
 
     Args:
-        build: with the rows of requests, of which there are some.
-        unit_s: what a tasklet may take on its part of the device.
-        until_s: when a pass with a window in it, an optimizer step, or what runs beside the pass
-            must have ended.
+        build: Plan with rows of requests.
+        unit_s: Maximum time of a tasklet on its part of the device.
+        until_s: Time by which a pass with a window in it, an optimizer step, or what runs beside
+            the pass must have ended.
     """
     forward_speed, backward_speed = latency.sharing.speeds(
         partition, forward_rows=build.num_rows, tasklet_rows=max(1, job.num_rows_left)
@@ -54,8 +54,8 @@ def tune_beside(
 
 
 def divided(plan: Plan, partition: Partition, forward_speed: float, backward_speed: float) -> Plan:
-    """A plan on a partition, if it has work for both sides; tasklets that are left when the forward
-    pass ends wait.
+    """Return a plan on a partition, if it has work for both sides; tasklets that are left when the
+    forward pass ends wait.
     """
     if not (plan.rows and (plan.losses or plan.tasklets)):
         return plan
@@ -72,8 +72,8 @@ def divided(plan: Plan, partition: Partition, forward_speed: float, backward_spe
 def add_units(
     build: PlanBuilder, job: JobProgress, latency: LatencyModel, seconds: float, *, unit_s: float
 ) -> None:
-    """As much of a job as fits into seconds of the whole device, in tasklets of at most unit_s if
-    rows can be few.
+    """Add as much of a job as fits into seconds of the whole device, in tasklets of at most unit_s
+    as far as rows can be few.
     """
     if job.phase != "backward" or unit_s == inf:
         build.tune([job], build.seconds + seconds)

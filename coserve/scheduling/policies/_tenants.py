@@ -75,28 +75,30 @@ class _SharedPolicy(Protocol):
 
 @dataclass(kw_only=True)
 class _Part:
-    """One tenant's part of a step.
-
-    Attributes:
-        share: Of the device, of those that have work.
-        limit_s: Seconds of the step that it may take.
-        own_s: Seconds that it may take if its counter is like those of the others.
-        owed_s: Seconds that earlier steps gave it too little; below 0: too much.
-        taken_s: Seconds of the step that it has taken.
-        can_save: Whether a later step may owe it more, if it leaves some of this one to others.
-    """
+    """The part of one tenant in a step."""
 
     tenant: TenantView
+    """The tenant."""
     share: float
+    """Share of the device, among tenants that have work."""
     decoding: list[RequestProgress] = field(default_factory=list)
+    """Requests that decode."""
     prompts: list[RequestProgress] = field(default_factory=list)
+    """Requests that prefill."""
     batch: list[RequestProgress] = field(default_factory=list)
+    """Batch work."""
     jobs: list[JobProgress] = field(default_factory=list)
+    """Jobs."""
     limit_s: float = inf
+    """Seconds of the step that it may take."""
     own_s: float = 0.0
+    """Seconds that it may take if its counter is like those of the others."""
     owed_s: float = 0.0
+    """Seconds that earlier steps gave it too little; below 0, too much."""
     taken_s: float = 0.0
+    """Seconds of the step that it has taken."""
     can_save: bool = False
+    """Whether a later step may owe it more, if it leaves some of this one to others."""
 
     @property
     def left_s(self) -> float:

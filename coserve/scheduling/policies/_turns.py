@@ -1,9 +1,9 @@
-"""What policies share that give the device to requests and to jobs in turns.
+"""Building blocks of policies that give the device to requests and to jobs in turns.
 
-An iteration of inference is a step that decodes one token of every request that runs, with prompts
-in chunks. One of tuning is a pack's way forward, through the loss and backward, in pieces as large
-as they can be, with the optimizer step if that is due. Between any two of its steps the device
-could turn to requests; these policies do not let it.
+An iteration of inference is a step that decodes one token of every running request, with prompts in
+chunks. One of tuning is a pack's pass forward, through the loss and backward, in pieces as large as
+they can be, with the optimizer step if that is due. Between any two of its steps the device could
+turn to requests; these policies do not let it.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from coserve.scheduling.slo.deadlines import AIMED
 
 
 def has_requests(view: View) -> bool:
-    """Whether there is anything to run or to admit for requests."""
+    """Return whether there are requests to run or to admit."""
     return bool(view.requests) or any(request.may_start for request in view.waiting)
 
 
 def serving_step(view: View, latency: LatencyModel) -> tuple[MemoryPlan, PlanBuilder]:
-    """Iteration-level scheduling with chunked prefill (FlexLLM section 6.2): a step of requests
-    alone, to be built, and the memory that changes hands for it. Prompts are cut so that it lasts
-    no longer than the tightest TPOT SLO.
+    """Return a step of requests alone, to be built, and the memory that changes hands for it:
+    iteration-level scheduling with chunked prefill (FlexLLM section 6.2). Prompts are cut so that
+    it lasts no longer than the tightest TPOT SLO.
     """
     memory = MemoryPlan(view)
     memory.grow()
@@ -37,20 +37,20 @@ def serving_step(view: View, latency: LatencyModel) -> tuple[MemoryPlan, PlanBui
 
 
 def slo_s(view: View, memory: MemoryPlan) -> float:
-    """The tightest TPOT SLO of the requests that run; without any, of the next; less what steps at
-    exactly this pace would be late by in the mean.
+    """Return the tightest TPOT SLO of running requests (without any, of the next), less the mean
+    lateness of steps at exactly this pace.
     """
     return AIMED * min([request.info.tpot_s for request in memory.requests], default=view.tpot_s)
 
 
 def under_way(jobs: Sequence[JobProgress]) -> JobProgress | None:
-    """The job that is within an iteration of tuning: of several, the one served least."""
+    """Return the job within an iteration of tuning; of several, the one served least."""
     return next((job for job in jobs if job.phase != "pack" and not _not_begun(job)), None)
 
 
 def next_job(view: View, memory: MemoryPlan, *, requests_first: bool = True) -> JobProgress | None:
-    """The job under way. Otherwise, of those that have a pack in memory or can get one, the one
-    served least; the others begin none.
+    """Return the job under way. Otherwise, of jobs that have a pack in memory or can get one, the
+    one served least; the others begin none.
     """
     if (going := under_way(memory.jobs)) is not None:
         return going
@@ -62,8 +62,8 @@ def next_job(view: View, memory: MemoryPlan, *, requests_first: bool = True) -> 
 
 
 def alternate(view: View, latency: LatencyModel, *, serves: bool) -> Plan:
-    """An iteration under way goes first. Then it is the turn of requests (serves) or of jobs; of
-    the others, where one side has nothing that it could run.
+    """Return an iteration of requests or of jobs. One that is under way goes first; then it is the
+    turn of requests (`serves`) or of jobs, or of the others where one side has nothing to run.
     """
     turns = [_serve, _tune] if serves and under_way(view.jobs) is None else [_tune, _serve]
     plans = [turns[0](view, latency)]
@@ -78,7 +78,7 @@ def _serve(view: View, latency: LatencyModel) -> Plan:
 
 
 def _tune(view: View, latency: LatencyModel) -> Plan:
-    """The next step of the iteration under way, or the first of the next one."""
+    """Return the next step of the iteration under way, or the first of the next one."""
     memory = MemoryPlan(view)
     build = PlanBuilder(view, latency, memory)
     if (job := next_job(view, memory, requests_first=False)) is not None:

@@ -1,4 +1,4 @@
-"""What a policy is: a pure function from a view to a plan, with settings of its own."""
+"""The interface of a policy: a pure function from a view to a plan, with settings of its own."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -15,12 +15,14 @@ __all__ = ["Policy", "Setting", "setting"]
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(HasSettings, ABC):
-    """A policy is a subclass in a file of its own in this folder, found by the file's name. Its
+    """A policy: a subclass in a file of its own in this folder, found by the file's name. Its
     fields are `setting`s.
 
     `plan` reads no clock, does no I/O and keeps nothing between calls: the same view and latency
-    model give the same plan. What it must know of earlier steps is in a `History`. ValueError when
-    created names a setting and its range.
+    model give the same plan. What it must know of earlier steps is in a `History`.
+
+    Raises:
+        ValueError: A setting is out of its range.
     """
 
     kind: ClassVar[str] = "policy"
@@ -36,13 +38,13 @@ class Policy(HasSettings, ABC):
 
     @abstractmethod
     def plan(self, view: View, latency: LatencyModel) -> Plan:
-        """What the engine does next."""
+        """Return the plan of the next step."""
 
     def make_history(self) -> History | None:
-        """What the engine is to remember of steps, for `View.history`; None: nothing."""
+        """Return an empty record of steps for `View.history`; None if the policy keeps none."""
         return None
 
     @property
     def token_weights(self) -> TokenWeights:
-        """What tokens cost tenants, for the engine's counters."""
+        """Return the costs of tokens to their tenants, for the engine's counters."""
         return TokenWeights()

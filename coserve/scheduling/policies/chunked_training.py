@@ -3,8 +3,8 @@
 A training sequence is cut into chunks of as many tokens, whatever the load; a step of inference
 takes one chunk along: its rows forward, in one batch with the requests', or through the loss, or
 backward through all layers. Unlike in `token_fusion` nothing is predicted: the SLO is held if the
-chunk was chosen small enough. Without requests, nothing is cut, to spare what each chunk costs; who
-arrives then waits for the pass under way.
+chunk was chosen small enough. Without requests, nothing is cut, to spare the cost of each chunk; a
+request that arrives then waits for the current pass.
 """
 
 from dataclasses import dataclass

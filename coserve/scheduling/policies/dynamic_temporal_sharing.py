@@ -1,5 +1,5 @@
-"""FlexLLM appendix A, algorithm 3: temporal sharing whose interval follows queues, arrivals and
-completions.
+"""FlexLLM's dynamic temporal sharing (appendix A, algorithm 3): an interval that follows queues,
+arrivals and completions.
 
 As `temporal_sharing`, but after each tuning iteration a number of inference iterations is chosen
 for the next, from 64 to 512. Every third time it is worked out anew from what was seen since the
@@ -36,22 +36,26 @@ SWITCHES_PER_CHOICE, STRETCH = 3, 1.1
 
 @dataclass
 class Switching(History):
-    """Algorithm 3's variables: left is s, smoothed is f_p, num_switches is d.
-
-    due: whether it is time for an iteration of tuning. num_steps, sum_queue and max_queue make up
-    Q; arrived and ended are the counts of requests at the last reset, so that r_a and r_c are
-    differences to them.
-    """
+    """The variables of algorithm 3."""
 
     left: float = LEAST
+    """Inference iterations until the next switch (s)."""
     smoothed: float = LEAST
+    """Smoothed interval (f_p)."""
     num_switches: int = 0
+    """Switches since the interval was last worked out (d)."""
     due: bool = False
+    """Whether it is time for an iteration of tuning."""
     num_steps: int = 0
+    """Inference iterations since the last switch; with the next two, Q."""
     sum_queue: int = 0
+    """Sum of the queue's lengths after each of them."""
     max_queue: int = 0
+    """Longest queue among them."""
     arrived: int = 0
+    """Requests that had arrived at the last switch; r_a is the difference to it."""
     ended: int = 0
+    """Requests that had ended at the last switch; r_c is the difference to it."""
 
     def add(self, step: StepView) -> None:
         if step.tunes:
@@ -60,7 +64,7 @@ class Switching(History):
             self._count(step)
 
     def _count(self, step: StepView) -> None:
-        """SCHEDULER_STEP."""
+        """Run SCHEDULER_STEP."""
         self.num_steps += 1
         self.sum_queue += step.num_waiting
         self.max_queue = max(self.max_queue, step.num_waiting)
@@ -77,7 +81,7 @@ class Switching(History):
         self.arrived, self.ended = step.num_arrived, step.num_ended
 
     def _next_interval(self, step: StepView) -> float:
-        """COMPUTE_NEXT_INTERVAL."""
+        """Run COMPUTE_NEXT_INTERVAL."""
         arrivals = (step.num_arrived - self.arrived) / self.num_steps
         completions = (step.num_ended - self.ended) / self.num_steps
         pressure = (
@@ -91,8 +95,8 @@ class Switching(History):
 
 
 def interval_at(pressure: float) -> float:
-    """Lines 31 to 37: iterations of inference between two of tuning, by the pressure of
-    requests.
+    """Return the iterations of inference between two of tuning, by the pressure of requests (lines
+    31 to 37).
     """
     if pressure <= CALM:
         return LEAST

@@ -1,10 +1,10 @@
 """FineInfer's deferred continuous batching, as LLMStation describes it (sections 2.3 and 4.1).
 
 Requests and jobs have the device in turns. While any request runs, jobs stand still, and others
-join at every iteration. When none runs, those that arrive are deferred until the oldest has waited
+join at every iteration. When none runs, arriving requests are deferred until the oldest has waited
 for its share of the TTFT SLO, so that more of them run together; meanwhile, jobs have the device.
-The context is switched between iterations: requests wait for the end of the tuning iteration that
-is under way.
+The context is switched between iterations: requests wait for the end of the current tuning
+iteration.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Fineinfer(Policy):
         return alternate(view, latency, serves=bool(view.requests) or self.is_due(view))
 
     def is_due(self, view: View) -> bool:
-        """Whether a request that waits has been deferred for long enough."""
+        """Return whether a waiting request has been deferred for long enough."""
         return any(
             request.may_start
             and view.now_s >= request.info.arrival_s + self.deferral * request.info.ttft_s

@@ -1,4 +1,4 @@
-"""HARLI sections 5 and 6: the part of the device that requests need to decode just in time; jobs
+"""HARLI's scheduler (sections 5 and 6): requests decode just in time on a part of the device, jobs
 have the rest.
 
 Before every decode step, and so after every arrival, the partition is chosen anew: the one whose
@@ -10,15 +10,15 @@ run in units of about 10 ms, of one layer each, so that they give way soon. Wher
 over before a job's smallest piece would be, the job has that once its part of the device was worth
 it.
 
-The predictor has two stages. Equation 2 says what decoding takes on some units alone, with
-coefficients for each number of units, from three representative batches; equation 3 by what factor
-a job beside it stretches that. Small batches take as long as one another (section 5.1: up to four,
-by padding); up to how many requests that is so, each number of units says for itself, since a CPU's
-tiles have sixteen rows and other CPUs have none.
+The predictor has two stages. Equation 2 predicts the time of decoding on some units alone, with
+coefficients for each number of units, from three representative batches; equation 3 predicts by
+what factor a job beside it stretches that. Small batches take as long as one another (section 5.1:
+up to four, by padding); up to how many requests that is so, is fitted for each number of units,
+since a CPU's tiles have sixteen rows and other CPUs have none.
 
 HARLI decodes on instances that have no prefill (section 8.1): here a step with prompts is the
-requests' alone. `_sides` says how windows run. A device that cannot be divided runs units after the
-requests' rows, until the SLO.
+requests' alone. `_sides` describes how windows run. A device that cannot be divided runs units
+after the requests' rows, until the SLO.
 """
 
 from collections.abc import Sequence
@@ -45,14 +45,16 @@ _PADDED, _AS_LONG = (2, 4, 8, 16), 0.05
 
 
 class Solo(NamedTuple):
-    """Equation 2, for some units: seconds to decode alone are bs b0 + c0 + bs k0 seqlen. padded:
-    smaller batches take as long as one of this many requests, but for their keys.
-    """
+    """Equation 2 for some units: decoding alone takes bs b0 + c0 + bs k0 seqlen seconds."""
 
     b0: float
+    """Seconds per request."""
     c0: float
+    """Seconds of a step."""
     k0: float
+    """Seconds per token in the cache."""
     padded: int
+    """Batch size that smaller batches take as long as, apart from their keys."""
 
     def seconds(self, batch: int, context: float) -> float:
         return max(batch, self.padded) * self.b0 + self.c0 + batch * self.k0 * context
@@ -60,13 +62,17 @@ class Solo(NamedTuple):
 
 class Predictor(NamedTuple):
     """Equation 3: beside a job, decoding takes SM_infer b1 + SM_ft k1 times as long, in shares of
-    the device. solo: by number of units.
+    the device.
     """
 
     num_units: int
+    """Units of the device."""
     solo: dict[int, Solo]
+    """Equation 2 by number of units."""
     b1: float
+    """Factor of the share of requests."""
     k1: float
+    """Factor of the share of the job."""
 
     def seconds(self, partition: Partition, batch: int, context: float) -> float:
         """A decode step of a batch that has as many tokens in the cache in the mean, beside a
@@ -108,7 +114,9 @@ def _fitted(profile: Profile) -> Predictor:
 
 
 def _solo(latency: LatencyModel, share: Share) -> Solo:
-    """Seconds are a line in the batch for each context, whose slope is a line in the context."""
+    """Fit equation 2: seconds are a line in the batch for each context, whose slope is a line in
+    the context.
+    """
 
     def seconds(batch: int, context: int) -> float:
         return latency.decode_s(num_requests=batch, context=context) / between(
@@ -125,8 +133,8 @@ def _solo(latency: LatencyModel, share: Share) -> Solo:
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Slope, and value at 0, of the line nearest to some points above 0, by shares of these
-    (weighted least squares): a decode step's error counts by its length.
+    """Return the slope, and the value at 0, of the line nearest to some points above 0, by relative
+    error (weighted least squares): a decode step's error counts by its length.
     """
     weights = [1 / y**2 for y in ys]
     mean_x, mean_y = (sum(map(mul, weights, each)) / sum(weights) for each in (xs, ys))
@@ -139,11 +147,10 @@ def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
 
 @dataclass
 class _Starving(History):
-    """jobs: of which the last step had tasklets, and none began: the weights that they need were
-    not there.
-    """
+    """A record of the jobs whose weights had not come in the last step."""
 
     jobs: frozenset[str] = field(default_factory=frozenset)
+    """Jobs whose planned tasklets did not begin."""
 
     def add(self, step: StepView) -> None:
         planned = [part.job for part in step.plan.tasklets]
@@ -191,8 +198,8 @@ class Harli(Policy):
     def partition(
         self, requests: Sequence[RequestProgress], slo_s: float, latency: LatencyModel
     ) -> Partition | None:
-        """The one with which decoding comes nearest to the SLO without passing it; None if it
-        passes it with all.
+        """Return the partition on which decoding comes nearest to the SLO without passing it; None
+        if it passes it on all.
         """
         predicted, context = predictor(latency), mean([request.num_past for request in requests])
         found, nearest_s = None, 0.0

@@ -1,5 +1,5 @@
-"""LLMStation sections 4 and 5: before every decode step a planner says how many tuning tasklets can
-run with it.
+"""LLMStation's scheduler (sections 4 and 5): before every decode step a planner decides how many
+tuning tasklets run with it.
 
 Algorithm 1: requests that arrive are prefilled at once, all of them, and tuning is suspended
 meanwhile, unless their prompts are short. Otherwise a decode step is planned: while a job goes
@@ -19,8 +19,8 @@ step, as on a device that cannot be divided. There a tasklet takes all of its ti
 and (1) is N_p <= (SLO_d - N_d,all l_d0) / l_p.
 
 Latencies are those that were recorded of steps like this, or a linear model's
-(`scheduling.records`). Of steps on a partition that were not recorded, what the profile says of its
-parts stands in for the linear model; and records of them give way to it with age: a partition that
+(`scheduling.records`). For steps on a partition that were not recorded, the profile's speeds of its
+parts stand in for the linear model; and records of them give way to it with age: a partition that
 was too slow once would not be planned, and so not recorded, again. Of the two ways to fuse a
 forward pass that section 5.2 has, this is the one by tokens: windows here go through all layers.
 Where not even one layer of a whole sequence fits, tasklets are cut by rows, as operators of a layer
@@ -50,28 +50,29 @@ WINDOWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def most_beside(slo_s: float, beside_s: float, tasklet_s: float) -> int:
-    """The largest N_p with N_d,all l_d <= SLO_d and N_p l_p <= N_d,all l_d.
+    """Return the largest N_p with N_d,all l_d <= SLO_d and N_p l_p <= N_d,all l_d.
 
     Args:
-        beside_s: the decode step, all of it beside tuning: N_d,all l_d.
-        tasklet_s: l_p, a tuning tasklet beside decoding.
+        slo_s: SLO_d.
+        beside_s: Time of the decode step, all of it beside tuning: N_d,all l_d.
+        tasklet_s: Time of a tuning tasklet beside decoding: l_p.
     """
     return int(beside_s / tasklet_s) if beside_s <= slo_s else 0
 
 
 def _size(rows: int) -> int:
-    """The size under which a window or a tasklet is recorded."""
+    """Return the size under which a window or a tasklet is recorded."""
     return next((size for size in WINDOWS if size >= rows), WINDOWS[-1])
 
 
 def _units(partition: Partition) -> tuple[int, int]:
-    """What a partition is recorded under."""
+    """Return the units under which a partition is recorded."""
     return partition.forward_units, partition.backward_units
 
 
 def _adapters(job: JobProgress | None, requests: Sequence[RequestProgress]) -> Hashable:
-    """What records are grouped by: what the job trains, and the bypasses of the adapters that
-    requests use.
+    """Return the group of records: what the job trains, and the bypasses of the requests'
+    adapters.
     """
     used = {request.info.version: request.info.num_bypasses for request in requests}
     return None if job is None else job.info.counts, tuple(sorted(used.values()))
@@ -92,9 +93,9 @@ def _fused_work(load: ForwardLoad, job: JobProgress, rows: int, latency: Latency
 
 @dataclass
 class _Records(LatencyRecords, History):
-    """Kinds: "decode" alone; "forward" with a window; "backward", a tasklet after decoding. On a
-    partition of the device: "beside", a tasklet beside decoding, and "divided", decoding beside
-    tasklets.
+    """Records of several kinds of step: "decode" alone; "forward" with a window; "backward", a
+    tasklet after decoding. On a partition of the device: "beside", a tasklet beside decoding, and
+    "divided", decoding beside tasklets.
     """
 
     def add(self, step: StepView) -> None:
@@ -197,7 +198,7 @@ class Llmstation(Policy):
         return divided(build.build(), *sides) if sides else build.build()
 
     def defers(self, view: View) -> bool:
-        """Whether those that wait are to wait for others."""
+        """Return whether waiting requests are to wait for others."""
         return not view.requests and all(
             view.now_s < request.info.arrival_s + self.deferral * request.info.ttft_s
             for request in view.waiting
@@ -206,19 +207,26 @@ class Llmstation(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A step with its requests' rows, to which the planner adds work of a job; budget_s: SLO_d."""
+    """A step with its requests' rows, to which the planner adds work of a job."""
 
     build: PlanBuilder
+    """Plan of the step."""
     requests: Sequence[RequestProgress]
+    """Requests that run in it."""
     job: JobProgress
+    """Job whose work is added."""
     view: View
+    """View that it is planned from."""
     latency: LatencyModel
+    """Latency model, for what the records do not hold."""
     records: LatencyRecords
+    """Recorded latencies."""
     budget_s: float
+    """Maximum time of the decode step (SLO_d)."""
 
     def add_tuning(self) -> tuple[Partition, float, float] | None:
-        """As much as fits. Returns how the device is to be divided, with the sides' speeds, if it
-        is.
+        """Add as much of the job as fits. Returns the division of the device with the sides'
+        speeds, if it is divided.
         """
         if self.job.phase == "forward":
             self._add_window()
@@ -229,7 +237,7 @@ class _Step:
         return None
 
     def _add_window(self) -> None:
-        """As many tokens as can be fused with the step."""
+        """Add as many tokens as can be fused with the step."""
         load, group, batch = _load(self.requests), self._group, self.build.num_rows
         most = min(_size(self.job.num_rows_left), max(WINDOWS[0], self.view.max_rows - batch))
         for size in [size for size in reversed(WINDOWS) if size <= most]:
@@ -240,8 +248,8 @@ class _Step:
                 return
 
     def _add_tasklets(self) -> tuple[Partition, float, float] | None:
-        """Beside the step, if the device can be divided so that this pays, and the SLO is kept;
-        otherwise after it.
+        """Add tasklets beside the step, if the device can be divided so that this pays and the SLO
+        is kept; otherwise after it.
         """
         decode_s, rows = self._decode_s(), self.job.num_rows
         while rows > LEAST_WINDOW_ROWS and self._tasklet_s(rows) > self.budget_s - decode_s:
@@ -260,8 +268,8 @@ class _Step:
     def _most_beside(
         self, rows: int, decode_s: float, tasklet_s: float
     ) -> tuple[int, tuple[Partition, float, float] | None]:
-        """How many tasklets, and beside what partition, with its speeds: of those that pay, the one
-        with the most tasklets; of several, where decoding is fastest.
+        """Return the number of tasklets, and the partition beside which they run, with its speeds:
+        of those that pay, the one with most tasklets; of several, where decoding is fastest.
         """
         sharing, batch, group = self.latency.sharing, self.build.num_rows, self._group
         best: tuple[Partition, float, float] | None = None
@@ -296,5 +304,5 @@ class _Step:
 
     @cached_property
     def _group(self) -> Hashable:
-        """Of records with the job: asked for with each size of a tasklet."""
+        """Return the group of records with the job, which is needed for each size of a tasklet."""
         return _adapters(self.job, self.requests)

@@ -1,9 +1,9 @@
 """Static spatial sharing: FlexLLM's baseline (section 8.2) and HARLI's StaticMode (section 8.1).
 
 Requests have a fixed share of the device, and jobs run beside them on the rest, whatever the load
-and the SLOs. `_sides` says how far this engine follows processes on fixed parts of a device. On one
-that cannot be divided, each step of requests is followed by work of jobs for the time that their
-share would have been worth.
+and the SLOs. `_sides` describes how near this comes to processes on fixed parts of a device. On a
+device that cannot be divided, each step of requests is followed by work of jobs for the time that
+their share would have been worth.
 """
 
 from dataclasses import dataclass
@@ -44,6 +44,6 @@ class SpatialSharing(Policy):
         return build.build()
 
     def _distance(self, partition: Partition) -> float:
-        """From the share that requests are to have."""
+        """Return the distance of a partition from the requests' share."""
         units, others = partition.forward_units, partition.backward_units
         return abs(units / (units + others) - self.inference_share)

@@ -1,5 +1,5 @@
-"""FlexLLM section 8.2, fixed temporal sharing: one iteration of tuning after every n iterations of
-inference.
+"""FlexLLM's fixed temporal sharing (section 8.2): one iteration of tuning after every n iterations
+of inference.
 
 Requests and jobs have the device in turns, and nothing runs side by side: a tuning iteration lasts
 as long as its pack takes, and requests wait for its end. Without requests, iterations of tuning
@@ -18,9 +18,10 @@ from coserve.scheduling.policies.base import Policy, setting
 
 @dataclass
 class _Iterations(History):
-    """num_inference: iterations of inference since the last work of a job."""
+    """A count of iterations."""
 
     num_inference: int = 0
+    """Iterations of inference since the last work of a job."""
 
     def add(self, step: StepView) -> None:
         if step.tunes:

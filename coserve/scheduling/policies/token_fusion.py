@@ -1,4 +1,5 @@
-"""FlexLLM section 6.2: every step is filled up to one fixed SLO, s = argmax f(c, s) <= SLO.
+"""FlexLLM's hybrid token scheduler (section 6.2): every step is filled up to one fixed SLO, s =
+argmax f(c, s) <= SLO.
 
 c are the inference tokens that iteration-level scheduling with chunked prefill puts into the step,
 s the fine-tuning tokens, f the profiled latency. Tokens that came early in the past count for

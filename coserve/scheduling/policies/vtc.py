@@ -1,12 +1,12 @@
-"""FlexLLM appendix C, Algorithm 4: fair shares among tenants, by virtual token counters, within the
-budget of slack.
+"""Fair shares among tenants by virtual token counters (FlexLLM appendix C, Algorithm 4), within the
+budget of `slack`.
 
-Whose request is admitted next, and whose job gets tokens next, is decided by the least counter
-(`scheduling.fairness`): first requests, then jobs, as in the algorithm. How much time a step has
-for either is `slack`'s rule.
+The least counter (`scheduling.fairness`) decides whose request is admitted next, and whose job gets
+tokens next: first requests, then jobs, as in the algorithm. How much time a step has for either is
+`slack`'s rule.
 
 An SLO can claim a device without using it: between tokens that are due in little more than a decode
-step, no one else gets on. Among several tenants a TPOT is therefore planned for as far as the share
+step, nothing else runs. Among several tenants a TPOT is therefore planned for as far as the share
 of its tenant goes: with N of them, none tighter than what N requests alone, one after the other,
 could be given; and none is ever widened beyond the default.
 """
@@ -51,8 +51,8 @@ class Vtc(Slack):
         return super().plan(_within_shares(structs.replace(view, jobs=jobs), latency), latency)
 
     def queue(self, view: View) -> Sequence[RequestProgress]:
-        """Again and again the earliest request of the tenant with the least counter, which pays for
-        its prompt.
+        """Return again and again the earliest request of the tenant with the least counter, which
+        pays for its prompt.
         """
         served = {tenant.name: tenant.served for tenant in view.tenants}
         waiting = [request for request in view.waiting if request.may_start]
@@ -62,8 +62,9 @@ class Vtc(Slack):
         return view.jobs
 
     def shares(self, jobs: Sequence[JobProgress], view: View) -> Sequence[JobProgress]:
-        """Not those of a tenant that is a whole step ahead of another: a job gets one piece a step,
-        so a tenant with many jobs would get many. The step is the shorter for it; no time is lost.
+        """Return jobs but for those of a tenant that is a whole step ahead of another: a job gets
+        one piece a step, so a tenant with many jobs would get many. The step is the shorter for it;
+        no time is lost.
         """
         served = {tenant.name: tenant.served for tenant in view.tenants}
         least = min([served.get(job.info.tenant, 0.0) for job in jobs], default=0.0)
@@ -75,9 +76,10 @@ class Vtc(Slack):
 
 
 def _within_shares(view: View, latency: LatencyModel) -> View:
-    """The view with TPOTs that are no tighter than the shares of their tenants.
+    """Return the view with TPOTs that are no tighter than the shares of their tenants.
 
-    How near requests came to their SLOs is then not known of the TPOTs that are planned for.
+    The recorded use of TPOT SLOs does not apply to the TPOTs that are planned for, so it is
+    dropped.
     """
     tenants = {
         each.info.tenant for group in (view.requests, view.waiting, view.jobs) for each in group
