@@ -42,8 +42,8 @@ CPU = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
 CONSTANTS = {
     "coserve.scheduling.slo.step_budget": (
         "URGENT_SHARE",
-        "MOST_SHARE",
-        "MOST_ARRIVAL_SHARE",
+        "MAX_SHARE",
+        "MAX_ARRIVAL_SHARE",
         "SCARCE",
         "QUEUED_SHARE",
     ),
@@ -56,7 +56,7 @@ CONSTANTS = {
         "WAIT_SHARE_OF_REST",
         "NEAR_RESERVE_TPOTS",
         "NEAR_LEAST_SHARE",
-        "MOST_LATE_SHARE",
+        "MAX_LATE_SHARE",
     ),
     "coserve.scheduling.slo.deadlines": (
         "RESERVE_TOKENS",
@@ -65,13 +65,13 @@ CONSTANTS = {
         "SURE_MARGINS",
         "URGENT_CATCH_UP_SHARE",
         "FREE_CATCH_UP_SHARE",
-        "LEAST_ANSWER_TOKENS",
+        "MIN_ANSWER_TOKENS",
     ),
     "coserve.scheduling.slo.infeasible": ("MAX_WAIT_TTFTS",),
     "coserve.scheduling.policies.slack": ("AGED_WAITS", "PACK_STRETCH", "CAN_WAIT_TIMES"),
 }
 # Of these, what is missing to 1 is varied.
-SHARES_NEAR_1 = {"MOST_SHARE", "NEAR", "MARGINAL", "FILLED", "AIMED"}
+SHARES_NEAR_1 = {"MAX_SHARE", "NEAR", "MARGINAL", "FILLED", "AIMED"}
 
 
 @dataclass(frozen=True, kw_only=True)

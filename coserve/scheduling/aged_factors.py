@@ -10,7 +10,7 @@ _WEIGHT = 0.15
 # 350.
 _TRUST_PER_STEP = 0.998
 # One step that was held up by something else must not move a factor far.
-_MOST_WRONG = 2.0
+_MAX_ERROR = 2.0
 
 
 def size_class(number: int) -> int:
@@ -89,4 +89,4 @@ class AgedFactors:
 
 def bounded(error: float) -> float:
     """Return measured over predicted, limited to what one step may move a factor."""
-    return min(_MOST_WRONG, max(1 / _MOST_WRONG, error))
+    return min(_MAX_ERROR, max(1 / _MAX_ERROR, error))

@@ -19,7 +19,7 @@ from coserve.scheduling.memory import MemoryPlan
 from coserve.scheduling.order import by_due
 from coserve.scheduling.pieces import (
     CLEARLY,
-    MOST_ROW_COST,
+    MAX_ROW_COST,
     largest_that_fits,
     least_urgent,
     rows_of_tile,
@@ -38,12 +38,12 @@ from coserve.scheduling.step_time import StepTime
 
 # The smallest window of a job, or piece of its loss, unless it is all that is left, or a forward
 # pass may not have as many rows.
-LEAST_WINDOW_ROWS = 16
+MIN_WINDOW_ROWS = 16
 # Where a piece of a loss ends before the last row, its rows are a multiple of this: libraries
 # compile a product for each number of rows, which takes a tenth of the loss of 128 rows over a
 # large vocabulary, and cut it into tiles.
 LOSS_ROWS_STEP = 32
-# Either may cost `MOST_ROW_COST` times per row what one of as many rows would; a smaller one waits
+# Either may cost `MAX_ROW_COST` times per row what one of as many rows would; a smaller one waits
 # until more time has been saved up, where that can be: slack is spent in lumps.
 GOOD_ROWS = 256
 
@@ -318,17 +318,17 @@ class PlanBuilder:
             rows: Maximum number of rows.
             num_tasklets: Maximum number of tasklets of as many rows.
         """
-        rows = min(job.num_rows_left, max(rows, LEAST_WINDOW_ROWS))
+        rows = min(job.num_rows_left, max(rows, MIN_WINDOW_ROWS))
         if job.phase == "update":
             self._update(job, inf)
         elif job.phase == "loss":
             self._add_loss(job, rows)
         elif job.phase == "forward":
             room = self._max_rows - self._load.rows
-            if room >= min(rows, LEAST_WINDOW_ROWS, self._max_rows):
+            if room >= min(rows, MIN_WINDOW_ROWS, self._max_rows):
                 self._add_window(job, min(rows, room))
         elif num_tasklets:
-            rows = min(job.num_rows, max(rows, LEAST_WINDOW_ROWS))
+            rows = min(job.num_rows, max(rows, MIN_WINDOW_ROWS))
             windows = tasklet_rows(job, rows, num_tasklets)
             seconds = {size: self._latency.tasklet_s(job, size) for size in set(windows)}
             self._tasklets.append(PlannedTasklets(job.id, rows, len(windows)))
@@ -340,7 +340,7 @@ class PlanBuilder:
         oldest = max(jobs, key=lambda job: job.waited_s, default=None)
         if oldest is None or not oldest.waited_s or oldest.id in self.served_jobs:
             return
-        if self.piece_s(oldest, LEAST_WINDOW_ROWS) * len(jobs) <= least_share * oldest.waited_s:
+        if self.piece_s(oldest, MIN_WINDOW_ROWS) * len(jobs) <= least_share * oldest.waited_s:
             self._least(oldest)
 
     def piece_s(self, job: JobProgress, rows: int) -> float:
@@ -370,7 +370,7 @@ class PlanBuilder:
 
     def _least(self, job: JobProgress) -> None:
         """Add the smallest piece of a job."""
-        rows = min(job.num_rows_left, LEAST_WINDOW_ROWS)
+        rows = min(job.num_rows_left, MIN_WINDOW_ROWS)
         if job.phase == "update":
             self._update(job, inf)
         elif job.phase == "backward":
@@ -422,7 +422,7 @@ class PlanBuilder:
     def _loss(self, job: JobProgress, left_s: float, *, may_wait: bool) -> bool:
         """Add as many rows as fit. Returns whether tasklets can follow."""
         longest = job.num_rows_left
-        least = min(longest, LEAST_WINDOW_ROWS)
+        least = min(longest, MIN_WINDOW_ROWS)
         if self._more_loss_s(least) > left_s:
             return False
         rows = largest_that_fits(least, longest, self._more_loss_s, left_s)
@@ -432,7 +432,7 @@ class PlanBuilder:
         if (
             may_wait
             and rows < good
-            and self._more_loss_s(rows) / rows > MOST_ROW_COST * self._more_loss_s(good) / good
+            and self._more_loss_s(rows) / rows > MAX_ROW_COST * self._more_loss_s(good) / good
         ):
             return False
         self._add_loss(job, rows)
@@ -452,7 +452,7 @@ class PlanBuilder:
         added.
         """
         longest = min(job.num_rows_left, self._max_rows - self._load.rows)
-        least = min(job.num_rows_left, LEAST_WINDOW_ROWS, self._max_rows)
+        least = min(job.num_rows_left, MIN_WINDOW_ROWS, self._max_rows)
         if longest < least:
             return False
         before_s, seconds = self._time.forward_s, self._latency.with_window(self._load, job)
@@ -470,7 +470,7 @@ class PlanBuilder:
         ):
             rows //= 2
         good = min(longest, GOOD_ROWS)
-        if may_wait and rows < good and extra_s(rows) / rows > MOST_ROW_COST * extra_s(good) / good:
+        if may_wait and rows < good and extra_s(rows) / rows > MAX_ROW_COST * extra_s(good) / good:
             return False
         self._add_window(job, rows)
         return True

@@ -17,7 +17,7 @@ _FIRST_WEIGHT = 0.5
 _NUM_ERRORS = 256
 _NUM_STEPS_PER_MARGIN = 16
 _MARGIN_QUANTILE = 0.95
-_LEAST_MARGIN, _MOST_MARGIN = 0.02, 0.5
+_MIN_MARGIN, _MAX_MARGIN = 0.02, 0.5
 
 # A profile is to be corrected once steps have taken this much more or less than it says, after as
 # many steps.
@@ -95,7 +95,7 @@ class Corrections:
         self._forget_changed()
         if self._factors.num_steps % _NUM_STEPS_PER_MARGIN == 0:
             late = sorted(self._errors)[int(_MARGIN_QUANTILE * (len(self._errors) - 1))]
-            self.margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, late))
+            self.margin = min(_MAX_MARGIN, max(_MIN_MARGIN, late))
 
     def settled(self, profile: Profile) -> Profile | None:
         """Return the profile corrected by measured steps; None if it is near enough, or steps were

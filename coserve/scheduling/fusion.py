@@ -25,7 +25,7 @@ from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobProgress, PlannedTasklets
 
 # The smallest backward window of a job, unless it is all that is left.
-LEAST_ROWS = 16
+MIN_ROWS = 16
 
 
 def hybrid_tasks(
@@ -109,8 +109,8 @@ def joined_tasklets(
     now = [job for job in jobs if _parts_done(job) == fewest]
     rows = [job.num_rows_left for job in now]
     seconds = latency.tasklets_s(list(zip(now, rows, strict=True)))
-    while seconds > left_s and max(rows) > LEAST_ROWS:
-        rows = [min(each, max(LEAST_ROWS, each // 2)) for each in rows]
+    while seconds > left_s and max(rows) > MIN_ROWS:
+        rows = [min(each, max(MIN_ROWS, each // 2)) for each in rows]
         seconds = latency.tasklets_s(list(zip(now, rows, strict=True)))
     if seconds > left_s:
         return None
@@ -131,8 +131,8 @@ def _tasklets_alone(
     """Return tasklets of one job, as `joined_tasklets` does of several; most plans have one."""
     rows = job.num_rows_left
     first_s = latency.tasklet_s(job, rows)
-    while first_s > left_s and rows > LEAST_ROWS:
-        rows = max(LEAST_ROWS, rows // 2)
+    while first_s > left_s and rows > MIN_ROWS:
+        rows = max(MIN_ROWS, rows // 2)
         first_s = latency.tasklet_s(job, rows)
     if first_s > left_s:
         return None

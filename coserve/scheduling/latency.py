@@ -22,7 +22,7 @@ from coserve.scheduling.sharing import SharingModel
 from coserve.scheduling.step_overhead import StepOverhead
 
 # Answers that follow from the profile alone, and are kept.
-_MOST_REMEMBERED = 256
+_MAX_REMEMBERED = 256
 
 
 class ForwardLoad(msgspec.Struct, kw_only=True):
@@ -336,7 +336,7 @@ class LatencyModel:
         """
         found = self._remembered.get(key)
         if found is None:
-            if len(self._remembered) >= _MOST_REMEMBERED:
+            if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
             found = self._remembered[key] = work_out()
         return found

@@ -24,7 +24,7 @@ SPARE_PAGES = 4
 # come first.
 PACK_WORTH = 4.0
 # A pack that has waited for as many times its own time is begun though it might be dropped.
-MOST_PACK_WAITS = 30.0
+MAX_PACK_WAITS = 30.0
 
 # Rows of packs in memory with which products are as fast as with more: a device computes longer
 # than it reads weights from some hundred rows on. Another pack would hold memory for nothing.
@@ -201,7 +201,7 @@ class MemoryPlan:
                 full.add(group)  # in turn: smaller packs would keep a large one waiting for good
                 continue
             seconds = pack_s(job) if pack_s is not None and self.requests else 0.0
-            until_s = seconds if job.waited_s < MOST_PACK_WAITS * seconds else 0.0
+            until_s = seconds if job.waited_s < MAX_PACK_WAITS * seconds else 0.0
             spare = self._growth(max(until_s, self._view.give_back_s))
             if job.num_pages + spare > self.free:
                 self._return_to_share(job.num_pages + spare)

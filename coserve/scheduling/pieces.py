@@ -5,8 +5,8 @@ running.
 from collections.abc import Callable
 
 # The smallest piece of a prompt that is urgent, where fewer rows cost more, each, than
-# MOST_ROW_COST times as much.
-LEAST_PREFILL_ROWS, MOST_ROW_COST = 64, 1.1
+# MAX_ROW_COST times as much.
+MIN_PREFILL_ROWS, MAX_ROW_COST = 64, 1.1
 # By which factor half of a piece must be the cheaper one per row to be taken in its place. Else a
 # size that was slow when first seen, as where memory is touched for the first time, would not be
 # tried again for long.
@@ -15,7 +15,7 @@ CLEARLY = 1.05
 # last few rows would take as long as a token of all, and an arrival waits for them in either case.
 WHOLE_STRETCH = 1.25
 # Kernels compute rows in tiles of as many; as few fill up one that others have begun.
-TILE_ROWS, LEAST_FILLING_ROWS = 16, 4
+TILE_ROWS, MIN_FILLING_ROWS = 16, 4
 
 
 def largest_that_fits(
@@ -50,7 +50,7 @@ def rows_of_tile(others: int) -> int:
     rows.
     """
     rows = TILE_ROWS - others % TILE_ROWS
-    return rows if rows >= LEAST_FILLING_ROWS else rows + TILE_ROWS
+    return rows if rows >= MIN_FILLING_ROWS else rows + TILE_ROWS
 
 
 def least_urgent(seconds: Callable[[int], float], longest: int, others: int) -> int:
@@ -62,8 +62,8 @@ def least_urgent(seconds: Callable[[int], float], longest: int, others: int) -> 
         seconds: Time of the step by the rows of the piece.
         others: Other rows of the step.
     """
-    usual = min(longest, LEAST_PREFILL_ROWS)
-    most_s = MOST_ROW_COST * seconds(usual) / usual
+    usual = min(longest, MIN_PREFILL_ROWS)
+    most_s = MAX_ROW_COST * seconds(usual) / usual
     for rows in range(rows_of_tile(others), usual, TILE_ROWS):
         if seconds(rows) <= most_s * rows:
             return rows

@@ -26,7 +26,7 @@ _TRUST_PER_RECORD = 0.995
 # How unsure a linear model is of its first weights.
 _UNSURE = 100.0
 # Of its longest part, what a piece takes at least, whatever the weights say.
-_LEAST = 0.1
+_MIN_SHARE = 0.1
 # Rows beyond which a forward pass is bound by computation.
 _MANY = 1024, 2048
 
@@ -75,7 +75,7 @@ class LinearModel:
 
     def seconds(self, work: Work) -> float:
         found = sum([weight * each for weight, each in zip(self.weights, work, strict=True)])
-        return max(found, _LEAST * max(work))
+        return max(found, _MIN_SHARE * max(work))
 
     def learn(self, work: Work, seconds: float) -> None:
         """Learn the time of a piece. The error that counts is a share of it."""

@@ -6,9 +6,9 @@ it is done.
 _WEIGHT, _FIRST_WEIGHT = 0.1, 0.5
 # By how much a step may take more than believed, as a factor and in seconds: one that was held up
 # must not count far.
-_MOST_WRONG, _MOST_MORE_S = 2.0, 1e-4
+_MAX_ERROR, _MAX_MORE_S = 2.0, 1e-4
 # Of a first step.
-_MOST_FIRST_S = 5e-3
+_MAX_FIRST_S = 5e-3
 
 
 class StepOverhead:
@@ -27,6 +27,6 @@ class StepOverhead:
         """Learn from the overhead of a step."""
         believed, seconds = self.seconds(begins=begins), max(0.0, seconds)
         is_first = begins not in self._seconds
-        most_s = _MOST_FIRST_S if is_first else _MOST_WRONG * believed + _MOST_MORE_S
+        most_s = _MAX_FIRST_S if is_first else _MAX_ERROR * believed + _MAX_MORE_S
         weight = _FIRST_WEIGHT if is_first else _WEIGHT
         self._seconds[begins] = believed + weight * (min(seconds, most_s) - believed)

@@ -6,7 +6,7 @@ from math import ceil
 from coserve.simulate.links import NVLINK_3, NVLINK_4, NVLINK_BRIDGE, PCIE_4, Link
 
 # Products are made in tiles of this many rows and columns, of fewer rows where there are fewer.
-_TILE, _LEAST_TILE_ROWS = 128, 16
+_TILE, _MIN_TILE_ROWS = 128, 16
 # Into how many parts the sums of a product may be divided for more tiles, and the pace that is left
 # to each of them.
 _PACE_OF_PARTS = {1: 1.0, 2: 0.9, 4: 0.8}
@@ -46,7 +46,7 @@ class Hardware:
         Tiles are dealt to processors in rounds, the last of which leaves some idle ("Matrix
         Multiplication Background User's Guide", NVIDIA DU-09799, section 3).
         """
-        tile_rows = min(_TILE, max(_LEAST_TILE_ROWS, 1 << (rows - 1).bit_length()))
+        tile_rows = min(_TILE, max(_MIN_TILE_ROWS, 1 << (rows - 1).bit_length()))
         num_tiles = ceil(rows / tile_rows) * ceil(num_outputs / _TILE)
         tile_flops = 2 * tile_rows * _TILE * num_inputs
         if self.num_processors == 1:

@@ -32,7 +32,7 @@ from coserve.tuning.window_rooms import RoomSize, WindowRoom, WindowRows, size_f
 _CAPTURED_AT = 2
 # Rooms of an adapter; for more, those of sizes that were not used for long are let go: they lie
 # beside the page pool, and the largest of an 8B model takes some 100 MB.
-_MOST_ROOMS = 24
+_MAX_ROOMS = 24
 
 # Of a call: its direction, its block, the program by its identity (forward: the first block, for
 # all programs), and the size of its room.
@@ -174,7 +174,7 @@ class CapturedWindows:
         room more.
         """
         for size in [size for size in self._sizes if size != but]:
-            if len(self._rooms) < _MOST_ROOMS:
+            if len(self._rooms) < _MAX_ROOMS:
                 return
             del self._sizes[size]
             self._rooms = {key: room for key, room in self._rooms.items() if key[1] != size}

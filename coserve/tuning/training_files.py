@@ -15,13 +15,13 @@ from coserve.tuning.line_formats import with_json_cells
 
 # A record is tokenized in one piece, at a hundred times its memory: a quarter of a million tokens
 # of English.
-_MOST_RECORD_BYTES = 1 << 20
+_MAX_RECORD_BYTES = 1 << 20
 _PARQUET_MAGIC = b"PAR1"
 # Byte order marks of a text that is not UTF-8, as Windows' editors write it.
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 # Rows of a Parquet file that are in memory at once, and what they may be packed with: a small file
 # may hold terabytes.
-_ROWS_AT_ONCE, _MOST_GROUP_BYTES = 64, 1 << 30
+_ROWS_AT_ONCE, _MAX_GROUP_BYTES = 64, 1 << 30
 
 
 class TrainingFile:
@@ -52,10 +52,10 @@ class TrainingFile:
         """
         with self.path.open("rb") as file:
             for number, line in enumerate(
-                iter(lambda: file.readline(_MOST_RECORD_BYTES + 1), b""), 1
+                iter(lambda: file.readline(_MAX_RECORD_BYTES + 1), b""), 1
             ):
-                if len(line) > _MOST_RECORD_BYTES:
-                    raise DataError(f"line {number}: is longer than {_MOST_RECORD_BYTES} bytes")
+                if len(line) > _MAX_RECORD_BYTES:
+                    raise DataError(f"line {number}: is longer than {_MAX_RECORD_BYTES} bytes")
                 if number == 1 and line.startswith(_UTF_16):
                     raise DataError("is UTF-16; save it as UTF-8")
                 try:
@@ -67,7 +67,7 @@ class TrainingFile:
 
     def _csv(self) -> Iterator[tuple[str, Any]]:
         csv.field_size_limit(
-            _MOST_RECORD_BYTES
+            _MAX_RECORD_BYTES
         )  # of the whole process; its own default is an eighth
         rows = csv.reader((line.removeprefix("\ufeff") for line in self._lines()), strict=True)
         header = list[str]()
@@ -132,18 +132,18 @@ def _check_header(names: list[str]) -> None:
 def _check_groups(metadata: Any) -> None:
     for group in range(metadata.num_row_groups):
         num_bytes = metadata.row_group(group).total_byte_size
-        if num_bytes > _MOST_GROUP_BYTES:
+        if num_bytes > _MAX_GROUP_BYTES:
             raise DataError(
                 f"row group {group + 1} of the Parquet file has {num_bytes} bytes; at most "
-                f"{_MOST_GROUP_BYTES} are "
+                f"{_MAX_GROUP_BYTES} are "
                 "read: write it with smaller row groups"
             )
 
 
 def _checked(record: Mapping[str, Any]) -> Any:
     """With the values that are written as JSON, or what is wrong with it."""
-    if _num_characters(record) > _MOST_RECORD_BYTES:
-        return DataError(f"is longer than {_MOST_RECORD_BYTES} characters")
+    if _num_characters(record) > _MAX_RECORD_BYTES:
+        return DataError(f"is longer than {_MAX_RECORD_BYTES} characters")
     try:
         return with_json_cells(record)
     except DataError as error:

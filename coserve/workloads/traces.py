@@ -24,7 +24,7 @@ _TIMES = ("arrival_s", "timestamp_s", "timestamp", "arrived_at")
 _PROMPTS = ("context_tokens", "request_tokens", "prompt_tokens", "num_prefill_tokens")
 _OUTPUTS = ("generated_tokens", "response_tokens", "output_tokens", "num_decode_tokens")
 # Names the pieces of a longer recording that a file was put together from.
-_SLICE, _MOST_NAMED = "slice", 4
+_SLICE, _MAX_NAMED = "slice", 4
 _HOURS = 24
 
 
@@ -90,7 +90,7 @@ def read_trace(path: str | Path, *, where: Mapping[str, str] | None = None) -> l
         asked = ", ".join(f"{column}={value}" for column, value in (where or {}).items())
         raise DataError(f"{path} has no requests{f' with {asked}' if asked else ''}")
     if len(slices) > 1:
-        named = ", ".join([*slices][:_MOST_NAMED]) + (", …" if len(slices) > _MOST_NAMED else "")
+        named = ", ".join([*slices][:_MAX_NAMED]) + (", …" if len(slices) > _MAX_NAMED else "")
         raise DataError(
             f"{path} has {len(slices)} slices of a longer trace ({named}): choose one, with "
             f"--where {_SLICE}={next(iter(slices))}"

@@ -285,7 +285,7 @@ def test_windows_of_packs(family, dropout):
 @pytest.mark.usefixtures("_small_rooms")
 def test_rooms_that_are_let_go_are_made_again(monkeypatch):
     """With room for fewer sizes than packs have."""
-    monkeypatch.setattr(captured, "_MOST_ROOMS", 1)
+    monkeypatch.setattr(captured, "_MAX_ROOMS", 1)
     adapter = make_adapter(load(model_directory("llama"), "triton"), seed=1)
     programs, calls = training_programs(adapter), CapturedWindows.of(adapter)
     for lengths in ((9,), (9,), (20,), (20,), (9,), (9,)):

@@ -28,7 +28,7 @@ from coserve.engine.request import Chunk
 from coserve.engine.token_engine import TokenEngine
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.profile import Curve
-from coserve.scheduling.slo import LEAST_DEFAULT_TPOT_S, Slo
+from coserve.scheduling.slo import MIN_DEFAULT_TPOT_S, Slo
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.simulation import Arrival, Simulation
 
@@ -76,7 +76,7 @@ def test_an_slo_is_replaced_only_where_the_device_cannot_hold_it():
 
 
 def test_no_default_is_below_what_a_reader_could_notice():
-    assert make_engine("qwen2.5-0.5b", GPU, num_jobs=0).slo.tpot_s == LEAST_DEFAULT_TPOT_S
+    assert make_engine("qwen2.5-0.5b", GPU, num_jobs=0).slo.tpot_s == MIN_DEFAULT_TPOT_S
 
 
 def test_a_default_follows_the_device_until_one_is_set():

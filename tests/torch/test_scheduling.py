@@ -32,13 +32,13 @@ from coserve.scheduling import (
     make_policy,
     policy_names,
 )
-from coserve.scheduling.building import GOOD_ROWS, LEAST_WINDOW_ROWS, LOSS_ROWS_STEP, PlanBuilder
+from coserve.scheduling.building import GOOD_ROWS, LOSS_ROWS_STEP, MIN_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.corrections import Corrections
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.pieces import (
-    LEAST_PREFILL_ROWS,
-    MOST_ROW_COST,
+    MAX_ROW_COST,
+    MIN_PREFILL_ROWS,
     largest_that_fits,
     least_urgent,
     rows_of_tile,
@@ -55,7 +55,7 @@ from coserve.scheduling.slo.deadlines import (
     decode_deadlines,
 )
 from coserve.scheduling.slo.deadlines import due_at_s as deadlines_due_at_s
-from coserve.scheduling.slo.step_budget import MOST_SHARE
+from coserve.scheduling.slo.step_budget import MAX_SHARE
 from coserve.scheduling.step_overhead import StepOverhead
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
@@ -281,7 +281,7 @@ def test_plans_are_what_the_engine_can_run(policy, seen, hardware):
             item = jobs[rows.item]
             assert item.phase == "forward" and 1 <= rows.rows <= item.num_rows_left
             assert rows.start == item.num_rows - item.num_rows_left
-            assert rows.rows >= min(LEAST_WINDOW_ROWS, item.num_rows_left, seen.max_rows)
+            assert rows.rows >= min(MIN_WINDOW_ROWS, item.num_rows_left, seen.max_rows)
         else:
             assert (
                 1 <= rows.rows <= requests[rows.item].num_rows
@@ -290,14 +290,14 @@ def test_plans_are_what_the_engine_can_run(policy, seen, hardware):
     for name, num_rows in losses.items():
         item = jobs[name]
         assert item.phase == "loss"
-        assert min(LEAST_WINDOW_ROWS, item.num_rows_left) <= num_rows <= item.num_rows_left
+        assert min(MIN_WINDOW_ROWS, item.num_rows_left) <= num_rows <= item.num_rows_left
     for part in made.tasklets:
         item = jobs[part.job]
         if item.phase == "loss":
             assert losses[part.job] == item.num_rows_left, "tasklets come after all of the loss"
             item = structs.replace(item, phase="backward", num_rows_left=item.num_rows)
         assert item.phase == "backward" and part.num_tasklets >= 1
-        assert part.rows >= min(LEAST_WINDOW_ROWS, item.num_rows_left)
+        assert part.rows >= min(MIN_WINDOW_ROWS, item.num_rows_left)
         in_current = -(-item.num_rows_left // part.rows)
         in_part = -(-item.num_rows // part.rows)
         assert part.num_tasklets <= in_current + (item.num_parts_left - 1) * in_part
@@ -520,7 +520,7 @@ def test_prompts_end_before_the_tightest_deadline_by_prediction(seen, hardware, 
     decoding_s = latency.forward_s(decode_load([r for r in seen.requests if r.num_rows == 1]))
     # For prompts that would be late otherwise.
     tpot_s = SLACK.budget(seen, latency, seen.requests).tpot_s
-    most_s = max(decoding_s / (1 - MOST_SHARE), MOST_GAP_TPOTS * tpot_s)
+    most_s = max(decoding_s / (1 - MAX_SHARE), MOST_GAP_TPOTS * tpot_s)
     lost_s = seen.tpot_s  # the pace of requests that are late whatever happens
     assert made.predicted_s <= max(deadline_s, most_s, lost_s) + EPSILON
 
@@ -770,7 +770,7 @@ def test_idle_steps_end_soon_or_are_one_indivisible_piece(seen, hardware):
         return
     first = idle.jobs[0]
     assert [*made.moved_jobs, *made.updates] == [first.id]
-    least = min(first.num_rows_left, LEAST_WINDOW_ROWS)
+    least = min(first.num_rows_left, MIN_WINDOW_ROWS)
     assert [*made.losses] == ([PlannedLoss(first.id, least)] if first.phase == "loss" else [])
     assert sum(rows.rows for rows in made.rows) == (least if first.phase == "forward" else 0)
     assert [*made.tasklets] == (
@@ -818,7 +818,7 @@ def test_an_urgent_prompt_makes_late_who_can_catch_up_and_nobody_else():
     ttft_s = 1.1 * (latency.prompt_s(1000) / 0.78 + latency.decode_s(num_requests=1, context=100))
     urgent = prompt(rows=1000, ttft_s=ttft_s)
     made = plan("slack", near(timely, urgent), latency)
-    assert rows_of(made, "prefill")["p"] > LEAST_PREFILL_ROWS
+    assert rows_of(made, "prefill")["p"] > MIN_PREFILL_ROWS
     assert made.predicted_s <= due_at_s(timely) - 10.0 + EPSILON
     more = plan("slack", near(changed(timely, num_left=100), urgent), latency)
     assert rows_of(more, "prefill")["p"] > rows_of(made, "prefill")["p"]
@@ -840,7 +840,7 @@ def test_an_urgent_prompt_gets_what_its_deadline_needs_however_late_others_are()
             break
         urgent = changed(urgent, num_rows=urgent.num_rows - rows, num_past=urgent.num_past + rows)
     assert latency.prompt_s(1000) < now_s - 10.0 <= 3.0
-    assert len(sizes) > 2 and max(sizes) > 1.5 * LEAST_PREFILL_ROWS
+    assert len(sizes) > 2 and max(sizes) > 1.5 * MIN_PREFILL_ROWS
 
 
 def test_infeasible_requests_are_served_after_those_that_can_be_in_time():
@@ -851,7 +851,7 @@ def test_infeasible_requests_are_served_after_those_that_can_be_in_time():
     assert next(iter(rows_of(made, "prefill"))) == "timely"
     assert (
         rows_of(plan("slack", view(lost, decoding(num_output=50)), latency), "prefill")["lost"]
-        >= LEAST_PREFILL_ROWS
+        >= MIN_PREFILL_ROWS
     )
 
 
@@ -880,9 +880,9 @@ def test_an_infeasible_request_that_has_waited_for_very_long_gets_a_piece_beside
     ]
     beside: tuple[RequestProgress | JobProgress, ...] = (*others, job())
     alone = rows_of(plan("slack", view(lost, *beside, now_s=100.0), latency), "prefill")
-    assert alone["lost"] >= LEAST_PREFILL_ROWS - len(others)
+    assert alone["lost"] >= MIN_PREFILL_ROWS - len(others)
     both = rows_of(plan("slack", view(lost, timely, *beside, now_s=100.0), latency), "prefill")
-    assert both["lost"] == alone["lost"] and both["timely"] >= LEAST_PREFILL_ROWS - len(others)
+    assert both["lost"] == alone["lost"] and both["timely"] >= MIN_PREFILL_ROWS - len(others)
     second = changed(lost, id="second")
     assert list(
         rows_of(plan("slack", view(lost, second, timely, *beside, now_s=100.0), latency), "prefill")
@@ -1020,7 +1020,7 @@ def test_a_job_gets_its_smallest_piece_however_much_requests_press():
         for waited_s, wanted in ((0.0, False), (1000.0, True)):
             made = plan("slack", view(late, structs.replace(item, waited_s=waited_s)))
             assert tunes(made) == wanted
-        assert all(rows == LEAST_WINDOW_ROWS for rows in rows_of(made, "window").values())
+        assert all(rows == MIN_WINDOW_ROWS for rows in rows_of(made, "window").values())
         assert all(part.num_tasklets == 1 for part in made.tasklets)
     # Of several, the one that waited longest, though another would be cheaper.
     made = plan(
@@ -1035,7 +1035,7 @@ def test_a_job_gets_its_smallest_piece_however_much_requests_press():
 
 
 def test_prompts_may_take_all_that_leaves_no_gap_that_is_noticed():
-    """Together they need 0.85 of the time, more than MOST_SHARE; but requests decode in a twentieth
+    """Together they need 0.85 of the time, more than MAX_SHARE; but requests decode in a twentieth
     of it."""
     latency, rows = make_latency(GPU), 1000
     alone_s = latency.prompt_s(rows)
@@ -1062,7 +1062,7 @@ def test_a_prompt_with_time_leaves_decoding_requests_some_of_their_bank():
     assert rows_of(plan("slack", near(late, relaxed), latency), "prefill") == {}
     assert rows_of(plan("slack", near(late, urgent), latency), "prefill") == {}, "it has time"
     urgent = changed(urgent, ttft_s=0.6)
-    assert rows_of(plan("slack", near(late, urgent), latency), "prefill")["p"] > LEAST_PREFILL_ROWS
+    assert rows_of(plan("slack", near(late, urgent), latency), "prefill")["p"] > MIN_PREFILL_ROWS
     # With a bank: the relaxed one stops one TPOT before the deadline, the urgent one goes up to it.
     banked = decoding(num_output=8, last_token_s=9.9)
     deadline_s = due_at_s(banked) - 10.0
@@ -1115,9 +1115,9 @@ def test_prompts_ride_along_in_small_pieces_where_rows_are_dear():
         decoding(num_output=500, last_token_s=10.0, tpot_s=0.01),
         prompt(rows=200, ttft_s=50.0),
     )
-    assert latency.prompt_s(LEAST_PREFILL_ROWS) > MOST_GAP_TPOTS * 0.01
+    assert latency.prompt_s(MIN_PREFILL_ROWS) > MOST_GAP_TPOTS * 0.01
     made = plan("slack", view(request, relaxed, tpot_s=0.01), latency)
-    assert rows_of_tile(1) <= rows_of(made, "prefill")["p"] < LEAST_PREFILL_ROWS
+    assert rows_of_tile(1) <= rows_of(made, "prefill")["p"] < MIN_PREFILL_ROWS
 
 
 def test_no_forward_pass_has_more_rows_than_allowed():
@@ -1145,7 +1145,7 @@ def test_crumbs_of_time_are_saved_up():
     alone_s = latency.decode_s(num_requests=1, context=100)
     load = ForwardLoad()
     load.add_decodes([decoding()])
-    windows_of = (LEAST_WINDOW_ROWS, GOOD_ROWS, 1024)
+    windows_of = (MIN_WINDOW_ROWS, GOOD_ROWS, 1024)
     least_s, good_s, longest_s = (latency.with_window(load, job())(n) - alone_s for n in windows_of)
     taken, refused = set(), 0
     for hundredths in range(1, 100):
@@ -1162,7 +1162,7 @@ def test_crumbs_of_time_are_saved_up():
         extra_s = made.predicted_s - alone_s
         assert (
             windows["j"] >= GOOD_ROWS
-            or extra_s / windows["j"] <= MOST_ROW_COST * good_s / GOOD_ROWS + EPSILON
+            or extra_s / windows["j"] <= MAX_ROW_COST * good_s / GOOD_ROWS + EPSILON
         )
     assert refused and taken
     # Where waiting would bring no more, since steps are no longer than this anyway, it takes what
@@ -1182,7 +1182,7 @@ def test_nothing_is_saved_up_where_steps_get_no_longer():
     latency = LatencyModel(replace(make_profile(), s_per_bypass=1e-3))
     load = ForwardLoad()
     load.add_decodes([decoding()])
-    window_s = latency.with_window(load, job())(LEAST_WINDOW_ROWS) - latency.forward_s(load)
+    window_s = latency.with_window(load, job())(MIN_WINDOW_ROWS) - latency.forward_s(load)
     seen = view(
         decoding(num_output=20, tpot_s=10.0),
         job(),
@@ -1192,7 +1192,7 @@ def test_nothing_is_saved_up_where_steps_get_no_longer():
     (num_rows,) = rows_of(
         plan("slack", structs.replace(seen, slo_use=SloUse(ttft=0.8)), latency), "window"
     ).values()
-    assert LEAST_WINDOW_ROWS <= num_rows < GOOD_ROWS
+    assert MIN_WINDOW_ROWS <= num_rows < GOOD_ROWS
 
 
 def test_crumbs_of_time_are_saved_up_for_the_loss_too():
@@ -1200,7 +1200,7 @@ def test_crumbs_of_time_are_saved_up_for_the_loss_too():
     latency = make_latency()
     alone_s = latency.decode_s(num_requests=1, context=100)
     taken, refused = [], 0
-    least_s, good_s, longest_s = (latency.loss_s(n) for n in (LEAST_WINDOW_ROWS, GOOD_ROWS, 1024))
+    least_s, good_s, longest_s = (latency.loss_s(n) for n in (MIN_WINDOW_ROWS, GOOD_ROWS, 1024))
     for hundredths in range(1, 100):
         budget_s = alone_s + least_s + (longest_s - least_s) * hundredths / 100
         request = decoding(
@@ -1214,10 +1214,10 @@ def test_crumbs_of_time_are_saved_up_for_the_loss_too():
         taken.append(piece.rows)
         assert (
             piece.rows >= GOOD_ROWS
-            or made.prediction.loss_s / piece.rows <= MOST_ROW_COST * good_s / GOOD_ROWS + EPSILON
+            or made.prediction.loss_s / piece.rows <= MAX_ROW_COST * good_s / GOOD_ROWS + EPSILON
         )
         assert alone_s + made.prediction.loss_s <= budget_s + EPSILON
-    assert refused and taken == sorted(taken) and taken[0] > 2 * LEAST_WINDOW_ROWS
+    assert refused and taken == sorted(taken) and taken[0] > 2 * MIN_WINDOW_ROWS
     # Numbers of rows repeat, so that libraries have compiled their products.
     assert len(set(taken)) > 2 and all(rows % LOSS_ROWS_STEP == 0 for rows in taken if rows < 1024)
     # The rest of a pack may be small, and so may a piece where waiting would bring no more.
@@ -1237,7 +1237,7 @@ def test_what_costs_much_waits_for_a_while_and_no_longer():
     """Where there will never be more time, a job gets on all the same."""
     latency = make_latency()
     alone_s = latency.decode_s(num_requests=1, context=100)
-    budget_s = alone_s + 1.01 * latency.loss_s(LEAST_WINDOW_ROWS)
+    budget_s = alone_s + 1.01 * latency.loss_s(MIN_WINDOW_ROWS)
     request = decoding(
         num_output=20, tpot_s=10.0, last_token_s=10.0 + budget_s - MOST_GAP_TPOTS * 10.0
     )
@@ -1250,7 +1250,7 @@ def test_what_costs_much_waits_for_a_while_and_no_longer():
         seen = view(request, waiting, ttft_s=1000.0, tpot_s=10.0)
         made = make_policy("slack", {"least_share": 0}).plan(seen, latency)
         assert len(made.losses) == runs
-        assert all(LEAST_WINDOW_ROWS <= piece.rows < 2 * LEAST_WINDOW_ROWS for piece in made.losses)
+        assert all(MIN_WINDOW_ROWS <= piece.rows < 2 * MIN_WINDOW_ROWS for piece in made.losses)
 
 
 def test_tasklets_follow_the_last_rows_of_the_loss():
@@ -1338,7 +1338,7 @@ def test_token_fusion_fills_every_step_up_to_the_slo(
             request, {**rows_of(made, "decode"), **rows_of(made, "prefill")}.get(request.id, 0)
         )
     if (rows := rows_of(made, "window").get("j", 0)) == 0:
-        assert latency.with_window(load, window)(LEAST_WINDOW_ROWS) > AIMED * slo_s
+        assert latency.with_window(load, window)(MIN_WINDOW_ROWS) > AIMED * slo_s
         return
     assert latency.with_window(load, window)(rows) <= AIMED * slo_s + EPSILON
     more = rows + max(1, rows // 64)

@@ -18,7 +18,7 @@ from coserve.models import Backbone, load_backbone
 from coserve.scheduling import LatencyModel
 from coserve.scheduling.policies.slack import Slack
 from coserve.scheduling.profile import Profile
-from coserve.scheduling.slo.step_budget import MOST_ARRIVAL_SHARE
+from coserve.scheduling.slo.step_budget import MAX_ARRIVAL_SHARE
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.roofline import roofline_profile
@@ -272,11 +272,11 @@ def test_loads_that_requests_alone_serve_are_served_beside_fine_tuning():
         if max(ttft, tpot) > 1.0:
             continue
         both_ttft, both_tpot, rate = latencies(load, "slack")
-        spare = ttft <= 1 - MOST_ARRIVAL_SHARE and tpot <= 0.85
+        spare = ttft <= 1 - MAX_ARRIVAL_SHARE and tpot <= 0.85
         held = (
             max(both_ttft, both_tpot) <= 1.0
             if spare
-            else both_ttft <= ttft + MOST_ARRIVAL_SHARE and both_tpot < 1.15
+            else both_ttft <= ttft + MAX_ARRIVAL_SHARE and both_tpot < 1.15
         )
         found[seed] = held, (ttft, tpot), (both_ttft, both_tpot)
         trained += rate > 0

@@ -12,7 +12,7 @@ from math import inf
 
 from msgspec import structs
 
-from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
+from coserve.scheduling.building import MIN_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import JobProgress, Partition, Plan
 
@@ -46,7 +46,7 @@ def tune_beside(
         until_s - build.seconds if job.phase in ("forward", "update") else backward_speed * until_s
     )
     add_units(build, job, latency, min(worth_s, most_s), unit_s=unit_s * backward_speed)
-    if job.id not in build.served_jobs and build.piece_s(job, LEAST_WINDOW_ROWS) <= min(
+    if job.id not in build.served_jobs and build.piece_s(job, MIN_WINDOW_ROWS) <= min(
         backward_speed * job.waited_s, most_s
     ):
         build.take(job, 0)
@@ -79,6 +79,6 @@ def add_units(
         build.tune([job], build.seconds + seconds)
         return
     rows = job.num_rows
-    while rows > LEAST_WINDOW_ROWS and latency.tasklet_s(job, rows) > unit_s:
-        rows = max(LEAST_WINDOW_ROWS, rows // 2)
+    while rows > MIN_WINDOW_ROWS and latency.tasklet_s(job, rows) > unit_s:
+        rows = max(MIN_WINDOW_ROWS, rows // 2)
     build.take(job, rows, int(seconds / latency.tasklet_s(job, rows)))

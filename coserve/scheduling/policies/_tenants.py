@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
+from coserve.scheduling.building import MIN_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.order import by_due, by_priority, by_share
 from coserve.scheduling.pieces import largest_that_fits
@@ -397,6 +397,6 @@ class _SharedStep:
         """
         if not self._build.served_jobs.isdisjoint([job.id for job in part.jobs]):
             return
-        least_s = self._build.piece_s(part.jobs[0], LEAST_WINDOW_ROWS)
+        least_s = self._build.piece_s(part.jobs[0], MIN_WINDOW_ROWS)
         if least_s <= max_s:
             self._build.tune(part.jobs[:1], self._build.step_s + least_s)

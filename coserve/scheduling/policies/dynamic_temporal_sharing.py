@@ -21,15 +21,15 @@ from coserve.scheduling.plan import Plan, View
 from coserve.scheduling.policies._turns import alternate, has_requests
 from coserve.scheduling.policies.base import Policy
 
-LEAST, MOST = 64, 512
+MIN_INTERVAL, MAX_INTERVAL = 64, 512
 # Mean queue, longest queue, and arrivals beyond completions per iteration, at which each kind of
 # pressure is 1.
 QUEUE, SPIKE, BACKLOG = 20.0, 25.0, 8.0
 # The most that queue and spike may count; pressures with the shortest and with the longest
 # interval.
-MOST_QUEUE, MOST_SPIKE = 1.0, 0.5
+MAX_QUEUE, MAX_SPIKE = 1.0, 0.5
 CALM, PRESSED = 0.8, 2.0
-SCALE, STABILIZATION, FLOOR = 0.6, 1.35, LEAST + 16
+SCALE, STABILIZATION, FLOOR = 0.6, 1.35, MIN_INTERVAL + 16
 # Intervals are worked out at every third switch, and are stretched by this factor at the others.
 SWITCHES_PER_CHOICE, STRETCH = 3, 1.1
 
@@ -38,9 +38,9 @@ SWITCHES_PER_CHOICE, STRETCH = 3, 1.1
 class Switching(History):
     """The variables of algorithm 3."""
 
-    left: float = LEAST
+    left: float = MIN_INTERVAL
     """Inference iterations until the next switch (s)."""
-    smoothed: float = LEAST
+    smoothed: float = MIN_INTERVAL
     """Smoothed interval (f_p)."""
     num_switches: int = 0
     """Switches since the interval was last worked out (d)."""
@@ -76,7 +76,7 @@ class Switching(History):
         if self.num_switches >= SWITCHES_PER_CHOICE:
             self.left, self.num_switches = self._next_interval(step), 0
         else:
-            self.left = min(MOST, STRETCH * self.smoothed)
+            self.left = min(MAX_INTERVAL, STRETCH * self.smoothed)
         self.num_steps = self.sum_queue = self.max_queue = 0
         self.arrived, self.ended = step.num_arrived, step.num_ended
 
@@ -85,13 +85,13 @@ class Switching(History):
         arrivals = (step.num_arrived - self.arrived) / self.num_steps
         completions = (step.num_ended - self.ended) / self.num_steps
         pressure = (
-            min(MOST_QUEUE, self.sum_queue / self.num_steps / QUEUE)
-            + min(MOST_SPIKE, self.max_queue / SPIKE)
+            min(MAX_QUEUE, self.sum_queue / self.num_steps / QUEUE)
+            + min(MAX_SPIKE, self.max_queue / SPIKE)
             + max(0.0, (arrivals - completions) / BACKLOG)
         )
         interval = STABILIZATION * interval_at(pressure)
         self.smoothed = (interval + 2 * self.smoothed) / 3
-        return min(MOST, max(FLOOR, self.smoothed))
+        return min(MAX_INTERVAL, max(FLOOR, self.smoothed))
 
 
 def interval_at(pressure: float) -> float:
@@ -99,10 +99,12 @@ def interval_at(pressure: float) -> float:
     31 to 37).
     """
     if pressure <= CALM:
-        return LEAST
+        return MIN_INTERVAL
     if pressure >= PRESSED:
-        return MOST
-    return LEAST + (pressure - CALM) / (PRESSED - CALM) * SCALE * (MOST - LEAST)
+        return MAX_INTERVAL
+    return MIN_INTERVAL + (pressure - CALM) / (PRESSED - CALM) * SCALE * (
+        MAX_INTERVAL - MIN_INTERVAL
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ from coserve.scheduling.profile import Profile
 from coserve.scheduling.sharing import Share, between
 
 # The largest batch and the numbers of tokens in the cache at which decode steps are fitted.
-MOST_BATCH, CONTEXTS = 64, (256, 1024)
+MAX_BATCH, CONTEXTS = 64, (256, 1024)
 # Sizes up to which batches may take as long as one request, and by which share longer they may take
 # for that.
 _PADDED, _AS_LONG = (2, 4, 8, 16), 0.05
@@ -125,7 +125,7 @@ def _solo(latency: LatencyModel, share: Share) -> Solo:
 
     as_long = (1 + _AS_LONG) * seconds(1, 0)
     padded = max([1, *[batch for batch in _PADDED if seconds(batch, 0) <= as_long]])
-    batches = (padded, round((padded * MOST_BATCH) ** 0.5), MOST_BATCH)
+    batches = (padded, round((padded * MAX_BATCH) ** 0.5), MAX_BATCH)
     lines = [_line(batches, [seconds(batch, context) for batch in batches]) for context in CONTEXTS]
     (near, near_start), (far, far_start) = lines
     k0 = (far - near) / (CONTEXTS[1] - CONTEXTS[0])

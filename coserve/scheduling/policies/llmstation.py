@@ -35,7 +35,7 @@ from typing import ClassVar
 
 from msgspec import structs
 
-from coserve.scheduling.building import LEAST_WINDOW_ROWS, PlanBuilder
+from coserve.scheduling.building import MIN_WINDOW_ROWS, PlanBuilder
 from coserve.scheduling.history import History, StepView
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.memory import MemoryPlan
@@ -252,8 +252,8 @@ class _Step:
         is kept; otherwise after it.
         """
         decode_s, rows = self._decode_s(), self.job.num_rows
-        while rows > LEAST_WINDOW_ROWS and self._tasklet_s(rows) > self.budget_s - decode_s:
-            rows = max(LEAST_WINDOW_ROWS, rows // 2)
+        while rows > MIN_WINDOW_ROWS and self._tasklet_s(rows) > self.budget_s - decode_s:
+            rows = max(MIN_WINDOW_ROWS, rows // 2)
         tasklet_s = self._tasklet_s(rows)
         if self.build.num_rows and self.view.num_units > 1:
             number, found = self._most_beside(rows, decode_s, tasklet_s)

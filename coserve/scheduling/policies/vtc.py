@@ -23,7 +23,7 @@ from coserve.scheduling.order import by_share
 from coserve.scheduling.plan import JobProgress, Plan, RequestProgress, View
 from coserve.scheduling.policies.base import setting
 from coserve.scheduling.policies.slack import Slack
-from coserve.scheduling.slo import LEAST_TIMES_ALONE, SOLO_CONTEXT
+from coserve.scheduling.slo import MIN_TIMES_ALONE, SOLO_CONTEXT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def _within_shares(view: View, latency: LatencyModel) -> View:
     }
     if len(tenants) < 2:
         return view
-    alone_s = LEAST_TIMES_ALONE * latency.decode_s(num_requests=1, context=SOLO_CONTEXT)
+    alone_s = MIN_TIMES_ALONE * latency.decode_s(num_requests=1, context=SOLO_CONTEXT)
     least_s = min(view.tpot_s, len(tenants) * alone_s)
     if all(request.info.tpot_s >= least_s for request in (*view.requests, *view.waiting)):
         return view

@@ -4,8 +4,8 @@ take of it.
 
 from coserve.scheduling.slo.promise import (
     DEFAULT_TPOT_STEPS,
-    LEAST_DEFAULT_TPOT_S,
-    LEAST_TIMES_ALONE,
+    MIN_DEFAULT_TPOT_S,
+    MIN_TIMES_ALONE,
     SOLO_CONTEXT,
     DefaultSlo,
     Slo,
@@ -15,8 +15,8 @@ from coserve.scheduling.slo.promise import (
 
 __all__ = [
     "DEFAULT_TPOT_STEPS",
-    "LEAST_DEFAULT_TPOT_S",
-    "LEAST_TIMES_ALONE",
+    "MIN_DEFAULT_TPOT_S",
+    "MIN_TIMES_ALONE",
     "SOLO_CONTEXT",
     "DefaultSlo",
     "Slo",

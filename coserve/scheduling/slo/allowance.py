@@ -41,7 +41,7 @@ NEAR_RESERVE_TPOTS = 1.5
 # Near an SLO jobs get this much of `least_share`, unless more requests than the second share are
 # late without jobs. 0.01 is the same, 0.04: × 8.8 at the edge. Of the second 0.025: × 0.9 with long
 # prompts; 0.1: 0.8 points more under overload.
-NEAR_LEAST_SHARE, MOST_LATE_SHARE = 0.02, 0.05
+NEAR_LEAST_SHARE, MAX_LATE_SHARE = 0.02, 0.05
 
 
 class Allowance:
@@ -66,7 +66,7 @@ class Allowance:
         """Return how much of the policy's `least_share` jobs get. Where requests are marginal, each
         is late by all that jobs took since the device was last idle: there it is next to nothing.
         """
-        return NEAR_LEAST_SHARE if self.is_near and self._use.late_share < MOST_LATE_SHARE else 1.0
+        return NEAR_LEAST_SHARE if self.is_near and self._use.late_share < MAX_LATE_SHARE else 1.0
 
     def reserve_tpots(self, usual: float) -> float:
         """Return what jobs leave in every bank, in TPOTs; usual: far from the SLOs."""

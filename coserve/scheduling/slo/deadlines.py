@@ -41,7 +41,7 @@ URGENT_CATCH_UP_SHARE = 0.1
 # of what it catches up over the tokens that are sure to come: up to the second number of all, since
 # most answers are no shorter. Half of either: 0.6 points more without jobs in bursts; twice: the
 # same.
-FREE_CATCH_UP_SHARE, LEAST_ANSWER_TOKENS = 0.3, 16
+FREE_CATCH_UP_SHARE, MIN_ANSWER_TOKENS = 0.3, 16
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,8 +157,8 @@ def decode_deadlines(  # noqa: C901
         kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
         next_s = last_s + tpot_s
         num_sure, num_later = request.num_sure, request.num_left - 1
-        if num_sure < LEAST_ANSWER_TOKENS - num_output:
-            num_sure = LEAST_ANSWER_TOKENS - num_output
+        if num_sure < MIN_ANSWER_TOKENS - num_output:
+            num_sure = MIN_ANSWER_TOKENS - num_output
         if num_sure > num_later:
             num_sure = num_later
         due_s = (

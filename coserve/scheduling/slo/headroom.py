@@ -34,9 +34,9 @@ _INFEASIBLE, _MAX_INFEASIBLE_SHARE = 1.25, 0.05
 _MEAN_S, _PEAK_S = 5.0, 60.0
 # Seconds after which a step weighs a third of what it did in the device's speed of now; and how
 # much slower than it one step can make it.
-_SPEED_S, _MOST_SLOWER = 10.0, 2.0
+_SPEED_S, _MAX_SLOWER = 10.0, 2.0
 # A clock that stands still while a step runs says nothing about the device.
-_LEAST_SLOWNESS = 0.01
+_MIN_SLOWNESS = 0.01
 
 
 class SloHeadroom:
@@ -97,10 +97,10 @@ class _Slowness:
         left = exp(-seconds / _SPEED_S)
         self._profiled_s = left * self._profiled_s + profiled_s
         self._measured_s = left * self._measured_s + min(
-            measured_s, _MOST_SLOWER * self.now * profiled_s
+            measured_s, _MAX_SLOWER * self.now * profiled_s
         )
         if self._profiled_s > 0:
-            self.now = max(_LEAST_SLOWNESS, self._measured_s / self._profiled_s)
+            self.now = max(_MIN_SLOWNESS, self._measured_s / self._profiled_s)
 
 
 class _Summary(NamedTuple):

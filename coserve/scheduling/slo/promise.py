@@ -9,14 +9,14 @@ from coserve.scheduling.latency import LatencyModel
 # The default TPOT: a decode step alone as many times, for company; and no less than this. Readers
 # take in some five words a second; and FlexLLM (table 2) advises against sharing a device below 25
 # ms per token.
-DEFAULT_TPOT_STEPS, LEAST_DEFAULT_TPOT_S = 2.5, 0.025
+DEFAULT_TPOT_STEPS, MIN_DEFAULT_TPOT_S = 2.5, 0.025
 # Tokens in the cache of the request that stands for a decode step alone.
 SOLO_CONTEXT = 512
 # No promise is tighter than what the request takes alone on the device, times this: predictions
 # err, and steps that run when it arrives must end first.
-LEAST_TIMES_ALONE = 1.25
+MIN_TIMES_ALONE = 1.25
 # From what share of it on a default TPOT is changed, when predictions change.
-_LEAST_CHANGE = 0.05
+_MIN_CHANGE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Slo:
 def default_tpot_s(latency: LatencyModel) -> float:
     """The TPOT of requests that bring none, by what is known of the device now."""
     return max(
-        LEAST_DEFAULT_TPOT_S,
+        MIN_DEFAULT_TPOT_S,
         DEFAULT_TPOT_STEPS * latency.decode_s(num_requests=1, context=SOLO_CONTEXT),
     )
 
@@ -64,7 +64,7 @@ class DefaultSlo:
         if not self._follows:
             return
         tpot_s = default_tpot_s(self._latency)
-        if abs(tpot_s - self._value.tpot_s) > _LEAST_CHANGE * self._value.tpot_s:
+        if abs(tpot_s - self._value.tpot_s) > _MIN_CHANGE * self._value.tpot_s:
             self._value = Slo(ttft_s=self._value.ttft_s, tpot_s=tpot_s)
 
 
@@ -81,8 +81,8 @@ def feasible_slo(
         max_tokens: the most that its output may have.
     """
     context = num_prompt_tokens + max_tokens // 2
-    ttft_s = LEAST_TIMES_ALONE * latency.prompt_s(num_prompt_tokens)
-    tpot_s = LEAST_TIMES_ALONE * latency.decode_s(num_requests=1, context=context)
+    ttft_s = MIN_TIMES_ALONE * latency.prompt_s(num_prompt_tokens)
+    tpot_s = MIN_TIMES_ALONE * latency.decode_s(num_requests=1, context=context)
     if slo.ttft_s >= ttft_s and slo.tpot_s >= tpot_s:
         return slo
     return Slo(

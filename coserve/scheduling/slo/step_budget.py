@@ -43,10 +43,10 @@ URGENT_SHARE = 1 / 3
 # Prompts that would need more than this share, and more than leaves no gap that is noticed, are
 # infeasible. The gap is nearly always the larger bound (benchmarks/slo-edge.md, 2026-11-25): no
 # simulated load tells 0.6 or 0.9 from it.
-MOST_SHARE = 0.8
+MAX_SHARE = 0.8
 # A step of two TPOTs is always allowed, up to this share of the TTFT: on a slow device nothing
 # would fit otherwise. 0.25: × 0.85 where the TTFT is short; 1 is the same.
-MOST_ARRIVAL_SHARE = 0.5
+MAX_ARRIVAL_SHARE = 0.5
 # Below this share of free pages, or of free slots, jobs get less the fewer there are. 0.125 is the
 # same, 0.5: × 0.88 with few slots.
 SCARCE = 0.25
@@ -72,7 +72,7 @@ class BudgetSettings:
             ttft_s: its SLO.
             tpot_s: the tightest SLO of those that run.
         """
-        return max(self.arrival_share * ttft_s, min(2 * tpot_s, MOST_ARRIVAL_SHARE * ttft_s))
+        return max(self.arrival_share * ttft_s, min(2 * tpot_s, MAX_ARRIVAL_SHARE * ttft_s))
 
 
 class PromptsNeed(NamedTuple):
@@ -91,7 +91,7 @@ class PromptsNeed(NamedTuple):
     """Time at which the first of them is due that is not late yet."""
 
 
-_NO_PROMPTS = PromptsNeed(0.0, MOST_SHARE, [], [], inf)
+_NO_PROMPTS = PromptsNeed(0.0, MAX_SHARE, [], [], inf)
 
 
 class PrefillBudget(NamedTuple):
@@ -151,7 +151,7 @@ class StepBudget:
         if not prompts:
             return _NO_PROMPTS
         now_s, late = self._view.now_s, 1 + self._latency.corrections.margin
-        max_share = max(MOST_SHARE, 1 - decode_s / (self._settings.max_gap_tpots * self.tpot_s))
+        max_share = max(MAX_SHARE, 1 - decode_s / (self._settings.max_gap_tpots * self.tpot_s))
         due_s = {each.id: self.due_at_s(each) for each in prompts}
         aged, timely, infeasible = (list[RequestProgress]() for _ in range(3))
         share = needed_s = 0.0
@@ -192,7 +192,7 @@ class StepBudget:
         """Return what prompts may take of a step in which nobody decodes: a request that arrives
         waits for its end.
         """
-        return PrefillBudget(inf if need.share > MOST_ARRIVAL_SHARE else self.arrival_wait_s, True)
+        return PrefillBudget(inf if need.share > MAX_ARRIVAL_SHARE else self.arrival_wait_s, True)
 
     def prefill_beside(
         self, deadlines: Deadlines, need: PromptsNeed, begun_s: float, *, others_want_time: bool
@@ -213,7 +213,7 @@ class StepBudget:
             seconds = max(seconds, min(begun_s / (1 - min(need.share, need.max_share)), urgent_s))
         if not others_want_time and self.allowance.frees_pace:
             seconds = max(seconds, (deadlines.free_s - now_s) / late)
-        return PrefillBudget(seconds, need.share > MOST_ARRIVAL_SHARE or not need.share)
+        return PrefillBudget(seconds, need.share > MAX_ARRIVAL_SHARE or not need.share)
 
     def before_prompts(self, deadlines: Deadlines, need: PromptsNeed) -> Deadlines:
         """Return deadlines that end before the next prompt is due. What is late already does not

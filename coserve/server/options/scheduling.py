@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from coserve.handover.roles import ROLES
 from coserve.scheduling.policies import DEFAULT_POLICY, policy_names
-from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, LEAST_DEFAULT_TPOT_S
+from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, MIN_DEFAULT_TPOT_S
 from coserve.server.options.option import OptionGroup, check_choice, check_seconds, option
 from coserve.server.units import bytes_of, seconds_of, slo_seconds
 from coserve.settings import check_whole
@@ -47,7 +47,7 @@ class SchedulingOptions(OptionGroup):
         parse=slo_seconds,
         metavar="TIME",
         shown=(
-            f"{DEFAULT_TPOT_STEPS} × a decode step alone, at least {1e3 * LEAST_DEFAULT_TPOT_S:g}ms"
+            f"{DEFAULT_TPOT_STEPS} × a decode step alone, at least {1e3 * MIN_DEFAULT_TPOT_S:g}ms"
         ),
     )
     policy: str = option(
