@@ -1,4 +1,4 @@
-"""What jobs may take of requests' time, by how much of their SLOs recent requests used by
+"""The time of requests that jobs may take, by how much of their SLOs recent requests used by
 themselves (`SloUse`).
 
 Far from their SLOs requests lose nothing that they would miss. Near them, what jobs take now makes
@@ -6,8 +6,8 @@ all later requests late, the more so the fuller the time is: a queue that hardly
 every delay on.
 
 Where each value comes from, and what happens at half and at twice of it, or of what it leaves of 1:
-benchmarks/slack-constants.md. "× 2.9" is what jobs get, points are of requests in time; a load that
-is not named is the same.
+benchmarks/slack-constants.md. "× 2.9" is a factor on the work of jobs, points are percentage points
+of requests in time; a load that is not named is the same.
 """
 
 from math import inf
@@ -45,8 +45,8 @@ NEAR_LEAST_SHARE, MAX_LATE_SHARE = 0.02, 0.05
 
 
 class Allowance:
-    """What jobs may take at one use of SLOs. Worked out where it is asked for: a plan asks for part
-    of it.
+    """The time that jobs may take at one use of SLOs. Computed on demand: a plan needs part of
+    it.
     """
 
     def __init__(self, use: SloUse) -> None:
@@ -56,28 +56,29 @@ class Allowance:
 
     @property
     def frees_pace(self) -> bool:
-        """Return whether prompts without jobs beside them may go beyond the pace of the SLOs:
-        requests are known to use little of their TPOT, or none has been seen.
+        """Return whether prompts without jobs beside them may exceed the pace of the SLOs: requests
+        use little of their TPOT, or none has been seen.
         """
         return self._use.tpot <= NEAR if self._use.tpot else not self._use.known
 
     @property
     def least_share(self) -> float:
-        """Return how much of the policy's `least_share` jobs get. Where requests are marginal, each
-        is late by all that jobs took since the device was last idle: there it is next to nothing.
+        """Return the factor on the policy's `least_share`. Where requests are marginal, each is
+        late by all that jobs took since the device was last idle: there it is next to nothing.
         """
         return NEAR_LEAST_SHARE if self.is_near and self._use.late_share < MAX_LATE_SHARE else 1.0
 
     def reserve_tpots(self, usual: float) -> float:
-        """Return what jobs leave in every bank, in TPOTs; usual: far from the SLOs."""
+        """Return the TPOTs that jobs leave in every bank, given those far from the SLOs."""
         return max(usual, NEAR_RESERVE_TPOTS if self.is_near else 0.0)
 
     @property
     def jobs_share(self) -> float:
-        """Return what jobs may take of a request's time per token, in all: as much as they like
-        where requests are far from their TPOT; nothing where they use all of it, or where the time
-        was filled lately, or may have been. Where first tokens have time, the use of the TPOT says
-        little (`pace_share`): how far the time was filled counts.
+        """Return the share of a request's time per token that jobs may take in all.
+
+        It is unlimited where requests are far from their TPOT, and 0 where they use all of it, or
+        where the time was filled lately, or may have been. Where first tokens have time, the use of
+        the TPOT says little (`pace_share`), and how far the time was filled decides.
         """
         use = self._use
         if use.tpot <= NEAR:
@@ -92,12 +93,13 @@ class Allowance:
 
     @property
     def pace_share(self) -> float:
-        """Return what jobs may take of a step at the pace of the SLOs. Requests that are held to
-        this pace are more when a burst of prompts comes, and have saved up less for it: harmless,
-        unless requests are marginal at their TTFT, or may be. The first burst that shows it is late
-        by what jobs took before; less so where time is left in which its queue ends. The TPOT tells
-        nothing of that as long as it is held: prompts, too, may take all of a step at this pace,
-        whether they have to or not.
+        """Return the share of a step at the pace of the SLOs that jobs may take.
+
+        Requests that are held to this pace are more when a burst of prompts comes, and have saved
+        up less for it: harmless, unless requests are marginal at their TTFT, or may be. The first
+        burst that shows it is late by what jobs took before; less so where time is left in which
+        its queue ends. The TPOT says nothing about that as long as it is held: prompts, too, may
+        take all of a step at this pace, whether they have to or not.
         """
         use = self._use
         if use.tpot <= NEAR:
@@ -108,7 +110,9 @@ class Allowance:
 
     @property
     def wait_share(self) -> float:
-        """Return what a step of jobs may take of a TTFT: nothing where requests use all of it."""
+        """Return the share of a TTFT that a step of jobs may take; 0 where requests use all of
+        it.
+        """
         return (
             WAIT_SHARE_OF_REST
             * max(0.0, 1 - self._use.ttft)

@@ -1,8 +1,8 @@
-"""When the next tokens of requests are due, and which of them can still keep their SLO.
+"""Deadlines of the next tokens of requests, and the test whether a request can still keep its SLO.
 
 A first token is due at arrival + TTFT. With k tokens out, the next is due at first token + k ×
-TPOT: the SLO is about the mean time per token, so what earlier tokens came early is banked. It is
-never later than a gap that a reader would notice.
+TPOT: the SLO is about the mean time per token, so time that earlier tokens came early is banked. A
+token is never due later than a gap that a reader would notice.
 
 A request is infeasible if it could not keep its SLO even if all its remaining tokens came as fast
 as now possible. Nobody gains from hurrying it, so it is served last, at the pace of the default SLO
@@ -53,7 +53,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Time until which jobs may take it."""
     urgent_s: float = inf
     """Time until which urgent prompts may: each request has its next token at the pace of its SLO,
-    or can catch up."""
+    or can catch up.
+    """
     free_s: float = inf
     """Time until which any prompts may where nobody else wants the time that requests save: each
     surely catches up."""
@@ -61,15 +62,18 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of seconds that jobs may still take from any of the requests."""
 
     def with_jobs_until(self, seconds: float) -> "Deadlines":
-        """The same, but that jobs may take time until then at most."""
+        """Return the same with jobs limited to this time."""
         return msgspec.structs.replace(self, jobs_s=min(self.jobs_s, seconds))
 
 
 def due_at_s(
     request: RequestProgress, *, max_gap_tpots: float, reserve_tpots: float = 0.0
 ) -> float:
-    """When a request's next token is due, with this much of the bank kept once the request is under
-    way.
+    """Return the time at which a request's next token is due.
+
+    Args:
+        max_gap_tpots: Longest gap between tokens, in TPOTs.
+        reserve_tpots: Part of the bank that is kept once the request is under way, in TPOTs.
     """
     if request.first_token_s is None:
         return request.info.arrival_s + request.info.ttft_s
@@ -79,7 +83,9 @@ def due_at_s(
 
 
 def sure_by_s(due_s: float, now_s: float, margin: float) -> float:
-    """When a step should end by prediction that must not end later than due_s."""
+    """Return the predicted end of a step that must not end later than due_s, with the margin's
+    share to spare.
+    """
     return now_s + (due_s - now_s) / (1 + SURE_MARGINS * margin)
 
 

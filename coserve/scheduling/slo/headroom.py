@@ -1,12 +1,13 @@
-"""How near to their SLOs requests come by themselves: what jobs must not take.
+"""The SLO headroom of recent requests: how near to their SLOs they come by themselves, which jobs
+must not use up.
 
-Invariant 7 asks that SLOs which inference alone can hold are held beside jobs. What inference alone
-would do is not seen while jobs run; but it is close to what happened, less the seconds that work of
-jobs took meanwhile. Each request that ends adds what it used in this sense, as a share of its SLO,
-and a policy has jobs give way as the largest of these come near 1.
+Invariant 7 requires that SLOs which inference alone can hold are held beside jobs. How inference
+alone would fare cannot be observed while jobs run; but it is close to what happened, less the
+seconds that work of jobs took meanwhile. Each request that ends adds what it used in this sense, as
+a share of its SLO, and a policy has jobs give way as the largest of these come near 1.
 
 What requests use is remembered for long, and with few of them the slowest one counts. So it is
-remembered in seconds of the profile, and seen as what it would be at the present speed of the
+remembered in seconds of the profile, and read as what it would be at the present speed of the
 device: a minute in which another process had the machine, or the first prompt of a process, says
 nothing about the minutes after it.
 """
@@ -40,7 +41,7 @@ _MIN_SLOWNESS = 0.01
 
 
 class SloHeadroom:
-    """What recent requests left of their SLOs: plain bookkeeping of what each used by itself."""
+    """A record of the shares of their SLOs that recent requests used by themselves."""
 
     def __init__(self) -> None:
         self._ttft, self._tpot, self._time, self._speed = (
@@ -51,17 +52,17 @@ class SloHeadroom:
         )
 
     def add_first_token(self, now_s: float, share: float) -> None:
-        """A request has its first token, for which it used this share of its TTFT, less what was
+        """Record the share of its TTFT that a request used for its first token, less what was
         taken.
         """
         self._ttft.add(now_s, share)
 
     def add_end(self, now_s: float, share: float) -> None:
-        """A request has ended that used this share of its TPOT, less what was taken."""
+        """Record the share of its TPOT that an ended request used, less what was taken."""
         self._tpot.add(now_s, share)
 
     def add_step(self, plan: Plan, taken: Taken, *, started_s: float, ended_s: float) -> None:
-        """A step was run of which this was taken."""
+        """Record a step and what was taken of it."""
         planned = plan.prediction
         if not planned.forward_s:
             return
@@ -71,8 +72,8 @@ class SloHeadroom:
         self._time.add(started_s, ended_s, used_s)
 
     def use(self, now_s: float) -> SloUse:
-        """Return what 99 of 100 recent requests used at most, and how many used more than there
-        was.
+        """Return the shares that 99 of 100 recent requests used at most, and the share of those
+        that used more than there was.
         """
         slowness = self._speed.now
         ttft, tpot = self._ttft.at(now_s, slowness), self._tpot.at(now_s, slowness)
@@ -86,14 +87,14 @@ class SloHeadroom:
 
 
 class _Slowness:
-    """How many times as long as by the profile forward passes take now."""
+    """The present ratio of the times of forward passes to those of the profile."""
 
     def __init__(self) -> None:
         self.now = 1.0
         self._profiled_s = self._measured_s = 0.0
 
     def add(self, profiled_s: float, measured_s: float, seconds: float) -> None:
-        """Rows of requests in a step that took `seconds` in all."""
+        """Record rows of requests in a step that took `seconds` in all."""
         left = exp(-seconds / _SPEED_S)
         self._profiled_s = left * self._profiled_s + profiled_s
         self._measured_s = left * self._measured_s + min(
@@ -104,17 +105,19 @@ class _Slowness:
 
 
 class _Summary(NamedTuple):
-    """Of recent values: what 99 of 100 stay within, and the share of those above 1."""
+    """A summary of recent values."""
 
     quantile: float = 0.0
+    """Value within which 99 of 100 stay."""
     late_share: float = 0.0
+    """Share of the values above 1."""
 
 
 _NOTHING_KNOWN = _Summary()
 
 
 class _TimeUsed:
-    """The largest mean over some seconds of the share of the time that requests used."""
+    """The share of the time that requests used: the largest of its averages over some seconds."""
 
     def __init__(self) -> None:
         self._since_s, self._used_s = 0.0, 0.0
@@ -138,7 +141,7 @@ class _TimeUsed:
 
 
 class _Recent:
-    """Values of recent requests, in the order in which they came and sorted, and their summary."""
+    """Values of recent requests, in the order of arrival and sorted, and their summary."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
@@ -155,7 +158,7 @@ class _Recent:
         insort(self._sorted, share)
 
     def at(self, now_s: float, times: float) -> _Summary:
-        """Of the values times a number."""
+        """Return the summary of the values multiplied by a number."""
         while self._recent and self._recent[0][0] < now_s - _MEMORY_S:
             self._forget_first()
         if self._summary is None or self._summary[0] != times:
@@ -163,7 +166,7 @@ class _Recent:
         return self._summary[1]
 
     def known(self, now_s: float) -> float:
-        """How far the values tell what 99 of 100 are, from 0 to 1."""
+        """Return how well the values tell the 99th percentile, from 0 to 1."""
         if not self._recent:
             return 0.0
         watched_s = now_s - self._recent[0][0]

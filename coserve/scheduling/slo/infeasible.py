@@ -1,4 +1,4 @@
-"""Requests whose first token comes too late whatever is done for them: they are served after the
+"""Requests whose first token comes too late even if nothing else runs: they are served after the
 others.
 """
 
@@ -13,8 +13,8 @@ MAX_WAIT_TTFTS = 10.0
 
 
 def is_infeasible(request: RequestProgress, view: View, latency: LatencyModel) -> bool:
-    """Return whether a first token comes too late even if nothing else runs; not if it was so for
-    very long.
+    """Return whether a first token comes too late even if nothing else runs; False once the request
+    has waited for very long.
     """
     if request.first_token_s is not None or has_waited(request, view):
         return False
@@ -23,8 +23,8 @@ def is_infeasible(request: RequestProgress, view: View, latency: LatencyModel) -
 
 
 def has_waited(request: RequestProgress, view: View) -> bool:
-    """Return whether a request has waited for its first token until its turn has come, whatever
-    else waits.
+    """Return whether a request has waited so long for its first token that its turn has come,
+    whatever else waits.
     """
     waited_s = view.now_s - request.info.arrival_s
     return request.first_token_s is None and waited_s > MAX_WAIT_TTFTS * request.info.ttft_s
@@ -33,7 +33,7 @@ def has_waited(request: RequestProgress, view: View) -> bool:
 def infeasible_last(
     queue: Sequence[RequestProgress], view: View, latency: LatencyModel
 ) -> Sequence[RequestProgress]:
-    """Return a queue in its order, but with infeasible requests at its end."""
+    """Return a queue in its order, with infeasible requests moved to its end."""
     if all(view.now_s <= request.info.arrival_s + request.info.ttft_s for request in queue):
         return queue
     return sorted(queue, key=lambda request: is_infeasible(request, view, latency))

@@ -1,5 +1,5 @@
-"""The promise about a request's latency: what it is, what it is by default, and what a device can
-hold at all.
+"""The promise about a request's latency (SLO), its default, and the tightest that a device can
+hold.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,12 @@ _MIN_CHANGE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """Seconds to a request's first token, and mean seconds between later ones."""
+    """The latency promised to a request."""
 
     ttft_s: float
+    """Seconds to its first token."""
     tpot_s: float
+    """Mean seconds between later tokens."""
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
@@ -35,7 +37,7 @@ class Slo:
 
 
 def default_tpot_s(latency: LatencyModel) -> float:
-    """The TPOT of requests that bring none, by what is known of the device now."""
+    """Return the TPOT of requests that bring none, as the latency model now predicts the device."""
     return max(
         MIN_DEFAULT_TPOT_S,
         DEFAULT_TPOT_STEPS * latency.decode_s(num_requests=1, context=SOLO_CONTEXT),
@@ -46,13 +48,13 @@ class DefaultSlo:
     """The SLO of requests that bring none."""
 
     def __init__(self, latency: LatencyModel, *, ttft_s: float, tpot_s: float | None) -> None:
-        """tpot_s: None: by what is known of the device."""
+        """Set the default; a tpot_s of None follows the device."""
         self._latency, self._follows = latency, tpot_s is None
         self._value = Slo(ttft_s=ttft_s, tpot_s=tpot_s or default_tpot_s(latency))
 
     @property
     def value(self) -> Slo:
-        """As of now. One that is set stays, whatever the device turns out to be."""
+        """Return the present default. Once it is set, it no longer follows the device."""
         return self._value
 
     @value.setter
@@ -60,7 +62,7 @@ class DefaultSlo:
         self._value, self._follows = slo, False
 
     def follow_device(self) -> None:
-        """Predictions have changed: so may what follows from them."""
+        """Update the TPOT after predictions have changed, if it follows the device."""
         if not self._follows:
             return
         tpot_s = default_tpot_s(self._latency)
@@ -71,14 +73,15 @@ class DefaultSlo:
 def feasible_slo(
     slo: Slo, default: Slo, latency: LatencyModel, *, num_prompt_tokens: int, max_tokens: int
 ) -> Slo:
-    """The SLO itself (the same object), or one in which what the device cannot hold is replaced.
+    """Return the SLO itself (the same object), or one in which what the device cannot hold is
+    replaced.
 
     What cannot be held, even by this request alone, becomes the default: the tightest promise that
     could be held would take all of the device for one request, and leave others and jobs nothing.
 
     Args:
-        default: of requests that bring none.
-        max_tokens: the most that its output may have.
+        default: SLO of requests that bring none.
+        max_tokens: Maximum number of tokens of its output.
     """
     context = num_prompt_tokens + max_tokens // 2
     ttft_s = MIN_TIMES_ALONE * latency.prompt_s(num_prompt_tokens)

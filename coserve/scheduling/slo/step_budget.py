@@ -1,5 +1,5 @@
-"""What one step may take: the model that weighs the SLOs of requests against each other and against
-work of jobs.
+"""The time budget of one step: it weighs the SLOs of requests against each other and against work
+of jobs.
 
 The time to the tightest deadline is the step's budget (`slo.deadlines`). Prompts take from it what
 they need to be in time, and more where decoding requests have it to spare. Jobs get what is left,
@@ -10,17 +10,17 @@ and stop before anything would be late:
   tokens.
 - Beyond that a little of every bank is never spent: a step that takes longer than predicted finds
   it there.
-- No step with jobs in it is planned to last longer than `arrival_wait_s`, which bounds what a
-  request waits for that arrives just after planning: with nothing else running, its first row
-  enters the next step.
+- No step with jobs in it is planned to last longer than `arrival_wait_s`, which bounds the wait of
+  a request that arrives just after planning: with nothing else running, its first row enters the
+  next step.
 - How near recent requests came to their SLOs decides how much of all this jobs may have
   (`slo.allowance`).
 - Jobs that stretch requests keep pages and slots occupied: as these get scarce, jobs give way, and
   wholly while a request that can still be in time waits for them.
 
 Where each value comes from, and what happens at half and at twice of it, or of what it leaves of 1:
-benchmarks/slack-constants.md. "× 9.7" is what jobs get, points are of requests in time; a load that
-is not named is the same.
+benchmarks/slack-constants.md. "× 9.7" is a factor on the work of jobs, points are percentage points
+of requests in time; a load that is not named is the same.
 """
 
 from collections.abc import Sequence
@@ -57,34 +57,38 @@ QUEUED_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSettings:
-    """What a policy's user may set of it; see `Slack`."""
+    """The settings of a policy's budget; `Slack` describes each."""
 
     max_gap_tpots: float
+    """Longest gap between two tokens, in TPOTs."""
     reserve_tpots: float
+    """Reserve that jobs leave in every bank, in TPOTs."""
     arrival_share: float
+    """Share of the TTFT that an arrival may wait for a step with jobs in it."""
     least_share: float
+    """Share of the time that jobs get in any case."""
 
     def arrival_wait_s(self, ttft_s: float, tpot_s: float) -> float:
-        """Return the longest that a request waits for a step with jobs in it that runs when it
-        arrives.
+        """Return the longest that an arriving request waits for a step with jobs in it.
 
         Args:
-            ttft_s: its SLO.
-            tpot_s: the tightest SLO of those that run.
+            ttft_s: Its SLO.
+            tpot_s: Tightest SLO of running requests.
         """
         return max(self.arrival_share * ttft_s, min(2 * tpot_s, MAX_ARRIVAL_SHARE * ttft_s))
 
 
 class PromptsNeed(NamedTuple):
-    """What prompts need to be in time."""
+    """The time that prompts need to be in time."""
 
     share: float
     """Share of the time that is enough for all that can be in time."""
     max_share: float
     """Largest share that prompts may have beside requests that decode."""
     aged: list[RequestProgress]
-    """At most one that cannot be in time and has waited for very long; it gets a piece before the
-    others."""
+    """At most one prompt that cannot be in time and has waited for very long; it gets a piece
+    before the others.
+    """
     ordered: list[RequestProgress]
     """The others by their deadlines, then infeasible ones as they came."""
     first_due_s: float
@@ -95,7 +99,7 @@ _NO_PROMPTS = PromptsNeed(0.0, MAX_SHARE, [], [], inf)
 
 
 class PrefillBudget(NamedTuple):
-    """What prompts may take of a step."""
+    """The time that prompts may take of a step."""
 
     seconds: float
     """From the step's start to the end of the forward pass."""
@@ -104,7 +108,7 @@ class PrefillBudget(NamedTuple):
 
 
 class StepBudget:
-    """What a step may take that serves these requests."""
+    """The budget of a step that serves given requests."""
 
     def __init__(
         self,
@@ -122,9 +126,7 @@ class StepBudget:
 
     @property
     def arrival_wait_s(self) -> float:
-        """Return the longest that a request waits for a step with jobs in it that runs when it
-        arrives.
-        """
+        """Return the longest that an arriving request waits for a step with jobs in it."""
         return self._settings.arrival_wait_s(self._view.ttft_s, self.tpot_s)
 
     @property
@@ -134,12 +136,12 @@ class StepBudget:
 
     def max_jobs_s(self, requests_s: float) -> float:
         """Return the longest that jobs may take of a step whose other work takes requests_s, for
-        those that arrive.
+        the sake of arriving requests.
         """
         return min(self.arrival_wait_s - requests_s, self.allowance.wait_share * self._view.ttft_s)
 
     def due_at_s(self, request: RequestProgress, reserve_tpots: float = 0.0) -> float:
-        """Return when a request's next token is due."""
+        """Return the time at which a request's next token is due."""
         return due_at_s(
             request, max_gap_tpots=self._settings.max_gap_tpots, reserve_tpots=reserve_tpots
         )
@@ -147,7 +149,7 @@ class StepBudget:
     # -- requests -----------------------------------------------------------------------
 
     def prompts_need(self, prompts: Sequence[RequestProgress], decode_s: float) -> PromptsNeed:
-        """Return what prompts need beside a decode step of this length."""
+        """Return the need of prompts beside a decode step of this length."""
         if not prompts:
             return _NO_PROMPTS
         now_s, late = self._view.now_s, 1 + self._latency.corrections.margin
@@ -173,8 +175,8 @@ class StepBudget:
     def deadlines(
         self, decoding: Sequence[RequestProgress], decode_s: float, need: PromptsNeed
     ) -> Deadlines:
-        """Return when requests that decode are due, beside prompts with this need. Prompts leave
-        one TPOT in every bank as long as they are not urgent.
+        """Return the deadlines of requests that decode, beside prompts with this need. Prompts
+        leave one TPOT in every bank as long as they are not urgent.
         """
         return decode_deadlines(
             decoding,
@@ -189,21 +191,20 @@ class StepBudget:
         )
 
     def prefill_alone(self, need: PromptsNeed) -> PrefillBudget:
-        """Return what prompts may take of a step in which nobody decodes: a request that arrives
-        waits for its end.
+        """Return the time that prompts may take of a step in which nobody decodes: an arriving
+        request waits for its end.
         """
         return PrefillBudget(inf if need.share > MAX_ARRIVAL_SHARE else self.arrival_wait_s, True)
 
     def prefill_beside(
         self, deadlines: Deadlines, need: PromptsNeed, begun_s: float, *, others_want_time: bool
     ) -> PrefillBudget:
-        """Return what prompts may take beside requests that decode: urgent ones the share that they
-        need, though requests are late meanwhile that can catch up.
+        """Return the time that prompts may take beside requests that decode: urgent ones the share
+        that they need, though requests that can catch up are late meanwhile.
 
         Args:
-            begun_s: what the step takes so far, with rows that decode and the piece of an aged
-                prompt.
-            others_want_time: whether jobs or batch work want the time that requests save.
+            begun_s: Time of the step so far, with rows that decode and the piece of an aged prompt.
+            others_want_time: Whether jobs or batch work compete for the time that requests save.
         """
         now_s, late = self._view.now_s, 1 + self._latency.corrections.margin
         seconds = deadlines.prompts_s - now_s
@@ -228,7 +229,10 @@ class StepBudget:
         self, requests_s: float, deadlines: Deadlines, memory: MemoryPlan
     ) -> tuple[float, float]:
         """Return the time until which a step with jobs in it must have ended, from its start, and
-        the most that it can become as requests save time up. requests_s: what the requests take.
+        the most that it can become as requests save time up.
+
+        Args:
+            requests_s: Time of the requests' part.
         """
         if self._queues(memory):
             return 0.0, inf
@@ -256,7 +260,7 @@ class StepBudget:
         )
 
     def _room(self, memory: MemoryPlan) -> float:
-        """Return how much of the time that requests leave jobs may take, as pages and slots get
+        """Return the share of the time left by requests that jobs may take, as pages and slots get
         scarce: from 1 to 0.
         """
         view = self._view
