@@ -42,7 +42,10 @@ _MARKS_NO_END = (
     "the end of turns is not learned: the chat template's {% generation %} marks leave it out"
 )
 _NO_END = "the end of turns is not learned: the model has no token at which generation stops"
-_NO_STOP = "turns end with {}, at which generation does not stop: add it to eos_token_id in generation_config.json"
+_NO_STOP = (
+    "turns end with {}, at which generation does not stop: "
+    "add it to eos_token_id in generation_config.json"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

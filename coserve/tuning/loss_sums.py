@@ -1,4 +1,4 @@
-"""What the loss of some rows came to, as sums that can be added up."""
+"""Sums of the losses of rows, which can be added up."""
 
 from dataclasses import dataclass, field
 from math import nan
@@ -6,14 +6,19 @@ from math import nan
 
 @dataclass(kw_only=True)
 class LossSums:
-    """Sums over trained rows; add up those of windows, packs and jobs before dividing. The means of
-    no rows are nan.
+    """Sums over trained rows; those of windows, packs and jobs are added up before dividing. The
+    means of no rows are nan.
     """
 
     loss: float = 0.0
+    """Sum of the losses."""
     num_correct: int = 0
+    """Rows whose most likely token is the target; units of an objective that are as they should be.
+    """
     num_trained: int = 0
+    """Trained rows; units of an objective."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Sums of an objective's metrics by name."""
 
     def add(self, other: "LossSums") -> None:
         self.loss += other.loss
@@ -24,7 +29,7 @@ class LossSums:
 
     @property
     def mean_metrics(self) -> dict[str, float]:
-        """Of an objective, by name."""
+        """Return the means of an objective's metrics by name."""
         return (
             {name: value / self.num_trained for name, value in self.metrics.items()}
             if self.num_trained
@@ -37,5 +42,5 @@ class LossSums:
 
     @property
     def token_accuracy(self) -> float:
-        """Share of trained rows whose most likely token is the target."""
+        """Return the share of trained rows whose most likely token is the target."""
         return self.num_correct / self.num_trained if self.num_trained else nan

@@ -22,7 +22,7 @@ _MAX_CHUNK_BYTES = 80 << 20
 
 
 def chunk_rows(vocab_size: int, compute_dtype: torch.dtype) -> int:
-    """Rows whose logits stay within the bound above."""
+    """Return the number of rows whose logits stay within the bound above."""
     return max(1, _MAX_CHUNK_BYTES // (compute_dtype.itemsize * vocab_size))
 
 
@@ -37,18 +37,19 @@ def loss_and_gradient(
     accumulators: Mapping[str, Tensor],
     max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of some trained rows, and the gradient of its sum. Waits for nothing on the device.
+    """Return the loss of some trained rows, and the gradient of its sum. Waits for nothing on the
+    device.
 
     Args:
-        program: of the head with the loss.
-        hidden: the last block's rows [n, hidden_size], at least one.
-        group: the ranks that run it together; None: this one alone.
-        constants: what the program reads of each row: "targets" int64 [n], "dropout_row_ids" int64
+        program: Program of the head with the loss.
+        hidden: The last block's rows [n, hidden_size], at least one.
+        constants: Inputs of the program for each row: "targets" int64 [n], "dropout_row_ids" int64
             [n].
-        weights: the head's weights and parameters by name.
-        accumulators: for each parameter of the head that is trained, the tensor its gradient is
-            added to.
-        max_rows: most rows of a chunk; the chunks are about equal.
+        group: Ranks that run it together; None for this one alone.
+        weights: The head's weights and parameters by name.
+        accumulators: For each trained parameter of the head, the tensor to which its gradient is
+            added.
+        max_rows: Maximum number of rows of a chunk; the chunks are about equal.
 
     Returns:
         The loss of each row, float32 [n]; whether its likeliest token is the target, bool [n]; and
@@ -73,7 +74,7 @@ def _chunk(
     accumulators: Mapping[str, Tensor],
     context: Context,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward and backward of some rows; of all that it computes, only this outlives the call."""
+    """Run some rows forward and backward; nothing else that it computes outlives the call."""
     values = dict(given)
     kept = {name: values[name] for name in program.saved if name in values}
 

@@ -1,5 +1,5 @@
-"""Training data of every objective: but for the next-token loss, an example is sequences that stay
-together.
+"""Training data of every objective; for all but the next-token loss, an example is sequences that
+stay together.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -40,7 +40,7 @@ def read_objective_examples(
 
 
 def needs_tokenizer(objective: str) -> bool:
-    """Whether examples of an objective are text; else they are tokens already."""
+    """Return whether examples of an objective are text; otherwise they are tokens already."""
     kind = objective_class(objective)
     return kind is None or kind.schema != _TOKENS
 
@@ -101,7 +101,10 @@ def each_training_example(
         if vocab_size is None or isinstance(example, DataError) or max(example.tokens) < vocab_size:
             yield place, example
         else:
-            foreign = f"has token {max(example.tokens)}; the model has {vocab_size}: is this its tokenizer?"
+            foreign = (
+                f"has token {max(example.tokens)}; the model has {vocab_size}: "
+                "is this its tokenizer?"
+            )
             yield place, DataError(foreign)
 
 
@@ -123,8 +126,8 @@ def _labelled(reader: Reader, given: Any) -> tuple[Pieces, bool]:
 def _with_others(
     reader: Reader, records: Iterable[tuple[str, Any]]
 ) -> Iterator[tuple[str, Example | DataError]]:
-    """Each answer, and its prompt with the answer of the next record (arXiv 2402.01306, section
-    4.1).
+    """Yield each answer with its prompt and the answer of the next record (arXiv 2402.01306,
+    section 4.1).
     """
     answers = list[tuple[str, tuple[Pieces, bool]]]()
     for place, found in each_read(records, lambda given: _labelled(reader, given)):
@@ -142,7 +145,7 @@ def _with_others(
 
 
 def _answer(pieces: Pieces) -> int:
-    """Where the last text that is trained on stands."""
+    """Return the index of the last text that is trained on."""
     return max(
         (index for index, (_, is_trained) in enumerate(pieces.texts) if is_trained), default=0
     )

@@ -1,5 +1,5 @@
-"""What records of objectives other than the next-token loss look like, each turned into sequences
-of the usual kinds.
+"""Formats of records for objectives other than the next-token loss, each turned into sequences of
+the usual kinds.
 
 Preferences, as OpenAI has them (`input`, `preferred_output`, `non_preferred_output`) or as TRL has
 them (`prompt`, `chosen`, `rejected`, each text or messages; without `prompt` it is what both begin
@@ -20,8 +20,10 @@ _TRL = ("chosen", "rejected")
 
 
 def read_pair(given: Any) -> tuple[Record, Record]:
-    """The chosen and the rejected conversation (or prompt and completion) of a preference;
-    DataError otherwise.
+    """Return the chosen and the rejected conversation (or prompt and completion) of a preference.
+
+    Raises:
+        DataError: The record is not a preference.
     """
     record = parsed_record(given)
     if all(name in record for name in _OPENAI):
@@ -47,8 +49,8 @@ def read_pair(given: Any) -> tuple[Record, Record]:
 
 
 def _without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """What two whole texts, or conversations, have in common at their beginning, and what follows
-    it in each, as TRL's `extract_prompt` has it.
+    """Return the common beginning of two whole texts, or conversations, and what follows it in
+    each, as TRL's `extract_prompt` does.
     """
     if not isinstance(chosen, str | list) or type(chosen) is not type(rejected):
         raise DataError("chosen and rejected must both be text, or lists of messages")
@@ -60,8 +62,10 @@ def _without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
 
 def read_labelled(given: Any) -> tuple[Record, bool]:
-    """An answer, as prompt and completion or as messages, and whether it is wanted; DataError
-    otherwise.
+    """Return an answer, as prompt and completion or as messages, and whether it is wanted.
+
+    Raises:
+        DataError: The record is not a labelled answer.
     """
     record = dict(parsed_record(given))
     label = record.pop("label", None)
@@ -73,8 +77,11 @@ def read_labelled(given: Any) -> tuple[Record, bool]:
 
 
 def read_sampled(given: Any) -> tuple[list[int], list[int], list[tuple[float, float]]]:
-    """Tokens of a prompt and of what was sampled after it, and for each of the latter its advantage
-    and its log-probability; DataError otherwise.
+    """Return the tokens of a prompt and of what was sampled after it, and for each of the latter
+    its advantage and its log-probability.
+
+    Raises:
+        DataError: The record is not a sampled answer.
     """
     record = parsed_record(given)
     prompt, completion = (_tokens(record, name) for name in ("prompt_tokens", "completion_tokens"))

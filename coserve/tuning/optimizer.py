@@ -28,10 +28,10 @@ class AdapterOptimizer:
         """Begin without moments.
 
         Args:
-            masters: the parameters, by name.
-            config: the optimizer's settings.
-            norm_of: gives the norm of gradients by name, float32 [], where ranks hold parts of them
-                (see `RankGradients.norm`); None: of the gradients that are there.
+            masters: Parameters by name.
+            config: Settings of the optimizer.
+            norm_of: Function that returns the norm of gradients by name, float32 [], where ranks
+                hold parts of them (`RankGradients.norm`); None for whole gradients.
         """
         assert all(master.is_contiguous() for master in masters.values()), (
             "fused AdamW goes by where elements lie"
@@ -44,14 +44,13 @@ class AdapterOptimizer:
         self._states: dict[str, dict[str, Tensor]] = {}  # by master; none before the first step
 
     def step(self, gradients: Mapping[str, Tensor], *, num_trained: int, num_steps: int) -> Tensor:
-        """One step with the summed gradients of `num_trained` trained rows, of a job of `num_steps`
-        steps.
+        """Make one step with the summed gradients of `num_trained` trained rows, of a job of
+        `num_steps` steps.
 
         Returns the mean gradient's norm before clipping, float32 []; where it is not finite,
-        nothing changes but the step count. Waits for nothing on the device: it is there that the
-        norm decides (`found_inf`, as PyTorch's GradScaler has it). Mean and clipping are one number
-        that AdamW divides by as it reads the gradients (`grad_scale`, likewise); the gradients are
-        not there any more afterwards.
+        nothing changes but the step count. Waits for nothing on the device, where the norm decides
+        (`found_inf`, as in PyTorch's GradScaler). Mean and clipping are one number by which AdamW
+        divides as it reads the gradients (`grad_scale`, likewise), which overwrites them.
         """
         sums = {name: gradients[name] for name in self._masters}
         norm = self._norm_of(sums) / num_trained
@@ -116,8 +115,8 @@ class AdapterOptimizer:
         )  # a step that was left out is not counted
 
     def moment_shapes(self) -> dict[str, Tensor]:
-        """Tensors without memory, of the shapes and strides of `moments`, also before the first
-        step.
+        """Return tensors without memory, of the shapes and strides of `moments`, also before the
+        first step.
         """
         return {
             f"{name}/{field}": torch.empty_like(master, device="meta")
@@ -127,8 +126,8 @@ class AdapterOptimizer:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """The running means of gradients and of their squares, named as in `state`; empty before
-        the first step.
+        """Return the running means of gradients and of their squares, named as in `state`; empty
+        before the first step.
         """
         return {
             f"{name}/{field}": self._states[name][field]
@@ -144,8 +143,10 @@ class AdapterOptimizer:
             self._states[name][field] = value
 
     def state(self, *, on_host: bool = False) -> dict[str, Tensor]:
-        """All that a checkpoint needs, as tensors by name, copied; `load_state` is the inverse.
-        on_host: to the CPU.
+        """Return copies of all tensors that a checkpoint needs, by name, for `load_state`.
+
+        Args:
+            on_host: Whether they are copied to the CPU.
         """
         tensors = {"num_steps_done": torch.tensor(self.num_steps_done)}
         for name in self._masters:
@@ -157,9 +158,14 @@ class AdapterOptimizer:
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor], *, on_host: bool = False) -> None:
-        """Continue where `state` was taken; ValueError, and nothing has changed, if these are not
-        this adapter's. on_host: with the moments on the CPU, from where they must be moved before a
-        step.
+        """Continue where `state` was taken.
+
+        Args:
+            on_host: Whether the moments stay on the CPU, from where they must be moved before a
+                step.
+
+        Raises:
+            ValueError: The tensors are not this adapter's; nothing has changed.
         """
         num_steps_done = int(tensors["num_steps_done"])
         states: dict[str, dict[str, Tensor]] = {}
@@ -194,7 +200,7 @@ class AdapterOptimizer:
 
 
 def norm_of_all(gradients: Mapping[str, Tensor]) -> Tensor:
-    """Return the norm of gradients that are all there, float32 []."""
+    """Return the norm of whole gradients, float32 []."""
     norm: Tensor = torch.linalg.vector_norm(
         torch.stack(torch._foreach_norm(list(gradients.values())))
     )

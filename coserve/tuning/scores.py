@@ -1,5 +1,5 @@
-"""The log-probabilities of a pack's trained rows, as they come, and what an objective makes of them
-all.
+"""Log-probabilities of a pack's trained rows, as they come, and the gradient weights that an
+objective computes from all of them.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,18 @@ from coserve.tuning.pack import UNTRAINED, Pack
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """What examples of a pack bring beside tokens, where they do.
-
-    values: numbers of each trained token; labels: a number of each sequence.
-    """
+    """Numbers that the examples of a pack have beside tokens, where they have any."""
 
     values: tuple[tuple[float, ...], ...] = ()
+    """Numbers of each trained token."""
     labels: tuple[float, ...] = ()
+    """Label of each sequence."""
 
 
 class PackScores:
-    """Of one pass. logprobs float32 [trained rows]: complete once `take` has had them all."""
+    """Scores of the rows of one pass. `logprobs`, float32 [trained rows], is complete once `take`
+    has had all of them.
+    """
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class PackScores:
         reference: Tensor | None = None,
         extras: Extras = Extras(),
     ) -> None:
-        """objective: None for the log-probabilities alone, as a reference for another pass."""
+        """Begin without scores; without an objective they are a reference for another pass."""
         trained = (pack.targets != UNTRAINED).nonzero()[:, 0]
         self.logprobs = torch.zeros(len(trained), dtype=torch.float32, device=device)
         self._objective, self._reference, self._num_taken = objective, reference, 0
@@ -55,14 +56,14 @@ class PackScores:
         return self._num_taken == len(self.logprobs)
 
     def take(self, losses: Tensor) -> None:
-        """The next-token losses of the next trained rows, float32 [n]."""
+        """Take the next-token losses of the next trained rows, float32 [n]."""
         end = self._num_taken + len(losses)
         torch.neg(losses, out=self.logprobs[self._num_taken : end])
         self._num_taken = end
 
     def weigh(self) -> Tensor | None:
-        """By what the gradients of the rows' next-token losses are to be multiplied, float32
-        [trained rows]; None: they are of no use.
+        """Return the factors on the gradients of the rows' next-token losses, float32 [trained
+        rows]; None if they are of no use.
         """
         assert self.is_complete
         if self._objective is None:

@@ -11,8 +11,8 @@ _ALIGNMENT_BYTES = 64
 
 
 def zeros_like_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros of the shapes, of one dtype and device, by the same names. They lie in one piece of
-    memory, which is cleared at once: a job has hundreds.
+    """Return zeros of the shapes, of one dtype and device, by the same names. They lie in one piece
+    of memory, which is cleared at once: a job has hundreds.
     """
     if not tensors:
         return {}

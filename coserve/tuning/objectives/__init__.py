@@ -1,5 +1,4 @@
-"""Objectives: what training makes likelier, one file each, found by the file's name (`dpo`, `orpo`,
-…).
+"""Training objectives, one file each, found by the file's name (`dpo`, `orpo`, …).
 
 `supervised` is the next-token loss; all others turn the log-probabilities of a pack's rows into a
 gradient.
@@ -21,7 +20,7 @@ SUPERVISED = "supervised"
 
 
 def objective_names() -> tuple[str, ...]:
-    """All, the next-token loss first."""
+    """Return the names of all objectives, the next-token loss first."""
     return SUPERVISED, *variant_names(__path__)
 
 
@@ -33,7 +32,11 @@ def method_names() -> tuple[str, ...]:
 
 
 def objective_class(name: str) -> "type[Objective] | None":
-    """Of an objective; None for the next-token loss. ValueError names those that there are."""
+    """Return the class of an objective; None for the next-token loss.
+
+    Raises:
+        ValueError: There is no such objective; the message lists all.
+    """
     if name == SUPERVISED:
         return None
     if name not in objective_names():
@@ -50,8 +53,10 @@ def _class(name: str) -> "type[Objective]":
 
 
 def make_objective(name: str, settings: Mapping[str, Any]) -> "Objective | None":
-    """An objective with settings of its own; None for the next-token loss. ValueError names what is
-    wrong.
+    """Return an objective with these settings; None for the next-token loss.
+
+    Raises:
+        ValueError: There is no such objective or setting, or a value is out of its range.
     """
     found = objective_class(name)
     known = [] if found is None else [each.name for each in fields(found)]
@@ -63,8 +68,13 @@ def make_objective(name: str, settings: Mapping[str, Any]) -> "Objective | None"
 
 
 def check_trains(name: str, config: "AdapterConfig", *, trains_head: bool) -> None:
-    """AdapterError for an adapter that an objective over sequences cannot train. trains_head: it
-    has parameters at the output layer.
+    """Check that an objective can train an adapter.
+
+    Args:
+        trains_head: Whether the adapter has parameters at the output layer.
+
+    Raises:
+        AdapterError: An objective over sequences cannot train it.
     """
     found = objective_class(name)
     if found is None:

@@ -24,14 +24,14 @@ _TIE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Dpo(PairObjective):
-    """beta: how strongly it holds to the model without the adapter. label_smoothing: the share of
-    pairs that are taken to be the wrong way round.
-    """
+    """Direct preference optimization."""
 
     needs_reference: ClassVar[bool] = True
 
     beta: float = 0.1
+    """Strength of the pull towards the model without the adapter."""
     label_smoothing: float = 0.0
+    """Share of pairs that are assumed to be the wrong way round."""
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, above=0)

@@ -1,4 +1,5 @@
-"""KTO: single answers that are wanted or not. Source: arXiv 2402.01306, equations 7 and 8.
+"""KTO, an objective over single answers that are wanted or not. Source: arXiv 2402.01306, equations
+7 and 8.
 
 An example has two sequences: the answer, with a label of 1 (wanted) or 0, and the same prompt with
 the answer of another example, whose log-ratios estimate how far the model has moved in general
@@ -16,9 +17,7 @@ from coserve.tuning.objectives.base import Objective, Outcome, ScoredRows, halve
 
 @dataclass(frozen=True, kw_only=True)
 class Kto(Objective):
-    """beta: how strongly it holds to the model without the adapter. desirable_weight,
-    undesirable_weight: of answers that are wanted, and of those that are not.
-    """
+    """Kahneman-Tversky optimization."""
 
     unit: ClassVar[str] = "answer"
     schema: ClassVar[str] = "labelled"
@@ -26,8 +25,11 @@ class Kto(Objective):
     counts_packs: ClassVar[bool] = True
 
     beta: float = 0.1
+    """Strength of the pull towards the model without the adapter."""
     desirable_weight: float = 1.0
+    """Weight of answers that are wanted."""
     undesirable_weight: float = 1.0
+    """Weight of answers that are not."""
 
     def __post_init__(self) -> None:
         for name in ("beta", "desirable_weight", "undesirable_weight"):

@@ -24,9 +24,10 @@ _MOST = -1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Orpo(PairObjective):
-    """beta: of the odds (the paper's lambda)."""
+    """Odds ratio preference optimization."""
 
     beta: float = 0.1
+    """Weight of the odds (the paper's lambda)."""
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, above=0)
@@ -51,5 +52,5 @@ class Orpo(PairObjective):
 
 
 def _log_odds(mean: Tensor) -> Tensor:
-    """Logarithm of p / (1 - p), of a mean log-probability."""
+    """Return the logarithm of p / (1 - p) for a mean log-probability."""
     return mean - torch.log(-torch.expm1(mean))

@@ -16,14 +16,15 @@ from coserve.tuning.objectives.base import Objective, Outcome, ScoredRows
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Objective):
-    """clip: how far a ratio of probabilities may be from one until it counts no more; 0: without
-    bounds.
-    """
+    """A policy-gradient loss."""
 
     unit: ClassVar[str] = "token"
     schema: ClassVar[str] = "sampled"
 
     clip: float = 0.2
+    """Distance of a ratio of probabilities from one beyond which it has no gradient; 0 for no
+    bound.
+    """
 
     def __post_init__(self) -> None:
         check_number("clip", self.clip, least=0, most=1)

@@ -19,12 +19,12 @@ from coserve.tuning.objectives.base import (
 
 @dataclass(frozen=True, kw_only=True)
 class Simpo(PairObjective):
-    """beta: of the reward beta * mean log-probability. gamma: by how much the chosen one's should
-    be the larger.
-    """
+    """Simple preference optimization."""
 
     beta: float = 2.0
+    """Factor of the reward, beta * mean log-probability."""
     gamma: float = 0.5
+    """Margin by which the chosen answer's reward should be the larger."""
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, above=0)
