@@ -1,4 +1,4 @@
-"""Turns of the assistant as a model is asked for them: the prompt is what a server renders for the
+"""Turns of the assistant as requests for them: the prompt is what a server renders for the
 conversation up to there, the answer is what a model has to write after it, with the token that ends
 it.
 
@@ -70,6 +70,7 @@ class _Written:
     """A text that a template writes, and which of it is trained on."""
 
     text: str
+    """The text."""
     # Where marked parts begin and end; None: the template has no marks, and all is trained on.
     marks: tuple[Span, ...] | None = None
     # Whether the reasoning was put in, which the template does not write.
@@ -112,9 +113,10 @@ class _Written:
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
-    """A prompt, and what of it asks for an answer."""
+    """A prompt, and the part of it that asks for an answer."""
 
     prompt: str
+    """The prompt."""
     # The text of the conversation before the turn when no answer is asked for.
     history: str = ""
     # Characters at the end of the prompt that the history does not have.
@@ -129,16 +131,22 @@ class _Header:
 
 
 class TurnReader:
-    """Reads the turns of one conversation."""
+    """A reader of the turns of one conversation."""
 
     def __init__(self, template: ChatTemplate, given: Mapping[str, Any], stops: StopTokens) -> None:
-        """given: what the template gets beside the messages."""
+        """Begin a conversation.
+
+        Args:
+            given: Variables of the template beside the messages.
+        """
         self._template, self._given, self._stops = template, given, stops
         self._is_marked = template.is_marked(given.get("tools"))
 
     def turn(self, messages: Sequence[Message]) -> AskedTurn:
-        """Return the last message, the assistant's, as it is asked for; DataError if that cannot be
-        told.
+        """Return the last message, the assistant's, as a request for it.
+
+        Raises:
+            DataError: The prompt or the answer cannot be determined.
         """
         header = self._header(messages)
         if header.opened and _thinks_in_content(
@@ -175,9 +183,7 @@ class TurnReader:
         )
 
     def _answer(self, messages: Sequence[Message], header: _Header, whole: _Written) -> _Written:
-        """Return what the model has to write after the prompt, by the text of the whole
-        conversation.
-        """
+        """Return the answer that follows the prompt, by the text of the whole conversation."""
         if whole.text.startswith(header.prompt):
             answer = whole.after(len(header.prompt))
             usual = (
@@ -195,11 +201,11 @@ class TurnReader:
 
     def _start(self, messages: Sequence[Message], header: _Header, whole: str) -> int | None:
         """Return where the answer begins in the text of the whole conversation; None if that cannot
-        be told.
+        be determined.
 
-        That is the place in the last turn's header before which most is as at the end of the
-        prompt: at least all that the template writes to ask for an answer. There is no header where
-        a template continues the message before.
+        It is the place in the last turn's header before which most is as at the end of the prompt:
+        at least all that the template writes to ask for an answer. There is no header where a
+        template continues the message before.
         """
         end, first = self._first_value(messages, whole), _num_shared(header.history, whole)
         if whole.startswith(header.before):

@@ -1,9 +1,10 @@
-"""A pack's way through the model in pieces that do not depend on the plan, so that its gradient
-does not either.
+"""A pass over a pack in pieces that do not depend on the plan, so that its gradient does not
+either.
 
-Where a plan cuts windows, the loss and tasklets decides in which order gradients are summed up, and
-with which shapes kernels are called. Here plans only count rows: a block of rows, always the same
-ones, runs as soon as all of them have been counted, with no rows of others beside it.
+The cuts that a plan makes between windows, in the loss and between tasklets decide in which order
+gradients are summed up, and with which shapes kernels are called. Here plans only count rows: a
+block of rows, always the same ones, runs as soon as all of them have been counted, with no rows of
+others beside it.
 """
 
 from functools import cached_property
@@ -20,8 +21,8 @@ _MANY_BLOCK_ROWS = 256
 
 
 class BlockwisePass(TrainingPass):
-    """See the module. Only `run_window`, `run_loss` and `run_tasklet` are to be called; `cursor`
-    says what has run.
+    """A pass whose gradient does not depend on the plan. Only `run_window`, `run_loss` and
+    `run_tasklet` are to be called; `cursor` counts what has run.
     """
 
     joins_others = False
@@ -56,7 +57,9 @@ class BlockwisePass(TrainingPass):
             super().run_tasklet(rows)
 
     def _block(self, num_run: int, num_counted: int, num_rows: int) -> int:
-        """Rows of the next block among num_rows, if all of them have been counted; else 0."""
+        """Return the rows of the next block among num_rows, if all of them have been counted;
+        otherwise 0.
+        """
         size = _BLOCK_ROWS.get(self.backbone.device.type, _MANY_BLOCK_ROWS)
         rows = min(size, num_rows - num_run)
         return rows if num_run + rows <= num_counted else 0
@@ -70,5 +73,5 @@ class BlockwisePass(TrainingPass):
 
     @cached_property
     def _freely(self) -> Backbone:
-        """For rows that are a block anyway."""
+        """Return the backbone for rows that are a block anyway."""
         return self.backbone.deterministic(is_so=False)

@@ -1,14 +1,14 @@
-"""Windows of a pack as calls that were captured (`Backend.capture`): one launch for all blocks
-forward, one for each block backward.
+"""Windows of a pack as captured calls (`Backend.capture`): one launch for all blocks forward, one
+for each block backward.
 
 A block has some hundred kernels, and a GPU waits for the host to launch them unless a window has
-thousands of rows. What a call reads and writes lies in a room: a window's rows are copied there and
+thousands of rows. A call reads and writes tensors of a room: a window's rows are copied there and
 what comes out is copied back, which is little beside what the kernels move. A window of fewer rows
 than its room fills it up with rows of zeros, which attend to nothing and whose gradients are zeros,
 so that they add nothing to any sum.
 
-Which sequences a pack has is not fixed in a call, nor which of its rows a window has. A call
-belongs to an adapter, whose parameters it reads where they lie.
+A call fixes neither which sequences a pack has nor which of its rows a window has. It belongs to an
+adapter, whose parameters it reads where they lie.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ _Key = tuple[str, Part, int, RoomSize]
 
 class _Runs(Protocol):
     def run(self) -> None:
-        """What is captured."""
+        """Run the part that is captured."""
 
 
 _WhatT = TypeVar("_WhatT", bound=_Runs)
@@ -50,11 +50,13 @@ _WhatT = TypeVar("_WhatT", bound=_Runs)
 @dataclass(frozen=True, eq=False)
 class _Call(Generic[_WhatT]):
     what: _WhatT
+    """Room and tables of the call."""
     run: Callable[[], None]
+    """Launches the captured call."""
 
 
 class CapturedWindows:
-    """All calls of an adapter."""
+    """All captured calls of an adapter."""
 
     def __init__(self, adapter: Adapter, bypasses: Bypasses) -> None:
         self._adapter, self._bypasses = adapter, bypasses
@@ -66,9 +68,11 @@ class CapturedWindows:
 
     @classmethod
     def of(cls, adapter: Adapter) -> "CapturedWindows | None":
-        """None where windows run as always: on backends that capture nothing, with adapters that
-        are not of low rank (or the model itself, whose gradients are as large as it is), in models
-        with blocks of other kinds than attention.
+        """Return the calls of an adapter; None where windows run as always.
+
+        That is on backends that capture nothing, with adapters that are not of low rank (or the
+        model itself, whose gradients are as large as it is), and in models with blocks of other
+        kinds than attention.
         """
         backbone, bypasses = adapter.backbone, adapter.bypasses(training=True)
         local = backbone.local
@@ -85,7 +89,7 @@ class CapturedWindows:
         return cls(adapter, bypasses)
 
     def fit(self, window: WindowRows) -> bool:
-        """Whether there may be calls for a window."""
+        """Return whether there may be calls for a window."""
         return size_for(window) is not None
 
     # -- forward ----------------------------------------------------------------
@@ -97,9 +101,11 @@ class CapturedWindows:
         pack: PassMemory,
         embed: Callable[[], Tensor],
     ) -> Tensor | None:
-        """All blocks on the window's rows, with what the pack keeps of them: [n, hidden_size]; None
-        where they must run as always. embed: gives the rows after the embedding, where that is
-        needed.
+        """Run all blocks on the window's rows, and keep for the pack what it needs. Returns their
+        output [n, hidden_size]; None where they must run as always.
+
+        Args:
+            embed: Returns the rows after the embedding, where that is needed.
         """
         if (size := size_for(window)) is None:
             return None
@@ -152,14 +158,14 @@ class CapturedWindows:
     # -- rooms and calls ----------------------------------------------------------
 
     def _use(self, size: RoomSize) -> None:
-        """It is the last one used."""
+        """Mark a size as the last one used."""
         self._sizes.pop(size, None)
         self._sizes[size] = None
 
     def _room(
         self, program: Program, size: RoomSize, saved: Mapping[str, Tensor]
     ) -> WindowRoom | None:
-        """None where there is no memory for it."""
+        """Return a room of a program; None where there is no memory for it."""
         if (id(program), size) not in self._rooms:
             self._let_go(size)
             shapes = {name: (tuple(rows.shape[1:]), rows.dtype) for name, rows in saved.items()}
@@ -170,8 +176,8 @@ class CapturedWindows:
         return self._rooms[id(program), size]
 
     def _let_go(self, but: RoomSize) -> None:
-        """Sizes that were not used for the longest time, with their calls, until there may be a
-        room more.
+        """Release rooms of the sizes unused for longest, with their calls, until there may be one
+        more.
         """
         for size in [size for size in self._sizes if size != but]:
             if len(self._rooms) < _MAX_ROOMS:
@@ -184,7 +190,7 @@ class CapturedWindows:
             }
 
     def _call(self, key: _Key, make: Callable[[], "_WhatT"]) -> "_Call[_WhatT] | None":
-        """One that is captured; None before it has been asked for often enough, and where it cannot
+        """Return a captured call; None before it has been wanted often enough, and where it cannot
         be captured.
         """
         if key not in self._calls:

@@ -1,4 +1,4 @@
-"""A window's way back through a block, on a room: what a captured call does
+"""The backward pass of a window through a block, on a room: one captured call
 (`coserve.tuning.captured`).
 """
 
@@ -15,16 +15,19 @@ from coserve.tuning.window_rooms import DROPOUT_ROW_IDS, Copied, WindowRoom
 
 
 class CapturedBackward:
-    """What the pack has saved comes into the room, with the gradient of the block's output and the
-    sums of dK and dV so far; the gradient of its input and the sums go back. Sums of the adapter's
-    gradients are the window's alone.
+    """A backward call. The pack's saved rows are copied into the room, with the gradient of the
+    block's output and the sums of dK and dV so far; the gradient of its input and the sums are
+    copied back. Sums of the adapter's gradients are the window's alone.
     """
 
     def __init__(
         self, backbone: Backbone, room: WindowRoom, given: BackwardWindow, names: list[str]
     ) -> None:
-        """given: any window of the block, for all but its rows. names: of what is saved, in the
-        order of addresses.
+        """Prepare the call.
+
+        Args:
+            given: Any window of the block; all but its rows is used.
+            names: Names of saved tensors, in the order of addresses.
         """
         self._backbone, self._room = backbone, room
         rows = [room.gradient, *(room.saved[name] for name in names)]
@@ -58,11 +61,13 @@ class CapturedBackward:
         )
 
     def enter(self, others: Tensor) -> None:
-        """Of the pack whose window has entered the room, the addresses of what is the block's."""
+        """Set the addresses of the block's tensors for the pack whose window has entered the
+        room.
+        """
         self._others.copy_(others)
 
     def add_sums(self, given: BackwardWindow) -> None:
-        """Gradients of the adapter's parameters, to those of the pack."""
+        """Add the gradients of the adapter's parameters to those of the pack."""
         if given.accumulators:
             sums = self._window.accumulators
             torch._foreach_add_(
@@ -90,4 +95,4 @@ class CapturedBackward:
 
 
 def _take_nothing(gradient: Tensor | None) -> None:
-    """What comes out of a room's window goes to the pack by itself."""
+    """Discard the gradient: the call itself copies it to the pack."""

@@ -1,4 +1,4 @@
-"""A window's forward pass through all blocks, on rooms: what one captured call does
+"""The forward pass of a window through all blocks, on rooms: one captured call
 (`coserve.tuning.captured`).
 """
 
@@ -23,25 +23,31 @@ _KEPT, _KEY_VALUES = slice(1, -4), slice(-4, -2)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Copies:
-    """Of a room: what blocks keep of rows; their keys and values, and those of earlier rows."""
+    """Copies between a room and a pack."""
 
     kept: RowCopies
+    """Rows that blocks keep."""
     key_values: RowCopies
+    """Keys and values, with those of earlier rows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Block:
-    """others: where the pack keeps what is the block's, among the addresses of all."""
+    """A block of the call."""
 
     part: Part
+    """The block."""
     room: WindowRoom
+    """Its room."""
     rows: RoomRows
+    """Rows of the room as a window of the block."""
     others: slice
+    """Range of the block among the addresses of the pack's tensors."""
 
 
 class CapturedForward:
-    """The blocks one after the other: a block has the keys and values of the pack's earlier rows
-    from the pack, and gives it what it keeps.
+    """A forward call through the blocks, one after the other: a block reads the keys and values of
+    earlier rows from the pack, and copies to it what it keeps.
     """
 
     def __init__(
@@ -52,7 +58,12 @@ class CapturedForward:
         rooms: Mapping[Part, WindowRoom],
         pack: PassMemory,
     ) -> None:
-        """rooms: of each block; those of one program share one. pack: any."""
+        """Prepare the call.
+
+        Args:
+            rooms: Room of each block; blocks of one program share one.
+            pack: Any pack.
+        """
         addresses, places = pack.addresses
         self._backbone, self._blocks = backbone, list[_Block]()
         self._copies: dict[WindowRoom, _Copies] = {}
@@ -69,8 +80,8 @@ class CapturedForward:
         self._others = torch.empty_like(addresses)
 
     def enter(self, x: Tensor, pack: PassMemory) -> None:
-        """Rows [n, hidden_size] after the embedding, of the window that has entered the rooms, and
-        its pack.
+        """Set the rows [n, hidden_size] after the embedding, of the window that has entered the
+        rooms, and its pack.
         """
         first = self._blocks[0].room
         first.x[: len(x)] = x
@@ -78,7 +89,7 @@ class CapturedForward:
         self._others.copy_(pack.addresses[0])
 
     def leave(self, num_rows: int) -> Tensor:
-        """What the last block gave."""
+        """Return the output of the last block."""
         return self._blocks[-1].room.x[:num_rows].clone()
 
     def run(self) -> None:

@@ -22,7 +22,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """Renders the conversations of one tokenizer."""
+    """The chat template of one tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer

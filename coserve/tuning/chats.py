@@ -1,9 +1,9 @@
-"""Conversations to text, and which of it is trained on: each turn of the assistant as a model is
-asked for it.
+"""Conversations to text, and which of it is trained on: each turn of the assistant as a request for
+it.
 
 Where the chat template marks anything with `{% generation %}`, what it marks of a turn is trained
-on (as transformers' `return_assistant_tokens_mask` and TRL's `assistant_only_loss` have it); else
-the answer with the token that ends it. A turn of weight 0 is not trained on.
+on (as transformers' `return_assistant_tokens_mask` and TRL's `assistant_only_loss` do it); else the
+answer with the token that ends it. A turn of weight 0 is not trained on.
 
 A conversation is one text for as long as the prompt of each turn begins with all that came before.
 Where the template writes earlier turns otherwise than it asked for them (Qwen3 and gpt-oss leave
@@ -34,6 +34,7 @@ class Pieces:
     """A text in pieces, and which of them are trained on."""
 
     texts: tuple[tuple[str, bool], ...]
+    """Pieces of the text, each with whether it is trained on."""
     # Whether the tokenizer adds what it puts around a text, and an end-of-text token that is
     # trained with the last piece.
     special: bool = False
@@ -45,7 +46,7 @@ class Pieces:
 
 
 class ChatReader:
-    """Reads the conversations of one tokenizer."""
+    """A reader of the conversations of one tokenizer."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", end_tokens: Collection[int] = ()

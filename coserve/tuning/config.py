@@ -1,5 +1,5 @@
-"""What a fine-tuning job is told: how long it trains, on what at once, and when it measures and
-publishes.
+"""Hyperparameters of a fine-tuning job: how long it trains, on what at once, and when it evaluates
+and publishes.
 """
 
 from collections.abc import Mapping
@@ -28,26 +28,34 @@ _SCHEDULER_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (arXiv 1711.05101) with a schedule; ValueError names the field and its range.
+    """AdamW (arXiv 1711.05101) with a schedule of the learning rate.
 
-    schedule: of the learning rate after `warmup_steps` steps in which it rises from zero: constant,
-    or falling to zero at the job's last step, as a line or half a cosine. max_grad_norm: the
-    gradient of all parameters together is scaled down to this norm; 0 leaves it.
-
-    lr_scheduler_type, warmup_ratio: in place of `schedule`, transformers' names and formulas: the
-    first step of a warm-up has a learning rate of zero, and `constant` has no warm-up; without
-    warmup_steps, it is this share of all.
+    Raises:
+        ValueError: A field is out of its range; the message names both.
     """
 
     learning_rate: float = 1e-4
+    """Highest learning rate."""
     weight_decay: float = 0.0
+    """Weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running means of gradients and of their squares."""
     eps: float = 1e-8
+    """Term added to the denominator."""
     schedule: str = "constant"
+    """Learning rate after the warm-up: constant, or falling to zero at the job's last step, as a
+    line or half a cosine.
+    """
     warmup_steps: int = 0
+    """Steps in which the learning rate rises from zero."""
     max_grad_norm: float = 1.0
+    """Norm to which the gradient of all parameters together is scaled down; 0 for no bound."""
     lr_scheduler_type: str | None = None
+    """Replaces `schedule` by transformers' names and formulas: the first step of a warm-up has a
+    learning rate of zero, and `constant` has no warm-up.
+    """
     warmup_ratio: float = 0.0
+    """Share of all steps that is the warm-up, with lr_scheduler_type and without warmup_steps."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps"):
@@ -77,7 +85,7 @@ class OptimizerConfig:
             raise ValueError("warmup_ratio goes with lr_scheduler_type; schedule has warmup_steps")
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """The learning rate of a job's step (from 0) out of `num_steps`."""
+        """Return the learning rate of a job's step (from 0) out of `num_steps`."""
         warmup, schedule = self.warmup_steps, self.schedule
         if self.lr_scheduler_type is None:
             rising = (step + 1) / (warmup + 1)
@@ -100,40 +108,50 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningConfig:
-    """Hyperparameters of a job; ValueError when created names the field and its range.
+    """Hyperparameters of a job.
 
-    num_epochs: times that every example is used. batch_size: examples of an optimizer step.
-    max_sequence_length: tokens to which an example is cut. max_pack_tokens: the most tokens that
-    lie end to end in a pack (None: 1,024, or the longest example). shuffle, seed: the order of
-    examples in each epoch, the adapter's initial values, dropout. evaluate_every_steps: optimizer
-    steps from one measurement of the validation set's loss to the next (0: at the end alone).
-    evaluation: what else is measured of it then. best_metric: what decides which evaluation is the
-    best: loss, token_accuracy, or the metric of `evaluation`. early_stopping: when the job ends
-    before its last step (None: never); without a validation set, never. publish_every_steps:
-    optimizer steps from one version `name@step` to serve to the next (0: at the end alone). live:
-    serve every step at once. max_recompute: the most FLOPs that may be spent on computing
-    activations again, as a share of the forward and backward pass: the job keeps as little as that
-    allows between the two (FlexLLM section 5.2); 0 keeps all that the backward pass reads, `coserve
-    inspect` shows what more would save. objective, objective_settings: what is trained for
-    (`tuning.objectives`); batch_size then counts its examples (pairs, say).
+    Raises:
+        ValueError: A field is out of its range; the message names both.
     """
 
     num_epochs: int = 1
+    """Passes over the examples."""
     batch_size: int = 8
+    """Examples of an optimizer step; with an objective, its examples (pairs, for example)."""
     max_sequence_length: int = 1024
+    """Tokens to which an example is cut."""
     max_pack_tokens: int | None = None
+    """Maximum number of tokens that lie end to end in a pack; None for 1,024, or the longest
+    example.
+    """
     shuffle: bool = True
+    """Whether each epoch takes the examples in another order."""
     seed: int = 0
+    """Seed of the order, the adapter's initial values and dropout."""
     evaluate_every_steps: int = 0
+    """Optimizer steps between evaluations of the validation set's loss; 0 for one at the end."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Further metrics of an evaluation."""
     best_metric: str = LOSS
+    """Metric by which the best evaluation is chosen: loss, token_accuracy, or that of `evaluation`.
+    """
     early_stopping: EarlyStopping | None = None
+    """Rule by which the job ends before its last step; None, or no validation set, for never."""
     publish_every_steps: int = 0
+    """Optimizer steps between versions `name@step` that are served; 0 for one at the end."""
     live: bool = False
+    """Whether every step is served at once."""
     max_recompute: float = 0.0
+    """Maximum FLOPs for recomputing activations, as a share of the forward and backward pass: the
+    job keeps as little as that allows between the two (FlexLLM section 5.2). 0 keeps all that the
+    backward pass reads; `coserve inspect` shows the savings of more.
+    """
     objective: str = SUPERVISED
+    """Training objective (`tuning.objectives`)."""
     objective_settings: Mapping[str, float] = field(default_factory=dict)
+    """Settings of the objective."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Settings of the optimizer."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -174,18 +192,22 @@ class TuningConfig:
             )
 
     def make_objective(self) -> "Objective | None":
-        """None for the next-token loss; ValueError names what is wrong."""
+        """Return the objective; None for the next-token loss.
+
+        Raises:
+            ValueError: There is no such objective or setting.
+        """
         return make_objective(self.objective, self.objective_settings)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether each pack is also run without the adapter."""
+        """Return whether each pack is also run without the adapter."""
         objective = self.make_objective()
         return objective is not None and objective.needs_reference
 
     @property
     def counts_packs(self) -> bool:
-        """Whether the examples of a pack count together; see `Objective`."""
+        """Return whether the examples of a pack are weighed together (`Objective.counts_packs`)."""
         objective = self.make_objective()
         return objective is not None and objective.counts_packs
 

@@ -1,5 +1,5 @@
-"""Where a pack is on its way through the model: rows forward, rows through the loss, then parts
-backward, each from its last row to its first.
+"""The position of a pack on its pass through the model: rows forward, rows through the loss, then
+parts backward, each from its last row to its first.
 
 FlexLLM section 6.1, algorithm 2: forward windows go from the first row to the last, each through
 all parts; backward windows go from the last part to the first, and in a part from the last row to
@@ -12,7 +12,7 @@ from typing import Literal
 
 
 class Cursor:
-    """Counts what has been run of `num_rows` rows, of which `num_trained` have a loss, and of
+    """Counts of the rows run, of `num_rows` rows, `num_trained` of which have a loss, and of
     `num_parts` parts that have a backward pass.
     """
 
@@ -33,7 +33,7 @@ class Cursor:
 
     @property
     def phase(self) -> Literal["forward", "loss", "backward"]:
-        """What comes next; of a pack that is not done."""
+        """Return the next phase of a pack that is not done."""
         if self.num_forward_rows < self.num_rows:
             return "forward"
         return "loss" if self.num_loss_rows < self.num_trained else "backward"
@@ -44,13 +44,13 @@ class Cursor:
 
     @property
     def num_parts_reversed(self) -> int:
-        """Parts whose saved tensors are not needed any more."""
+        """Return the parts whose saved tensors are no longer needed."""
         return self.num_parts_done
 
     @property
     def saved_all(self) -> bool:
-        """Whether all has been saved that the backward pass reads; below that, nothing is needed
-        any more.
+        """Return whether everything that the backward pass reads has been saved; the parts below it
+        are then no longer needed.
         """
         return self.forward_done
 
@@ -75,8 +75,8 @@ class Cursor:
         return self.num_forward_rows + self.num_loss_rows + self.num_parts_done * self.num_rows
 
     def num_rows_run(self, num_trained_parts: int) -> float:
-        """Rows forward and rows reversed: one counts once forward, and once for the loss and all
-        trained parts backward.
+        """Return the rows run forward and backward: one counts once forward, and once for the loss
+        and all trained parts backward.
         """
         num_reversed: float = (self.num_parts_done + 1) * self.num_rows - self.num_backward_rows
         if self.loss_done:
@@ -86,7 +86,9 @@ class Cursor:
         return self.num_forward_rows + num_reversed / (num_trained_parts + 1)
 
     def next_forward(self, max_rows: int) -> tuple[int, int]:
-        """First and last-plus-one row of the next forward window of at most this many rows."""
+        """Return the first and last-plus-one row of the next forward window of at most this many
+        rows.
+        """
         start = self.num_forward_rows
         end = min(start + max_rows, self.num_rows)
         assert start < end, "the forward pass is done, or the window is empty"
@@ -97,7 +99,7 @@ class Cursor:
         assert self.num_forward_rows <= self.num_rows
 
     def next_loss(self, max_rows: int) -> tuple[int, int]:
-        """Of the trained rows, the first and last-plus-one of the next that go through the loss."""
+        """Return the first and last-plus-one of the trained rows that go through the loss next."""
         assert self.forward_done, "the loss comes after the forward pass"
         start = self.num_loss_rows
         end = min(start + max_rows, self.num_trained)
@@ -109,7 +111,7 @@ class Cursor:
         assert self.num_loss_rows <= self.num_trained
 
     def next_backward(self, max_rows: int) -> tuple[int, int]:
-        """First and last-plus-one row of the current part's next backward window."""
+        """Return the first and last-plus-one row of the current part's next backward window."""
         # Asked for each of the tasklets of a step, some dozen times.
         loss_done = (
             self.num_loss_rows == self.num_trained and self.num_forward_rows == self.num_rows
@@ -122,7 +124,7 @@ class Cursor:
         return (end - max_rows if end > max_rows else 0), end
 
     def advance_tasklets(self, max_rows: int, number: int) -> None:
-        """As many backward windows have run, each of at most this many rows."""
+        """Count as many backward windows, each of at most this many rows, as run."""
         left = -(-self.num_backward_rows // max_rows)  # of the current part
         if number >= left:
             num_parts, number = divmod(number - left, -(-self.num_rows // max_rows))
@@ -134,7 +136,7 @@ class Cursor:
         )
 
     def next_tasklets(self, max_rows: int, number: int) -> list[int]:
-        """Rows of each of the next backward windows of at most this many rows."""
+        """Return the rows of each of the next backward windows of at most this many rows."""
         assert self.loss_done and self.num_parts_done < self.num_parts, (
             "there is nothing to run backward"
         )
@@ -144,7 +146,9 @@ class Cursor:
         return sizes
 
     def advance_backward(self, num_rows: int) -> bool:
-        """Returns whether the current part is done; the next one begins at its last row."""
+        """Count rows of a backward window. Returns whether the current part is done; the next one
+        begins at its last row.
+        """
         self.num_backward_rows -= num_rows
         assert self.num_backward_rows >= 0
         if self.num_backward_rows:
@@ -155,8 +159,8 @@ class Cursor:
 
 
 class LayerwiseCursor(Cursor):
-    """Of a pack whose way forward and through the loss are tasklets, too: turns of parts, of which
-    the first are forward, then some through the loss, and the last backward. It begins where
+    """The position of a pack whose forward pass and loss are tasklets, too: turns of parts, of
+    which the first are forward, then some through the loss, and the last backward. It begins where
     another pack's backward pass does.
     """
 
@@ -183,6 +187,6 @@ class LayerwiseCursor(Cursor):
 
 
 def _windows(num_rows: int, max_rows: int) -> list[int]:
-    """Rows of each window of a part, the one that is run first before all others."""
+    """Return the rows of each window of a part, in the order in which they run."""
     whole, rest = divmod(num_rows, max_rows)
     return [max_rows] * whole + [rest] * (rest > 0)

@@ -1,5 +1,5 @@
-"""The best evaluation of a job so far, and when a job without improvement ends early, as
-transformers has it.
+"""The best evaluation of a job so far, and the rule by which a job without improvement ends early,
+as in transformers.
 """
 
 from collections.abc import Mapping
@@ -34,6 +34,7 @@ class BestEvaluation:
     # Optimizer steps before it; 0 while there is none.
     step: int = 0
     value: float | None = None
+    """Its value; None while there is none."""
     # Evaluations since the last improvement.
     num_without_gain: int = 0
 
@@ -42,7 +43,7 @@ class BestEvaluation:
         check_whole("num_without_gain", self.num_without_gain, 0)
 
     def after(self, step: int, value: float | None, *, metric: str, min_delta: float) -> Self:
-        """Return what it is after one more evaluation. A value that is None or not finite is never
+        """Return the best evaluation after one more. A value that is None or not finite is never
         the best.
         """
         gain = self._gain(value, metric)

@@ -1,9 +1,8 @@
-"""What a validation set is measured by beside its loss: a metric of answers, which the model writes
-to its questions.
+"""Metrics of a validation set beside its loss, over answers that the model writes to its questions.
 
-A question is an example up to the last run of trained tokens, which is what the answer is held
-against: the last assistant's turn of a chat, or a completion. A metric is a function of two texts,
-and one line of `METRICS`.
+A question is an example up to the last run of trained tokens, which is the expected answer: the
+last assistant's turn of a chat, or a completion. A metric is a function of two texts, and one line
+of `METRICS`.
 """
 
 import json
@@ -27,17 +26,21 @@ METRICS: Mapping[str, Callable[[str, str], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """How a validation set is measured; ValueError names the field.
+    """Settings of an evaluation.
 
-    metric: "loss" alone, or also the share of greedy answers that are as they should be:
-    `exact_match`, the expected text but for white space around it; `json_valid`, JSON;
-    `json_match`, JSON of the same value. max_tokens: of an answer. max_examples: the first of the
-    set, which are asked; the loss is of all.
+    Raises:
+        ValueError: A field is out of its range; the message names both.
     """
 
     metric: str = LOSS
+    """Metric: "loss" alone, or also the share of greedy answers that are right: `exact_match`, the
+    expected text but for white space around it; `json_valid`, JSON; `json_match`, JSON of the same
+    value.
+    """
     max_tokens: int = 128
+    """Maximum number of tokens of an answer."""
     max_examples: int = 100
+    """Number of questions, from the first of the set on; the loss is over all examples."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or self.metric not in (LOSS, *METRICS):
@@ -49,21 +52,25 @@ class EvaluationConfig:
 
     @property
     def asks(self) -> bool:
-        """Whether there are answers to write."""
+        """Return whether the metric needs answers."""
         return self.metric != LOSS
 
 
 @dataclass(frozen=True)
 class Question:
-    """Token ids: of the prompt, and of the answer that should come."""
+    """A question with its expected answer, as token ids."""
 
     prompt: tuple[int, ...]
+    """Tokens of the prompt."""
     expected: tuple[int, ...]
+    """Tokens of the expected answer."""
 
 
 def questions_of(examples: Sequence[Example], config: EvaluationConfig) -> tuple[Question, ...]:
-    """Of a validation set, in its order; none if no answers are asked for. DataError: there are
-    none to ask, since no example has a prompt, or all were cut.
+    """Return the questions of a validation set, in its order; none if the metric needs no answers.
+
+    Raises:
+        DataError: There are no questions, since no example has a prompt, or all were cut.
     """
     if not config.asks:
         return ()
@@ -88,12 +95,12 @@ def _question(example: Example) -> Question | None:
 
 
 def is_right(metric: str, expected: str, answer: str) -> bool:
-    """Whether an answer is as it should be, by a metric of answers."""
+    """Return whether an answer is right, by a metric of answers."""
     return METRICS[metric](expected, answer)
 
 
 def _json(text: str) -> tuple[object] | None:
-    """The value in a tuple, so that null is one; None if it is no JSON."""
+    """Return the value in a tuple, so that null is one; None if the text is not JSON."""
     try:
         return (json.loads(text, parse_constant=_refuse),)
     except (ValueError, RecursionError):
