@@ -1,9 +1,9 @@
-"""Training data: records to tokens and which of them are trained on.
+"""Training data: records to tokens, with a mark for each whether it is trained on.
 
 Three kinds of record (`line_formats` makes them of what files have): `messages` (through the
 model's chat template, see `chats`), `prompt` and `completion` (the completion is trained on), and
-`text` (all of it is). Where a conversation is cut into trained and other text is decided on
-characters, before tokenization, so that tokens are those of the whole text.
+`text` (all of it is). The borders between trained and other text are set on characters, before
+tokenization, so that tokens are those of the whole text.
 """
 
 from bisect import bisect_left, bisect_right
@@ -30,21 +30,26 @@ MAX_FAULTS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One line: token ids, and for each whether it is trained on; ValueError if those are not as
-    many.
+    """One record as tokens.
 
-    parts: the lengths of its sequences, where it is several (a pair of answers, or a conversation
-    as its chat template writes it from turn to turn); the first token of each is not trained on.
-    labels: a number of each sequence, values: numbers of each trained token, where the objective
-    asks for them.
+    Raises:
+        ValueError: There are not as many marks as tokens, or the sequences do not add up to these.
     """
 
     tokens: tuple[int, ...]
+    """Token ids."""
     trained: tuple[bool, ...]
+    """Mark of each token, whether it is trained on."""
     truncated: bool = False
+    """Whether tokens were cut off."""
     parts: tuple[int, ...] = ()
+    """Lengths of its sequences, where it has several (a pair of answers, or a conversation as its
+    chat template writes it from turn to turn); the first token of each is not trained on.
+    """
     labels: tuple[float, ...] = ()
+    """Label of each sequence, where the objective needs one."""
     values: tuple[tuple[float, ...], ...] = ()
+    """Numbers of each trained token, where the objective needs them."""
     # Remarks about what of the record is not learned; they are not stored.
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
@@ -59,12 +64,12 @@ class Example:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of its sequences."""
+        """Return the lengths of its sequences."""
         return self.parts or (len(self.tokens),)
 
     @property
     def sequences(self) -> tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]:
-        """Tokens and marks of each of its sequences."""
+        """Return the tokens and marks of each of its sequences."""
         if not self.parts:
             return ((self.tokens, self.trained),)
         ends = tuple(accumulate(self.parts))
@@ -75,7 +80,9 @@ class Example:
 
     @cached_property
     def num_trained(self) -> int:
-        """Rows that will have a target: a sequence's first token is nobody's."""
+        """Return the number of rows that will have a target; a sequence's first token is no row's
+        target.
+        """
         return self.trained[1:].count(True)
 
 
@@ -162,7 +169,7 @@ def each_example(
 def each_read(
     records: Iterable[tuple[str, Any]], read: Callable[[Any], _Read]
 ) -> Iterator[tuple[str, _Read | DataError]]:
-    """What is read of each record, or what is wrong with it."""
+    """Yield the place of each record with what is read of it, or with what is wrong with it."""
     for place, given in records:
         try:
             yield place, read(given)
@@ -171,7 +178,7 @@ def each_read(
 
 
 class Reader:
-    """Reads lines for one tokenizer."""
+    """A reader of records for one tokenizer."""
 
     def __init__(
         self,
@@ -179,7 +186,14 @@ class Reader:
         max_sequence_length: int,
         end_tokens: Collection[int] = (),
     ) -> None:
-        """end_tokens: ids at which generation stops, if they are known."""
+        """Begin with a tokenizer.
+
+        Args:
+            end_tokens: Ids at which generation stops, if they are known.
+
+        Raises:
+            DataError: The tokenizer is a slow one.
+        """
         if not tokenizer.is_fast:
             raise DataError(
                 f"the tokenizer {type(tokenizer).__name__} gives no character offsets; use its "
@@ -189,7 +203,11 @@ class Reader:
         self._chats = ChatReader(tokenizer, end_tokens)
 
     def read(self, given: Any) -> Example:
-        """given: a line, or a record. DataError says what is wrong with it."""
+        """Return the example of a line's text, or of a record.
+
+        Raises:
+            DataError: The message says what is wrong with it.
+        """
         read, cut = list[Example](), None
         for text in self._texts(read_record(given)):
             try:
@@ -203,7 +221,11 @@ class Reader:
         return replace(together(read), truncated=True)
 
     def pieces(self, record: Record) -> Pieces:
-        """The text of a record (of `read_record`), if it is one; DataError as in `read`."""
+        """Return the text of a record (of `read_record`) that is one text.
+
+        Raises:
+            DataError: It is several, or something is wrong with it.
+        """
         text, *others = self._texts(record)
         if others:
             raise DataError(
@@ -223,7 +245,7 @@ class Reader:
         )
 
     def example(self, of: Pieces) -> Example:
-        """Tokenize the whole text; a token belongs to the piece that its last character lies in (a
+        """Tokenize the whole text. A token belongs to the piece in which its last character lies (a
         word often brings the space before it along), or to any that it touches, where the pieces
         ask for that.
         """
@@ -273,8 +295,8 @@ class Reader:
 
 
 def together(sequences: Sequence[Example], *, labels: tuple[float, ...] = ()) -> Example:
-    """One example of several sequences, of which nobody's first token is trained; one without
-    labels is itself.
+    """Return one example of several sequences, the first token of each untrained; a single one
+    without labels is returned as it is.
     """
     if len(sequences) == 1 and not labels:
         return sequences[0]
@@ -289,7 +311,7 @@ def together(sequences: Sequence[Example], *, labels: tuple[float, ...] = ()) ->
 
 
 def apart(examples: Sequence[Example]) -> Sequence[Example]:
-    """Each sequence of the examples as an example of its own, where they need not stay together."""
+    """Return each sequence of the examples as an example, where they need not stay together."""
     if not any(example.parts for example in examples):
         return examples
     return [
@@ -300,8 +322,8 @@ def apart(examples: Sequence[Example]) -> Sequence[Example]:
 
 
 def epoch_order(num_examples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order in which an epoch takes the examples: a permutation that only seed and epoch
-    decide, or as they stand.
+    """Return the order in which an epoch takes the examples: a permutation that only seed and epoch
+    decide, or the order of the file.
     """
     order = list(range(num_examples))
     if shuffle:

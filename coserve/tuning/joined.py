@@ -1,4 +1,4 @@
-"""The next pieces of several packs as one: of the loss, and of the way back."""
+"""The next pieces of several packs as one piece: of the loss, and of the backward pass."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,29 +20,37 @@ from coserve.tuning.window_rooms import WindowRows
 
 
 class JoiningPass(Protocol):
-    """What a pass has to join others (`TrainingPass`)."""
+    """The part of a pass that joins others (`TrainingPass`)."""
 
     backbone: Backbone
+    """The model."""
     adapter: Adapter
+    """The adapter that it trains."""
     programs: TrainingPrograms
+    """Programs of its parts."""
     cursor: Cursor
+    """Position of the pack."""
     kept: PassMemory
+    """Tensors of the pack."""
     captured: CapturedWindows | None
+    """Captured calls of the adapter, if there are any."""
 
     def next_backward_window(self, max_rows: int) -> BackwardWindow:
-        """What the next tasklet reverses, of at most this many rows; `begin` must follow."""
+        """Return the window that the next tasklet reverses, of at most this many rows; `begin` must
+        follow.
+        """
 
     def begin(self, tasklet: Tasklet) -> None:
-        """A tasklet that has the next window is under way."""
+        """Record that a tasklet with the next window is under way."""
 
     def window_rows(self, start: int, end: int) -> WindowRows:
-        """Rows [start, end) for calls that were captured."""
+        """Return rows [start, end) for captured calls."""
 
     def next_loss_rows(self, max_rows: int) -> Tensor:
-        """Which rows of the pack the loss takes next, int64 [n]."""
+        """Return the rows of the pack that the loss takes next, int64 [n]."""
 
     def loss_constants(self, rows: Tensor) -> dict[str, Tensor]:
-        """What the loss reads of these rows beside what the blocks made of them."""
+        """Return the loss's inputs for these rows beside the blocks' output."""
 
     def finish_loss(self, rows: Tensor, losses: Tensor, correct: Tensor, gradient: Tensor) -> None:
         """Take the rows' losses, whether their likeliest token is the target, and the gradients of
@@ -50,11 +58,13 @@ class JoiningPass(Protocol):
         """
 
     def accumulators(self, part: Part) -> dict[str, Tensor]:
-        """The sums of gradients of a part's parameters, by their names there."""
+        """Return the sums of gradients of a part's parameters, by their names there."""
 
 
 def joined_tasklet(pieces: Sequence[tuple[JoiningPass, int]]) -> Tasklet:
-    """The next tasklets of packs at the same part, each of at most its number of rows, as one."""
+    """Return the next tasklets of packs at the same part, each of at most its number of rows, as
+    one.
+    """
     first, windows = (
         pieces[0][0],
         [training.next_backward_window(max_rows) for training, max_rows in pieces],
@@ -70,8 +80,8 @@ def joined_tasklet(pieces: Sequence[tuple[JoiningPass, int]]) -> Tasklet:
 
 
 def run_losses(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
-    """The next trained rows of packs, of each its number at most, through the head: their losses,
-    and the gradients.
+    """Run the next trained rows of packs, each with at most its number, through the head: their
+    losses, and the gradients.
 
     The rows of all packs whose head has no tensors of an adapter are one batch.
     """
@@ -84,7 +94,7 @@ def run_losses(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
 
 
 def _run_loss(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
-    """The same for packs of one program."""
+    """Run the losses of packs of one program."""
     first, windows = (
         pieces[0][0],
         [training.next_loss_rows(max_rows) for training, max_rows in pieces],

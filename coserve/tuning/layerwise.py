@@ -1,11 +1,11 @@
-"""A pack's way through a model that does not serve: forward, loss and backward part by part, all as
-tasklets.
+"""A pass of a pack through a model that does not serve: forward, loss and backward part by part,
+all as tasklets.
 
-Rows of other work go through other weights, so nothing is gained by company. Part by part, each
-part is needed twice in a pack, however many rows the plan's pieces have; so weights that pass
-through a window (`coserve.memory.tensors.weight_window`) are brought twice at most. As in HARLI section 6,
-the unit that a scheduler sees is a part of the model, forward or backward; it is cut by rows, as
-tasklets are (FlexLLM section 6.1).
+Rows of other work go through other weights, so batching gains nothing. Part by part, each part is
+needed twice in a pack, however many rows the plan's pieces have; so weights that pass through a
+window (`coserve.memory.tensors.weight_window`) are loaded twice at most. As in HARLI section 6, the unit
+that a scheduler sees is a part of the model, forward or backward; it is cut by rows, as tasklets
+are (FlexLLM section 6.1).
 """
 
 from math import ceil
@@ -23,7 +23,9 @@ from coserve.tuning.training_pass import TrainingPass, window_of
 
 
 class LayerwisePass(TrainingPass):
-    """See the module. Only `run_tasklet` is to be called; `cursor` says what has run."""
+    """A pass whose turns are parts of the model. Only `run_tasklet` is to be called; `cursor`
+    counts what has run.
+    """
 
     joins_others = False
 
@@ -39,8 +41,10 @@ class LayerwisePass(TrainingPass):
         memory: ActivationMemory | None = None,
         training: bool = True,
     ) -> None:
-        """window: which holds the weights of the adapter's backbone. Otherwise as
-        `TrainingPass`.
+        """Take the memory of the whole pass, as `TrainingPass` does.
+
+        Args:
+            window: Holds the weights of the adapter's backbone.
         """
         super().__init__(
             adapter,
@@ -69,16 +73,21 @@ class LayerwisePass(TrainingPass):
         return self._turn.num_parts_done
 
     def is_there(self, most_s: float = 0.0) -> bool:
-        """Whether the weights of the next tasklet are in the window; they are waited for as long as
-        that. WeightsError if they cannot be read.
+        """Return whether the weights of the next tasklet are in the window, after waiting for them
+        up to this long.
+
+        Raises:
+            WeightsError: They cannot be read.
         """
         order = self._order
         self._window.fetch(order)
         return self._window.wait(order[0], most_s)
 
     def run_tasklet(self, max_rows: int) -> None:
-        """The next rows of the part whose turn it is; WeightsError, and nothing has run, if its
-        weights cannot be read.
+        """Run the next rows of the part whose turn it is.
+
+        Raises:
+            WeightsError: Its weights cannot be read; nothing has run.
         """
         turn = self._turn.num_parts_done
         start, end = self._turn.next_backward(max_rows)
@@ -105,7 +114,7 @@ class LayerwisePass(TrainingPass):
             rows[start:end] = hidden
 
     def _run_loss(self, turn: int, num_rows: int) -> None:
-        """Up to this many rows of a turn of the loss: as large a share of the trained rows."""
+        """Run up to this many rows of a turn of the loss: as large a share of the trained rows."""
         share = turn * self.pack.num_rows + num_rows
         until = self.cursor.num_trained * share // (self._num_loss_turns * self.pack.num_rows)
         if until > self.cursor.num_loss_rows:
@@ -113,14 +122,14 @@ class LayerwisePass(TrainingPass):
 
     @property
     def _order(self) -> list[Part]:
-        """The parts of the turns to come, and of the next pack's."""
+        """Return the parts of the turns to come, and of the next pack's."""
         turn = min(self._turn.num_parts_done, len(self._parts) - 1)
         return [*self._parts[turn:], *self._parts[:turn]]
 
 
 def num_loss_turns(adapter: Adapter, programs: TrainingPrograms) -> int:
-    """In how many turns rows go through the loss: as many as a block's forward and backward pass go
-    into its cost, so that no tasklet takes much longer than another.
+    """Return the number of turns in which rows go through the loss: the ratio of its cost to a
+    block's forward and backward pass, so that no tasklet takes much longer than another.
     """
     load = Load(rows=1, mean_context_len=0, compute_dtype=adapter.backbone.dtype)
 

@@ -1,10 +1,10 @@
-"""The shapes that training data comes in, each turned into what `examples` reads: messages (with
-tools), prompt and completion, or text.
+"""Formats of training data, each turned into what `examples` reads: messages (with tools), prompt
+and completion, or text.
 
-Known by their fields: OpenAI's chats, also with functions in place of tools and with content in
-parts; ShareGPT's conversations; Alpaca's instructions; prompt and completion, as text or (TRL's) as
-messages; text. What else a record has (an id, a source) is passed over, but for what looks like a
-known field, misspelt or in the wrong place: a typo must not pass.
+They are known by their fields: OpenAI's chats, also with functions in place of tools and with
+content in parts; ShareGPT's conversations; Alpaca's instructions; prompt and completion, as text or
+(TRL's) as messages; text. Other fields of a record (an id, a source) are ignored, except where they
+look like a known field, misspelt or in the wrong place: a typo must not pass.
 """
 
 from collections.abc import Mapping
@@ -72,8 +72,11 @@ _ALIKE = 0.8
 
 
 def with_json_cells(record: Mapping[str, Any]) -> Record:
-    """A table's row with the values of fields that are no text read as JSON, where they came as
-    text; without those that are empty. DataError names one that is no JSON.
+    """Return a table's row with values of fields that are not text read as JSON, where they came as
+    text; without empty ones.
+
+    Raises:
+        DataError: A value is not JSON; the message names its field.
     """
     found = dict(record)
     for name in {*_NO_TEXT, *(("input",) if "preferred_output" in record else ())} & record.keys():
@@ -90,10 +93,14 @@ def with_json_cells(record: Mapping[str, Any]) -> Record:
 
 
 def read_record(given: Any) -> Record:
-    """A line's text as a record in one of three forms: messages and perhaps tools; prompt and
-    completion; text.
+    """Return a line's text as a record in one of three forms: messages and perhaps tools; prompt
+    and completion; text.
 
-    given: text, or the record of an array or a table. DataError says what is wrong with it.
+    Args:
+        given: Text, or the record of an array or a table.
+
+    Raises:
+        DataError: The message says what is wrong with it.
     """
     record = parsed_record(given)
     if "messages" in record:
@@ -119,8 +126,13 @@ def read_record(given: Any) -> Record:
 
 
 def answered(before: Any, answer: Any, record: Mapping[str, Any]) -> Record:
-    """Messages of which the answer's alone are trained on; DataError for what is none. record: may
-    have tools.
+    """Return messages of which the answer's alone are trained on.
+
+    Args:
+        record: May have tools.
+
+    Raises:
+        DataError: These are not messages, or the last is not the assistant's.
     """
     answer = [answer] if isinstance(answer, Mapping) else answer
     if not isinstance(before, list) or not isinstance(answer, list) or not answer:
@@ -138,7 +150,7 @@ def answered(before: Any, answer: Any, record: Mapping[str, Any]) -> Record:
 
 
 def as_chat(record: Record) -> Record:
-    """An instruction and its output as a chat; other records as they are."""
+    """Return an instruction and its output as a chat; other records unchanged."""
     if "instruction" not in record:
         return record
     asked = "\n\n".join(text for text in (record["instruction"], record["input"]) if text)
@@ -152,8 +164,8 @@ def as_chat(record: Record) -> Record:
 
 
 def as_completion(record: Record) -> Record:
-    """An instruction and its output as Alpaca's prompt and its completion; other records as they
-    are.
+    """Return an instruction and its output as Alpaca's prompt and its completion; other records
+    unchanged.
     """
     if "instruction" not in record:
         return record
@@ -214,9 +226,11 @@ def _chat(messages: Any, record: Mapping[str, Any]) -> Record:
 
 
 def _message(given: Any, index: int, num_calls: int) -> Any:
-    """With text in one piece, and calls of functions as calls of tools. num_calls: of functions so
-    far, this one too: they were called one at a time, had no ids, and what came back belongs to the
-    last.
+    """Return a message with text in one piece, and calls of functions as calls of tools.
+
+    Args:
+        num_calls: Calls of functions so far, this one included: they were made one at a time, had
+            no ids, and a result belongs to the last.
     """
     if not isinstance(given, dict):
         return given
@@ -261,7 +275,7 @@ def _refusal(refusal: Any, message: Mapping[str, Any], index: int) -> str:
 
 
 def _conversation(record: Mapping[str, Any]) -> list[Any]:
-    """ShareGPT's turns as messages."""
+    """Return ShareGPT's turns as messages."""
     turns = record["conversations"]
     if not isinstance(turns, list):
         raise DataError("conversations must be a list")
@@ -288,7 +302,7 @@ def _conversation(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _instruction(record: Mapping[str, Any]) -> Record:
-    """Alpaca's fields, all there."""
+    """Return all of Alpaca's fields."""
     _check_others(record, ("instruction", "input", "output", "system", "history"))
     if record.get("history"):
         raise DataError("history is not read; write the conversation as messages")

@@ -1,6 +1,7 @@
-"""Which examples every optimizer step of a job takes: a pure function of the data, the
-configuration and the seed, so that a job can resume at any step, and uses each example once per
-epoch.
+"""The order of a job's training: which examples every optimizer step takes.
+
+It is a pure function of the data, the configuration and the seed, so that a job can resume at any
+step, and uses each example once per epoch.
 """
 
 from collections.abc import Sequence
@@ -15,19 +16,20 @@ from coserve.tuning.shard import Shard
 
 
 class PackMembers(NamedTuple):
-    """The examples of one pack; first_row: its first row among all that the job ever trains on.
-
-    Its numbers are asked for in every step, so they are counted once. mean_context_len: of keys
-    that a row attends to. is_reference: whether it only asks what the model without the adapter
-    makes of the pack after it, which is the same.
-    """
+    """The examples of one pack, with its numbers, which every step needs, counted once."""
 
     examples: tuple[Example, ...]
+    """The examples."""
     first_row: int
+    """First row among all that the job ever trains on."""
     num_rows: int
+    """Rows."""
     num_trained: int
+    """Rows that have a target."""
     mean_context_len: float
+    """Mean number of keys that a row attends to."""
     is_reference: bool = False
+    """Whether it only scores the next pack, which has the same examples, without the adapter."""
 
     @classmethod
     def of(cls, examples: Sequence[Example], first_row: int) -> Self:
@@ -40,7 +42,7 @@ class PackMembers(NamedTuple):
 def packs_of(
     examples: Sequence[Example], config: TuningConfig, *, first_row: int = 0
 ) -> list[PackMembers]:
-    """The packs of some examples, one after the other; each after its reference, where the
+    """Return the packs of some examples, one after the other; each after its reference, where the
     objective needs one.
     """
     packs = []
@@ -54,7 +56,7 @@ def packs_of(
 
 
 def packed_apart(examples: Sequence[Example], config: TuningConfig) -> Sequence[Example]:
-    """What must be in one pack each: an example, or with the next-token loss each of its
+    """Return the examples that must be in one pack each; with the next-token loss, their
     sequences.
     """
     return apart(examples) if config.objective == SUPERVISED else examples
@@ -68,8 +70,12 @@ class TrainingOrder:
     def __init__(
         self, examples: Sequence[Example], config: TuningConfig, shard: Shard | None = None
     ) -> None:
-        """shard: its part of each batch alone, which may have no examples: of the batch's packs,
-        where the examples of a pack count together, so that they are those of one node.
+        """Set the data of a job.
+
+        Args:
+            shard: Restricts each batch to one node's part, which may have no examples: a part of
+                the batch's packs, where the examples of a pack count together, so that they are on
+                one node.
         """
         assert examples, "a job has examples"
         self.examples, self.config, self._shard = examples, config, shard
@@ -78,7 +84,7 @@ class TrainingOrder:
         self._order = lru_cache(maxsize=2)(self._epoch)
 
     def packs(self, step: int) -> list[PackMembers]:
-        """The packs of an optimizer step (from 0)."""
+        """Return the packs of an optimizer step (from 0)."""
         epoch, batch = divmod(step, self.steps_per_epoch)
         order, rows_before = self._order(epoch)
         start = batch * self.config.batch_size
@@ -92,8 +98,8 @@ class TrainingOrder:
         return packs if shard is None or not by_pack else _part(packs, shard)
 
     def _epoch(self, epoch: int) -> tuple[list[int], list[int]]:
-        """The order of an epoch's examples, and how many rows lie before each of them (and before
-        the end).
+        """Return the order of an epoch's examples, and the number of rows before each of them (and
+        before the end).
         """
         config = self.config
         order = epoch_order(
@@ -104,7 +110,7 @@ class TrainingOrder:
 
 
 def _part(packs: Sequence[PackMembers], shard: Shard) -> list[PackMembers]:
-    """A node's packs, each with its reference."""
+    """Return a node's packs, each with its reference."""
     start, end = shard.part(0, sum(not pack.is_reference for pack in packs))
     numbers = accumulate(
         (not pack.is_reference for pack in packs), initial=0

@@ -14,16 +14,16 @@ UNTRAINED = -100  # the target of a row that has none
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """tokens, targets, positions int64 [n]; bounds: where sequences start, and the end: (0, …, n).
-
-    The target of a row is the token after it, where that token is trained on, and UNTRAINED
-    elsewhere. Positions count from 0 in every sequence.
-    """
+    """Training sequences end to end: n rows."""
 
     tokens: Tensor
+    """Token ids, int64 [n]."""
     targets: Tensor
+    """Token after each row, where that is trained on; UNTRAINED elsewhere. int64 [n]."""
     positions: Tensor
+    """Positions, from 0 in every sequence, int64 [n]."""
     bounds: tuple[int, ...]
+    """Rows at which sequences start, and the end: (0, …, n)."""
 
     def __post_init__(self) -> None:
         shapes = {tuple(tensor.shape) for tensor in (self.tokens, self.targets, self.positions)}
@@ -42,19 +42,19 @@ class Pack:
 
     @property
     def num_trained(self) -> int:
-        """Rows that have a target."""
+        """Return the number of rows that have a target."""
         return int((self.targets != UNTRAINED).sum())
 
     @property
     def mean_context_len(self) -> float:
-        """Mean number of keys that a row attends to."""
+        """Return the mean number of keys that a row attends to."""
         return (
             sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(self.bounds))
             / self.num_rows
         )
 
     def sequences_within(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Of every sequence that has rows in [start, end): its first row, and its first and
+        """Return for every sequence with rows in [start, end) its first row, and its first and
         last-plus-one row in there.
         """
         return [
@@ -65,8 +65,10 @@ class Pack:
 
 
 def make_pack(sequences: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) -> Pack:
-    """Lay (tokens, which of them are trained on; None: all) end to end; ValueError for a sequence
-    that is none.
+    """Lay sequences end to end: tokens, with marks of those that are trained on (None for all).
+
+    Raises:
+        ValueError: There is no sequence, one is empty, or marks are missing.
     """
     if not sequences:
         raise ValueError("a pack of no sequences")

@@ -1,5 +1,5 @@
-"""The states of a pack's sequences in one block that carries one (gated delta layers), between
-windows.
+"""States of a pack's sequences between windows, in one block that carries a state (gated delta
+layers).
 
 Forward, the state after the rows so far is kept in one place, and that before every `CHUNK_ROWS`-th
 row of the pack in a place of its own, if the block is to run backward. Backward, a window begins
@@ -29,19 +29,24 @@ Piece = tuple[int, int, int]
 
 
 def states_shape(size: int, num_rows: int, *, is_trained: bool) -> tuple[int, int]:
-    """Of a pack of this many rows; size: of a state."""
+    """Return the shape of the states of a pack of this many rows, each of this size."""
     return (NUM_FIXED + -(-num_rows // CHUNK_ROWS) if is_trained else NUM_PLACES), size
 
 
 class PackStates:
-    """Runs of windows, which are those of many blocks in turn."""
+    """State runs of windows, shared by all blocks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._runs: dict[tuple[int, int, bool], list[StateRun]] = {}
 
     def forward(self, states: Tensor, pieces: Sequence[Piece]) -> StateRows:
-        """Of a window of these pieces, one after another; states: of a block."""
+        """Return the states of a forward window.
+
+        Args:
+            states: States of the block.
+            pieces: The window's pieces, one after another.
+        """
         return StateRows(
             rows=slice(None), runs=self._of(pieces, states), store=TensorStates(states)
         )
@@ -49,7 +54,13 @@ class PackStates:
     def backward(
         self, states: Tensor, pieces: Sequence[Piece], tensors: Iterable[Tensor]
     ) -> StateRows:
-        """The same; tensors: of the block, whole, what leads to a state (`Operator.lead`)."""
+        """Return the states of a backward window.
+
+        Args:
+            states: States of the block.
+            pieces: The window's pieces, one after another.
+            tensors: Whole tensors of the block that lead to a state (`Operator.lead`).
+        """
         return StateRows(
             rows=slice(None),
             runs=self._of(pieces, states),
@@ -76,7 +87,12 @@ class PackStates:
         )
 
     def _run(self, piece: Piece, start: int, *, keeps: bool) -> StateRun:
-        """start: the first row of the window. keeps: whether states have places of their own."""
+        """Return the run of a piece.
+
+        Args:
+            start: First row of the window.
+            keeps: Whether states have places of their own.
+        """
         begin, first, last = piece
         places = torch.tensor(
             [_place(first, keeps=keeps), _place(last, keeps=keeps)], device=self._device
@@ -89,17 +105,17 @@ class PackStates:
 
 
 def clear_gradient(states: Tensor) -> None:
-    """After the last row of a pack, nothing depends on its state."""
+    """Zero the gradient of the state after the last row of a pack, on which nothing depends."""
     states[_GRADIENT].zero_()
 
 
 def _place(row: int, *, keeps: bool) -> int:
-    """Of the state before a row, which is not the first of its sequence."""
+    """Return the place of the state before a row that is not the first of its sequence."""
     return 1 + row // CHUNK_ROWS if keeps and row and row % CHUNK_ROWS == 0 else _RUNNING
 
 
 def _cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """At the rows whose states are kept."""
+    """Cut pieces at the rows whose states are kept."""
     for begin, first, last in pieces:
         while first < last:
             end = min(last, (first // CHUNK_ROWS + 1) * CHUNK_ROWS)

@@ -1,5 +1,5 @@
-"""The tensors of a pack on its way: what each part saves for the backward pass, and what goes from
-part to part.
+"""Tensors of a pack on its pass: those that each part saves for the backward pass, and those
+between parts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,9 @@ _ROWS, _KEY_GRADS, _VALUE_GRADS = "rows", "key_grads", "value_grads"
 
 
 class PassMemory:
-    """Of one pack, taken as a whole. saved: by part, of those that still need it, and by name."""
+    """Tensors of one pack, taken as a whole. `saved` holds them by part, for parts that still need
+    them, and by name.
+    """
 
     def __init__(
         self,
@@ -29,7 +31,11 @@ class PassMemory:
         backbone: Backbone,
         num_rows: int,
     ) -> None:
-        """BudgetError takes nothing."""
+        """Take the memory of the whole pass.
+
+        Raises:
+            BudgetError: There is not enough; nothing is taken.
+        """
         self._memory, self._programs = memory, programs
         self.saved: dict[Part, dict[str, Tensor]] = {}
         self._workspace: dict[str, Tensor] = {}
@@ -44,21 +50,21 @@ class PassMemory:
 
     @property
     def rows(self) -> Tensor:
-        """[n, hidden_size]: what the parts so far have made of each row; after the loss, the
-        gradient of that.
+        """Return the output of the parts so far for each row [n, hidden_size]; after the loss, its
+        gradient.
         """
         return self._workspace[_ROWS]
 
     @property
     def key_value_grads(self) -> tuple[Tensor, Tensor]:
-        """Accumulators of dK and dV [n, width], float32, of which one pair serves all blocks in
-        turn.
+        """Return the accumulators of dK and dV [n, width], float32, of which one pair serves all
+        blocks in turn.
         """
         return self._workspace[_KEY_GRADS], self._workspace[_VALUE_GRADS]
 
     @property
     def num_saved_bytes(self) -> int:
-        """Bytes of the saved tensors that are held now."""
+        """Return the bytes of saved tensors that are held now."""
         return sum(tensor.nbytes for tensors in self.saved.values() for tensor in tensors.values())
 
     def saved_rows(
@@ -69,21 +75,23 @@ class PassMemory:
         return RowsOf(saved, rows, constants or {})
 
     def addressed(self, part: Part) -> Sequence[str]:
-        """What is saved of a block, in the order of `addresses`: keys and values last."""
+        """Return the names of a block's saved tensors in the order of `addresses`: keys and values
+        last.
+        """
         kv_tensors = self._programs.program[part].graph.kv_tensors
         return [*(name for name in self.saved[part] if name not in kv_tensors), *kv_tensors]
 
     @property
     def addresses(self) -> tuple[Tensor, Mapping[Part, slice]]:
-        """Where first rows lie, for copies by calls that were captured (`RowCopies`): int64, on the
-        device; and which of them are each block's: the rows between parts, what is saved as
-        `addressed`, the accumulators of dK and dV.
+        """Return the addresses of first rows, for copies by captured calls (`RowCopies`): int64, on
+        the device; and the range of each block among them: the rows between parts, saved tensors as
+        in `addressed`, the accumulators of dK and dV.
         """
         assert self._addresses is not None, "they have not been asked for"
         return self._addresses
 
     def find_addresses(self) -> None:
-        """For `addresses`, now: both sides of a divided step read them, so they must not be one
+        """Find the addresses now: both sides of a divided step read them, so they must not be one
         side's.
         """
         numbers: list[int] = []
@@ -102,19 +110,19 @@ class PassMemory:
         self._addresses = on_device(numbers, self.rows.device, torch.int64), places
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the pack in a block, as stores of one page."""
+        """Return keys and values of the pack in a block, as stores of one page."""
         keys, values = (
             self.saved[layer][name][None] for name in self._programs.program[layer].graph.kv_tensors
         )
         return keys, values
 
     def states(self, part: Part) -> Tensor:
-        """See `PackStates`."""
+        """Return the states of a block (`PackStates`)."""
         return self.saved[part][STATES]
 
     def clear_gradients(self, part: Part) -> None:
-        """Before the first tasklet of a part: no later row adds to dK, dV and the state's
-        gradient.
+        """Zero dK, dV and the state's gradient before the first tasklet of a part: no later row
+        adds to them.
         """
         graph = self._programs.program[part].graph
         for grads in self.key_value_grads if graph.kv_tensors else ():
@@ -123,17 +131,17 @@ class PassMemory:
             clear_gradient(self.states(part))
 
     def give_back(self, part: Part) -> None:
-        """Nothing needs what was saved of it any more."""
+        """Return the saved tensors of a part, which nothing needs any more."""
         self._memory.give_back(self.saved.pop(part))
 
     def release(self) -> None:
-        """Give all of it back."""
+        """Return all memory."""
         for tensors in (*self.saved.values(), self._workspace):
             self._memory.give_back(tensors)
         self.saved, self._workspace, self._addresses = {}, {}, None
 
     def move(self, memory: ActivationMemory) -> None:
-        """See `TrainingPass.move`."""
+        """Continue in other memory (`TrainingPass.move`)."""
         for tensors in (self._workspace, *self.saved.values()):
             tensors.update(
                 memory.take(
@@ -147,7 +155,7 @@ class PassMemory:
 
 
 class RowsOf(Mapping[str, Tensor]):
-    """Some rows of tensors, cut out when they are asked for; and constants, made then."""
+    """Some rows of tensors, cut out on access; and constants, made on access."""
 
     def __init__(
         self,
@@ -172,7 +180,7 @@ class RowsOf(Mapping[str, Tensor]):
 def saved_shapes(
     programs: TrainingPrograms, backbone: Backbone, part: Part, num_rows: int
 ) -> Shapes:
-    """The tensors that a pass of this many rows saves of one part."""
+    """Return the tensors that a pass of this many rows saves of one part."""
     program = programs.program[part]
     specs = (program.graph.spec[name] for name in program.saved)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -187,7 +195,7 @@ def saved_shapes(
 
 
 def state_shapes(programs: TrainingPrograms, num_rows: int) -> Shapes:
-    """What `saved_shapes` has for states, of all parts."""
+    """Return the states among `saved_shapes`, of all parts."""
     return {
         f"{part}": (states_shape(size, num_rows, is_trained=part in programs.parts), torch.float32)
         for part, program in programs.program.items()
@@ -196,8 +204,8 @@ def state_shapes(programs: TrainingPrograms, num_rows: int) -> Shapes:
 
 
 def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: int) -> Shapes:
-    """The tensors that a pass of this many rows needs beside: its rows between blocks, dK and dV of
-    one block.
+    """Return the tensors that a pass of this many rows needs beside: its rows between blocks, dK
+    and dV of one block.
     """
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         _ROWS: ((num_rows, backbone.architecture.hidden_size), backbone.dtype)

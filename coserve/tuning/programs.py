@@ -1,4 +1,4 @@
-"""The programs of an adapter's training: one per part of the model, from the lowest part that has
+"""Programs of an adapter's training: one per part of the model, from the lowest part that has
 parameters up to the loss.
 """
 
@@ -20,8 +20,8 @@ from coserve.models.base import Part
 
 @lru_cache(maxsize=256)
 def _one_of(program: Program) -> Program:
-    """One object for equal programs, whatever they were compiled for: passes of one program run
-    backward as one.
+    """Return one object for equal programs, whatever they were compiled for: passes of one program
+    run backward as one.
     """
     return program
 
@@ -33,23 +33,28 @@ def _compile(graph: Graph, asked: tuple[str, ...], by: Weighing, **settings: Any
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPrograms:
-    """Immutable. `parts`: those with a backward pass, in its order: blocks from the last down, then
-    the embedding if it is trained.
-    """
+    """The programs of a pass; immutable."""
 
     program: dict[Part, Program]
+    """Program of each part but the head."""
     loss: Program
+    """Program of the head with the loss."""
     parts: tuple[Part, ...]
+    """Parts that run backward, in this order: blocks from the last down, then the embedding if it
+    is trained.
+    """
 
     def saved_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
-        """Bytes that all blocks together keep of one row between forward and backward."""
+        """Return the bytes that all blocks together keep of one row between forward and
+        backward.
+        """
         return sum(
             program.saved_bytes_per_token(compute_dtype) for program in self.program.values()
         )
 
     def kept_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
-        """The same with the states (float32) that blocks keep of one row of many: at every
-        `CHUNK_ROWS`-th.
+        """Return the same with the states (float32) that blocks keep at every `CHUNK_ROWS`-th of
+        many rows, per row.
         """
         states = sum(self.program[part].graph.state_size for part in self.parts)
         return self.saved_bytes_per_token(compute_dtype) + 4 * states // CHUNK_ROWS
@@ -67,18 +72,19 @@ def training_programs(
     """Compile the parts of an adapter's model; equal blocks share one program.
 
     Args:
-        budget_bytes_per_token, max_recompute: most bytes that a block keeps of one row, or most
-            FLOPs for keeping less (see `compile_program`).
-        mean_context_len: mean number of keys that a row attends to (`Pack.mean_context_len`), for
+        budget_bytes_per_token: Maximum number of bytes that a block keeps of one row (see
+            `compile_program`).
+        max_recompute: Maximum FLOPs for keeping less.
+        mean_context_len: Mean number of keys that a row attends to (`Pack.mean_context_len`), for
             choosing what to recompute.
         link_flops_per_byte: FLOPs that a rank computes while a gather moves a byte
-            (`Division.flops_per_byte`), for choosing what ranks keep in pieces. 0: a link costs
-            nothing; None: nothing is kept in pieces.
-        fused: fused operators that the backward pass may use (`graph.fuse`); None: those of the
+            (`Division.flops_per_byte`), for choosing what ranks keep in pieces. With 0 a link costs
+            nothing; with None nothing is kept in pieces.
+        fused: Fused operators that the backward pass may use (`graph.fuse`); None for those of the
             adapter's backend.
 
     Raises:
-        BudgetError: no block can do with so little.
+        BudgetError: No block can do with so little.
     """
     backbone = adapter.backbone
     parts = backbone.local.parts
@@ -111,8 +117,8 @@ def training_programs(
 
 
 def evaluation_programs(adapter: Adapter, *, mean_context_len: float = 512.0) -> TrainingPrograms:
-    """The programs of a pass that only measures the loss: nothing runs backward, and only K and V
-    are kept.
+    """Return the programs of a pass that only measures the loss: nothing runs backward, and only K
+    and V are kept.
     """
     backbone = adapter.backbone
     by = Weighing(compute_dtype=backbone.dtype, mean_context_len=mean_context_len)
@@ -128,7 +134,9 @@ def evaluation_programs(adapter: Adapter, *, mean_context_len: float = 512.0) ->
 def frontier_of_part(
     programs: TrainingPrograms, adapter: Adapter, part: Part, *, mean_context_len: float
 ) -> tuple[Retention, ...]:
-    """What a trained part can keep, from everything that its backward pass reads to the least."""
+    """Return the sets of tensors that a trained part can keep, from everything that its backward
+    pass reads to the least.
+    """
     program = programs.program[part]
     backward = backward_graph(adapter.attached(part).graph, program.asked)
     by = Weighing(
@@ -150,8 +158,8 @@ def _division(adapter: Adapter, part: Part, link_flops_per_byte: float | None) -
 
 
 def with_loss(head: Graph) -> Graph:
-    """The head's graph with the next-token loss of each row after its logits: outputs "loss" and
-    "loss.correct".
+    """Return the head's graph with the next-token loss of each row after its logits: outputs "loss"
+    and "loss.correct".
 
     Logits that are a product, to which nothing is added, become one operator with their loss.
     """

@@ -1,4 +1,4 @@
-"""What ranks that hold a model together do with the gradients of an optimizer step.
+"""Gradients of an optimizer step among ranks that hold a model together.
 
 Of some parameters each rank has a part of the gradient. The parts are added up once for each step,
 so that a parameter which several ranks hold has the same bits on all of them, before and after the
@@ -17,24 +17,24 @@ from coserve.models.shares import owned
 
 
 class RankGradients:
-    """One rank's end. Every rank has to call each method, in the same order."""
+    """One rank's side of the exchange. Every rank has to call each method, in the same order."""
 
     def __init__(
         self, group: RankGroup, states: Mapping[str, AnyState], summed: tuple[str, ...]
     ) -> None:
-        """Take how a job's parameters are divided.
+        """Set the division of a job's parameters.
 
         Args:
-            group: the ranks.
-            states: by full name; parameters that are left out are whole.
-            summed: names of the parameters of whose gradient each rank has a part.
+            group: The ranks.
+            states: Layouts by full name; parameters that are left out are whole.
+            summed: Names of the parameters of whose gradient each rank has a part.
         """
         self._group, self._states, self._summed = group, states, frozenset(summed)
 
     @torch.inference_mode()
     def complete(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of all ranks' losses together, of what this rank holds; those given
-        are used up.
+        are overwritten.
 
         A whole gradient that every rank has computed is taken from rank 0: sums of equal numbers
         may differ in their last bits from process to process, and masters that differ would drift
@@ -58,8 +58,8 @@ class RankGradients:
         return found
 
     def _part(self, name: str, gradient: Tensor) -> Tensor | None:
-        """Return what this rank adds to a sum over all ranks; None of a gradient that has nothing
-        to be added to.
+        """Return the term that this rank adds to a sum over all ranks; None for a gradient that is
+        not summed.
         """
         state, rank = self._states.get(name, WHOLE), self._group.rank
         if isinstance(state, Cut):
@@ -72,7 +72,7 @@ class RankGradients:
         """Return the norm of the whole gradient, float32 [], with the same bits on every rank.
 
         Args:
-            gradients: complete, by name, at least one.
+            gradients: Complete gradients by name, at least one.
         """
         group, parts, some = self._group, list[Tensor](), next(iter(gradients.values()))
         for name, gradient in gradients.items():
