@@ -66,7 +66,7 @@ class PlanBuilder:
         self._losses: list[PlannedLoss] = []
         self._tasklets: list[PlannedTasklets] = []
         self._updates: list[str] = []
-        self._decode_share, self._num_decoding, self._paces = 0.0, 0, 0.0
+        self._decode_share, self._num_decoding = 0.0, 0
         self._loss_rows = 0
 
     @property
@@ -141,9 +141,8 @@ class PlanBuilder:
         ]
         self._time.forward_s = self._latency.forward_s(self._load)
         self._num_decoding += len(requests)
-        self._paces += sum([1 / request.info.tpot_s for request in requests])
         self._decode_share = (
-            (self._time.overhead_s + self._time.forward_s) * self._paces / self._num_decoding
+            (self._time.overhead_s + self._time.forward_s) * self._load.paces / self._num_decoding
         )
 
     def decode_seconds(self, requests: Sequence[RequestProgress]) -> Callable[[int], float]:
@@ -254,7 +253,7 @@ class PlanBuilder:
         if backward_speed * forward_s / forward_speed <= left_s:
             self._time.divide(*found)
 
-    def tune(  # noqa: C901
+    def tune(
         self,
         jobs: Sequence[JobProgress],
         until_s: float,
@@ -279,13 +278,7 @@ class PlanBuilder:
         """
         self._count_overhead()
         self._time.allow_until(until_s)
-        tasks = {job.id: 0 for job in jobs}
-        if len(jobs) > 1 and any(job.phase in ("loss", "backward") for job in jobs):
-            tasks |= hybrid_tasks(jobs, self._latency, max_rows=self._max_rows)
-        members: dict[int, list[JobProgress]] = {}  # of hybrid tasks that have not been served
-        for job in jobs:
-            if job.phase == "backward" or (job.phase == "loss" and self._time.partition is None):
-                members.setdefault(tasks[job.id], []).append(job)
+        tasks, members = self._hybrid_tasks(jobs)
         forward: set[int] = set()  # hybrid tasks of jobs that get on with their forward pass
         for job in jobs:
             left_s = until_s - self.step_s
@@ -297,8 +290,8 @@ class PlanBuilder:
                 if self._window(job, left_s, may_wait=job.waited_s < max_defer_s):
                     forward.add(tasks[job.id])
             elif self._time.partition is None or job.phase == "backward":
-                # Who was served more waits at the loss for those of its hybrid task who were served
-                # less.
+                # A job that was served more waits at the loss for those of its hybrid task that were
+                # served less.
                 if tasks[job.id] in forward and is_before_backward(job):
                     continue
                 if together := members.pop(tasks[job.id], None):
@@ -307,6 +300,21 @@ class PlanBuilder:
             self._age(jobs, least_share)
         if jobs and self.runs_nothing:
             self._least(jobs[0])
+
+    def _hybrid_tasks(
+        self, jobs: Sequence[JobProgress]
+    ) -> tuple[dict[str, int], dict[int, list[JobProgress]]]:
+        """Return the hybrid task of each job, and the jobs of each that could go through the loss
+        or backward now; beside a forward pass none goes through the loss.
+        """
+        tasks = {job.id: 0 for job in jobs}
+        if len(jobs) > 1 and any(job.phase in ("loss", "backward") for job in jobs):
+            tasks |= hybrid_tasks(jobs, self._latency, max_rows=self._max_rows)
+        members: dict[int, list[JobProgress]] = {}
+        for job in jobs:
+            if job.phase == "backward" or (job.phase == "loss" and self._time.partition is None):
+                members.setdefault(tasks[job.id], []).append(job)
+        return tasks, members
 
     def take(self, job: JobProgress, rows: int, num_tasklets: int = 1) -> None:
         """Add a piece of the job's current phase, whatever its time.

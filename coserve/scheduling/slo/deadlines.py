@@ -12,6 +12,7 @@ others late).
 
 from collections.abc import Sequence
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,6 +43,8 @@ URGENT_CATCH_UP_SHARE = 0.1
 # most answers are no shorter. Half of either: 0.6 points more without jobs in bursts; twice: the
 # same.
 FREE_CATCH_UP_SHARE, MIN_ANSWER_TOKENS = 0.3, 16
+# More than what rounding can take off a time with the margin.
+_ROUNDING = 1e-9
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +92,7 @@ def sure_by_s(due_s: float, now_s: float, margin: float) -> float:
     return now_s + (due_s - now_s) / (1 + SURE_MARGINS * margin)
 
 
-def decode_deadlines(  # noqa: C901
+def decode_deadlines(
     requests: Sequence[RequestProgress],
     *,
     now_s: float,
@@ -101,103 +104,167 @@ def decode_deadlines(  # noqa: C901
     jobs_share: float = inf,
     margin: float = 0.0,
 ) -> Deadlines:
-    """When the first of the requests that decode is due. A token at the pace of its SLO (`AIMED`)
-    takes nothing of the bank, so that one that is in time may always be kept waiting for as long;
-    only beyond that is something left in the bank.
+    """Return when the first of the requests that decode is due.
+
+    A token at the pace of its SLO (`AIMED`) takes nothing of the bank, so that a request that is in
+    time may always be kept waiting for as long; only beyond that is something left in the bank.
 
     Args:
-        decode_s: what a step of all of them takes.
-        infeasible_tpot_s: the pace of infeasible requests.
-        prompt_reserve_tpots, reserve_tpots: what prompts and jobs leave in every bank.
-        jobs_share: of a request's time per token, what jobs may take in all.
-        margin: by which share a step may take longer than predicted. The next steps make up for
+        decode_s: Time of a step of all of them.
+        infeasible_tpot_s: Pace of infeasible requests.
+        max_gap_tpots: Longest gap between tokens, in TPOTs.
+        prompt_reserve_tpots: TPOTs that prompts leave in every bank.
+        reserve_tpots: TPOTs that jobs leave in every bank.
+        jobs_share: Share of a request's time per token that jobs may take in all.
+        margin: Share by which a step may take longer than predicted. The next steps make up for
             what one was late by, so it counts against the whole bank alone: that a step takes
             longer must not miss the SLO even if its token is the last. At the pace tokens come in
             the mean.
     """
     if not requests:
         return Deadlines()
-    prompts_s = jobs_s = gap_s = urgent_s = free_s = extra_s = missed_s = inf
-    end_s, limited = now_s + decode_s, jobs_share < inf
-    late_pace_s = max(infeasible_tpot_s, INFEASIBLE_STRETCH * decode_s)
-    most_kept_tpots = max(prompt_reserve_tpots, reserve_tpots)
-    # Run for each of some hundred requests, so without calls.
+    gap_s = far_s = extra_s = inf
+    end_s, limited, aimed = now_s + decode_s, jobs_share < inf, AIMED
+    sure = SURE_MARGINS * margin + _ROUNDING
+    kept_tpots = max(prompt_reserve_tpots, reserve_tpots)
+    unstarted: list[RequestProgress] = []
+    infeasible: list[RequestProgress] = []
+    close: list[RequestProgress] = []
+    # Some hundred requests come by in each plan, so the loop calls nothing.
     for request in requests:
-        info, num_output = request.info, request.num_output
-        asked_s = info.tpot_s
-        first_s, last_s = request.first_token_s, request.last_token_s
-        tpot_s = AIMED * asked_s
-        if first_s is None:  # preempted, or of a prompt of one token: due like any first token
-            due_s = info.arrival_s + info.ttft_s
-            if end_s > due_s:
-                due_s = last_s + late_pace_s
-            else:
-                missed_s = min(missed_s, due_s)
-            prompts_s, jobs_s, free_s = (
-                min(prompts_s, due_s),
-                min(jobs_s, due_s),
-                min(free_s, due_s),
-            )
+        first_s = request.first_token_s
+        if first_s is None:
+            unstarted.append(request)
             continue
-        banked_s = first_s + num_output * tpot_s
-        if end_s > banked_s and end_s - banked_s > (tpot_s - decode_s) * (request.num_left - 1):
-            late_s = last_s + (tpot_s if tpot_s > late_pace_s else late_pace_s)
-            if late_s < prompts_s:
-                prompts_s = late_s
-            if late_s < jobs_s:
-                jobs_s = late_s
-            free_s = min(free_s, max(late_s, last_s + max_gap_tpots * tpot_s))
+        tpot_s = request.info.tpot_s
+        aimed_s = aimed * tpot_s
+        banked_s = first_s + request.num_output * aimed_s
+        if end_s > banked_s and end_s - banked_s > (aimed_s - decode_s) * (request.num_left - 1):
+            infeasible.append(request)
             continue
-        due_s = first_s + num_output * asked_s
-        if due_s < missed_s:
-            missed_s = due_s
-        noticed_s = last_s + max_gap_tpots * asked_s
+        noticed_s = request.last_token_s + max_gap_tpots * tpot_s
         if noticed_s < gap_s:
             gap_s = noticed_s
-        if limited and jobs_share * tpot_s * num_output - request.jobs_s < extra_s:
-            extra_s = jobs_share * tpot_s * num_output - request.jobs_s
-        if banked_s - most_kept_tpots * tpot_s >= gap_s and tpot_s >= decode_s:
-            # a gap would be noticed before anything else is due, as with most requests that have a
-            # bank
-            continue
-        kept_s = tpot_s if num_output >= RESERVE_TOKENS else tpot_s * num_output / RESERVE_TOKENS
-        next_s = last_s + tpot_s
-        num_sure, num_later = request.num_sure, request.num_left - 1
+            far_s = gap_s + sure * (gap_s - now_s) if gap_s > now_s else gap_s
+        if limited and jobs_share * aimed_s * request.num_output - request.jobs_s < extra_s:
+            extra_s = jobs_share * aimed_s * request.num_output - request.jobs_s
+        # Most requests have a bank: a gap is noticed before anything else is due, with the margin.
+        if banked_s - kept_tpots * aimed_s < far_s or aimed_s < decode_s:
+            close.append(request)
+    due_s, missed_s = _first_tokens_due_s(unstarted, end_s, infeasible_tpot_s, decode_s)
+    late_s, late_free_s = _infeasible_due_s(infeasible, infeasible_tpot_s, decode_s, max_gap_tpots)
+    bank = _banks_due_s(close, decode_s, prompt_reserve_tpots, reserve_tpots)
+    sure_s = sure_by_s(min(missed_s, bank.missed_s), now_s, margin)
+    return Deadlines(
+        prompts_s=min(due_s, late_s, bank.prompts_s, gap_s, sure_s),
+        jobs_s=min(due_s, late_s, bank.jobs_s, gap_s, sure_s),
+        urgent_s=min(bank.urgent_s, gap_s),
+        free_s=min(due_s, late_free_s, bank.free_s, gap_s),
+        extra_s=max(0.0, extra_s),
+    )
+
+
+def _first_tokens_due_s(
+    requests: Sequence[RequestProgress], end_s: float, infeasible_tpot_s: float, decode_s: float
+) -> tuple[float, float]:
+    """Return when the first of these is due, and when the first of them misses its TTFT. Preempted
+    requests, and those with a prompt of one token, are due like any first token.
+
+    Args:
+        end_s: End of a decode step that begins now.
+    """
+    due_s = missed_s = inf
+    for request in requests:
+        first_due_s = request.info.arrival_s + request.info.ttft_s
+        if end_s > first_due_s:
+            due_s = min(due_s, request.last_token_s + _late_pace_s(infeasible_tpot_s, decode_s))
+        else:
+            due_s, missed_s = min(due_s, first_due_s), min(missed_s, first_due_s)
+    return due_s, missed_s
+
+
+def _infeasible_due_s(
+    requests: Sequence[RequestProgress],
+    infeasible_tpot_s: float,
+    decode_s: float,
+    max_gap_tpots: float,
+) -> tuple[float, float]:
+    """Return when the first of these infeasible requests is due, and when it is where nobody else
+    wants the time that requests save.
+    """
+    due_s = free_s = inf
+    pace_s = _late_pace_s(infeasible_tpot_s, decode_s)
+    for request in requests:
+        aimed_s, last_s = AIMED * request.info.tpot_s, request.last_token_s
+        late_s = last_s + max(aimed_s, pace_s)
+        due_s = min(due_s, late_s)
+        free_s = min(free_s, max(late_s, last_s + max_gap_tpots * aimed_s))
+    return due_s, free_s
+
+
+def _late_pace_s(infeasible_tpot_s: float, decode_s: float) -> float:
+    return max(infeasible_tpot_s, INFEASIBLE_STRETCH * decode_s)
+
+
+class _BanksDue(NamedTuple):
+    """Times at which the banks of requests are spent."""
+
+    prompts_s: float = inf
+    """Time at which prompts have left their reserve."""
+    jobs_s: float = inf
+    """Time at which jobs have."""
+    urgent_s: float = inf
+    """Time until which each can catch up over all tokens that may come."""
+    free_s: float = inf
+    """Time until which each surely catches up."""
+    missed_s: float = inf
+    """Time at which the first SLO is missed, if the next token is the last."""
+
+
+def _banks_due_s(
+    requests: Sequence[RequestProgress],
+    decode_s: float,
+    prompt_reserve_tpots: float,
+    reserve_tpots: float,
+) -> _BanksDue:
+    """Return when the banks of these requests are spent; none before the next token at the pace of
+    the SLO.
+    """
+    if not requests:
+        return _BanksDue()
+    prompts_s = jobs_s = urgent_s = free_s = missed_s = inf
+    for request in requests:
+        tpot_s, num_output, first_s = request.info.tpot_s, request.num_output, request.first_token_s
+        assert first_s is not None
+        aimed_s = AIMED * tpot_s
+        banked_s = first_s + num_output * aimed_s
+        if first_s + num_output * tpot_s < missed_s:
+            missed_s = first_s + num_output * tpot_s
+        next_s, num_later = request.last_token_s + aimed_s, request.num_left - 1
+        spent_s = banked_s + URGENT_CATCH_UP_SHARE * (aimed_s - decode_s) * num_later
+        due_s = spent_s if spent_s > next_s else next_s
+        if due_s < urgent_s:
+            urgent_s = due_s
+        num_sure = request.num_sure
         if num_sure < MIN_ANSWER_TOKENS - num_output:
             num_sure = MIN_ANSWER_TOKENS - num_output
         if num_sure > num_later:
             num_sure = num_later
-        due_s = (
-            banked_s + FREE_CATCH_UP_SHARE * (tpot_s - decode_s) * num_sure
-            if num_sure > 0
-            else banked_s
-        )
-        if due_s < next_s:
-            due_s = next_s
+        spent_s = banked_s
+        if num_sure > 0:
+            spent_s += FREE_CATCH_UP_SHARE * (aimed_s - decode_s) * num_sure
+        due_s = spent_s if spent_s > next_s else next_s
         if due_s < free_s:
             free_s = due_s
-        due_s = banked_s + URGENT_CATCH_UP_SHARE * (tpot_s - decode_s) * num_later
-        if due_s < next_s:
-            due_s = next_s
-        if due_s < urgent_s:
-            urgent_s = due_s
         if next_s > banked_s:
             next_s = banked_s
-        due_s = banked_s - prompt_reserve_tpots * kept_s
-        if due_s < next_s:
-            due_s = next_s
+        kept_s = aimed_s if num_output >= RESERVE_TOKENS else aimed_s * num_output / RESERVE_TOKENS
+        spent_s = banked_s - prompt_reserve_tpots * kept_s
+        due_s = spent_s if spent_s > next_s else next_s
         if due_s < prompts_s:
             prompts_s = due_s
-        due_s = banked_s - reserve_tpots * kept_s
-        if due_s < next_s:
-            due_s = next_s
+        spent_s = banked_s - reserve_tpots * kept_s
+        due_s = spent_s if spent_s > next_s else next_s
         if due_s < jobs_s:
             jobs_s = due_s
-    sure_s = sure_by_s(missed_s, now_s, margin)
-    return Deadlines(
-        prompts_s=min(prompts_s, gap_s, sure_s),
-        jobs_s=min(jobs_s, gap_s, sure_s),
-        urgent_s=min(urgent_s, gap_s),
-        free_s=min(free_s, gap_s),
-        extra_s=max(0.0, extra_s),
-    )
+    return _BanksDue(prompts_s, jobs_s, urgent_s, free_s, missed_s)
