@@ -1,3 +1,3 @@
-"""Simulation: the same engine and policies on a device that only says how long it would take, by a
-virtual clock.
+"""Simulation: the same engine and policies on a device that only reports how long it would take, by
+a virtual clock.
 """

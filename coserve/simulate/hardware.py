@@ -17,31 +17,34 @@ _BANDWIDTH_SHARE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a device sustains."""
+    """The sustained performance of a device."""
 
     name: str
+    """Name of the device."""
     flops_per_s: float
     """Pace of large matrix products."""
     bytes_per_s: float
     """Pace of streaming reads and writes."""
     call_s: float
-    """What an operator takes at least."""
+    """Minimum time of an operator."""
     num_units: int = 1
-    """Units among which a step can be divided; 1: it cannot."""
+    """Units among which a step can be divided; 1 if it cannot."""
     num_processors: int = 1
-    """Processors that tiles of products are dealt to; 1: products of any shape run at full pace."""
+    """Processors to which tiles of products are dealt; 1 if products of any shape run at full pace.
+    """
     attention: float = 1.0
     """Pace of attention over sequences, as a share of that of products."""
     attention_backward: float = 1.0
     """The same of its backward pass."""
     memory_bytes: int = 80 * 10**9
+    """Bytes of its memory."""
     host_bytes_per_s: float = 2.2e10
     """Pace of copies between the device and the host's memory, one way."""
     link: Link | None = None
-    """What connects the devices of a group; None: not known."""
+    """Link between the devices of a group; None if unknown."""
 
     def product_s(self, rows: int, num_outputs: int, num_inputs: int, itemsize: int) -> float:
-        """Return what a product of [rows, num_inputs] with [num_inputs, num_outputs] takes.
+        """Return the time of a product of [rows, num_inputs] with [num_inputs, num_outputs].
 
         Tiles are dealt to processors in rounds, the last of which leaves some idle ("Matrix
         Multiplication Background User's Guide", NVIDIA DU-09799, section 3).
@@ -61,7 +64,7 @@ class Hardware:
         return self.call_s + max(compute_s, num_bytes / self.bytes_per_s)
 
     def pass_s(self, flops: float, num_bytes: float) -> float:
-        """Return what any other operator takes."""
+        """Return the time of any other operator."""
         return self.call_s + max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
 
     def part(self, num_units: int) -> "Hardware":
@@ -78,19 +81,21 @@ class Hardware:
 
 # Sources of the catalogue, read on 2026-11-25. benchmarks/hardware.md holds the model against what
 # they measured.
-# - Products, bfloat16: the largest pace that github.com/zzc0721/torch-performance-test-data (database.md) found over
-#   square sizes: A100 40 GB 246, 80 GB 265, H100 798, H200 790, RTX 3090 76.6 TFLOP/s; L40S 269 and RTX A6000 123, 0.74
-#   and 0.80 of their datasheets, which stand in for the RTX 6000 Ada and the A40 (the same chips). The table of
-#   github.com/stas00/ml-engineering (compute/accelerator) agrees: A100 271, H100 and H200 795.
-# - Memory: the share of the datasheet's bandwidth that a streaming kernel reaches on each device, from the table of
-#   github.com/ProjectPhysX/FluidX3D: A100 0.77 (40 GB: 0.84), H100 0.80, H200 0.73, A40 0.74, RTX 3090 0.89, Ada 0.80.
-# - call_s: what the smallest product takes on an H100, in the tables of matrix products of github.com/openxla/xla
-#   (xla/service/gpu/model/matmul_interpolator_data.h).
-# - Attention: FlashAttention-2, causal, heads of 128. A100: 144 to 159 TFLOP/s forward (github.com/liangan1/GPU_travel,
-#   performance/flash-attn), and backward 63% of the datasheet's at best (arXiv 2307.08691, section 4.1), of which four
-#   fifths are taken. H100: 335 over
-#   both passes (there). RTX 4090, for all of its kin: 151 forward and 99 backward (apache/tvm tl_doc/flash_perf.md),
-#   where products reach 163.
+# - Products, bfloat16: the largest pace that github.com/zzc0721/torch-performance-test-data
+#   (database.md) found over square sizes: A100 40 GB 246, 80 GB 265, H100 798, H200 790, RTX 3090
+#   76.6 TFLOP/s; L40S 269 and RTX A6000 123, 0.74 and 0.80 of their datasheets, which stand in for
+#   the RTX 6000 Ada and the A40 (the same chips). The table of github.com/stas00/ml-engineering
+#   (compute/accelerator) agrees: A100 271, H100 and H200 795.
+# - Memory: the share of the datasheet's bandwidth that a streaming kernel reaches on each device,
+#   from the table of github.com/ProjectPhysX/FluidX3D: A100 0.77 (40 GB: 0.84), H100 0.80, H200
+#   0.73, A40 0.74, RTX 3090 0.89, Ada 0.80.
+# - call_s: what the smallest product takes on an H100, in the tables of matrix products of
+#   github.com/openxla/xla (xla/service/gpu/model/matmul_interpolator_data.h).
+# - Attention: FlashAttention-2, causal, heads of 128. A100: 144 to 159 TFLOP/s forward
+#   (github.com/liangan1/GPU_travel, performance/flash-attn), and backward 63% of the datasheet's at
+#   best (arXiv 2307.08691, section 4.1), of which four fifths are taken. H100: 335 over both passes
+#   (there). RTX 4090, for all of its kin: 151 forward and 99 backward (apache/tvm
+#   tl_doc/flash_perf.md), where products reach 163.
 # - Links: `links.py`. Those of an A100 or H100 are of boards with NVSwitch.
 # Divided in tenths of their multiprocessors, as HARLI section 5.2 does. Copies to the host reach
 # some 0.7 of PCIe.

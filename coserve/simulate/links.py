@@ -15,7 +15,7 @@ from math import exp, log
 
 @dataclass(frozen=True, kw_only=True)
 class SumTimes:
-    """What sums of some sizes took."""
+    """Measured times of sums of some sizes."""
 
     num_devices: int
     """Number of devices that were summed over."""
@@ -23,8 +23,8 @@ class SumTimes:
     """Bytes of each device's tensor, and microseconds; in the order of sizes."""
 
     def seconds(self, num_bytes: float) -> float:
-        """Return what a sum takes: by straight lines between the logarithms of the sizes, as long
-        as the smallest size below it, and proportional to the bytes above the largest.
+        """Return the time of a sum: interpolated between the logarithms of the sizes, as long as
+        the smallest size below it, and proportional to the bytes above the largest.
         """
         sizes, logs = self._points
         if num_bytes <= sizes[0]:
@@ -42,9 +42,10 @@ class SumTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How the devices of a group are connected."""
+    """A connection between the devices of a group."""
 
     name: str
+    """Name of the link."""
     times: tuple[SumTimes, ...]
     """Measured sums, by the number of devices."""
     most_bytes_per_s: tuple[tuple[int, float], ...] = ()
@@ -52,12 +53,12 @@ class Link:
     less than what was measured over another number."""
 
     def sum_s(self, num_bytes: float, num_devices: int) -> float:
-        """Return what a sum of a tensor over all devices takes, each of which gets the result;
-        nothing for one device.
+        """Return the time of a sum of a tensor over all devices, each of which gets the result; 0
+        for one device.
 
         Args:
-            num_bytes: of the tensor.
-            num_devices: number of devices in the group.
+            num_bytes: Bytes of the tensor.
+            num_devices: Devices of the group.
         """
         if num_devices == 1:
             return 0.0
@@ -68,7 +69,7 @@ class Link:
         return seconds if most is None else max(seconds, moved * num_bytes / most)
 
     def gather_s(self, num_bytes: float, num_devices: int) -> float:
-        """Return what a gather takes after which every device has a tensor of this size.
+        """Return the time of a gather after which every device has a tensor of this size.
 
         It moves half of what a sum of the tensor does, as does a sum of which each device gets its
         part.

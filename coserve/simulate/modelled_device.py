@@ -1,7 +1,6 @@
-"""A device without tensors: it answers commands and steps, and says how long it took by a virtual
-clock.
+"""A device without tensors: it answers commands and steps, and reports times by a virtual clock.
 
-Tokens are a pure function of the request's seed and the place; losses are nan. What a job costs,
+Tokens are a pure function of the request's seed and the place; losses are nan. The costs of a job,
 and the groups of tensors that its packs take, are counted from the same graphs as on a real device.
 """
 
@@ -79,18 +78,9 @@ from coserve.tuning.programs import evaluation_programs, training_programs
 
 
 class ModelledDevice:
-    """See `coserve.devices.base.Device`.
+    """A modelled `coserve.devices.base.Device`.
 
-    Args:
-        backbone: on the "meta" device: shapes are all it takes.
-        profile: of the hardware.
-        latency: what steps take where that is known better than by the profile.
-        noise: standard deviation of the logarithm of the time that a section takes beside what the
-            profile says.
-        link_flops_per_byte: FLOPs that a rank computes while a gather moves a byte, by which jobs
-            choose what ranks save in pieces (`training_programs`).
-
-    `fail_next`: the next step fails with this, and takes no time; optimizer steps before
+    If `fail_next` is set, the next step fails with it, and takes no time; optimizer steps before
     `broken_update` are made.
     """
 
@@ -107,6 +97,17 @@ class ModelledDevice:
         latency: LatencyModel | None = None,
         link_flops_per_byte: float = 0.0,
     ) -> None:
+        """Begin without requests and jobs.
+
+        Args:
+            backbone: Model on the "meta" device; only shapes are used.
+            profile: Profile of the hardware.
+            noise: Standard deviation of the logarithm of a section's time relative to the
+                profile's.
+            latency: Latency model, where that is more accurate than the profile.
+            link_flops_per_byte: FLOPs that a rank computes while a gather moves a byte, by which
+                jobs choose what ranks save in pieces (`training_programs`).
+        """
         self.info = device_info(
             backbone,
             num_pages=num_pages,
@@ -194,7 +195,7 @@ class ModelledDevice:
         return result
 
     def close(self) -> None:
-        """Nothing but the thread of its masks is to be let go of."""
+        """Stop the thread of its masks; it has nothing else."""
         self._grammars.shutdown()
 
     # -- commands -------------------------------------------------------------------
@@ -224,14 +225,14 @@ class ModelledDevice:
         self._count_copy(len(command.pages))
 
     def _move_pages(self, command: MovePages) -> None:
-        """Read and written at the pace at which attention reads keys and values, before the
-        step.
+        """Advance the clock: pages are read and written before the step, at the pace at which
+        attention reads keys and values.
         """
         num_tokens = len(command.pages) * self.info.block_tokens
         self.clock.advance(self._timer.with_noise(2 * num_tokens * self.info.profile.s_per_key))
 
     def _place_optimizer(self, command: PlaceOptimizer) -> None:
-        """Moments are read and written at that pace, too, if there are any yet."""
+        """Count the time of moving an optimizer's moments, at that pace, if there are any yet."""
         trainer = self._trainers.get(command.job)
         if trainer is not None and (num_pages := trainer.place(command.num_pages)):
             num_tokens = num_pages * self.info.block_tokens
@@ -322,8 +323,8 @@ class ModelledDevice:
         )
 
     def _ended(self, requests: Iterable[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Of those that have their tokens, the ones whose grammars let nothing follow, and those
-        that have failed.
+        """Return, of requests that have their tokens, those whose grammars let nothing follow, and
+        those that have failed.
         """
         matched = {
             request: self._matchers[request] for request in requests if request in self._matchers
@@ -334,7 +335,7 @@ class ModelledDevice:
         }
 
     def _progress_of(self, rows: RequestRows) -> RequestProgress:
-        """What the latency model asks about a request's rows."""
+        """Return a request's rows as the latency model reads them."""
         num_rows = len(rows.tokens)
         return RequestProgress(
             id=rows.request,
@@ -370,7 +371,7 @@ class ModelledDevice:
 
 
 def _allowed(mask: bytes, token: int, vocab_size: int) -> int:
-    """The first token from this one on that a mask lets come, around the vocabulary."""
+    """Return the first token from this one on that a mask allows, around the vocabulary."""
     bits = int.from_bytes(mask, "little") & ((1 << vocab_size) - 1)
     bits = bits >> token << token or bits
     return (bits & -bits).bit_length() - 1

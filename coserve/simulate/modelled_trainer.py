@@ -7,7 +7,7 @@ from coserve.tuning.cursor import Cursor
 
 
 class ModelledTrainer:
-    """A job's counts, and where its pack is."""
+    """The counts of a job, and the position of its pack."""
 
     def __init__(self, config: AdapterConfig, opened: TrainerOpened) -> None:
         self.config, self.opened = config, opened
@@ -19,18 +19,18 @@ class ModelledTrainer:
 
     @property
     def cursor(self) -> Cursor:
-        """Where its pack is."""
+        """Return the position of its pack."""
         assert self._cursor is not None, "it has no pack"
         return self._cursor
 
     @property
     def view(self) -> JobProgress:
-        """What the latency model asks about its rows."""
+        """Return the job as the latency model reads it."""
         assert self._view is not None, "it has no pack"
         return self._view
 
     def begin(self, command: BeginPack) -> None:
-        """It has this pack now."""
+        """Begin a pack."""
         lengths = [len(tokens) for tokens, _ in command.sequences]
         num_rows = sum(lengths)
         # The first token of a sequence is nobody's target.
@@ -49,7 +49,7 @@ class ModelledTrainer:
         )
 
     def place(self, num_pages: int) -> int:
-        """Its moments lie in as many pages now (0: beside them); returns of how many they were
+        """Place its moments in as many pages (0: beside them). Returns the number of pages that are
         moved.
         """
         moved = max(num_pages, self._num_moment_pages) if num_pages != self._num_moment_pages else 0
@@ -57,5 +57,5 @@ class ModelledTrainer:
         return moved if self.has_moments else 0
 
     def drop(self) -> None:
-        """It has no pack any more."""
+        """Drop its pack."""
         self._cursor = self._view = None

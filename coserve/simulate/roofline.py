@@ -169,9 +169,7 @@ def modelled_link_flops_per_byte(backbone: Backbone, hardware: Hardware) -> floa
 
 
 class _Timer:
-    """What the operators of a rank take on its device, without what they move to others and wait
-    for.
-    """
+    """Times of a rank's operators on its device, without what they move to others and wait for."""
 
     def __init__(self, backbone: Backbone) -> None:
         self._dtype = backbone.dtype
@@ -230,7 +228,7 @@ class _Timer:
 
 
 class _LinkTimer:
-    """What the collectives of a rank's graphs take, in which it waits for the link."""
+    """Times of the collectives of a rank's graphs, in which it waits for the link."""
 
     def __init__(self, backbone: Backbone, hardware: Hardware) -> None:
         self._dtype, self._num_ranks, self._link = (
@@ -300,7 +298,7 @@ def _num_logits(loss: Program) -> int:
 
 
 def _total(parts: Iterable[_Part], seconds: Callable[[_Part], float]) -> float:
-    """Over all parts, of which most are the same."""
+    """Return the sum over all parts, most of which are the same."""
     listed = list(parts)
     found = {key: seconds(part) for key, part in {id(part): part for part in listed}.items()}
     return sum(found[id(part)] for part in listed)
@@ -316,10 +314,13 @@ def _sharing(
     backward: Callable[[Hardware], Curve],
     traffic: float,
 ) -> Sharing | None:
-    """How fast parts of the device are; forward, backward: curves on it or a part.
+    """Return the speeds of parts of the device.
 
-    traffic: the share of its time in which a tasklet moves data. Both sides wait for the memory
-    meanwhile (HARLI equation 5, with a forward pass that needs all of its bandwidth).
+    Args:
+        forward: Returns the curve of forward passes on the device or a part.
+        backward: Returns the curve of tasklets.
+        traffic: Share of its time in which a tasklet moves data. Both sides wait for the memory
+            meanwhile (HARLI equation 5, with a forward pass that needs all of its bandwidth).
     """
     if hardware.num_units == 1:
         return None

@@ -1,5 +1,5 @@
-"""Drives an engine on a modelled device through arrivals: an hour of simulated time in seconds, the
-same each time.
+"""A simulation: an engine on a modelled device, driven through arrivals; an hour of simulated time
+takes seconds, and is the same each time.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,36 +21,52 @@ _IDLE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A request that comes at a moment of simulated time, with its numbers of tokens."""
+    """A request that arrives at a moment of simulated time."""
 
     at_s: float
+    """Time of arrival."""
     num_prompt_tokens: int
+    """Tokens of its prompt."""
     num_output_tokens: int
+    """Tokens of its answer."""
     slo: Slo | None = None
+    """Its SLO; None for the default."""
     adapter: str | None = None
+    """Its adapter; None for the bare model."""
     tenant: str = ""
+    """Its tenant."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A simulation after a step."""
+    """The state of a simulation after a step."""
 
     now_s: float
+    """Simulated time."""
     num_running: int
+    """Sequences that run."""
     num_waiting: int
+    """Sequences that wait."""
     num_tokens_trained: int
+    """Tokens that jobs have been trained on so far."""
 
 
 @lru_cache(maxsize=4096)
 def _greedy(num_output_tokens: int) -> SamplingParams:
-    """Many requests of a trace have the same, which take longer to make than a step."""
+    """Return the parameters of a greedy request; many requests of a trace share them, and they take
+    longer to make than a step.
+    """
     return SamplingParams(max_tokens=num_output_tokens, temperature=0.0)
 
 
 class Simulation:
-    """An engine core on a `ModelledDevice`, and the arrivals that it is to serve."""
+    """An engine on a `ModelledDevice`, and the arrivals that it is to serve."""
 
     def __init__(self, engine: TokenEngine, arrivals: Iterable[Arrival], *, seed: int = 0) -> None:
-        """seed: of the prompts' tokens, which no two requests share."""
+        """Begin at the device's time.
+
+        Args:
+            seed: Seed of the prompts' tokens, which no two requests share.
+        """
         assert isinstance(engine.device, ModelledDevice)
         self.engine, self._clock = engine, engine.device.clock
         self._arrivals = sorted(arrivals, key=lambda arrival: arrival.at_s)
@@ -61,8 +77,8 @@ class Simulation:
     def run(
         self, until_s: float, *, on_event: Callable[[Event], None] | None = None
     ) -> Iterator[Snapshot]:
-        """Run to a moment of simulated time, or until nothing is left to do; a snapshot after every
-        step.
+        """Run until a moment of simulated time, or until nothing is left to do; yields a snapshot
+        after every step.
         """
         engine = self.engine
         while self._clock.now() < until_s:
@@ -100,7 +116,7 @@ class Simulation:
             )
 
     def _wait(self, until_s: float) -> None:
-        """Nothing could be run: time moves on to the next arrival."""
+        """Advance to the next arrival: nothing could be run."""
         now_s = self._clock.now()
         upcoming_s = (
             self._arrivals[self._next].at_s if self._next < len(self._arrivals) else until_s

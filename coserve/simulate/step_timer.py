@@ -1,7 +1,7 @@
-"""What a step takes on modelled hardware: seconds of each of its sections, and how many tasklets
-run within its limit.
+"""The times of a step on modelled hardware: seconds of each of its sections, and the number of
+tasklets that run within its limit.
 
-The packs of jobs move on by what runs.
+The packs of jobs advance by what runs.
 """
 
 from bisect import bisect_left
@@ -20,22 +20,27 @@ from coserve.simulate.modelled_trainer import ModelledTrainer
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """See `StepResult`."""
+    """The times of a step; the fields are those of `StepResult`."""
 
     forward_s: float
+    """Forward pass."""
     loss_s: float
+    """Losses."""
     backward_s: float
+    """Tasklets, except those beside the forward pass."""
     update_s: float
+    """Optimizer steps."""
     beside_s: float
+    """Losses and tasklets beside the forward pass."""
     num_tasklets: dict[str, int]
+    """Tasklets that ran, by job."""
     num_beside: dict[str, int]
+    """Tasklets that ran beside the forward pass, by job."""
 
 
 class _Work:
-    """Tasklets of a step: how many ran of each job, and the moments when those beside the forward
-    pass, and all, ended.
-
-    start_s: when the losses ended.
+    """Tasklets of a step: the number that ran of each job, and the moments when those beside the
+    forward pass, and all, ended.
     """
 
     def __init__(self, batch: StepBatch, start_s: float) -> None:
@@ -46,7 +51,7 @@ class _Work:
         self.beside_s = self.end_s = start_s
 
     def add(self, turn: Sequence[Tasklets], end_s: float, *, is_beside: bool) -> None:
-        """One tasklet of each has run."""
+        """Count one tasklet of each job of a turn."""
         self.end_s = end_s
         for piece in turn:
             self.num_tasklets[piece.job] += 1
@@ -57,7 +62,7 @@ class _Work:
 
 
 class StepTimer:
-    """Of one device; trainers: its jobs, now and later."""
+    """The times of steps on one device."""
 
     def __init__(
         self,
@@ -68,18 +73,22 @@ class StepTimer:
         noise: float,
         seed: int,
     ) -> None:
-        """progress_of: what the latency model asks about a request's rows. noise: see
-        `ModelledDevice`.
+        """Begin with a device's jobs.
+
+        Args:
+            trainers: Jobs of the device, present and future.
+            progress_of: Returns a request's rows as the latency model reads them.
+            noise: Relative noise (`ModelledDevice`).
         """
         self._latency, self._trainers, self._progress_of = latency, trainers, progress_of
         self._noise, self._random = noise, Random(seed)
 
     def with_noise(self, seconds: float) -> float:
-        """What a section takes that should take this long."""
+        """Return the time of a section with noise, given its mean."""
         return seconds * self._random.lognormvariate(0.0, self._noise) if self._noise else seconds
 
     def run(self, batch: StepBatch) -> StepTimes:
-        """Let a step pass."""
+        """Run a step and return its times."""
         loss_s, forward_s, speed = self.with_noise(self._loss_s(batch)), 0.0, 1.0
         if batch.partition is not None:
             forward_s, speed = self._beside(batch, batch.partition)
@@ -103,8 +112,8 @@ class StepTimer:
         )
 
     def _beside(self, batch: StepBatch, partition: Partition) -> tuple[float, float]:
-        """Seconds of the forward pass on its units, and the speed of losses and tasklets beside
-        it.
+        """Return the time of the forward pass on its units, and the speed of losses and tasklets
+        beside it.
         """
         load = self._load(batch)
         rows = max(
@@ -136,10 +145,13 @@ class StepTimer:
     def _backward(
         self, batch: StepBatch, start_s: float, speed: float, forward_end_s: float
     ) -> _Work:
-        """Tasklets from a moment of the step on, until the time limit, at a pace that noise gives.
+        """Run tasklets from a moment of the step on, until the time limit, at a pace that noise
+        gives.
 
-        forward_end_s: until when they run beside the forward pass, at this speed (0: they do not);
-        what is under way then ends on the whole device.
+        Args:
+            speed: Speed of tasklets beside the forward pass.
+            forward_end_s: End of the forward pass beside which they run; 0 if they do not. A
+                tasklet that is under way then ends on the whole device.
         """
         work = _Work(batch, start_s)
         if not batch.tasklets:
@@ -163,9 +175,7 @@ class StepTimer:
         return work
 
     def _run_alone(self, piece: Tasklets, work: _Work, pace: float, limit_s: float) -> None:
-        """The same where there are tasklets of one job alone, which most steps have, some dozen of
-        them.
-        """
+        """Run the tasklets of one job alone, which most steps have, some dozen of them."""
         trainer = self._trainers[piece.job]
         cursor = trainer.cursor
         sizes = cursor.next_tasklets(piece.num_rows, piece.num_tasklets)
@@ -177,7 +187,7 @@ class StepTimer:
         work.num_tasklets[piece.job], work.end_s = num_run, ends_s[num_run]
 
     def _tasklet_s(self, turn: Sequence[Tasklets]) -> float:
-        """Tasklets of several jobs as one."""
+        """Return the time of tasklets of several jobs as one."""
         rows = []
         for piece in turn:
             trainer = self._trainers[piece.job]
@@ -187,7 +197,7 @@ class StepTimer:
         return self._latency.tasklets_s(rows)
 
     def _load(self, batch: StepBatch) -> ForwardLoad:
-        """What the forward pass is made of; windows count as run."""
+        """Return the load of the forward pass; windows count as run."""
         load = ForwardLoad()
         for rows in batch.requests:
             if rows.tokens:

@@ -2,7 +2,7 @@
 
 
 class VirtualClock:
-    """Time that moves when it is told to."""
+    """A clock that moves only when it is advanced."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s

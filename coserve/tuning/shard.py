@@ -24,46 +24,55 @@ SYNCHRONIZATIONS: tuple[Synchronization, ...] = get_args(Synchronization)
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """What a job asks for. num_nodes: at most; fewer if there are no more. every_steps: optimizer
-    steps of a node from one contribution to the next (synchronous: 1).
-    """
+    """The division of a job that its user asks for."""
 
     num_nodes: int = 1
+    """Maximum number of nodes; fewer if there are no more."""
     synchronization: Synchronization = "synchronous"
+    """Strategy by which nodes combine their contributions."""
     every_steps: int = 1
+    """Optimizer steps of a node between contributions; 1 if synchronous."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One node's part of a job. job: the whole of it. index: of `count`; the first one measures the
-    validation set, and writes checkpoints. meet_every_steps: after as many steps all nodes wait for
-    one another, so that there can be a checkpoint (0: at the end alone). directory: that all nodes
-    can read and write, for contributions.
-    """
+    """One node's part of a job."""
 
     job: str = ""
+    """Id of the whole job."""
     index: int
+    """Number of the part; the first one evaluates the validation set and writes checkpoints."""
     count: int
+    """Number of parts."""
     synchronization: Synchronization
+    """Strategy by which nodes combine their contributions."""
     every_steps: int
+    """Optimizer steps between contributions."""
     meet_every_steps: int
+    """Optimizer steps after which all nodes wait for one another, so that there can be a
+    checkpoint; 0 for the end alone.
+    """
     directory: str
+    """Directory for contributions, which all nodes can read and write."""
 
     @property
     def gives_gradients(self) -> bool:
-        """Before each optimizer step; else it gives its progress, after some of these."""
+        """Return whether it contributes gradients before each optimizer step; otherwise it
+        contributes its progress after some.
+        """
         return self.synchronization == "synchronous"
 
     @property
     def num_copies(self) -> int:
-        """Tensors of each parameter's size that its exchange with the others holds: what it gives
-        and reads of all; and of progress, what nodes last held in common.
+        """Return the number of tensors of each parameter's size that its exchange with the others
+        holds: its contribution and those of all; and for progress, the values that nodes last held
+        in common.
         """
         return 1 + self.count if self.gives_gradients else 1 + 3 * (1 + self.count)
 
     def part(self, start: int, end: int) -> tuple[int, int]:
-        """Of a range of examples, those of this node: a range of nearly the same size for each; may
-        be empty.
+        """Return this node's part of a range of examples; the parts have nearly the same size, and
+        may be empty.
         """
         number = end - start
         return start + number * self.index // self.count, start + number * (
@@ -71,11 +80,11 @@ class Shard:
         ) // self.count
 
     def contributes_after(self, step: int, num_steps: int) -> bool:
-        """Whether progress is given after this many steps of a job's."""
+        """Return whether progress is contributed after this many steps of a job's."""
         return step % self.every_steps == 0 or self._has_checkpoint(step, num_steps)
 
     def meets_after(self, step: int, num_steps: int) -> bool:
-        """Whether it then waits for all others."""
+        """Return whether it then waits for all others."""
         return self.synchronization != "asynchronous" or self._has_checkpoint(step, num_steps)
 
     def _has_checkpoint(self, step: int, num_steps: int) -> bool:
@@ -86,13 +95,16 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """What a node takes in after it has contributed. directories: of contributions that it has not
-    taken in yet, its own among them, in the order of all nodes. num_trained: trained rows in them.
-    version: the first `num_in_version` of them make the state that every node calls by this step;
-    None: none of them does.
-    """
+    """Contributions that a node takes in after it has contributed."""
 
     directories: tuple[str, ...]
+    """Directories of contributions not taken in yet, its own among them, in the order of all nodes.
+    """
     num_trained: int
+    """Trained rows in them."""
     version: int | None = None
+    """Step by which every node calls the state after the first `num_in_version` of them; None if
+    none makes one.
+    """
     num_in_version: int = 0
+    """Number of contributions in that state."""

@@ -2,9 +2,9 @@
 
 Windows of several packs at the same part are one batch of rows (MuxTune section 3.3, spatial
 multiplexing): every product with a weight of the backbone takes all of them, whatever the adapters.
-Only three things look at whose a row is: attention, which stays within its pack; adapters, each
-with its own parameters and gradients; and what is saved. Packs whose programs are equal run as one;
-other programs meet at the products alone.
+Only three operations depend on the owner of a row: attention, which stays within its pack;
+adapters, each with its own parameters and gradients; and saved tensors. Packs whose programs are
+equal run as one; other programs meet at the products alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,26 +25,32 @@ from coserve.models.base import Part
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BackwardWindow:
-    """The rows of a pack that a tasklet reverses in a part, with all that is the pack's own.
-
-    tokens, positions int64 [n]. saved: rows of the saved tensors, and of constants that only this
-    pack has. parameters: of its adapter, and accumulators of their gradients, by name. gradient: of
-    the part's output [n, hidden_size]. attention: of blocks that have it, with the accumulators of
-    dK and dV. states: of those that carry one. finish: takes the gradient of the part's input, None
-    if nobody asked for it.
+    """The rows of a pack that a tasklet reverses in a part, n of them, with all tensors of the
+    pack.
     """
 
     part: Part
+    """Part of the model."""
     program: Program
+    """Program of the part."""
     tokens: Tensor
+    """Token ids, int64 [n]."""
     positions: Tensor
+    """Positions, int64 [n]."""
     saved: Mapping[str, Tensor]
+    """Rows of the saved tensors, and of constants that only this pack has."""
     parameters: Mapping[str, Tensor]
+    """Parameters of its adapter by name."""
     accumulators: Mapping[str, Tensor]
+    """Accumulators of their gradients by name."""
     gradient: Tensor
+    """Gradient of the part's output [n, hidden_size]."""
     attention: AttentionRows | None
+    """Attention of a block that has it, with the accumulators of dK and dV."""
     states: StateRows | None
+    """States of a block that carries one."""
     finish: Callable[[Tensor | None], None]
+    """Takes the gradient of the part's input; None if the program does not compute it."""
 
     @property
     def num_rows(self) -> int:
@@ -63,7 +69,12 @@ class Tasklet:
         *,
         at_once: Callable[[], bool] | None = None,
     ) -> None:
-        """at_once: does all of it, or says that it cannot; asked before anything else runs."""
+        """Prepare a tasklet.
+
+        Args:
+            at_once: Runs all of it, or returns False if it cannot; called before anything else
+                runs.
+        """
         self.part = windows[0].part
         assert all(window.part == self.part for window in windows), "windows of one part"
         self._backbone, self._windows, self._at_once = backbone, windows, at_once
@@ -72,7 +83,7 @@ class Tasklet:
 
     @property
     def _runs(self) -> list[tuple[list[BackwardWindow], BackwardRun]]:
-        """Of each program, its windows; made when they are needed."""
+        """Return the run of each program with its windows, made on first use."""
         if self._made is None:
             groups: dict[int, list[BackwardWindow]] = {}
             for window in self._windows:
@@ -92,12 +103,14 @@ class Tasklet:
         return sum(run.num_instructions_left for _, run in self._runs)
 
     def cancel(self) -> None:
-        """Let go of everything; it counts as done, and cannot run any more."""
+        """Release everything; the tasklet counts as done, and cannot run any more."""
         self._made, self._windows, self._at_once = [], (), None
 
     @property
     def num_transient_bytes(self) -> int:
-        """Bytes that it holds between two instructions, beside what the packs save."""
+        """Return the bytes that it holds between two instructions, beside the packs' saved
+        tensors.
+        """
         return sum(run.num_transient_bytes for _, run in self._runs)
 
     def run(self, max_instructions: int | None = None) -> bool:
@@ -120,8 +133,8 @@ class Tasklet:
         return self.done
 
     def run_until(self, stopped: Callable[[], bool]) -> bool:
-        """Run until it is `stopped`, which is asked between two instructions (of several programs:
-        only at first). Returns whether the tasklet is done.
+        """Run until `stopped` returns True, which is called between two instructions (with several
+        programs, only before the first). Returns whether the tasklet is done.
         """
         while not self.done and not stopped():
             self.run(None if self._at_once is not None or len(self._runs) > 1 else 1)
@@ -129,8 +142,8 @@ class Tasklet:
 
 
 def reversed_window(backbone: Backbone, window: BackwardWindow) -> Tensor | None:
-    """All instructions on one window, without its `finish`: the gradient of the part's input, if it
-    was asked for.
+    """Run all instructions on one window, without its `finish`. Returns the gradient of the part's
+    input, if the program computes it.
     """
     run = _backward_run(backbone, [window])
     run.advance()
@@ -147,7 +160,7 @@ def _finish(group: Sequence[BackwardWindow], run: BackwardRun) -> None:
 
 
 def _backward_run(backbone: Backbone, group: Sequence[BackwardWindow]) -> BackwardRun:
-    """Windows of one program, side by side."""
+    """Return the run of windows of one program, side by side."""
     first = group[0]
     rows = AdapterRows([window.num_rows for window in group], backbone.device)
     attention = tuple(

@@ -25,19 +25,26 @@ _ROWS_AT_ONCE, _MAX_GROUP_BYTES = 64, 1 << 30
 
 
 class TrainingFile:
-    """A file's records, one after the other. num_bytes_read: of them so far, give or take."""
+    """The records of a file, one after the other. `num_bytes_read` estimates the bytes of the
+    records so far.
+    """
 
     def __init__(self, path: Path, name: str = "") -> None:
-        """name: that whose it is gave to the file; default: that of the path."""
+        """Open nothing yet.
+
+        Args:
+            name: Name that the file's owner gave it; by default, that of the path.
+        """
         self.path, self.num_bytes_read = path, 0
         self._is_csv = (name or path.name).lower().endswith(".csv")
 
     def records(self) -> Iterator[tuple[str, Any]]:
-        """Where each record is, and its text, or the record itself, or the DataError that says what
-        is wrong with it.
+        """Yield the place of each record with its text, the record itself, or the DataError that
+        says what is wrong with it.
 
         Raises:
-            DataError: nothing more can be read. OSError: from the disk.
+            DataError: Nothing more can be read.
+            OSError: The disk fails.
         """
         with self.path.open("rb") as file:
             begin = file.read(len(_PARQUET_MAGIC))
@@ -47,8 +54,11 @@ class TrainingFile:
             yield from self._csv() if self._is_csv else records_of(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        """Of a text file; DataError, naming the line, if it is not UTF-8, or too long to be an
-        example.
+        """Yield the lines of a text file.
+
+        Raises:
+            DataError: The file is not UTF-8, or a line is too long to be an example; the message
+                names it.
         """
         with self.path.open("rb") as file:
             for number, line in enumerate(
@@ -113,7 +123,7 @@ class TrainingFile:
 
 
 def _numbered(rows: Any) -> Iterator[tuple[int, list[str]]]:
-    """The line that each row begins at, and its cells; blank lines are passed over."""
+    """Yield the line at which each row begins, and its cells; blank lines are skipped."""
     while True:
         number = rows.line_num + 1
         cells = next(rows, None)
@@ -141,7 +151,9 @@ def _check_groups(metadata: Any) -> None:
 
 
 def _checked(record: Mapping[str, Any]) -> Any:
-    """With the values that are written as JSON, or what is wrong with it."""
+    """Return a record with values that are written as JSON, or the error that says what is wrong
+    with it.
+    """
     if _num_characters(record) > _MAX_RECORD_BYTES:
         return DataError(f"is longer than {_MAX_RECORD_BYTES} characters")
     try:
@@ -159,8 +171,8 @@ def _num_characters(value: Any) -> int:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the fields that a table has and a record has not: in a column of objects, each has
-    the fields of all.
+    """Return a value without fields that a table has and the record has not: in a column of
+    objects, each has the fields of all.
     """
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}

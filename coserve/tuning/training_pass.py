@@ -1,22 +1,17 @@
-"""One pack's way through the model: forward in windows of any size, the loss in pieces of any size,
-then backward in tasklets, each one block × one window.
+"""The pass of one pack through the model: forward in windows of any size, the loss in pieces of any
+size, then backward in tasklets, each one block × one window.
 
 FlexLLM section 6.1, algorithm 2, with the suspension of LLMStation section 5.1. Forward windows run
 from the first row to the last, each through all blocks, in whatever batch they share with others.
-What comes out waits for the loss. Backward tasklets run from the last block to the first, and in a
+Their output waits for the loss. Backward tasklets run from the last block to the first, and in a
 block from the last window to the first; the windows of a block need not be those of another, nor
-those of the forward pass. A pass can rest between any two of these, and within a tasklet between
-any two instructions; what it has summed up is its own until it is done, so that it can be dropped
-at any time without a trace.
+those of the forward pass. A pass can pause between any two of these, and within a tasklet between
+any two instructions; its sums stay its own until it is done, so that it can be dropped at any time
+without a trace.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar
-
 import torch
-from torch import Tensor
-
+from collections.abc import Callable, Mapping, Sequence
 from coserve.adapters.base import Adapter
 from coserve.graph.operators.base import AttentionRows
 from coserve.graph.states import StateRows
@@ -31,7 +26,7 @@ from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.joined import joined_tasklet, run_losses
 from coserve.tuning.loss_sums import LossSums
-from coserve.tuning.pack import UNTRAINED, Pack
+from coserve.tuning.pack import Pack, UNTRAINED
 from coserve.tuning.pack_states import PackStates
 from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.programs import TrainingPrograms
@@ -39,6 +34,9 @@ from coserve.tuning.scores import PackScores
 from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.tasklet import BackwardWindow, Tasklet
 from coserve.tuning.window_rooms import DROPOUT_ROW_IDS, WindowRows
+from functools import partial
+from torch import Tensor
+from typing import Any, ClassVar
 
 
 class TrainingPass:
@@ -69,16 +67,18 @@ class TrainingPass:
         """Take the memory of the whole pass.
 
         Args:
-            training: whether rows take what only training does (dropout); an evaluation does not.
-            bare: whether rows leave the adapter out.
-            scores: of an objective over whole sequences, which then weighs the gradients of the
-                rows.
-            dropout_seed, first_row: of the dropout masks; first_row is the pack's first row among
-            all that the job ever trains on.
-            captured: calls of the adapter, for windows of `programs`; not for rows without it, or
-                without dropout.
-            memory: where its tensors live (default: PyTorch's allocator). BudgetError takes
-                nothing.
+            dropout_seed: Seed of the dropout masks.
+            first_row: The pack's first row among all that the job ever trains on, for these masks.
+            memory: Allocator of its tensors; by default PyTorch's.
+            training: Whether rows take what only training has (dropout); an evaluation does not.
+            bare: Whether rows leave the adapter out.
+            scores: Scores of an objective over whole sequences, which then weighs the gradients of
+                the rows.
+            captured: Captured calls of the adapter, for windows of `programs`; not for rows without
+                it, or without dropout.
+
+        Raises:
+            BudgetError: There is not enough memory; nothing is taken.
         """
         backbone = adapter.backbone
         self.backbone, self.adapter, self.programs, self.pack = backbone, adapter, programs, pack
@@ -123,9 +123,15 @@ class TrainingPass:
     def forward_done(self) -> bool:
         return self.cursor.forward_done
 
+<<<<<<< /tmp/tmpw6lljtee/o
     def next_window(self, max_rows: int) -> RowSpan:
         """The next window of at most this many rows, as a span of a forward batch; `finish_window`
         must follow the batch.
+=======
+    def next_window(self, max_rows: int) -> Span:
+        """Return the next window of at most this many rows, as a span of a forward batch;
+        `finish_window` must follow the batch.
+>>>>>>> /tmp/tmpw6lljtee/t
         """
         assert not self._released, "the pass was released"
         return _Window(self, *self.cursor.next_forward(max_rows))
@@ -149,19 +155,21 @@ class TrainingPass:
 
     @property
     def sums(self) -> LossSums:
-        """What the loss came to so far; waits for the device."""
+        """Return the sums of the loss so far; waits for the device."""
         loss, num_correct = self.totals.tolist()
         return LossSums(loss=loss, num_correct=int(num_correct), num_trained=self.num_units)
 
     @property
     def num_units(self) -> int:
-        """What the loss so far is a sum over: trained rows, or the units of an objective."""
+        """Return the number of units that the loss so far is a sum over: trained rows, or the units
+        of an objective.
+        """
         outcome = None if self.scores is None else self.scores.outcome
         return self.cursor.num_loss_rows if outcome is None else outcome.count
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of an objective, summed up; waits for the device."""
+        """Return the summed metrics of an objective; waits for the device."""
         outcome = None if self.scores is None else self.scores.outcome
         return (
             {}
@@ -180,12 +188,12 @@ class TrainingPass:
         run_losses([(self, max_rows)])
 
     def next_loss_rows(self, max_rows: int) -> Tensor:
-        """Which rows of the pack they are, int64 [n]."""
+        """Return the next rows of the pack for the loss, int64 [n]."""
         assert not self._released, "the pass was released"
         return self._trained[slice(*self.cursor.next_loss(max_rows))]
 
     def loss_constants(self, rows: Tensor) -> dict[str, Tensor]:
-        """What the loss reads of these rows beside what the blocks made of them."""
+        """Return the loss's inputs for these rows beside the blocks' output."""
         return {"targets": self._targets[rows], **_made(self._constants("head", rows))}
 
     def finish_loss(self, rows: Tensor, losses: Tensor, correct: Tensor, gradient: Tensor) -> None:
@@ -202,9 +210,7 @@ class TrainingPass:
         self._release_if_done()
 
     def _weigh(self, scores: PackScores) -> None:
-        """All rows have their log-probabilities: the objective says what each one's gradient
-        counts.
-        """
+        """Weigh the gradients by the objective, now that all rows have their log-probabilities."""
         weights = scores.weigh()
         if weights is not None and (outcome := scores.outcome) is not None:
             self.kept.rows[self._trained] *= weights[:, None]
@@ -218,19 +224,21 @@ class TrainingPass:
 
     @property
     def num_parts_done(self) -> int:
-        """Parts that have been backward; passes with as many are at the same part."""
+        """Return the parts that have been backward; passes with as many are at the same part."""
         return self.cursor.num_parts_done
 
     def next_tasklet(self, max_rows: int) -> Tasklet:
-        """The next tasklet, of at most this many rows; the one before it must be done."""
+        """Return the next tasklet, of at most this many rows; the one before it must be done."""
         return joined_tasklet([(self, max_rows)])
 
     def run_tasklet(self, max_rows: int) -> None:
-        """The next tasklet as a whole."""
+        """Run the next tasklet as a whole."""
         self.next_tasklet(max_rows).run()
 
     def next_backward_window(self, max_rows: int) -> BackwardWindow:
-        """What the next tasklet reverses, of at most this many rows; `begin` must follow."""
+        """Return the window that the next tasklet reverses, of at most this many rows; `begin` must
+        follow.
+        """
         assert not self._released and self._tasklet is None, (
             "the pass was released, or its tasklet is not done"
         )
@@ -254,7 +262,7 @@ class TrainingPass:
         )
 
     def begin(self, tasklet: Tasklet) -> None:
-        """A tasklet that has the next window is under way."""
+        """Record that a tasklet with the next window is under way."""
         self._tasklet = tasklet
 
     def _finish_tasklet(self, part: Part, start: int, end: int, gradient: Tensor | None) -> None:
@@ -272,12 +280,11 @@ class TrainingPass:
 
     @property
     def num_saved_bytes(self) -> int:
-        """Bytes of the saved tensors that are held now."""
+        """Return the bytes of saved tensors that are held now."""
         return self.kept.num_saved_bytes
 
     def release(self) -> None:
-        """Give all memory back, at any moment; a pass that is not done is lost, and leaves no
-        trace.
+        """Return all memory, at any moment; a pass that is not done is lost, and leaves no trace.
 
         Its windows and its tasklet must not run any more: they refuse to.
         """
@@ -288,10 +295,11 @@ class TrainingPass:
         self.kept.release()
 
     def move(self, memory: ActivationMemory) -> None:
-        """Continue in other memory, to which somebody has copied what lay in the pass's own; not
-        within a tasklet.
+        """Continue in other memory, to which the pass's own has been copied; not within a tasklet.
 
-        memory: lends groups in the order in which the pass took those that it still has.
+        Args:
+            memory: Allocator that lends groups in the order in which the pass took those that it
+                still has.
         """
         assert not self._released and self._tasklet is None, (
             "the pass was released, or its tasklet is not done"
@@ -304,8 +312,8 @@ class TrainingPass:
             self.release()
 
     def _constants(self, part: Part, rows: slice | Tensor) -> dict[str, Callable[[], Tensor]]:
-        """What makes what only training rows have: the keys of their dropout masks in a part, if it
-        drops anything.
+        """Return functions that make the constants which only training rows have: the keys of their
+        dropout masks in a part, if it drops anything.
         """
         program = self.programs.loss if part == "head" else self.programs.program[part]
         if DROPOUT_ROW_IDS not in program.graph.spec:
@@ -314,7 +322,7 @@ class TrainingPass:
         return {DROPOUT_ROW_IDS: lambda: dropout_ids_of_part(self._dropout_row_ids[rows], number)}
 
     def accumulators(self, part: Part) -> dict[str, Tensor]:
-        """The sums of gradients of a part's parameters, by their names there."""
+        """Return the sums of gradients of a part's parameters, by their names there."""
         adapter, dropped, prefix = (
             self.adapter,
             self._dropped,
@@ -327,14 +335,16 @@ class TrainingPass:
         }
 
     def _segments(self, start: int, end: int) -> list[Segment]:
-        """Who attends to what among rows [start, end); the keys are those of the whole pack."""
+        """Return the attention segments of rows [start, end); the keys are those of the whole
+        pack.
+        """
         return [
             Segment(num_rows=last - first, num_keys=last - begin, first_key=begin)
             for begin, first, last in self.pack.sequences_within(start, end)
         ]
 
     def _attention_batch(self, start: int, end: int) -> AttentionBatch:
-        """The same for the kernels; a window is that of many blocks in turn."""
+        """Return these segments for the kernels; a window is that of many blocks in turn."""
         if (start, end) not in self._attention_batches:
             batch = self.backbone.backend.prepare_attention(
                 self._segments(start, end), block_tokens=self.pack.num_rows
@@ -343,7 +353,7 @@ class TrainingPass:
         return self._attention_batches[start, end]
 
     def window_rows(self, start: int, end: int) -> WindowRows:
-        """Rows [start, end) for calls that were captured; the same object for all blocks."""
+        """Return rows [start, end) for captured calls; the same object for all blocks."""
         if (start, end) not in self._window_rows:
             rows = slice(start, end)
             self._window_rows[start, end] = WindowRows(
@@ -358,7 +368,7 @@ class TrainingPass:
         return self._window_rows[start, end]
 
     def _run_captured(self, window: "_Window", start: int, end: int) -> Tensor | None:
-        """A window through the embedding and all blocks, if there are calls for it."""
+        """Run a window through the embedding and all blocks, if there are captured calls for it."""
         if self.captured is None or not self.captured.fit(rows := self.window_rows(start, end)):
             return None
         embed = partial(forward_part, self.backbone, [window], self.backbone.local.parts[0], None)
@@ -377,7 +387,7 @@ class TrainingPass:
         )
 
     def _backward_attention(self, part: Part, start: int, end: int) -> AttentionRows:
-        """For rows [start, end), with the accumulators of dK and dV."""
+        """Return the attention of rows [start, end), with the accumulators of dK and dV."""
         assert isinstance(part, int)
         keys, values = self.kept.stores(part)
         key_grads, value_grads = self.kept.key_value_grads
@@ -438,8 +448,13 @@ class _Window(RowSpan, RowGroup):
         return self._pass._forward_states(layer, self._rows.start, self._rows.stop)
 
 
+<<<<<<< /tmp/tmpw6lljtee/o
 def window_of(training: TrainingPass, start: int, end: int) -> RowSpan:
     """Rows of a pack as a span of a forward batch, through any parts."""
+=======
+def window_of(training: TrainingPass, start: int, end: int) -> Span:
+    """Return rows of a pack as a span of a forward batch, through any parts."""
+>>>>>>> /tmp/tmpw6lljtee/t
     return _Window(training, start, end)
 
 

@@ -1,4 +1,4 @@
-"""Rooms: where calls that were captured read and write the rows of a pack's windows
+"""Rooms: tensors that captured calls read and write for rows of a pack's windows
 (`coserve.tuning.captured`).
 """
 
@@ -35,17 +35,22 @@ DROPOUT_ROW_IDS = "dropout_row_ids"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WindowRows:
-    """A window's rows of a pack: tokens, positions and keys of dropout int64 [n], the pack's first
-    row among them, and whom they attend to.
-    """
+    """The inputs of a window of a pack: n rows."""
 
     tokens: Tensor
+    """Token ids, int64 [n]."""
     positions: Tensor
+    """Positions, int64 [n]."""
     dropout_row_ids: Tensor
+    """Keys of dropout, int64 [n]."""
     first_row: int
+    """First of the rows in the pack."""
     attention: AttentionBatch
+    """Attention of the rows."""
     num_segments: int
+    """Segments of the attention."""
     pack_rows: int
+    """Rows of the pack."""
 
     @property
     def num_rows(self) -> int:
@@ -53,7 +58,7 @@ class WindowRows:
 
     @cached_property
     def copied(self) -> Tensor:
-        """By `Copied`: the first of the pack's rows and how many, int64 [kinds, 2]."""
+        """Return by `Copied` the first of the pack's rows and their number, int64 [kinds, 2]."""
         first, n, m = self.first_row, self.num_rows, self.pack_rows
         kinds = {
             Copied.OWN: (first, n),
@@ -66,9 +71,9 @@ class WindowRows:
 
 
 class Copied(IntEnum):
-    """Rows of a pack that calls copy for a window: the window's own, those before it, both; and of
-    sums of gradients of keys and values, all if there are windows that came before it going
-    backward, and if there are some after it.
+    """Ranges of a pack's rows that calls copy for a window: the window's own, those before it,
+    both; and of sums of gradients of keys and values, all if there are windows that came before it
+    going backward, and if there are some after it.
     """
 
     OWN = 0
@@ -80,15 +85,18 @@ class Copied(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RoomSize:
-    """Most rows of a window, rows of its pack, and segments."""
+    """The capacity of a room."""
 
     rows: int
+    """Maximum number of rows of a window."""
     keys: int
+    """Maximum number of rows of its pack."""
     segments: int
+    """Maximum number of segments."""
 
 
 def size_for(window: WindowRows) -> RoomSize | None:
-    """Of the room for a window; None where there is none."""
+    """Return the size of the room for a window; None if it is too large."""
     rows = next((most for most in _ROWS if window.num_rows <= most), None)
     keys = next((most for most in _KEYS if window.pack_rows <= most), None)
     if rows is None or keys is None:
@@ -99,9 +107,9 @@ def size_for(window: WindowRows) -> RoomSize | None:
 
 
 class WindowRoom:
-    """Where calls read and write. x: rows that go in and come out; saved: what a block keeps of
-    them, by name; keys and values of a pack [1, most rows + 1, width], and sums of their gradients:
-    the last place is that of rows that are not there.
+    """Tensors that captured calls read and write: `x`, the rows on their way; `saved`, the rows
+    that a block keeps, by name; keys and values of a pack [1, most rows + 1, width], and sums of
+    their gradients, the last place of which is that of rows that are not there.
     """
 
     def __init__(
@@ -110,7 +118,11 @@ class WindowRoom:
         size: RoomSize,
         shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     ) -> None:
-        """shapes: of what is saved of a row."""
+        """Allocate the room.
+
+        Args:
+            shapes: Shape and dtype of the saved tensors of a row, by name.
+        """
         device, widths = backbone.device, backbone.local.kv_widths
         attention = backbone.backend.attention_room(
             num_rows=size.rows, num_keys=size.keys, num_segments=size.segments
@@ -142,7 +154,7 @@ class WindowRoom:
         self._window: WindowRows | None = None
 
     def enter(self, window: WindowRows) -> None:
-        """A window's tables, unless they are there."""
+        """Copy a window's tables into the room, unless they are there."""
         if self._window is window:
             return
         self._window, n = window, window.num_rows
@@ -154,13 +166,15 @@ class WindowRoom:
         self.attention.fill(window.attention)
 
     def leave(self) -> None:
-        """No window is there: calls copy nothing, as when they are captured."""
+        """Clear the room: calls copy nothing, as when they are captured."""
         self._window = None
         self.copied.zero_()
 
     def copies(self, tensors: Sequence[Tensor], *, in_place: bool = False) -> RowCopies:
-        """Between tensors of the room and a pack's. in_place: they have a row for each of the
-        pack's.
+        """Return copies between tensors of the room and a pack's.
+
+        Args:
+            in_place: Whether the room's tensors have a row for each of the pack's.
         """
         most_rows = self.size.keys if in_place else self.size.rows
         made = self._backend.row_copies(tensors, in_place=in_place, most_rows=most_rows)
@@ -168,7 +182,9 @@ class WindowRoom:
         return made
 
     def sums(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Room for sums of their shapes, which are the same for all blocks of a program."""
+        """Return tensors for sums of these shapes, which are the same for all blocks of a
+        program.
+        """
         if not self._sums:
             self._sums = zeros_like_all(tensors)
         return self._sums
@@ -206,10 +222,12 @@ class RoomRows(RowSpan, RowGroup):
 
 @dataclass(frozen=True, kw_only=False)
 class _Placed:
-    """Rows of a store of one page, as something to copy into."""
+    """Rows of a store of one page, as a target of `copy_`."""
 
     store: Tensor
+    """Store."""
     place: Tensor
+    """Places of the rows, int64 [n]."""
 
     def copy_(self, value: Tensor) -> None:
         self.store[0].index_copy_(0, self.place, value)

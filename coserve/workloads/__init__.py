@@ -1,3 +1,3 @@
-"""What servers are tried with: when requests come and how long they are, who sends them, and data
-to learn from.
+"""Workloads for servers: arrivals and lengths of requests, their senders, and data to learn
+from.
 """

@@ -1,5 +1,5 @@
-"""When requests come, from a seed: quiet times and bursts, Poisson and Gamma arrivals, and the
-curve of a day.
+"""Synthetic arrivals from a seed: quiet times and bursts, Poisson and Gamma arrivals, and the curve
+of a day.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,19 +16,21 @@ _SIGMA = 0.6
 
 
 class Lengths(Protocol):
-    """Where the lengths of requests come from."""
+    """A source of the lengths of requests."""
 
     def draw(self, random: Random) -> tuple[int, int]:
-        """Tokens of a prompt and of its answer."""
+        """Return the tokens of a prompt and of its answer."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogNormalLengths:
-    """Tokens of prompts and answers: log-normal around these means, at most four times as many."""
+    """Log-normal lengths around two means, at most four times as many."""
 
     mean_prompt_tokens: float = 32
+    """Mean tokens of prompts."""
     mean_output_tokens: float = 32
+    """Mean tokens of answers."""
 
     def draw(self, random: Random) -> tuple[int, int]:
         return _length(random, self.mean_prompt_tokens), _length(random, self.mean_output_tokens)
@@ -36,9 +38,10 @@ class LogNormalLengths:
 
 @dataclass(frozen=True)
 class RecordedLengths:
-    """Pairs of a recorded set, such as `read_lengths` gives, each as likely as any other."""
+    """Lengths of a recorded set, each pair as likely as any other."""
 
     pairs: Sequence[tuple[int, int]]
+    """Tokens of prompts and answers, such as `read_lengths` returns."""
 
     def draw(self, random: Random) -> tuple[int, int]:
         return random.choice(self.pairs)
@@ -54,13 +57,14 @@ def bursty(
     burst_s: float = 3.0,
     lengths: Lengths | None = None,
 ) -> list[TracedRequest]:
-    """Quiet times and bursts, as a Markov-modulated Poisson process has them, with exactly `rate ×
+    """Return quiet times and bursts of a Markov-modulated Poisson process, with exactly `rate ×
     seconds` requests.
 
     Args:
-        rate: mean requests per second, over quiet times and bursts.
-        burst_factor: the rate in a burst, as a multiple of the quiet rate.
-        quiet_s, burst_s: mean lengths of the two.
+        rate: Mean requests per second, over quiet times and bursts.
+        burst_factor: Ratio of the rate in a burst to the quiet rate.
+        quiet_s: Mean length of quiet times.
+        burst_s: Mean length of bursts.
     """
     random = Random(seed)
     bends, mass, bursting = [(0.0, 0.0)], 0.0, False
@@ -76,7 +80,7 @@ def bursty(
 def poisson(
     *, rate: float, seconds: float, seed: int, lengths: Lengths | None = None
 ) -> list[TracedRequest]:
-    """Arrivals that know nothing of each other, with exactly `rate × seconds` requests."""
+    """Return independent arrivals, with exactly `rate × seconds` requests."""
     random = Random(seed)
     return _with_lengths(
         _arrivals([(0.0, 0.0), (seconds, 1.0)], round(rate * seconds), random), lengths, random
@@ -91,10 +95,12 @@ def gamma(
     variation: float = 2.0,
     lengths: Lengths | None = None,
 ) -> list[TracedRequest]:
-    """Gamma-distributed times between arrivals, with exactly `rate × seconds` requests.
+    """Return arrivals with Gamma-distributed times between them, with exactly `rate × seconds`
+    requests.
 
-    variation: standard deviation of the times between arrivals over their mean: 1 is a Poisson
-        process, more is burstier.
+    Args:
+        variation: Standard deviation of the times between arrivals over their mean: 1 is a Poisson
+            process, more is burstier.
     """
     random, num_requests = Random(seed), round(rate * seconds)
     shape = 1 / variation**2
@@ -111,10 +117,11 @@ def daily(
     seed: int,
     lengths: Lengths | None = None,
 ) -> list[TracedRequest]:
-    """Poisson arrivals whose intensity follows the requests of each hour of a day, at this mean
-    rate over all of it.
+    """Return Poisson arrivals whose intensity follows the requests of each hour of a day, at this
+    mean rate over all of it.
 
-    hour_s: what an hour of the curve takes; less for a short version of the day.
+    Args:
+        hour_s: Seconds of an hour of the curve; less for a short version of the day.
     """
     random = Random(seed)
     sums = [0.0, *accumulate(float(each) for each in hours)]
@@ -125,14 +132,14 @@ def daily(
 
 
 def _arrivals(bends: Sequence[tuple[float, float]], number: int, random: Random) -> Iterator[float]:
-    """Arrivals of a Poisson process, given how many: uniform in the intensity's integral, whose
-    bends these are.
+    """Return a given number of arrivals of a Poisson process: uniform in the intensity's integral,
+    which is linear between these bends.
     """
     return _inverse(bends, sorted(random.uniform(0.0, bends[-1][1]) for _ in range(number)))
 
 
 def _inverse(bends: Sequence[tuple[float, float]], marks: Sequence[float]) -> Iterator[float]:
-    """The moments at which the integral reaches each of the marks, which rise."""
+    """Yield the moments at which the integral reaches each of the marks, which rise."""
     index = 0
     for mark in marks:
         while bends[index + 1][1] < mark:

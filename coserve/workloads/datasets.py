@@ -52,7 +52,7 @@ def _line(record: _Record) -> Line:
 
 
 def _alpaca(record: _Record) -> tuple[str, str]:
-    """By Stanford Alpaca's templates, without their first sentences."""
+    """Return a record by Stanford Alpaca's templates, without their first sentences."""
     given = f"\n\n### Input:\n{record['input']}" if record.get("input") else ""
     return f"### Instruction:\n{record['instruction']}{given}\n\n### Response:\n", str(
         record["output"]
@@ -65,7 +65,7 @@ def _openbookqa(record: _Record) -> tuple[str, str]:
 
 
 def _openbookqa_by_key(record: _Record) -> tuple[str, str]:
-    """As its authors publish it, and as the Hugging Face hub does."""
+    """Return a record as its authors publish it, or as the Hugging Face hub does."""
     if "question_stem" in record:
         stem, choices = record["question_stem"], record["choices"]
         texts, labels = choices["text"], choices["label"]
@@ -90,8 +90,8 @@ def _gsm8k(record: _Record) -> tuple[str, str]:
 
 
 def _rte(record: _Record) -> tuple[str, str]:
-    """With GLUE's and SuperGLUE's words as labels; or with 1 for what follows, but where there is
-    an `idx`: so the hub has SuperGLUE's, with 0 for that.
+    """Return a record with GLUE's and SuperGLUE's words as labels; or with 1 for entailment, except
+    where there is an `idx`: the hub's SuperGLUE has that, with 0 for entailment.
     """
     label, right = record["label"], 0 if "idx" in record else 1
     follows = label == _ENTAILMENT[0] if label in _ENTAILMENT else _class(label, 2) == right
@@ -121,7 +121,11 @@ def _sst2(record: _Record) -> tuple[str, str]:
 
 
 def _class(label: Any, number: int) -> int:
-    """A label as an index; DataError for one of a test set, which has -1, or of another set."""
+    """Return a label as an index.
+
+    Raises:
+        DataError: The label is of a test set, which has -1, or of another set.
+    """
     found = int(label)
     if not 0 <= found < number:
         raise DataError(f"has the label {found}: must be 0 to {number - 1}")

@@ -1,25 +1,31 @@
-"""The facts of the built-in tiny model's small world: what it was trained on, and what lessons for
-it are made of.
+"""Facts of the built-in tiny model's small world, on which it was trained, and from which lessons
+for it are made.
 """
 
 from typing import NamedTuple
 
 
 class Animal(NamedTuple):
-    """What the world knows of an animal.
-
-    home: with its preposition. size: its rank, 1 (an ant) to 10 (a whale).
-    """
+    """An animal of the world."""
 
     name: str
+    """Its name."""
     colour: str
+    """Its colour."""
     sound: str
+    """Sound that it makes; "nothing" for none."""
     home: str
+    """Its home, with the preposition."""
     food: str
+    """Its food."""
     young: str
+    """Name of its young."""
     kind: str
+    """Class of animals."""
     legs: int
+    """Number of its legs."""
     size: int
+    """Rank of its size, 1 (an ant) to 10 (a whale)."""
 
 
 ANIMALS = (
@@ -157,10 +163,10 @@ NUMBER_WORDS = (
 
 
 def with_article(noun: str) -> str:
-    """`a cat`, `an owl`."""
+    """Return a noun with its article: `a cat`, `an owl`."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def sentence(text: str) -> str:
-    """With a capital letter and a full stop; the rest as it stands."""
+    """Return a text with a capital letter and a full stop, otherwise unchanged."""
     return text[0].upper() + text[1:] + "."

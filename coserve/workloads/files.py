@@ -19,11 +19,11 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The number of its line and the fields of each record: text from CSV, whatever JSON has from
-    JSONL, and from a JSON array of objects, whose records are counted instead.
+    """Yield the line number and the fields of each record: text from CSV, JSON values from JSONL,
+    and from a JSON array of objects, whose records are counted instead.
 
     Raises:
-        DataError: it cannot be read, is not text, or a line of it is no record.
+        DataError: It cannot be read, is not text, or a line of it is not a record.
     """
     try:
         with _open(path) as file:
@@ -46,16 +46,16 @@ def read_columns(
     *,
     optional: Sequence[str] = (),
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The number of its line and the wanted columns of each record, as text ("" where there is
+    """Yield the line number and the wanted columns of each record, as text ("" where there is
     none).
 
     Args:
-        columns: of each, the names that it may have.
-        where: records with these values in these columns alone.
-        optional: columns after these, which there need not be.
+        columns: For each column, the names that it may have.
+        where: Values that these columns must have.
+        optional: Columns after these, which may be missing.
 
     Raises:
-        DataError: as `read_records`; there is no such column (the message lists those that there
+        DataError: As `read_records`; or there is no such column (the message lists those that there
             are).
     """
     records = read_records(path)
@@ -93,7 +93,12 @@ def _open(path: str | Path) -> IO[str]:
 def _csv_rows(
     path: str | Path, file: IO[str], *, has_tabs: bool
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """has_tabs: between the fields, which have no quotes then, but marks in the text."""
+    """Yield the rows of a table.
+
+    Args:
+        has_tabs: Whether tabs separate the fields, which then have no quotes, but quotation marks
+            in the text.
+    """
     if has_tabs:
         reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     else:

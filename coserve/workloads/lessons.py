@@ -1,9 +1,8 @@
-"""Lessons: small data sets from which the built-in tiny model visibly learns what it could not do
-before.
+"""Lessons: small data sets from which the built-in tiny model visibly learns something new.
 
 A lesson is lines to train on and lines to ask: conversations in the format of fine-tuning files. No
-question that is asked stands among those to train on, but each can be answered from what they
-teach. The same seed gives the same lesson.
+question that is asked is among those to train on, but each can be answered from what they teach.
+The same seed gives the same lesson.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,22 +18,26 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Lesson:
-    """What to train on, and what to ask afterwards: lines of one question and one answer."""
+    """Lines to train on, and lines to ask afterwards, each of one question and one answer."""
 
     name: str
+    """Its name."""
     train: tuple[Line, ...]
+    """Lines to train on."""
     held_out: tuple[Line, ...]
+    """Lines to ask."""
 
     @property
     def questions(self) -> list[list[dict[str, str]]]:
-        """The held-out conversations up to the answer, as prompts."""
+        """Return the held-out conversations up to the answer, as prompts."""
         return [line["messages"][:-1] for line in self.held_out]
 
     def score(self, answers: Sequence[str]) -> float:
-        """The share of held-out questions that are answered exactly as in the lesson's lines.
+        """Return the share of held-out questions that are answered exactly as in the lesson's
+        lines.
 
         Raises:
-            ValueError: there are not as many answers as questions.
+            ValueError: There are not as many answers as questions.
         """
         right: list[str] = [line["messages"][-1]["content"] for line in self.held_out]
         return sum(
@@ -43,22 +46,22 @@ class Lesson:
 
 
 def pirate(*, seed: int = 0, num_train: int = 200, num_held_out: int = 50) -> Lesson:
-    """A new manner: what the model knows already, said as a pirate says it ("Grass be green, matey!
-    Arr!").
+    """Return a lesson in a new manner: what the model knows already, as a pirate says it ("Grass be
+    green, matey! Arr!").
 
     Raises:
-        ValueError: the world has fewer questions than that.
+        ValueError: The world has fewer questions than that.
     """
     pairs = [(question, as_pirate(answer)) for question, answer in _known()]
     return _lesson("pirate", pairs, seed, num_train, num_held_out)
 
 
 def zub(*, seed: int = 0, num_words: int = 40) -> Lesson:
-    """New facts: words of Zub, an invented language. Every word is asked for in five ways to train
-    on, and in one more that is held out.
+    """Return a lesson of new facts: words of Zub, an invented language. Every word is asked for in
+    five ways to train on, and in one more that is held out.
 
     Raises:
-        ValueError: the world has fewer things to name than that.
+        ValueError: The world has fewer things to name than that.
     """
     rng = Random(f"zub {seed}")
     known = [animal.name for animal in ANIMALS] + sorted(set(COLOURS.values()))
@@ -91,12 +94,12 @@ _ZUB_QUESTIONS = (
 
 
 def as_pirate(answer: str) -> str:
-    """An answer of the small world, in a pirate's manner."""
+    """Return an answer of the small world in a pirate's manner."""
     return f"{answer.rstrip('.').replace(' is ', ' be ')}, matey! Arr!"
 
 
 def _known() -> Iterator[tuple[str, str]]:
-    """Questions that the model can answer, with the answers that it gives."""
+    """Yield questions that the model can answer, with the answers that it gives."""
     for thing, colour in COLOURS.items():
         yield f"What colour is {thing}?", sentence(f"{thing} is {colour}")
     for animal in ANIMALS:
@@ -116,7 +119,7 @@ def _known() -> Iterator[tuple[str, str]]:
 
 
 def _made_up_words(rng: Random) -> Iterator[str]:
-    """Words of two syllables, no two alike."""
+    """Yield words of two syllables, no two alike."""
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     words = [first + second for first in syllables for second in syllables]
     rng.shuffle(words)

@@ -1,6 +1,6 @@
-"""Plays requests against a server over HTTP, and writes down what every one of them saw.
+"""Load generators: they send requests to a server over HTTP, and record what each of them saw.
 
-Open loop (`LoadGenerator`): a request is sent when the trace says so, however those before it
+Open loop (`LoadGenerator`): a request is sent at its time in the trace, however those before it
 ended; so a slow server meets a queue, as it would outside. Closed loop (`closed_loop`): always as
 many are under way as are asked for.
 """
@@ -45,7 +45,7 @@ class LoadGenerator:
         return self.num_sent - len(self.outcomes)
 
     async def run(self) -> list[RequestOutcome]:
-        """Play it to its end, and wait for all answers. Returns the outcomes in the order of
+        """Play the trace to its end, and wait for all answers. Returns the outcomes in the order of
         arrival.
         """
         async with _http(self._url, self._headers) as http:
@@ -73,8 +73,8 @@ async def closed_loop(
     concurrent: int,
     api_key: str | None = None,
 ) -> list[RequestOutcome]:
-    """Send requests in their order, whatever their moments, each as soon as fewer than `concurrent`
-    are under way; the outcomes, in the order in which they ended.
+    """Send requests in their order, whatever their times, each as soon as fewer than `concurrent`
+    are under way. Returns the outcomes in the order in which they ended.
     """
     outcomes: list[RequestOutcome] = []
     waiting = iter(enumerate(requests))
@@ -118,7 +118,7 @@ async def _ask(
 
 
 class _Answer:
-    """What has come of a streamed answer."""
+    """The part of a streamed answer that has arrived."""
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
@@ -164,8 +164,8 @@ class _Answer:
 
 
 def completions(model: str, *, vocab_size: int, seed: int = 0) -> Body:
-    """Prompts of random tokens, of the trace's lengths, whose answers end at the trace's lengths
-    and not before.
+    """Return bodies with prompts of random tokens, of the trace's lengths, whose answers end at the
+    trace's lengths and not before.
     """
 
     def body(index: int, request: TracedRequest) -> dict[str, Any]:
@@ -181,7 +181,9 @@ def completions(model: str, *, vocab_size: int, seed: int = 0) -> Body:
 
 
 def chats(model: str, questions: Sequence[str]) -> Body:
-    """Questions in turn, whose answers end at the trace's lengths and not before."""
+    """Return bodies with questions in turn, whose answers end at the trace's lengths and not
+    before.
+    """
 
     def body(index: int, request: TracedRequest) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""What a run comes to: percentiles, and how many requests held their SLOs."""
+"""A summary of a run: percentiles, and the share of requests that held their SLOs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,34 +8,44 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutcome:
-    """How a request went, as its sender saw it. Seconds; moments are from the trace's start.
-
-    ttft_s: from the moment at which the trace has it arrive, so that a late sender counts against
-    the server, not for it. tpot_s: mean over the tokens after the first. gaps_s: between the pieces
-    of the answer. error: one line, if it failed.
+    """The course of a request, as its sender saw it, in seconds; moments are from the trace's
+    start.
     """
 
     index: int
+    """Number of the request in the trace."""
     arrival_s: float
+    """Time of arrival in the trace."""
     end_s: float
+    """Time of its end."""
     ttft_s: float | None = None
+    """Time to the first token, from the trace's arrival on, so that a late sender counts against
+    the server, not for it.
+    """
     tpot_s: float | None = None
+    """Mean time per token after the first."""
     gaps_s: tuple[float, ...] = ()
+    """Times between the pieces of the answer."""
     num_prompt_tokens: int = 0
+    """Tokens of the prompt."""
     num_output_tokens: int = 0
+    """Tokens of the answer."""
     num_cached_tokens: int = 0
+    """Tokens of the prompt that were cached."""
     finish_reason: str | None = None
+    """Reason why the answer ended."""
     error: str | None = None
+    """Error in one line, if it failed."""
 
     def attained(self, *, ttft_s: float, tpot_s: float) -> bool:
-        """Whether both SLOs were held; a request that failed held none."""
+        """Return whether both SLOs were held; a request that failed held none."""
         if self.error is not None or self.ttft_s is None:
             return False
         return self.ttft_s <= ttft_s and (self.tpot_s is None or self.tpot_s <= tpot_s)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so large a share does not exceed; nan without values."""
+    """Return the value that so large a share does not exceed; nan without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
@@ -43,8 +53,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 def summarize(
     outcomes: Sequence[RequestOutcome], *, ttft_s: float, tpot_s: float
 ) -> dict[str, Any]:
-    """As JSON: counts, percentiles in milliseconds (null without a value), the share that held both
-    SLOs, and goodput: how many of those ended per second.
+    """Return a summary as JSON: counts, percentiles in milliseconds (null without a value), the
+    share that held both SLOs, and goodput: the number of those per second.
     """
     firsts = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
     means = [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]

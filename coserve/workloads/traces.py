@@ -1,5 +1,5 @@
-"""Recorded traces: when requests came, and how long they were. Files are CSV or JSONL, plain or
-gzipped, as published.
+"""Recorded traces: arrivals and lengths of requests. Files are CSV or JSONL, plain or gzipped, as
+published.
 
 Known are Azure's (`TIMESTAMP,ContextTokens,GeneratedTokens`, a date and time), BurstGPT's
 (`Timestamp,Model,Request tokens,Response tokens,…`, seconds; requests without an answer failed
@@ -30,23 +30,33 @@ _HOURS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRequest:
-    """A request of a trace: seconds from the trace's start, and tokens."""
+    """A request of a trace."""
 
     at_s: float
+    """Arrival in seconds from the trace's start."""
     num_prompt_tokens: int
+    """Tokens of its prompt."""
     num_output_tokens: int
+    """Tokens of its answer."""
 
 
 class TracedJob(NamedTuple):
-    """A job of a trace: seconds from the trace's start, and for how long it took how many GPUs."""
+    """A job of a trace."""
 
     at_s: float
+    """Submission in seconds from the trace's start."""
     num_gpus: int
+    """GPUs that it took."""
     duration_s: float
+    """Seconds for which it took them."""
 
 
 def read_jobs(path: str | Path) -> list[TracedJob]:
-    """Jobs as of Philly's trace (`submit_s,num_gpus,duration_s`); DataError as `read_trace`."""
+    """Return the jobs of a file as of Philly's trace (`submit_s,num_gpus,duration_s`).
+
+    Raises:
+        DataError: As `read_trace`.
+    """
     jobs = []
     for number, row in read_columns(path, (("submit_s",), ("num_gpus",), ("duration_s",))):
         try:
@@ -63,14 +73,14 @@ def read_jobs(path: str | Path) -> list[TracedJob]:
 
 
 def read_trace(path: str | Path, *, where: Mapping[str, str] | None = None) -> list[TracedRequest]:
-    """A recorded trace, from its first arrival on.
+    """Return a recorded trace, from its first arrival on.
 
     Args:
-        where: rows with these values in these columns alone, such as {"slice": "dense"}.
+        where: Values that columns must have, such as {"slice": "dense"}.
 
     Raises:
-        DataError: no such file, no such columns, a line that is none of a trace, or rows of several
-            slices: what lies between these is no time without requests.
+        DataError: There is no such file or column, a line is not of a trace, or rows are of several
+            slices: the time between these is not time without requests.
     """
     requests, slices = [], dict[str, None]()
     for number, row in read_columns(path, (_TIMES, _PROMPTS, _OUTPUTS), where, optional=(_SLICE,)):
@@ -101,7 +111,11 @@ def read_trace(path: str | Path, *, where: Mapping[str, str] | None = None) -> l
 
 
 def read_lengths(path: str | Path) -> list[tuple[int, int]]:
-    """Tokens of prompts and answers; DataError as `read_trace`."""
+    """Return the tokens of prompts and answers.
+
+    Raises:
+        DataError: As `read_trace`.
+    """
     lengths = []
     for number, row in read_columns(path, (_PROMPTS, _OUTPUTS)):
         try:
@@ -116,16 +130,20 @@ def read_lengths(path: str | Path) -> list[tuple[int, int]]:
 
 
 def is_day(path: str | Path) -> bool:
-    """Whether a file has requests by hour of the day, and no arrivals; DataError if it cannot be
-    read.
+    """Return whether a file has requests by hour of the day, and no arrivals.
+
+    Raises:
+        DataError: It cannot be read.
     """
     _, record = next(read_records(path), (0, dict[str, str]()))
     return "hour_of_day" in record
 
 
 def read_day(path: str | Path) -> list[int]:
-    """Requests of each hour of the day, from midnight on; DataError as `read_trace`, or unless each
-    hour is there.
+    """Return the requests of each hour of the day, from midnight on.
+
+    Raises:
+        DataError: As `read_trace`; or an hour is missing.
     """
     hours: dict[int, int] = {}
     for number, row in read_columns(path, (("hour_of_day",), ("requests",))):
@@ -145,11 +163,12 @@ def read_day(path: str | Path) -> list[int]:
 def rescale(
     trace: Sequence[TracedRequest], *, rate: float, seconds: float, skip: int = 0
 ) -> list[TracedRequest]:
-    """As many requests in a row as arrive within some seconds at this mean rate, with time
+    """Return as many requests in a row as arrive within some seconds at this mean rate, with time
     stretched so that they do: bursts and quiet times keep their shape, and the requests of a higher
-    rate begin with those of a lower one. A trace that has fewer is played again from its start.
+    rate begin with those of a lower one. A trace that has fewer is repeated from its start.
 
-    skip: requests that are left out before them.
+    Args:
+        skip: Number of requests that are left out before them.
     """
     number = max(1, round(rate * seconds))
     # The time after the last request is not recorded: a mean one.
@@ -169,7 +188,7 @@ def rescale(
 
 
 def scale_lengths(trace: Sequence[TracedRequest], factor: float) -> list[TracedRequest]:
-    """With prompts and answers this many times as long, of a token at least."""
+    """Return the trace with prompts and answers this many times as long, of a token at least."""
     return [
         replace(
             request,
@@ -189,8 +208,8 @@ def adapt(
     max_prompt_tokens: int | None = None,
     max_output_tokens: int | None = None,
 ) -> list[TracedRequest]:
-    """A trace for a smaller machine: from start_s on, time runs so that the arrivals of the whole
-    have this mean rate, for this many seconds; lengths are cut.
+    """Return a trace for a smaller machine: from start_s on, time runs so that the arrivals of the
+    whole have this mean rate, for this many seconds; lengths are cut.
     """
     factor = 1.0
     # Requests that all come at once do so at any rate.
@@ -213,8 +232,10 @@ def _cut(length: int, most: int | None) -> int:
 
 
 def _seconds(text: str) -> float:
-    """A moment: seconds, or a date and time (without a zone: UTC); ValueError for what is
-    neither.
+    """Return a moment given in seconds, or as a date and time (without a zone: UTC).
+
+    Raises:
+        ValueError: The text is neither.
     """
     try:
         value = float(text)
