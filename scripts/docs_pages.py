@@ -26,6 +26,7 @@ def _pages() -> dict[str, str]:
         "README.md": "index.md",
         "CHANGELOG.md": "changelog.md",
         "CONTRIBUTING.md": "contributing.md",
+        "experiments/README.md": "experiments/README.md",
     }
     pages |= {
         path: path

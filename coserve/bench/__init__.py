@@ -1,3 +1,1 @@
-"""Experiments: what coserve reaches on this machine, beside what others reach, measured in the same
-run.
-"""
+"""Measurements of what coserve reaches on a machine, beside what others reach, and reports of them."""

@@ -64,6 +64,13 @@ def versions(vllm: Path | None = None) -> str:
     return ", ".join([*found, f"vLLM {vllm_version(vllm)}"] if vllm is not None else found)
 
 
+def own_cores() -> tuple[int, ...]:
+    """Return the numbers of the processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
 def now_s(device: torch.device) -> float:
     """The time, with everything done that was asked of the device."""
     if device.type == "cuda":

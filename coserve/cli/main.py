@@ -63,8 +63,16 @@ commands.add_to(app)
 
 
 def main() -> None:
-    """Entry point of the console script: every mistake is one line on stderr and a status that is
-    not 0.
+    """Run `coserve`: the entry point of the console script."""
+    run(app, "coserve")
+
+
+def run(app: typer.Typer, name: str) -> NoReturn:
+    """Run an application and exit: every mistake is one line on stderr and a status that is not 0.
+
+    Args:
+        app: The application.
+        name: The command that starts it, for help and error messages.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     was_ended = False
@@ -86,7 +94,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, end)
     try:
-        status = app(prog_name="coserve", standalone_mode=False)
+        status = app(prog_name=name, standalone_mode=False)
     except CoserveError as error:
         # What a command says that was ended in its middle may be a consequence of that.
         _fail(
@@ -96,7 +104,7 @@ def main() -> None:
     except _UsageError as error:
         if not error.format_message():  # no command: its help has been shown
             raise SystemExit(error.exit_code) from None
-        command = error.ctx.command_path if error.ctx else "coserve"
+        command = error.ctx.command_path if error.ctx else name
         _fail(
             f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help",
             error.exit_code,

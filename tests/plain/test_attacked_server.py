@@ -16,7 +16,7 @@ time.sleep(60)
 BENCHMARK = """
 import sys, time
 from pathlib import Path
-from benchmarks.attacked_server import Place
+from experiments.attacked_server import Place
 with Place(code=Path(sys.argv[1]), directory=Path(sys.argv[1])).start() as server:
     print(server.process.pid, flush=True)
     time.sleep(60)

@@ -88,6 +88,18 @@ def test_imports_point_downward_only():
     assert wrong == []
 
 
+def test_the_package_needs_no_file_beside_it():
+    """The wheel has the package alone."""
+    beside = {"benchmarks", "examples", "experiments", "scripts", "tests"}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in ROOT.rglob("*.py")
+        for name in sorted(_imports(path))
+        if name.split(".")[0] in beside
+    ]
+    assert wrong == []
+
+
 def test_no_module_imports_itself_through_others():
     assert _cycles(_graph()) == []
 

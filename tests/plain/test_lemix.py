@@ -22,8 +22,6 @@ from coserve.cluster.placement import make_placement, placement_names
 from coserve.cluster.placement.lemix import length_consistency
 from coserve.cluster.placement.separate import split
 from coserve.cluster.scheduler import ClusterScheduler
-from coserve.cluster.simulation.pipeline import PipelineNode
-from coserve.cluster.simulation.simulation import ClusterSimulation, Ran
 from coserve.cluster.view import (
     ClusterView,
     Latency,
@@ -35,6 +33,8 @@ from coserve.cluster.view import (
     TaskKind,
     Waits,
 )
+from experiments.cluster_simulation.pipeline import PipelineNode
+from experiments.cluster_simulation.simulation import ClusterSimulation, Ran
 
 # A pass of any length: forward 1 s, backward 2 s in each of two stages.
 SIMPLE = replace(PROFILE, forward=Latency(fixed_s=1.0), backward=Latency(fixed_s=2.0))

@@ -1,11 +1,11 @@
-"""What `benchmarks/source_counts.py` and `benchmarks/stations.py` count."""
+"""What `experiments/source_counts.py` and `experiments/stations.py` count."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.source_counts import counts_of, read_source
-from benchmarks.stations import climbs
+from experiments.source_counts import counts_of, read_source
+from experiments.stations import climbs
 
 FILE = '''"""A module."""
 

@@ -47,12 +47,13 @@ def texts() -> list[Path]:
     ]
     beside = [
         path
-        for name in ("tests", "scripts", "benchmarks", "examples")
+        for name in ("tests", "scripts", "experiments", "examples")
         for path in (ROOT / name).rglob("*.py")
     ]
     documents = [
         *(ROOT / "docs").glob("*.md"),
         *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "experiments").glob("*.md"),
         *ROOT.glob("*.md"),
     ]
     return [

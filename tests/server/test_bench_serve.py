@@ -1,5 +1,6 @@
 """`coserve bench serve` against real servers, and without the other one."""
 
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from coserve.bench.model_directory import write_model
 from coserve.bench.openvino import openvino_model
 from coserve.bench.vllm import vllm_server
 from coserve.errors import CoserveError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
@@ -84,10 +87,10 @@ def descendants(pid):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (("serve", "--dtype", "float32", "--runs", "100"), "turn 0 of 100"),
+        (("coserve", "bench", "serve", "--dtype", "float32", "--runs", "100"), "turn 0 of 100"),
         (
             (
-                "compare",
+                "experiments.compare",
                 "--device",
                 "modelled",
                 "--hardware",
@@ -102,7 +105,7 @@ def descendants(pid):
     ],
 )
 def test_nothing_that_it_started_is_left_over_when_it_is_ended(options, line, tmp_path):
-    model = str(model_directory()) if options[0] == "serve" else "dummy:llama-3.1-8b"
+    model = str(model_directory()) if "serve" in options else "dummy:llama-3.1-8b"
     arrivals = [
         f"2024-01-01 00:{second // 60:02}:{second % 60:02}.0,300,300" for second in range(3000)
     ]
@@ -110,7 +113,8 @@ def test_nothing_that_it_started_is_left_over_when_it_is_ended(options, line, tm
         "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *arrivals])
     )
     process = subprocess.Popen(
-        (sys.executable, "-m", "coserve", "bench", *options, "--model", model),
+        (sys.executable, "-m", *options, "--model", model),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""`coserve bench` on tiny models: what each experiment says; nothing here asks how fast anything
+"""Measurements on tiny models: what each experiment says; nothing here asks how fast anything
 was."""
 
 import json
@@ -9,21 +9,24 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from support import CONFIGS, make_adapter, make_backbone, model_directory
+from typer import Typer
 from typer.testing import CliRunner
 
-from coserve.bench import coserve, many, profile, train
+from coserve.bench import coserve, train
 from coserve.bench.baselines import PeftTrainer
-from coserve.bench.floors import Floors, Work
-from coserve.bench.ledger import PARTS, part_of
 from coserve.bench.machine import PeakMemory, peak_bytes
-from coserve.bench.profile_page import profile_html
-from coserve.cli.main import app
 from coserve.devices.profiles.kept import profile_path
 from coserve.errors import CoserveError
 from coserve.kernels.base import Backend
 from coserve.models import load_backbone
 from coserve.models.weights import weight_tensors
 from coserve.tuning.config import TuningConfig
+from experiments.many import jobs as many
+from experiments.many.__main__ import app as many_app
+from experiments.profile import steps as profile
+from experiments.profile.floors import Floors, Work
+from experiments.profile.ledger import PARTS, part_of
+from experiments.profile.page import profile_html
 
 pytestmark = pytest.mark.long
 
@@ -175,8 +178,18 @@ def test_objectives_of_co_serving_are_set_in_every_turn_and_a_deterministic_engi
 
 def test_the_command_ends_with_a_line_of_json_for_programs():
     model = f"dummy:{model_directory()}"
-    many_jobs = bench(
-        "many", "--model", model, "--dtype", "float32", "--runs", "1", "--jobs", "2", "--batch", "1"
+    many_jobs = result_of(
+        many_app,
+        "--model",
+        model,
+        "--dtype",
+        "float32",
+        "--runs",
+        "1",
+        "--jobs",
+        "2",
+        "--batch",
+        "1",
     )
     assert many_jobs.keys() >= {
         *(
@@ -199,9 +212,9 @@ def test_the_command_ends_with_a_line_of_json_for_programs():
     }
 
 
-def bench(*arguments: str) -> dict[str, Any]:
-    """The last line of what `coserve bench` prints."""
-    done = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+def result_of(app: Typer, *arguments: str) -> dict[str, Any]:
+    """Return the last line of what an application prints."""
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -6,7 +6,6 @@ from statistics import pstdev
 
 import pytest
 
-from coserve.bench import cluster_here
 from coserve.cluster.view import Task
 from coserve.models.backbone import load_backbone
 from coserve.protocol.messages import Ready, StepRecord
@@ -14,6 +13,7 @@ from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
+from experiments.cluster import here as cluster_here
 
 
 def test_lone_requests_are_far_apart_and_the_seed_decides():

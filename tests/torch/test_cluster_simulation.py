@@ -9,17 +9,10 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from coserve.bench import at_scale, cluster
 from coserve.bench.places import ModelledPlace
-from coserve.bench.staleness import POINTS, loss_after
-from coserve.cli.main import app
 from coserve.cluster.nodes.profiler import profile_of
 from coserve.cluster.nodes.tracker import NodeTracker
 from coserve.cluster.placement import make_placement, placement_names
-from coserve.cluster.simulation.engine import EngineNode
-from coserve.cluster.simulation.fluid import FluidNode
-from coserve.cluster.simulation.node import ModelledNode
-from coserve.cluster.simulation.simulation import ClusterSimulation, TaskOutcome
 from coserve.cluster.view import ClusterView, Placed, Task
 from coserve.engine.config import EngineConfig
 from coserve.errors import DataError
@@ -29,6 +22,15 @@ from coserve.scheduling.latency import LatencyModel
 from coserve.simulate.hardware import H100
 from coserve.workloads.arrivals import poisson
 from coserve.workloads.traces import TracedJob, read_jobs
+from experiments.cluster import lemix as cluster
+from experiments.cluster.__main__ import app as cluster_app
+from experiments.cluster.loss_curve import POINTS, loss_after
+from experiments.cluster_simulation.engine import EngineNode
+from experiments.cluster_simulation.fluid import FluidNode
+from experiments.cluster_simulation.node import ModelledNode
+from experiments.cluster_simulation.simulation import ClusterSimulation, TaskOutcome
+from experiments.simulate_cluster import at_scale
+from experiments.simulate_cluster.__main__ import app as scale_app
 
 SECONDS = 6.0
 
@@ -309,38 +311,44 @@ def test_jobs_are_read_from_a_trace(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("app", "arguments", "words"),
     [
-        (["bench", "cluster", "--models", "gpt-9"], "'gpt-9' is not one of gpt-400m"),
-        (["bench", "cluster", "--rates", "fast"], "'fast' must be numbers above 0"),
+        (cluster_app, ["--models", "gpt-9"], "'gpt-9' is not one of gpt-400m"),
+        (cluster_app, ["--rates", "fast"], "'fast' must be numbers above 0"),
         (
-            ["bench", "cluster", "--training-rates", "0.5,2"],
+            cluster_app,
+            ["--training-rates", "0.5,2"],
             "'0.5,2' must be numbers above 0, up to 1",
         ),
         (
-            ["simulate", "cluster", "--trace", "x.csv", "--placement", "best"],
+            scale_app,
+            ["--trace", "x.csv", "--placement", "best"],
             "'best' is not one of lemix",
         ),
         (
-            ["simulate", "cluster", "--trace", "x.csv", "--nodes", "9"],
+            scale_app,
+            ["--trace", "x.csv", "--nodes", "9"],
             "9 nodes are no whole number of cells of 8",
         ),
-        (["simulate", "cluster", "--trace", "x.csv"], "x.csv cannot be read"),
+        (scale_app, ["--trace", "x.csv"], "x.csv cannot be read"),
         (
-            ["simulate", "cluster", "--trace", "azure.csv", "--hardware", "a100,h100"],
+            scale_app,
+            ["--trace", "azure.csv", "--hardware", "a100,h100"],
             "one kind of device at a time",
         ),
         (
-            ["simulate", "cluster", "--trace", "azure.csv", "--rate", "inf"],
+            scale_app,
+            ["--trace", "azure.csv", "--rate", "inf"],
             "less than or equal to 1000000000",
         ),
         (
-            ["simulate", "cluster", "--trace", "azure.csv", "--hours", "inf"],
+            scale_app,
+            ["--trace", "azure.csv", "--hours", "inf"],
             "less than or equal to 1000000",
         ),
     ],
 )
-def test_bad_input_is_named(arguments, words, tmp_path, monkeypatch):
+def test_bad_input_is_named(app, arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     lines += [f"2023-11-16 18:15:{second},374,44" for second in ("46.68", "50.99")]

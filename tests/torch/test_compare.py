@@ -1,4 +1,4 @@
-"""`coserve bench compare`: what it says of policies on a modelled device, and on torch."""
+"""`python -m experiments.compare`: what it says of policies on a modelled device, and on torch."""
 
 import importlib.util
 import json
@@ -17,12 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve.bench.cells import Bench, Cell, CompareConfig, fitting_factor
-from coserve.bench.compare import Compared, compare
-from coserve.bench.compare_page import compare_html
+from coserve.bench.machine import own_cores
 from coserve.bench.open_loop import OpenLoop
 from coserve.bench.places import ModelledPlace, TorchPlace
-from coserve.bench.separate import Ended, SeparateProcesses, own_cores
-from coserve.cli.main import app
 from coserve.engine.config import EngineConfig
 from coserve.errors import BudgetError, CoserveError, DataError
 from coserve.models import load_backbone
@@ -34,6 +31,10 @@ from coserve.simulate.hardware import A40, CATALOGUE, Hardware
 from coserve.simulate.roofline import roofline_profile
 from coserve.workloads.arrivals import LogNormalLengths, poisson
 from coserve.workloads.traces import TracedRequest, rescale
+from experiments.compare.__main__ import app
+from experiments.compare.comparison import Compared, compare
+from experiments.compare.page import compare_html
+from experiments.compare.separate import Ended, SeparateProcesses
 
 pytestmark = pytest.mark.long
 
@@ -230,8 +231,6 @@ def command_of(tmp_path: Path, *arguments: str) -> list[str]:
     rows = [f"{each.at_s},{each.num_prompt_tokens},{each.num_output_tokens}\n" for each in TRACE]
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
     return [
-        "bench",
-        "compare",
         "--trace",
         str(trace),
         "--picture",
@@ -390,7 +389,7 @@ def test_on_torch_the_model_stands_beside_what_was_measured(tmp_path):
 
 
 def test_in_a_hurry_few_policies_are_compared_at_one_rate(tmp_path, monkeypatch):
-    monkeypatch.setattr("coserve.cli.bench_compare._QUICK_MINUTES", 1.0)
+    monkeypatch.setattr("experiments.compare.__main__._QUICK_MINUTES", 1.0)
     done = run_command(tmp_path, "--model", "tiny", "--dtype", "float32", "--quick")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout.splitlines()[-1])
@@ -422,7 +421,7 @@ def test_the_device_decides_where_its_model_was_measured_on_a_busy_machine(tmp_p
         return modelled(self, backbone, slow)
 
     monkeypatch.setattr(TorchPlace, "modelled", disturbed)
-    monkeypatch.setattr("coserve.cli.bench_compare._QUICK_MINUTES", 0.5)
+    monkeypatch.setattr("experiments.compare.__main__._QUICK_MINUTES", 0.5)
     done = run_command(tmp_path, "--model", "tiny", "--dtype", "float32", "--quick")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["saturation_rate"] > 0
@@ -434,7 +433,7 @@ def test_the_device_decides_where_its_model_was_measured_on_a_busy_machine(tmp_p
 
 def test_separate_processes_serve_and_fine_tune_the_same_trace(tmp_path, monkeypatch):
     core = min(own_cores())
-    monkeypatch.setattr("coserve.bench.separate.own_cores", lambda: (core,))
+    monkeypatch.setattr("coserve.bench.machine.own_cores", lambda: (core,))
     data = tmp_path / "set.jsonl"
     data.write_text(
         "".join(json.dumps({"question": "Why? " * n, "answer": "So."}) + "\n" for n in (1, 9))
@@ -534,7 +533,7 @@ def test_a_separate_process_that_ends_between_two_rates_keeps_its_rows(tmp_path,
                     os.kill(int(pid), signal.SIGKILL)
         return rescale(trace, rate=rate, seconds=seconds)
 
-    monkeypatch.setattr("coserve.bench.separate.rescale", rescale_and_kill)
+    monkeypatch.setattr("experiments.compare.separate.rescale", rescale_and_kill)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
     python.chmod(0o700)

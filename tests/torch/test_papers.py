@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers import flexllm, harli, here, llmstation
-from benchmarks.papers.__main__ import FIGURES
-from benchmarks.papers.setting import Data, Setting
 from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import A100, RTX3090
 from coserve.tuning.examples import Example
+from experiments.papers import flexllm, harli, here, llmstation
+from experiments.papers.__main__ import FIGURES
+from experiments.papers.setting import Data, Setting
 
 FOLDER = Path(__file__).parents[2] / ".." / "shared" / "data"
 needs_data = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs ../shared/data")

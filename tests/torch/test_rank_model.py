@@ -1,8 +1,8 @@
-"""What `benchmarks/rank_model.py` makes of its measurements."""
+"""What `experiments/rank_model.py` makes of its measurements."""
 
 import pytest
 
-from benchmarks.rank_model import Steps, Times, compared
+from experiments.rank_model import Steps, Times, compared
 
 ASKED = Steps(model="dummy:qwen2.5-0.5b", num_requests=(1, 8), context=64, rows=128, num_turns=2)
 ALONE_S = {"decode 1": 0.06, "decode 8": 0.07, "train 128": 1.2}

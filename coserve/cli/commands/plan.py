@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.bench_compare import modelled_place, refuse_beyond_positions
-from coserve.cli.modelled_options import TensorParallel
+from coserve.cli.modelled_options import (
+    TensorParallel,
+    modelled_place,
+    refuse_beyond_positions,
+)
 from coserve.cli.report_option import report_option, write_report
 from coserve.cli.slo_option import slo_option
 from coserve.cli.where_option import Where, values_by_column

@@ -1,7 +1,7 @@
 """Products of rows with a weight: y = x W^T, and the two products of its gradient.
 
 Which way is fastest depends on the processor, the dtype and the number of rows;
-`benchmarks/products.py` measures it.
+`experiments/products.py` measures it.
 
 - bfloat16 and few rows: kernels of our own read the weight once as it lies, in tiles with AMX and
   AMD's AVX-512 (`tile_products.py`; with the latter the fewest rows, and weights of no whole tiles,

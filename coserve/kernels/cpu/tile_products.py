@@ -15,7 +15,7 @@ from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.low_rank import LowRankGradient, LowRankRows
 
 # Up to how many rows our product is the faster one where it is not for many;
-# `benchmarks/products.py` measures it.
+# `experiments/products.py` measures it.
 MOST_ROWS = 192
 # Up to how many threads the one for many rows was measured, as in `products.cpp`: each arranges
 # rows for itself.

@@ -15,7 +15,7 @@ In any case jobs get `least_share` of the time, in smallest pieces, so that none
 requests are marginal, a fiftieth of it.
 
 The aim: SLOs that requests alone hold at p99, they hold at p99 beside jobs.
-tests/torch/test_simulation.py holds random loads against it, benchmarks/slo_edge.py loads at which
+tests/torch/test_simulation.py holds random loads against it, experiments/slo_edge.py loads at which
 requests alone are marginal, of which a few fall below (benchmarks/slo-edge.md).
 """
 

@@ -1,1 +1,0 @@
-"""Figures of FlexLLM, LLMStation and HARLI on modelled devices: `python -m benchmarks.papers`."""

@@ -1,0 +1,179 @@
+"""A cluster in virtual time: tasks arrive, the scheduler places them on modelled nodes, and what
+came of each is noted.
+
+The scheduler and the placements are those of real nodes. As there, the scheduler knows what nodes
+have said and what it has placed since, and the placement is asked when a task comes, when a request
+has its first token, and when a node says how it is.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+from coserve.cluster.placement.base import Placement
+from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
+from coserve.cluster.view import Task
+from experiments.cluster_simulation.node import ModelledNode, Progress, Said
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskOutcome:
+    """What came of a task, as those who wait for it hear. Times in seconds; None: it did not come
+    to that.
+    """
+
+    task: Task
+    node: str | None = None
+    placed_s: float | None = None
+    first_token_s: float | None = None
+    end_s: float | None = None
+
+    @property
+    def response_s(self) -> float:
+        """From arrival to the first token; inf if there was none."""
+        return inf if self.first_token_s is None else self.first_token_s - self.task.arrival_s
+
+
+@dataclass(kw_only=True)
+class Ran:
+    """What came of a run. busy_s: by node. end_s: when its last task ended. scheduling_s: processor
+    seconds that the scheduler and the placement took in all, real ones. num_placed: tasks that got
+    a node.
+    """
+
+    outcomes: dict[str, TaskOutcome]
+    busy_s: dict[str, float]
+    end_s: float = 0.0
+    scheduling_s: float = 0.0
+    num_placed: int = 0
+
+    @property
+    def requests(self) -> list[TaskOutcome]:
+        """What came of requests."""
+        return [one for one in self.outcomes.values() if not one.task.trains]
+
+    @property
+    def throughput(self) -> float:
+        """Tasks that ended, per second."""
+        return (
+            sum(one.end_s is not None for one in self.outcomes.values()) / self.end_s
+            if self.end_s
+            else 0.0
+        )
+
+    @property
+    def utilisation(self) -> float:
+        """Of all nodes' time."""
+        return sum(self.busy_s.values()) / (len(self.busy_s) * self.end_s) if self.end_s else 0.0
+
+    def attainment(self, slo_s: float) -> float:
+        """Of the requests, those whose first token came within this time, or their own SLO."""
+        found = [one.response_s <= (one.task.ttft_s or slo_s) for one in self.requests]
+        return sum(found) / len(found) if found else 1.0
+
+
+class ClusterSimulation:
+    """Nodes, a scheduler, and tasks that arrive.
+
+    on_end: told of each task that has ended, and when. messages_s: until what a node says is heard.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[ModelledNode],
+        placement: Placement,
+        *,
+        on_end: Callable[[TaskOutcome, float], None] | None = None,
+        messages_s: float = 0.0,
+    ) -> None:
+        self._nodes = {node.id: node for node in nodes}
+        self._scheduler = ClusterScheduler(placement)
+        self._on_end, self._messages_s = on_end, messages_s
+        self._said: list[
+            tuple[float, int, Said]
+        ] = []  # and not heard yet: when it will be, and in which order
+        self._numbers = count()
+        for node in nodes:
+            self._scheduler.report(node.report(0.0))
+
+    def run(self, tasks: Iterable[Task], *, until_s: float = inf) -> Ran:
+        """All tasks, to their ends, or until a moment."""
+        queue = sorted(tasks, key=lambda task: task.arrival_s)
+        ran = Ran(outcomes={}, busy_s={})
+        nodes, scheduler = list(self._nodes.values()), self._scheduler
+        index, retry_s = 0, 0.0
+        while True:
+            upcoming_s = queue[index].arrival_s if index < len(queue) else inf
+            heard_s = self._said[0][0] if self._said else inf
+            now_s = min(upcoming_s, heard_s, min([node.next_s for node in nodes]))
+            if scheduler.num_waiting:
+                now_s = min(now_s, retry_s)
+            if now_s == inf or now_s > until_s:
+                break
+            asks = now_s >= retry_s
+            for node in nodes:
+                if node.next_s <= now_s:
+                    self._say(node.advance(now_s))
+                    asks |= self._hear(now_s, ran)
+            asks |= self._hear(now_s, ran)
+            while index < len(queue) and queue[index].arrival_s <= now_s:
+                task = queue[index]
+                index, asks = index + 1, True
+                ran.outcomes[task.id] = TaskOutcome(task=task)
+                scheduler.submit(task)
+            if scheduler.num_waiting and asks:
+                self._place(now_s, ran)
+                retry_s = now_s + RETRY_S
+        for node in nodes:
+            if until_s < inf:
+                self._say(node.advance(until_s))
+                self._hear(until_s, ran)
+            ran.busy_s[node.id] = node.busy_s
+        ran.end_s = min(
+            until_s, max([one.end_s or 0.0 for one in ran.outcomes.values()], default=0.0)
+        )
+        return ran
+
+    def _place(self, now_s: float, ran: Ran) -> None:
+        begin_s = time.thread_time()
+        placed = list(self._scheduler.place(now_s))
+        ran.scheduling_s += time.thread_time() - begin_s
+        ran.num_placed += len(placed)
+        for task, decision in placed:
+            outcome = ran.outcomes[task.id]
+            outcome.node, outcome.placed_s = decision.node, now_s
+            self._say(self._nodes[decision.node].add(task, decision, now_s))
+        self._hear(now_s, ran)
+
+    def _say(self, said: Iterable[Said]) -> None:
+        for each in said:
+            heappush(self._said, (each.at_s + self._messages_s, next(self._numbers), each))
+
+    def _hear(self, now_s: float, ran: Ran) -> bool:
+        """What was said and has come by now; returns whether something may be placed for that."""
+        asks = False
+        while self._said and self._said[0][0] <= now_s:
+            heard_s, _, said = heappop(self._said)
+            for progress in said.progress:
+                asks |= progress.first_token_s is not None
+                self._take(progress, heard_s, ran)
+            if said.view is not None:
+                self._scheduler.report(said.view)
+                asks = True
+        return asks
+
+    def _take(self, progress: Progress, heard_s: float, ran: Ran) -> None:
+        outcome = ran.outcomes[progress.task]
+        if progress.first_token_s is not None:
+            outcome.first_token_s = progress.first_token_s + self._messages_s
+            self._scheduler.begin(progress.task, heard_s)
+        if progress.path is not None:
+            self._scheduler.calibrate(progress.path)
+        if progress.end_s is not None:
+            outcome.end_s = progress.end_s + self._messages_s
+            self._scheduler.finish(progress.task)
+            if self._on_end is not None:
+                self._on_end(outcome, heard_s)

@@ -1,0 +1,1 @@
+"""Comparison of every policy, and of separate processes, on one trace."""

@@ -1,0 +1,1 @@
+"""Many jobs of short sequences at once, beside the same jobs otherwise."""

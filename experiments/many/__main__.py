@@ -1,0 +1,73 @@
+"""`python -m experiments.many`: many jobs of short sequences at once."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coserve.cli.bench_options import DEFAULT_MODEL, Dtype, Model, Place, Runs, Weights
+from coserve.cli.bench_result import measure
+from coserve.cli.main import run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from coserve.models.backbone import Backbone
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+
+@app.command()
+def many(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "best",
+    weights: Weights = "dense",
+    place: Place = "auto",
+    runs: Runs = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Jobs that run at once.")] = 8,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Sequences of an optimizer step of each job.")
+    ] = 4,
+) -> None:
+    """Many jobs of sequences of 64 tokens at once: tokens per second against the same jobs one
+    after another, one job with the batch of all, and PEFT, one after another; memory beyond the
+    weights; and a decode step of eight requests, without adapters and with one for each. Checks
+    that each job's losses are those of its run alone.
+    """
+    from experiments.many import decode_steps
+    from experiments.many import jobs as experiment
+
+    def results(backbone: "Backbone") -> dict[str, Any]:
+        found = experiment.run(backbone, runs=runs, num_jobs=jobs, batch=batch)
+        steps = decode_steps.run(backbone, runs=runs)
+        return {
+            **found,
+            **{name: steps[name] for name in ("decode_step_ms", "decode_step_adapters_ms")},
+        }
+
+    measure("many", _fill, model, dtype, weights, place, runs, results)
+
+
+def _fill(table: "Table", result: dict[str, Any]) -> None:
+    """Jobs at once beside the same work done otherwise."""
+    for name in ("", "tokens/s", "jobs at once / this", "memory MB"):
+        table.add_column(name, justify="left" if not name else "right")
+    ours = result["tokens_per_s"]
+    for words, name, held in (
+        (f"{result['jobs']} jobs at once, batch {result['batch']}", "tokens_per_s", "memory_bytes"),
+        ("one after another", "one_after_another_tokens_per_s", None),
+        ("one job with the batch of all", "one_job_tokens_per_s", None),
+        ("PEFT, one after another", "peft_sequential_tokens_per_s", "peft_memory_bytes"),
+    ):
+        memory = f"{result[held] / 1e6:.0f}" if held else ""
+        table.add_row(words, f"{result[name]:.0f}", f"{ours / result[name]:.2f} ×", memory)
+    step, adapters = result["decode_step_ms"], result["decode_step_adapters_ms"]
+    table.add_row(
+        "decode step without and with adapters, ms",
+        f"{step:.1f}, {adapters:.1f}",
+        f"{adapters / step:.2f}",
+        "",
+    )
+
+
+if __name__ == "__main__":
+    run(app, "python -m experiments.many")

@@ -1,0 +1,1 @@
+"""Time of a step by its parts, each beside its floor."""

@@ -1,0 +1,80 @@
+"""`python -m experiments.profile`: what the time of a step goes to."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coserve.cli.bench_options import DEFAULT_MODEL, Dtype, Model, Place, Runs, Weights
+from coserve.cli.bench_result import measure
+from coserve.cli.main import run
+from coserve.cli.report_option import report_option, write_report
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from coserve.models.backbone import Backbone
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+
+@app.command()
+def profile(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "best",
+    weights: Weights = "dense",
+    place: Place = "cpu",
+    runs: Runs = 3,
+    streams: Annotated[
+        int, typer.Option(min=1, help="Requests that decode at once, at context 512.")
+    ] = 8,
+    picture: Annotated[
+        Path,
+        typer.Option(
+            callback=report_option, help="Where the picture is written, as a page for browsers."
+        ),
+    ] = Path("profile.html"),
+) -> None:
+    """What the time of a step goes to (CPU only): one in which requests decode, one with a window
+    of a job beside them, and the loss and backward pass of that window, split into products,
+    attention, adapters, head and loss, sampling, elementwise operations, Python and waiting, each
+    beside what it takes at least.
+    """
+    from experiments.profile import steps as experiment
+    from experiments.profile.page import profile_html
+
+    def results(backbone: "Backbone") -> dict[str, Any]:
+        return experiment.run(backbone, runs=runs, streams=streams)
+
+    result = measure("profile", _fill, model, dtype, weights, place, runs, results)
+    write_report(picture, profile_html(result))
+
+
+def _fill(table: "Table", result: dict[str, Any]) -> None:
+    """Each part of each kind of step, its share, and its floor."""
+    table.add_column("")
+    for step in result["steps"]:
+        for name in (f"{step['step']} ms", "share", "floor ms"):
+            table.add_column(name, justify="right")
+    for part in result["steps"][0]["parts_ms"]:
+        cells = []
+        for step in result["steps"]:
+            spent, least = step["parts_ms"][part], step["floor_ms"][part]
+            cells += [
+                f"{spent:.2f}",
+                f"{spent / step['timed_ms']:.1%}",
+                f"{least:.2f}" if least else "",
+            ]
+        table.add_row(part, *cells)
+    sums = [
+        [f"{s['timed_ms']:.2f}", "", f"{sum(s['floor_ms'].values()):.2f}"] for s in result["steps"]
+    ]
+    table.add_row("sum", *(cell for cells in sums for cell in cells))
+    wholes = [
+        [f"{s['step_ms']:.2f}", f"{s['timed_ms'] / s['step_ms']:.1%}", ""] for s in result["steps"]
+    ]
+    table.add_row("the step, not timed by part", *(cell for cells in wholes for cell in cells))
+
+
+if __name__ == "__main__":
+    run(app, "python -m experiments.profile")

@@ -1,0 +1,1 @@
+"""A day of traffic on a thousand modelled devices."""

@@ -1,0 +1,49 @@
+"""What a model loses by not having learned yet: the built-in tiny model's loss on questions of a
+lesson that were held out, by how many examples of the lesson it has been trained on, one optimizer
+step for each.
+
+    python -m experiments.staleness
+
+`python -m experiments.cluster` reads the loss of a request off this curve (`experiments/cluster/loss_curve.py`).
+"""
+
+import json
+from collections.abc import Sequence
+
+from coserve import Engine, OptimizerConfig, TuningConfig
+from coserve.workloads.lessons import LESSONS, Line
+
+_EVERY, _NUM_EPOCHS, _LEARNING_RATE = 25, 5, 3e-4
+
+
+def main() -> None:
+    """The points, as JSON: examples and loss."""
+    lesson = LESSONS["zub"](seed=0)
+    engine = Engine.load("tiny", dtype="float32")
+    config = TuningConfig(
+        num_epochs=_NUM_EPOCHS,
+        batch_size=1,
+        evaluate_every_steps=_EVERY,
+        optimizer=OptimizerConfig(learning_rate=_LEARNING_RATE),
+    )
+    # The loss before the first step is that after one which moves next to nothing.
+    still = TuningConfig(batch_size=1, optimizer=OptimizerConfig(learning_rate=1e-12))
+    (_, before), *_ = _evaluations(engine, lesson.train[:1], still, lesson.held_out)
+    points = [(0, before), *_evaluations(engine, lesson.train, config, lesson.held_out)]
+    print(json.dumps({"lesson": lesson.name, "examples": len(lesson.train), "points": points}))
+
+
+def _evaluations(
+    engine: Engine, lines: Sequence[Line], config: TuningConfig, held_out: Sequence[Line]
+) -> list[tuple[int, float]]:
+    """Examples seen and loss, at each measurement."""
+    events = engine.tune(list(lines), config, validation=list(held_out))
+    return [
+        (event.step, round(event.loss, 4))
+        for event in events
+        if event.kind == "evaluation" and event.loss
+    ]
+
+
+if __name__ == "__main__":
+    main()
