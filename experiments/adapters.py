@@ -8,7 +8,6 @@ engine.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -21,6 +20,7 @@ from coserve.devices.torch.process_memory import keep_freed_memory
 from coserve.memory.tensors.paged_kv import PagedKv
 from coserve.models import Backbone, forward, load_backbone, logits
 from coserve.models.bypasses import Bypasses
+from experiments.results import add_save_option, print_result
 
 NUM_REQUESTS, CONTEXT, BLOCK = 8, 64, 16
 RANKS = (4, 8, 16, 32)
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kernels")
     parser.add_argument("--turns", type=int, default=5)
+    add_save_option(parser)
     given = parser.parse_args()
     keep_freed_memory()
     backbone = load_backbone(given.model, dtype=given.dtype, kernels=given.kernels)
@@ -98,7 +99,9 @@ def main() -> None:
     middle = {name: 1e3 * median(each) for name, each in times.items()}
     for name, ms in middle.items():
         print(f"{name:28} {ms:7.1f} ms {ms / middle['none']:6.2f}")
-    print(json.dumps({name: round(ms, 2) for name, ms in middle.items()}))
+    print_result(
+        "adapters", {"step_ms": {name: round(ms, 2) for name, ms in middle.items()}}, given.save
+    )
 
 
 if __name__ == "__main__":

@@ -48,6 +48,9 @@ _START_LIMIT_S = 300.0
 
 def main() -> None:
     """Measure, print, and end with a line of JSON."""
+    # Sides run in other checkouts, which may lack this module.
+    from experiments.results import add_save_option, print_result
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,6 +64,7 @@ def main() -> None:
     parser.add_argument(
         "--kinds", default="decode,train", help=f"of {', '.join(_KINDS)} [decode,train]"
     )
+    add_save_option(parser)
     given = parser.parse_args()
     kinds = given.kinds.split(",")
     if unknown := set(kinds) - set(_KINDS):
@@ -83,10 +87,10 @@ def main() -> None:
                     print(f"{row:>14} {name:>14} {told}", flush=True)
             found |= rows
     result = {kind: _told(by_side) for kind, by_side in found.items()}
-    print(
-        json.dumps(
-            {"model": given.model, "dtype": given.dtype, "turns": given.turns, "rows": result}
-        )
+    print_result(
+        "between_commits",
+        {"model": given.model, "dtype": given.dtype, "turns": given.turns, "rows": result},
+        given.save,
     )
 
 

@@ -12,7 +12,6 @@ after 5 ms. The last line is JSON.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -35,6 +34,7 @@ from coserve.workloads.summary import percentile
 from coserve.workloads.traces import TracedRequest, read_trace
 from experiments.cluster_simulation.engine import EngineNode
 from experiments.cluster_simulation.simulation import ClusterSimulation, TaskOutcome
+from experiments.results import add_save_option, print_result
 from experiments.worker_processes import worker_processes
 
 DATA = Path(__file__).parents[1] / ".." / "shared" / "data"
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2)
+    add_save_option(parser)
     asked = parser.parse_args()
     cells = [
         Cell(rate=rate, seconds=asked.seconds, seed=seed, placement=name, settings=settings)
@@ -160,7 +161,7 @@ def main() -> None:
             found.append(row)
             shown = {name: value for name, value in row.items() if name != "seconds"}
             print(" ".join(f"{name} {value}" for name, value in shown.items()), file=sys.stderr)
-    print(json.dumps(found))
+    print_result("cluster_engines", {"rows": found}, asked.save)
 
 
 if __name__ == "__main__":

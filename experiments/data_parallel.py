@@ -29,6 +29,7 @@ from coserve.cluster.front.front import Front, node_settings
 from coserve.cluster.nodes.node import Node
 from coserve.server.config import ServerConfig
 from coserve.workloads.facts import ANIMALS, COLOURS
+from experiments.results import add_save_option, print_result
 
 NUM_NODES, NUM_ANIMALS, NUM_PARTS = 3, 24, 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -186,6 +187,7 @@ def main() -> None:
         "--epochs", type=int, default=48, help="times that each animal is learned, of 50 at most"
     )
     parser.add_argument("--seed", type=int, default=0)
+    add_save_option(parser)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         os.environ["COSERVE_HOME"] = home
@@ -195,7 +197,7 @@ def main() -> None:
             f"{way:22} loss {each['loss']} served {each['served']} at the end {each['end']} in "
             f"{each['seconds']} s"
         )
-    print(json.dumps(found))
+    print_result("data_parallel", found, given.save)
 
 
 if __name__ == "__main__":

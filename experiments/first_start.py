@@ -9,7 +9,6 @@ of JSON.
 """
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -26,6 +25,7 @@ from typing import Any
 import httpx
 
 from coserve.client.ports import free_port
+from experiments.results import add_save_option, print_result
 
 _START_LIMIT_S, _POLL_S = 600.0, 0.02
 
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument(
         "--lines", action="store_true", help="print what each start wrote to stderr"
     )
+    add_save_option(parser)
     given = parser.parse_args()
     if unknown := set(given.cases) - set(CASES):
         parser.error(f"unknown cases: {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")
@@ -226,7 +227,11 @@ def main() -> None:
         )
         for name in given.cases
     }
-    print(json.dumps({"median_answer_s": medians, "starts": [asdict(start) for start in starts]}))
+    print_result(
+        "first_start",
+        {"median_answer_s": medians, "starts": [asdict(start) for start in starts]},
+        given.save,
+    )
 
 
 if __name__ == "__main__":

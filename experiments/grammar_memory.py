@@ -1,10 +1,10 @@
-"""Resident memory of an engine after many patterns, and at rest: `python
-experiments/grammar_memory.py [NUMBER]`.
+"""Resident memory of an engine after many patterns, and at rest: `python -m
+experiments.grammar_memory [NUMBER]`.
 
 It starts a server of the built-in model on this machine, and prints one line of JSON.
 """
 
-import json
+import argparse
 import os
 import re
 import subprocess
@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+
+from experiments.results import add_save_option, print_result
 
 
 def engine_of(server: int) -> int:
@@ -37,7 +39,12 @@ def resident_mb(pid: int) -> int:
 
 def main() -> None:
     """Ask for answers to patterns, four at once."""
-    number = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("number", type=int, nargs="?", default=200, help="patterns [200]")
+    add_save_option(parser)
+    given = parser.parse_args()
     command = [
         sys.executable,
         "-m",
@@ -68,14 +75,18 @@ def main() -> None:
         before_mb = resident_mb(engine)
         since_s = time.monotonic()
         with ThreadPoolExecutor(4) as threads:
-            statuses = list(threads.map(ask, range(1, number + 1)))
+            statuses = list(threads.map(ask, range(1, given.number + 1)))
         seconds = time.monotonic() - since_s
         after_mb = resident_mb(engine)
         time.sleep(10)
         rest_mb = resident_mb(engine)
         server.terminate()
-    told = {"patterns": number, "answered": statuses.count(200), "seconds": round(seconds, 1)}
-    print(json.dumps({**told, "before_mb": before_mb, "after_mb": after_mb, "at_rest_mb": rest_mb}))
+    told = {"patterns": given.number, "answered": statuses.count(200), "seconds": round(seconds, 1)}
+    print_result(
+        "grammar_memory",
+        {**told, "before_mb": before_mb, "after_mb": after_mb, "at_rest_mb": rest_mb},
+        given.save,
+    )
 
 
 def pattern(place: int) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 import httpx
 
 from experiments.attacked_server import Answer, Place, Server, health, is_alive, memory_mb, until
+from experiments.results import add_save_option, print_result
 
 EVIL = "([a-z_.0-9]+)+X"
 Figures = dict[str, Any]
@@ -423,6 +424,7 @@ def main() -> None:
     parser.add_argument(
         "--measured", type=Path, help="a home of that checkout, whose kernels and profile are used"
     )
+    add_save_option(parser)
     asked = parser.parse_args()
     found: dict[str, Figures] = {}
     with TemporaryDirectory(prefix="hardening-") as directory:
@@ -442,7 +444,7 @@ def main() -> None:
             ) as error:  # of a server in distress anything may be; the other rows have their own
                 found[name] = {"ended with": repr(error)}
             print(name, json.dumps(found[name], indent=1), flush=True)
-    print(json.dumps({"code": asked.code.name, "rows": found}))
+    print_result("hardening", {"code": asked.code.name, "rows": found}, asked.save)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ A server of its own measures the model, and runs one job after the other without
 chats, long ones, and texts, in small batches and large. Prints a table, and one line of JSON.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from coserve.client.http import Client
 from coserve.client.ports import free_port
 from coserve.errors import ServerError
 from coserve.workloads.facts import COLOURS
+from experiments.results import add_save_option, print_result
 
 _OVER = ("succeeded", "failed", "cancelled")
 _POLL_S, _START_S = 0.05, 300.0
@@ -108,7 +110,13 @@ def measure(url: str, directory: Path, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Start a server, and measure."""
-    rounds, port = int(sys.argv[1]) if len(sys.argv) > 1 else 3, free_port()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rounds", type=int, nargs="?", default=3, help="runs of each job [3]")
+    add_save_option(parser)
+    given = parser.parse_args()
+    rounds, port = given.rounds, free_port()
     url = f"http://127.0.0.1:{port}"
     with TemporaryDirectory() as name:
         os.environ["COSERVE_HOME"] = name
@@ -127,7 +135,7 @@ def main() -> None:
             f"{each['job']:28} {each['estimated_s']:8.2f} s {each['taken_s'][rounds // 2]:8.2f} s "
             f"{each['ratio']:6.2f}"
         )
-    print(json.dumps(found))
+    print_result("job_estimate", {"rows": found}, given.save)
 
 
 def _wait(url: str) -> None:

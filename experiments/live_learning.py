@@ -14,13 +14,13 @@ the phases, and one line of JSON.
 """
 
 import argparse
-import json
 from random import Random
 from statistics import mean
 
 from coserve import Engine, EngineConfig, LoraConfig, OptimizerConfig, SamplingParams, TuningConfig
 from coserve.engine.request import Chunk
 from coserve.workloads.facts import ANIMALS, COLOURS
+from experiments.results import add_save_option, print_result
 
 PHASE, INTERVAL, AT_ONCE, NUM_ANIMALS = 60, 40, 8, 24
 WAYS = ("none", "interval", "live")
@@ -164,6 +164,7 @@ def main() -> None:
     )
     parser.add_argument("--ticks", type=int, default=4 * PHASE)
     parser.add_argument("--seed", type=int, default=0)
+    add_save_option(parser)
     given = parser.parse_args()
     found = play(given.ticks, given.seed)
     part = PHASE // 3
@@ -171,7 +172,7 @@ def main() -> None:
     for first in range(0, given.ticks, part):
         shares = (f"{mean(found[way][first : first + part]):9.2f}" for way in WAYS)
         print(f"{first:4} to {first + part - 1:4}", *shares)
-    print(json.dumps({way: round(mean(found[way]), 4) for way in WAYS}))
+    print_result("live_learning", {way: round(mean(found[way]), 4) for way in WAYS}, given.save)
 
 
 if __name__ == "__main__":

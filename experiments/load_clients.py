@@ -29,6 +29,7 @@ import httpx
 import torch
 
 from coserve.bench.machine import describe
+from experiments.results import add_save_option, print_result
 from experiments.vllm_entrypoint_models import llama, tokenizer
 
 NUM_REQUESTS, PROMPT, OUTPUT, VOCABULARY = 24, 64, 32, 49_152
@@ -220,6 +221,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=1, help="of the engine: a client needs a core, too"
     )
+    add_save_option(parser)
     given = parser.parse_args()
     print(f"{describe(torch.device('cpu'), given.threads)}; {given.at_once} at once\n")
     print("| client | requests | TTFT, client | TTFT, engine | | TPOT, client | TPOT, engine | |")
@@ -240,7 +242,7 @@ def main() -> None:
                 own = engines_own(url, after, seen.num_requests)
                 print(row(name, seen, own), flush=True)
                 results[name] = {"client": seen._asdict(), "engine": own._asdict()}
-    print(json.dumps(results))
+    print_result("load_clients", results, given.save)
 
 
 def row(name: str, client: Seen, engine: Seen) -> str:

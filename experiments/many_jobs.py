@@ -5,7 +5,6 @@ against one job that has the batch of all.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -19,6 +18,7 @@ from coserve.engine.engine import Engine
 from coserve.engine.jobs.events import JobEvent
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
+from experiments.results import add_save_option, print_result
 
 LORA = LoraConfig(r=16, alpha=32, target_modules="all-linear")
 
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--memory-bytes", type=int, default=3 << 30)
+    add_save_option(parser)
     options = parser.parse_args()
     config = EngineConfig(policy="tuning-only", memory_bytes=options.memory_bytes)
     engine = Engine.load(options.model, config, dtype=options.dtype, device="cpu", with_text=False)
@@ -88,7 +89,9 @@ def main() -> None:
         found = run(engine, options.jobs, batch_size, options.length, options.turns)
         print(batch_size, {name: round(rate, 1) for name, rate in found.items()}, flush=True)
         rows.append({"batch_size": batch_size, **found})
-    print(json.dumps({"jobs": options.jobs, "length": options.length, "rows": rows}))
+    print_result(
+        "many_jobs", {"jobs": options.jobs, "length": options.length, "rows": rows}, options.save
+    )
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ that it asks its linear models. Times are those of the thread, so that other pro
 Prints tables, and one line of JSON.
 """
 
-import json
 import time
 import timeit
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import median
 
 from coserve.models import load_backbone
@@ -34,6 +34,7 @@ from coserve.scheduling.plan import TenantView
 from coserve.scheduling.policies.harli import predictor
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
+from experiments.results import print_result, save_option
 
 NUM_REQUESTS, NUMS_JOBS = 64, (1, 8)
 PHASES = {
@@ -147,8 +148,12 @@ def predictions(latency: LatencyModel) -> dict[str, Callable[[], object]]:
     }
 
 
-def main() -> None:
-    """Measure and print."""
+def main(save: Path | None = None) -> None:
+    """Measure and print.
+
+    Args:
+        save: Directory for the result; None saves nothing.
+    """
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     hardware = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5, num_units=2)
     latency = LatencyModel(roofline_profile(backbone, hardware))
@@ -196,8 +201,9 @@ def main() -> None:
             }
         )
     told = {words: round(least, 2) for words, (least, _) in predicted.items()}
-    print(json.dumps({"requests": NUM_REQUESTS, "predictions_us": told, "plans": results}))
+    result = {"requests": NUM_REQUESTS, "predictions_us": told, "plans": results}
+    print_result("plan_time", result, save)
 
 
 if __name__ == "__main__":
-    main()
+    main(save_option(__doc__))

@@ -12,7 +12,6 @@ load, and one line of JSON.
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +37,7 @@ from coserve.tuning.examples import Example
 from coserve.tuning.pack import pack_of
 from experiments.rank_sums import on_ranks as run_on_ranks
 from experiments.rank_sums import times_us, transports
+from experiments.results import add_save_option, print_result
 
 _BLOCK_TOKENS = 16
 _LORA = LoraConfig(r=16, alpha=32, target_modules="all-linear")
@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--turns", type=int, default=9)
+    add_save_option(parser)
     given = parser.parse_args()
     asked = Steps(
         model=given.model,
@@ -254,7 +255,11 @@ def main() -> None:
         + ", ".join(f"{us:.1f} us of {size:,} bytes" for size, us in times.sums_us)
     )
     print(f"load of the machine: {loads[0]:.1f} before, {loads[1]:.1f} after")
-    print(json.dumps({"ranks": given.ranks, "model": given.model, "load": loads, "rows": rows}))
+    print_result(
+        "rank_model",
+        {"ranks": given.ranks, "model": given.model, "load": loads, "rows": rows},
+        given.save,
+    )
 
 
 if __name__ == "__main__":

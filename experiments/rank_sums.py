@@ -9,7 +9,6 @@ fastest turn as microseconds a sum, for rank 0, the machine's load, and one line
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -28,6 +27,7 @@ from coserve.kernels.groups._arena import RankArena
 from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.groups.shared_memory import SharedMemoryGroup
 from coserve.kernels.groups.torch_distributed import TorchGroup
+from experiments.results import add_save_option, print_result
 
 T = TypeVar("T")
 Join = Callable[[], RankGroup]
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=896)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 128, 512])
+    add_save_option(parser)
     given = parser.parse_args()
     loads, rows = [os.getloadavg()[0]], []
     print("| transport | " + " | ".join(f"[{n}, {given.width}]" for n in given.rows) + " |")
@@ -163,16 +164,16 @@ def main() -> None:
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
     loads.append(os.getloadavg()[0])
     print(f"load of the machine: {loads[0]:.1f} before, {loads[1]:.1f} after")
-    print(
-        json.dumps(
-            {
-                "ranks": given.ranks,
-                "width": given.width,
-                "num_rows": given.rows,
-                "load": loads,
-                "rows": rows,
-            }
-        )
+    print_result(
+        "rank_sums",
+        {
+            "ranks": given.ranks,
+            "width": given.width,
+            "num_rows": given.rows,
+            "load": loads,
+            "rows": rows,
+        },
+        given.save,
     )
 
 

@@ -10,7 +10,6 @@ line of JSON.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.workloads.traces import read_trace, rescale
+from experiments.results import add_save_option, print_result
 
 TRACE = Path(__file__).parents[1] / ".." / "shared" / "data" / "burstgpt_slices.csv.gz"
 # Bytes of the device for pages and weights.
@@ -69,6 +69,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--rate", type=float, default=2.0)
+    add_save_option(parser)
     arguments = parser.parse_args()
     simulation = make_simulation(rate=arguments.rate, seconds=arguments.seconds)
     engine, start = simulation.engine, time.thread_time()
@@ -87,7 +88,7 @@ def main() -> None:
     }
     for name, value in found.items():
         print(f"{name:16} {value}")
-    print(json.dumps(found))
+    print_result("simulation_speed", found, arguments.save)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from coserve.simulate.roofline import roofline_profile
 from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
+from experiments.results import add_save_option, print_result
 
 CPU = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
 
@@ -249,6 +250,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--find-rates", action="store_true")
     parser.add_argument("--write", type=Path)
+    add_save_option(parser)
     asked = parser.parse_args()
     if asked.find_rates:
         print(json.dumps({load.name: round(edge_rate(load), 4) for load in LOADS}))
@@ -281,13 +283,13 @@ def main() -> None:
                 print(f"{name:22} {words:6}", *cells, sep="  ", flush=True)
                 if asked.write:
                     asked.write.write_text(json.dumps(rows) + "\n")
-    print(
-        json.dumps(
-            {
-                "plain": {key: [run.attained, run.rows_per_s] for key, run in plain.items()},
-                "rows": rows,
-            }
-        )
+    print_result(
+        "slack_constants",
+        {
+            "plain": {key: [run.attained, run.rows_per_s] for key, run in plain.items()},
+            "rows": rows,
+        },
+        asked.save,
     )
 
 

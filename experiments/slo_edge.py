@@ -36,6 +36,7 @@ from coserve.simulate.simulation import Arrival, Simulation
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
 from coserve.workloads.traces import TracedRequest, read_lengths, read_trace
+from experiments.results import add_save_option, print_result
 
 DATA = Path(__file__).parents[1] / ".." / "shared" / "data"
 MODELS = ("llama-3.1-8b", "qwen2.5-14b")
@@ -261,6 +262,7 @@ def main() -> int:
     parser.add_argument("--edge-only", action="store_true", help="not at half the rate")
     parser.add_argument("--share", type=float, default=1.0, help="of the edge's rate")
     parser.add_argument("--policy", default="slack")
+    add_save_option(parser)
     asked = parser.parse_args()
     if not (DATA / "azure_conv.csv.gz").exists():
         print(f"skipped: there are no recorded traces in {DATA.resolve()}")
@@ -304,7 +306,7 @@ def main() -> int:
         )
         if asked.write:
             asked.write.write_text(json.dumps({"loads": found}, indent=1) + "\n")
-    print(json.dumps(summary(found)))
+    print_result("slo_edge", summary(found), asked.save)
     return 0
 
 

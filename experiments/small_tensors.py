@@ -9,7 +9,6 @@ pages for all that it saves of a part of the model, each tensor aligned to 64 by
 timings. Prints a table, and one line of JSON.
 """
 
-import json
 from math import prod
 
 from coserve.adapters import Adapter, LoraConfig
@@ -21,6 +20,7 @@ from coserve.models import load_backbone
 from coserve.tuning import training_programs
 from coserve.tuning.pass_memory import saved_shapes, workspace_shapes
 from coserve.tuning.programs import evaluation_programs
+from experiments.results import print_result, save_option
 
 MODELS = ("qwen2.5-0.5b", "llama-3.1-8b")
 ROWS = (64, 512, 2048)
@@ -53,6 +53,7 @@ def row(model: str, num_rows: int) -> dict[str, object]:
 
 def main() -> None:
     """Count and print."""
+    save = save_option(__doc__)
     rows = [row(model, num_rows) for model in MODELS for num_rows in ROWS]
     print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     for each in rows:
@@ -64,7 +65,7 @@ def main() -> None:
             )
             + " |"
         )
-    print(json.dumps({"rows": rows}))
+    print_result("small_tensors", {"rows": rows}, save)
 
 
 if __name__ == "__main__":

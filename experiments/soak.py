@@ -27,6 +27,7 @@ import httpx
 
 from coserve.cli.connection import own_server
 from coserve.workloads.lessons import pirate
+from experiments.results import add_save_option, print_result
 
 _QUESTIONS = (
     "What colour is grass?",
@@ -171,12 +172,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--jobs", type=int, default=1)
+    add_save_option(parser)
     asked = parser.parse_args()
     with (
         TemporaryDirectory() as home,
         own_server("tiny", "--memory", "256MB", home=Path(home), log=Path(home) / "log") as url,
     ):
-        print(json.dumps(asyncio.run(_soak(url, asked.minutes, asked.clients, asked.jobs))))
+        print_result(
+            "soak", asyncio.run(_soak(url, asked.minutes, asked.clients, asked.jobs)), asked.save
+        )
 
 
 if __name__ == "__main__":

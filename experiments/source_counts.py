@@ -9,11 +9,12 @@ Prints a table, and one line of JSON. What is counted is said at `Counts`.
 import argparse
 import ast
 import io
-import json
 import tokenize
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from experiments.results import add_save_option, print_result
 
 _COLUMNS, _FEW_LINES = 100, 50
 # A sentence that begins with one of these has no subject or no verb: prepositions, pronouns,
@@ -217,9 +218,11 @@ def main() -> None:
     parser.add_argument(
         "code", type=Path, nargs="?", default=Path(__file__).parents[1], help="a checkout"
     )
-    source = read_source(parser.parse_args().code / "coserve")
+    add_save_option(parser)
+    given = parser.parse_args()
+    source = read_source(given.code / "coserve")
     print_counts(source)
-    print(json.dumps(as_json(source)))
+    print_result("source_counts", as_json(source), given.save)
 
 
 if __name__ == "__main__":

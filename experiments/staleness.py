@@ -7,17 +7,18 @@ step for each.
 `python -m experiments.cluster` reads the loss of a request off this curve (`experiments/cluster/loss_curve.py`).
 """
 
-import json
 from collections.abc import Sequence
 
 from coserve import Engine, OptimizerConfig, TuningConfig
 from coserve.workloads.lessons import LESSONS, Line
+from experiments.results import print_result, save_option
 
 _EVERY, _NUM_EPOCHS, _LEARNING_RATE = 25, 5, 3e-4
 
 
 def main() -> None:
     """The points, as JSON: examples and loss."""
+    save = save_option(__doc__)
     lesson = LESSONS["zub"](seed=0)
     engine = Engine.load("tiny", dtype="float32")
     config = TuningConfig(
@@ -30,7 +31,11 @@ def main() -> None:
     still = TuningConfig(batch_size=1, optimizer=OptimizerConfig(learning_rate=1e-12))
     (_, before), *_ = _evaluations(engine, lesson.train[:1], still, lesson.held_out)
     points = [(0, before), *_evaluations(engine, lesson.train, config, lesson.held_out)]
-    print(json.dumps({"lesson": lesson.name, "examples": len(lesson.train), "points": points}))
+    print_result(
+        "staleness",
+        {"lesson": lesson.name, "examples": len(lesson.train), "points": points},
+        save,
+    )
 
 
 def _evaluations(

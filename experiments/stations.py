@@ -34,6 +34,7 @@ from typing import Any
 import httpx
 
 from coserve.client.ports import free_port
+from experiments.results import add_save_option, print_result
 from experiments.source_counts import as_json, print_counts, read_source
 
 _HOOK = Path(__file__).parent / "station_hook"
@@ -308,6 +309,7 @@ def main() -> None:
         "--code", type=Path, default=Path(__file__).parents[1], help="checkout that is traced"
     )
     parser.add_argument("--list", action="store_true", help="print every file and climb, too")
+    add_save_option(parser)
     given = parser.parse_args()
     code = given.code.resolve()
     result: dict[str, Any] = {}
@@ -339,7 +341,9 @@ def main() -> None:
     print()
     source = read_source(code / "coserve")
     print_counts(source)
-    print(json.dumps({"code": code.name, "passes": result, "source": as_json(source)}))
+    print_result(
+        "stations", {"code": code.name, "passes": result, "source": as_json(source)}, given.save
+    )
 
 
 def _made(folder: Path) -> Path:

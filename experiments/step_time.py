@@ -9,7 +9,6 @@ Times are those of the thread, so that other processes count little. Prints a ta
 JSON.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -33,6 +32,7 @@ from coserve.scheduling.slo import Slo
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.roofline import roofline_profile
+from experiments.results import print_result, save_option
 
 NUM_REQUESTS, STEPS, CONTEXT = 512, 100, 34
 PAGES_EACH = -(-(CONTEXT + STEPS + 1) // 16)
@@ -145,6 +145,7 @@ def _median_ms(step: Callable[[], None], left_out_s: Callable[[], float]) -> flo
 
 def main() -> None:
     """Measure and print."""
+    save = save_option(__doc__)
     found = {"engine_512_requests_ms": engine_ms()}
     with TemporaryDirectory() as folder:
         small_model(Path(folder))
@@ -153,7 +154,7 @@ def main() -> None:
             found[name] = device_ms(Path(folder), num_requests, num_adapters)
     for name, ms in found.items():
         print(f"{name:45} {ms:6.2f}")
-    print(json.dumps({name: round(ms, 2) for name, ms in found.items()}))
+    print_result("step_time", {name: round(ms, 2) for name, ms in found.items()}, save)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ pieces of letters as a tokenizer has them. Prints medians, their ratio, and one 
 """
 
 import argparse
-import json
 import time
 from random import Random
 from statistics import median
@@ -20,6 +19,7 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
 from coserve.models import load_backbone
+from experiments.results import add_save_option, print_result
 
 NUM_REQUESTS, STEPS, WARM_UP = 8, 150, 10
 SCHEMA = {
@@ -95,12 +95,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="dummy:smollm2-135m")
     parser.add_argument("--vocabulary", type=int, default=49_152)
+    add_save_option(parser)
     options = parser.parse_args()
     found = {}
     for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
         found[name] = measure(options.model, options.vocabulary, temperature)
         print(name, "  ".join(f"{key} {value:.3f}" for key, value in found[name].items()))
-    print(json.dumps(found))
+    print_result("structured", found, options.save)
 
 
 if __name__ == "__main__":

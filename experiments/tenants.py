@@ -37,6 +37,7 @@ from coserve.bench.machine import describe
 from coserve.home import home_directory
 from coserve.workloads.lessons import pirate
 from experiments.attacked_server import Place, Server, until
+from experiments.results import add_save_option, print_result
 
 INTERVAL_S = 0.25  # between two streams of tenant b
 WARM_UP_S = 3.0  # of an attack, before tenant b is measured
@@ -322,6 +323,7 @@ def main() -> None:
     parser.add_argument(
         "--code", type=Path, default=Path(__file__).parents[1], help="the checkout that is measured"
     )
+    add_save_option(parser)
     given = parser.parse_args()
     print(f"{describe(torch.device('cpu'), 1)}; policy {given.policy}\n")
     print("| beside | streams of b that ended | TTFT p50 | TTFT p99 | job steps/s |")
@@ -341,11 +343,11 @@ def main() -> None:
             for name in given.attack or attack_bodies(tpot_ms):
                 results[name] = measure_beside(server, job, name, tpot_ms, given.seconds)
                 print_row(name, tpot_ms, results[name], results["alone"])
-    print(
-        json.dumps(
-            {"policy": given.policy, "tpot_ms": tpot_ms}
-            | {name: asdict(each) for name, each in results.items()}
-        )
+    print_result(
+        "tenants",
+        {"policy": given.policy, "tpot_ms": tpot_ms}
+        | {name: asdict(each) for name, each in results.items()},
+        given.save,
     )
 
 

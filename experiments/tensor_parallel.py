@@ -10,7 +10,6 @@ of JSON.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from coserve.scheduling.policies import make_policy
 from coserve.scheduling.slo import Slo
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
+from experiments.results import add_save_option, print_result
 
 CONTEXT, NUM_DECODED, ROWS = 512, 16, 512
 POOL_BYTES = 2 << 30
@@ -181,13 +181,18 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--serve", type=int, nargs=3, help=argparse.SUPPRESS)
+    add_save_option(parser)
     given = parser.parse_args()
     if given.serve:
         serve(given.model, given.dtype, *given.serve)
         return
     print(f"{'':12} {'1 process × 2':>13} {'2 ranks × 1':>13}   ratio")
     found = measure(given.model, given.dtype, given.runs)
-    print(json.dumps({"model": given.model, "dtype": given.dtype, "runs": given.runs, **found}))
+    print_result(
+        "tensor_parallel",
+        {"model": given.model, "dtype": given.dtype, "runs": given.runs, **found},
+        given.save,
+    )
 
 
 if __name__ == "__main__":

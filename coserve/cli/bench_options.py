@@ -1,5 +1,6 @@
 """Options that commands which measure have in common."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,5 +26,12 @@ Runs = Annotated[
 ]
 Dropout = Annotated[
     float, typer.Option(min=0, max=0.99, help="Of the adapters of jobs, and of PEFT's.")
+]
+Save = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIRECTORY",
+        help="Also write the result, with the command and the machine, to a new file in this directory.",
+    ),
 ]
 DEFAULT_MODEL = "dummy:smollm2-135m"

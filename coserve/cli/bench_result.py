@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def measure(
     place: str,
     runs: int,
     run: Callable[["Backbone"], dict[str, Any]],
+    save: Path | None,
 ) -> dict[str, Any]:
     """Load the model, run, show what was found, and return it."""
     import torch
@@ -44,16 +46,17 @@ def measure(
         "runs": runs,
         "machine": describe(device),
     }
-    return print_result(experiment, fill, what, run(backbone))
+    return print_result(experiment, fill, what, run(backbone), save)
 
 
 def print_result(
-    experiment: str, fill: Fill, what: dict[str, Any], found: dict[str, Any]
+    experiment: str, fill: Fill, what: dict[str, Any], found: dict[str, Any], save: Path | None
 ) -> dict[str, Any]:
     """Print a table and a line of JSON, and return the whole; what: was measured, and where."""
     from rich.table import Table
 
     from coserve.bench.machine import versions
+    from coserve.bench.results import save_result
     from coserve.cli.tables import console
 
     said = {"versions": versions(), "date": datetime.now(UTC).date().isoformat()}
@@ -65,4 +68,6 @@ def print_result(
     fill(table, result)
     console().print(table)
     print(json.dumps(result))
+    if save is not None:
+        save_result(save, experiment, result)
     return result

@@ -1,10 +1,12 @@
 """`python -m experiments.cluster`: placements on a modelled cluster, at LeMix's settings."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coserve.cli.bench_options import Save
 from coserve.cli.bench_result import print_result
 from coserve.cli.main import run
 
@@ -65,6 +67,7 @@ def cluster(
     runs: Annotated[
         int, typer.Option(min=1, help="With --device here: how often real nodes get the requests.")
     ] = 2,
+    save: Save = None,
 ) -> None:
     """Placements on four modelled nodes of two GPUs, with LeMix's models, rates and training rates:
     throughput, utilisation, SLO attainment and the requests' loss, ratios over separate nodes
@@ -74,7 +77,9 @@ def cluster(
     virtual time, and what that errs by.
     """
     if device is Nodes.here:
-        _cluster_here(rate=rate, num_requests=tasks, placement=placement, runs=runs, seed=seed)
+        _cluster_here(
+            rate=rate, num_requests=tasks, placement=placement, runs=runs, seed=seed, save=save
+        )
         return
     import torch
 
@@ -103,10 +108,12 @@ def cluster(
         "training_in_flight": training_in_flight,
         "seed": seed,
     }
-    print_result("cluster", _fill, what, found)
+    print_result("cluster", _fill, what, found, save)
 
 
-def _cluster_here(*, rate: float, num_requests: int, placement: str, runs: int, seed: int) -> None:
+def _cluster_here(
+    *, rate: float, num_requests: int, placement: str, runs: int, seed: int, save: Path | None
+) -> None:
     import torch
 
     from coserve.bench.machine import describe
@@ -131,7 +138,7 @@ def _cluster_here(*, rate: float, num_requests: int, placement: str, runs: int, 
         "nodes": config.num_nodes,
     }
     load = {"rate": rate, "requests": num_requests, "placement": placement, "seed": seed}
-    print_result("cluster_here", _fill_here, {**what, **load}, found)
+    print_result("cluster_here", _fill_here, {**what, **load}, found, save)
 
 
 def _numbers(text: str, option: str, *, most: float) -> tuple[float, ...]:

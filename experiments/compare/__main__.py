@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from coserve.cli.bench_options import Save
 from coserve.cli.main import run
 from coserve.cli.modelled_options import modelled_places, refuse_beyond_positions
 from coserve.cli.report_option import report_option, write_report
@@ -181,12 +182,14 @@ def compare(
         typer.Option(min=1, help="Processes, with --device modelled. [one for each core]"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    save: Save = None,
 ) -> None:
     """Every policy on one trace and one mix of jobs, with the same SLOs, in one run: attainment,
     latencies, tokens per second of requests and of jobs, evictions and prediction errors at a
     light, a middle and a heavy rate. Leaves a report; the last line is JSON.
     """
     from coserve.bench.machine import own_cores, versions
+    from coserve.bench.results import save_result
     from coserve.cli.tables import console
     from coserve.server.units import slo_seconds
     from coserve.workloads.traces import read_trace
@@ -263,6 +266,8 @@ def compare(
     }
     result |= _told([each.result() for each in found])
     _print(result)
+    if save is not None:
+        save_result(save, "compare", result)
     write_report(picture, compare_html(result, found))
 
 

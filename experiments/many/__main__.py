@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.bench_options import DEFAULT_MODEL, Dtype, Model, Place, Runs, Weights
+from coserve.cli.bench_options import DEFAULT_MODEL, Dtype, Model, Place, Runs, Save, Weights
 from coserve.cli.bench_result import measure
 from coserve.cli.main import run
 
@@ -27,6 +27,7 @@ def many(
     batch: Annotated[
         int, typer.Option(min=1, help="Sequences of an optimizer step of each job.")
     ] = 4,
+    save: Save = None,
 ) -> None:
     """Many jobs of sequences of 64 tokens at once: tokens per second against the same jobs one
     after another, one job with the batch of all, and PEFT, one after another; memory beyond the
@@ -44,7 +45,7 @@ def many(
             **{name: steps[name] for name in ("decode_step_ms", "decode_step_adapters_ms")},
         }
 
-    measure("many", _fill, model, dtype, weights, place, runs, results)
+    measure("many", _fill, model, dtype, weights, place, runs, results, save)
 
 
 def _fill(table: "Table", result: dict[str, Any]) -> None:

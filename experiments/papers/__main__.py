@@ -7,7 +7,6 @@ Ends with a line of JSON.
 """
 
 import argparse
-import json
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from experiments.papers import flexllm, harli, here, llmstation
 from experiments.papers.setting import Data, Row, run_task
+from experiments.results import add_save_option, print_result
 
 FIGURES = {**flexllm.FIGURES, **llmstation.FIGURES, **harli.FIGURES, **here.FIGURES}
 
@@ -30,6 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="of requests, in each cell")
     parser.add_argument("--processes", type=int, default=2)
+    add_save_option(parser)
     given = parser.parse_args()
     data, result = Data(folder=given.data, seconds=given.seconds), {}
     with ProcessPoolExecutor(given.processes, mp_context=get_context("spawn")) as pool:
@@ -46,7 +47,8 @@ def main() -> None:
                 print(*(f"{key}: {value}." for key, value in claim.items()), flush=True)
             print(f"{time.perf_counter() - started_s:.0f} s", flush=True)
             result[name] = {"rows": rows, "claims": claims}
-    print(json.dumps({"experiment": "papers", "seconds": given.seconds, "figures": result}))
+    numbers = {"experiment": "papers", "seconds": given.seconds, "figures": result}
+    print_result("papers", numbers, given.save)
 
 
 if __name__ == "__main__":

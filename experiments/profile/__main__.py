@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coserve.cli.bench_options import DEFAULT_MODEL, Dtype, Model, Place, Runs, Weights
+from coserve.cli.bench_options import DEFAULT_MODEL, Dtype, Model, Place, Runs, Save, Weights
 from coserve.cli.bench_result import measure
 from coserve.cli.main import run
 from coserve.cli.report_option import report_option, write_report
@@ -34,6 +34,7 @@ def profile(
             callback=report_option, help="Where the picture is written, as a page for browsers."
         ),
     ] = Path("profile.html"),
+    save: Save = None,
 ) -> None:
     """What the time of a step goes to (CPU only): one in which requests decode, one with a window
     of a job beside them, and the loss and backward pass of that window, split into products,
@@ -46,7 +47,7 @@ def profile(
     def results(backbone: "Backbone") -> dict[str, Any]:
         return experiment.run(backbone, runs=runs, streams=streams)
 
-    result = measure("profile", _fill, model, dtype, weights, place, runs, results)
+    result = measure("profile", _fill, model, dtype, weights, place, runs, results, save)
     write_report(picture, profile_html(result))
 
 

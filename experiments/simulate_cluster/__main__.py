@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from coserve.cli.bench_options import Save
 from coserve.cli.main import run
 from coserve.cli.modelled_options import TensorParallel, modelled_place
 from coserve.cli.where_option import Where, values_by_column
@@ -53,10 +54,12 @@ def simulate_cluster(
         str, typer.Option(help="A file of coserve/cluster/placement, such as lemix.")
     ] = "slack-affinity",
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    save: Save = None,
 ) -> None:
     """A day of traffic on a cluster: attainment, latencies, what is trained, and what the coarse
     model of a node errs by beside the engine itself.
     """
+    from coserve.bench.results import save_result
     from coserve.cli.tables import console
     from coserve.cluster.placement import placement_names
     from coserve.models.backbone import load_backbone
@@ -97,6 +100,8 @@ def simulate_cluster(
         **found,
     }
     _print(result)
+    if save is not None:
+        save_result(save, "simulate_cluster", result)
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli import bench_tables
-from coserve.cli.bench_options import DEFAULT_MODEL, Dropout, Dtype, Model, Place, Runs, Weights
+from coserve.cli.bench_options import (
+    DEFAULT_MODEL,
+    Dropout,
+    Dtype,
+    Model,
+    Place,
+    Runs,
+    Save,
+    Weights,
+)
 from coserve.cli.bench_result import measure, print_result
 
 if TYPE_CHECKING:
@@ -43,6 +52,7 @@ def decode(
             ),
         ),
     ] = None,
+    save: Save = None,
 ) -> None:
     """A decode step of 1, 4 and 8 requests at context 512: against reading the weights and the
     cache once at this machine's bandwidth, against transformers' generate, and against OpenVINO's
@@ -71,6 +81,7 @@ def decode(
         place if openvino is None else "cpu",
         runs,
         run,
+        save,
     )
 
 
@@ -97,6 +108,7 @@ def train(
         ),
     ] = 0.0,
     dropout: Dropout = 0.0,
+    save: Save = None,
 ) -> None:
     """Fine-tuning alone, on sequences of 512 and 1,024 tokens: tokens per second and activation
     memory against PEFT, as it is and under torch.compile, which takes some minutes to compile.
@@ -108,7 +120,7 @@ def train(
             backbone, runs=runs, compiled=compiled, max_recompute=max_recompute, dropout=dropout
         )
 
-    measure("train", bench_tables.train, model, dtype, weights, place, runs, run)
+    measure("train", bench_tables.train, model, dtype, weights, place, runs, run, save)
 
 
 @app.command()
@@ -125,6 +137,7 @@ def coserve(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Also what --deterministic of up costs.")
     ] = False,
+    save: Save = None,
 ) -> None:
     """Steady streams with an SLO for the time per output token of 2.5 × their step alone, and
     fine-tuning in what they leave over; with the same under inference-only and tuning-only, and
@@ -143,7 +156,7 @@ def coserve(
             deterministic=deterministic,
         )
 
-    measure("coserve", bench_tables.coserve, model, dtype, weights, place, runs, run)
+    measure("coserve", bench_tables.coserve, model, dtype, weights, place, runs, run, save)
 
 
 @app.command()
@@ -169,6 +182,7 @@ def serve(
             help="Of an environment with vLLM for CPUs, which is started for the purpose.",
         ),
     ] = None,
+    save: Save = None,
 ) -> None:
     """Requests over HTTP, 512 tokens in and 64 out, 1, 4 and 8 at once: output tokens per second,
     and percentiles of the time to the first token and per output token; of coserve and of another
@@ -220,4 +234,5 @@ def serve(
             "versions": versions(vllm),
         },
         found,
+        save,
     )

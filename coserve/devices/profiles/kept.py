@@ -204,10 +204,11 @@ def device_name(device: torch.device, threads: int | None = None, *, num_ranks: 
     if device.type == "cuda":
         return several + torch.cuda.get_device_name(device)
     threads = threads or torch.get_num_threads()
-    return f"{several}{_processor()}, {threads} thread{'s' * (threads > 1)}"
+    return f"{several}{processor_name()}, {threads} thread{'s' * (threads > 1)}"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the model of the processor."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
