@@ -7,9 +7,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +20,10 @@ from coserve.cli.server_options import server_config, with_server_options
 from coserve.errors import ClusterError
 from coserve.server.config import ServerConfig
 from coserve.version import VERSION
+
+if TYPE_CHECKING:
+    from coserve.cluster.ray.claim import DeployClaim
+    from coserve.cluster.ray.machine import Served
 
 app = typer.Typer(
     name="cluster",
@@ -94,7 +99,33 @@ def cluster() -> None:
     """One server whose engines are many nodes, on Ray."""
 
 
-def _up(  # noqa: C901
+@dataclass(frozen=True, kw_only=True)
+class _Up:
+    """The command line of `coserve cluster up`."""
+
+    address: str | None
+    """Address of the Ray cluster to join; None starts one here."""
+
+    nodes: int | None
+    """Number of nodes on this machine; None: as many as its GPUs allow."""
+
+    ray_port: int | None
+    """Port of a Ray cluster that is started here; None: the default."""
+
+    placement: str | None
+    """Name of the placement; None: the default."""
+
+    fronts: int
+    """Number of fronts."""
+
+    own: set[str]
+    """Names of the options that this command line sets, other than where and with how many nodes."""
+
+    config: ServerConfig
+    """Settings of the server, if one is started."""
+
+
+def _up(
     address: str | None = None,
     nodes: int | None = None,
     ray_port: int | None = None,
@@ -116,65 +147,97 @@ def _up(  # noqa: C901
         )
     _require_ray(creates_token=address is None)
     config = with_finished_model(server_config(**given))
-    from coserve.cluster.ray.claim import DeployClaim
-    from coserve.cluster.ray.joining import wait_until_served
-    from coserve.cluster.ray.machine import DEFAULT_PORT, ClusterKeys, ray_machine, served_at
-    from coserve.cluster.ray.token import check_reach
+    up = _Up(
+        address=address,
+        nodes=nodes,
+        ray_port=ray_port,
+        placement=placement,
+        fronts=fronts or 1,
+        own=_own_options(given | {"placement": placement, "fronts": fronts}),
+        config=config,
+    )
+    # First of all: the check takes no imports of several seconds, and this machine is not yet part
+    # of Ray's cluster, whose devices get nodes.
+    served = _ask_cluster(up)
+    _check_config(up)
+    _run(up, served)
 
-    own = _own_options(given | {"placement": placement, "fronts": fronts})
-    # One without devices, or with options of its own, serves from here where nobody does yet.
-    joins = address is not None and not own and nodes != 0
-    told = None
-    # Before all else, which takes seconds to import; and before this machine is one of Ray's, whose
-    # devices get nodes.
-    if address is not None:
-        told = served_at(address)
-        if told is None and joins:
-            _say(f"nothing is served at {address} yet: this machine joins as soon as there is")
-            told = wait_until_served(lambda: served_at(address), address)
-        # Without devices it can ask Ray itself, which knows of a front that is gone.
-        if told is not None and nodes != 0:
-            _check_joins(address, [told.model], own, config.model, told.version)
+
+def _ask_cluster(up: _Up) -> "Served | None":
+    """Return what the cluster to join serves, and wait for it if this machine can only join.
+
+    Returns:
+        What the cluster serves; None if there is no cluster yet, or it serves nothing.
+
+    Raises:
+        ClusterError: The command line does not fit what the cluster serves.
+    """
+    from coserve.cluster.ray.joining import wait_until_served
+    from coserve.cluster.ray.machine import served_at
+
+    address = up.address
+    if address is None:
+        return None
+    served = served_at(address)
+    # A machine without devices, or one with options of its own, serves from here if nobody does yet.
+    only_joins = not up.own and up.nodes != 0
+    if served is None and only_joins:
+        _say(f"nothing is served at {address} yet: this machine joins as soon as there is")
+        served = wait_until_served(lambda: served_at(address), address)
+    # A machine without devices can ask Ray itself, which knows of a front that is gone.
+    if served is not None and up.nodes != 0:
+        _check_joins(address, [served.model], up.own, up.config.model, served.version)
+    return served
+
+
+def _check_config(up: _Up) -> None:
+    """Raise an error for settings that no cluster can have, before anything starts."""
     from coserve.cluster.front.front import DEFAULT_PLACEMENT, check_config
     from coserve.cluster.placement import placement_class
-    from coserve.cluster.ray import commands as ray_commands
-    from coserve.cluster.ray import front as ray_front
+    from coserve.cluster.ray.token import check_reach
     from coserve.logs import configure_logs
     from coserve.models.source import check_model
     from coserve.server.serve import listen
 
+    config = up.config
     configure_logs(config.log_format, config.log_level)
     check_config(config)
-    placement = placement or DEFAULT_PLACEMENT
     try:
-        placement_class(placement)
+        placement_class(up.placement or DEFAULT_PLACEMENT)
     except ValueError as error:
         raise ClusterError(f"--{error}") from None
     check_model(config.model)
-    if address is None:  # nothing of a cluster that is there already listens here
+    if up.address is None:  # nothing of a cluster that is there already listens here
         check_reach(config.host)
         listen(config.host, config.port).close()
-    num_ranks = config.tensor_parallel if told is None else told.num_ranks
-    number = _num_devices(config.device, num_ranks) if nodes is None else nodes
+
+
+def _run(up: _Up, known: "Served | None") -> None:
+    """Take part in a cluster until a signal ends the command.
+
+    Args:
+        up: The command line.
+        known: What the cluster to join serves, if it serves something.
+    """
+    from coserve.cluster.ray import commands as ray_commands
+    from coserve.cluster.ray.claim import DeployClaim
+    from coserve.cluster.ray.machine import DEFAULT_PORT, ClusterKeys, ray_machine
+
+    num_ranks = up.config.tensor_parallel if known is None else known.num_ranks
+    number = _num_devices(up.config.device, num_ranks) if up.nodes is None else up.nodes
     with ExitStack() as leaving:
-        claim: DeployClaim | None = None
-        if address is not None and (told is None or nodes == 0):
-            claim = leaving.enter_context(
-                DeployClaim(ClusterKeys(address), waiting=partial(_say_waits, address))
-            )
-            if nodes != 0 and (told := served_at(address)) is not None:  # by one that was first
-                _check_joins(address, [told.model], own, config.model, told.version)
+        claim = _claim_to_serve(up, known, leaving)
         ended = leaving.enter_context(_Signals())
         machine = leaving.enter_context(
-            ray_machine(address, number, host=config.host, port=ray_port or DEFAULT_PORT)
+            ray_machine(up.address, number, host=up.config.host, port=up.ray_port or DEFAULT_PORT)
         )
-        if address is None:
+        if up.address is None:
             claim = leaving.enter_context(DeployClaim(ClusterKeys(machine.address), at_once=True))
         ray_commands.connect(machine.address)
         leaving.callback(ray_commands.disconnect)
         served = ray_commands.served_models()
         if served:
-            _check_joins(machine.address, served, own, config.model)
+            _check_joins(machine.address, served, up.own, up.config.model)
             _say(f"{number} {'device joins' if number == 1 else 'devices join'} {machine.address}")
         elif claim is None:
             raise ClusterError(
@@ -182,13 +245,7 @@ def _up(  # noqa: C901
                 f"another"
             )
         else:
-            ray_front.check_http(config)
-            claim.check()
-            leaving.callback(ray_commands.undeploy, config.drain_s)
-            where = {} if config.database else ray_commands.this_machine()
-            ray_front.deploy(config, placement, resources=where, num_fronts=fronts or 1)
-            leaving.enter_context(_reloading(ray_commands.reload_keys, config.api_keys_file))
-            _say(_start_line(config, machine.address))
+            _serve(up, machine.address, claim, leaving)
         if claim is not None:
             claim.release()
         own_nodes = None if machine.id is None else number
@@ -200,6 +257,42 @@ def _up(  # noqa: C901
         elif machine.id is not None:
             _say("this machine leaves: its jobs continue on others")
             ray_commands.drain_machines(machine.id, _say)
+
+
+def _claim_to_serve(up: _Up, known: "Served | None", leaving: ExitStack) -> "DeployClaim | None":
+    """Return the claim of a command that may serve from here at a cluster that exists already.
+
+    Only one command at a time may start or end the serving of a cluster.
+    """
+    from coserve.cluster.ray.claim import DeployClaim
+    from coserve.cluster.ray.machine import ClusterKeys, served_at
+
+    address = up.address
+    if address is None or (known is not None and up.nodes != 0):
+        return None
+    claim = leaving.enter_context(
+        DeployClaim(ClusterKeys(address), waiting=partial(_say_waits, address))
+    )
+    # Another command may have been first while this one waited.
+    if up.nodes != 0 and (served := served_at(address)) is not None:
+        _check_joins(address, [served.model], up.own, up.config.model, served.version)
+    return claim
+
+
+def _serve(up: _Up, address: str, claim: "DeployClaim", leaving: ExitStack) -> None:
+    """Deploy the fronts on a cluster, and have them end with this command."""
+    from coserve.cluster.front.front import DEFAULT_PLACEMENT
+    from coserve.cluster.ray import commands as ray_commands
+    from coserve.cluster.ray import front as ray_front
+
+    config, placement = up.config, up.placement or DEFAULT_PLACEMENT
+    ray_front.check_http(config)
+    claim.check()
+    leaving.callback(ray_commands.undeploy, config.drain_s)
+    where = {} if config.database else ray_commands.this_machine()
+    ray_front.deploy(config, placement, resources=where, num_fronts=up.fronts)
+    leaving.enter_context(_reloading(ray_commands.reload_keys, config.api_keys_file))
+    _say(_start_line(config, address))
 
 
 def _own_options(given: dict[str, Any]) -> set[str]:
