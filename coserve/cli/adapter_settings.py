@@ -8,7 +8,11 @@ from coserve.errors import JobError
 
 
 def adapter_settings(given: Sequence[str] | None) -> dict[str, Any]:
-    """By name; values are JSON, or else text. JobError for what is no KEY=VALUE."""
+    """Return settings by name; a value is JSON, or else text.
+
+    Raises:
+        JobError: A setting is not KEY=VALUE.
+    """
     found: dict[str, Any] = {}
     for each in given or ():
         name, equals, value = each.partition("=")

@@ -1,5 +1,5 @@
-"""How commands work on a home while no server uses it: `--home` and `--database`, as `coserve up`
-has them.
+"""Access of commands to a server's home while no server uses it: `--home` and `--database`, as
+`coserve up` has them.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 Home = Annotated[
     str | None,
     typer.Option(
-        "--home", metavar="DIR", show_default="$COSERVE_HOME or ~/.coserve", help="The server's."
+        "--home",
+        metavar="DIR",
+        show_default="$COSERVE_HOME or ~/.coserve",
+        help="Directory of the server's files, jobs and adapters.",
     ),
 ]
 Database = Annotated[
@@ -28,46 +31,46 @@ Database = Annotated[
         "--database",
         metavar="URL",
         show_default="$COSERVE_DATABASE or SQLite in --home",
-        help="The server's.",
+        help="SQLAlchemy URL of the server's database.",
         callback=take_database,
     ),
 ]
 
 
 def existing_home(given: str | None, database: str | None) -> Path:
-    """The home of a server that has been there, as its database shows; CoserveError if there is
-    none.
+    """Return the home of a server that has run there, as its database shows.
 
-    Commands on a home make no database: what is saved of a new one would be nothing.
+    Commands on a home create no database: a backup of a new one would be empty.
+
+    Raises:
+        CoserveError: There is no such home, or no server has used it.
     """
     from coserve.jobs.sql.store import DATABASE_FILE, has_records
     from coserve.settings import without_password
 
     directory = home_directory(given)
     if not directory.is_dir():
-        raise CoserveError(f"there is no home at {directory}: --home says where it is")
+        raise CoserveError(f"there is no home at {directory}: set --home")
     if database is None and not (directory / DATABASE_FILE).is_file():
         raise CoserveError(
-            f"{directory} has no {DATABASE_FILE}: no server has been there, or its records are in "
-            f"another database, "
-            "which --database says"
+            f"{directory} has no {DATABASE_FILE}: no server has used this home, or its records are "
+            "in another database; set --database"
         )
     if database is not None and not has_records(database):
         raise CoserveError(
             f"the database {without_password(database)} has no records: no server has used it; "
-            f"--database says which "
-            "one the server of this home has"
+            "set --database to the one of this home's server"
         )
     return directory
 
 
 @contextmanager
 def store_at_rest(home: str | None, database: str | None) -> Iterator[tuple[Path, "Store"]]:
-    """A home and its records, with no server there meanwhile.
+    """Yield a home and its records, with the home locked against servers.
 
     Raises:
-        CoserveError: there is no such home, or a server uses it. StoreError: its database cannot be
-            opened.
+        CoserveError: There is no such home, or a server uses it.
+        StoreError: Its database cannot be opened.
     """
     from coserve.home import private_files
     from coserve.jobs.sql.databases import database_url

@@ -1,4 +1,4 @@
-"""Measurements of a loaded model, and how their results are printed."""
+"""Measurements of a loaded model, and their output."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,19 @@ def measure(
     run: Callable[["Backbone"], dict[str, Any]],
     save: Path | None,
 ) -> dict[str, Any]:
-    """Load the model, run, show what was found, and return it."""
+    """Load a model, measure it, print the result, and return it.
+
+    Args:
+        experiment: Name of the measurement.
+        fill: Function that fills the table.
+        model: Directory, hub id, or dummy:PRESET.
+        dtype: Name of a dtype, or best.
+        weights: Storage of the weights of linear layers.
+        place: Name of a device, or auto.
+        runs: Number of turns, for the result.
+        run: Measurement on the loaded model.
+        save: Directory for the result; None saves nothing.
+    """
     import torch
 
     from coserve.bench.machine import best_dtype, describe
@@ -52,7 +64,15 @@ def measure(
 def print_result(
     experiment: str, fill: Fill, what: dict[str, Any], found: dict[str, Any], save: Path | None
 ) -> dict[str, Any]:
-    """Print a table and a line of JSON, and return the whole; what: was measured, and where."""
+    """Print a table and a line of JSON, and return the whole result.
+
+    Args:
+        experiment: Name of the measurement.
+        fill: Function that fills the table.
+        what: What was measured, and where.
+        found: Numbers.
+        save: Directory for the result; None saves nothing.
+    """
     from rich.table import Table
 
     from coserve.bench.machine import versions

@@ -1,4 +1,4 @@
-"""Tables of `coserve bench`: one for each experiment, of its name."""
+"""Tables of `coserve bench`, one function per subcommand."""
 
 from typing import Any
 
@@ -6,7 +6,9 @@ from rich.table import Table
 
 
 def decode(table: Table, result: dict[str, Any]) -> None:
-    """Each batch beside reading once, transformers, and OpenVINO if it ran."""
+    """Fill the table of decode steps: each batch beside its floor, transformers, and OpenVINO if it
+    ran.
+    """
     others = [
         name for name in ("transformers", "OpenVINO") if f"{name.lower()}_ms" in result["rows"][0]
     ]
@@ -28,7 +30,7 @@ def decode(table: Table, result: dict[str, Any]) -> None:
 
 
 def train(table: Table, result: dict[str, Any]) -> None:
-    """Each length beside PEFT."""
+    """Fill the table of training: each sequence length beside PEFT."""
     for name in (
         "sequence",
         "tokens/s",
@@ -61,7 +63,7 @@ def train(table: Table, result: dict[str, Any]) -> None:
 
 
 def _divided(r: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Where steps can be divided: how many were, and what is reached without."""
+    """Return rows about divided steps, on devices that can divide them."""
     if "divided_share" not in r:
         return []
     return [
@@ -71,7 +73,7 @@ def _divided(r: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def coserve(table: Table, result: dict[str, Any]) -> None:
-    """What each policy reached, beside PEFT alone."""
+    """Fill the table of co-serving: what each policy reached, beside PEFT alone."""
     for name in ("", "co-serving", "requests alone", "jobs alone", "PEFT alone"):
         table.add_column(name, justify="left" if not name else "right")
     r = result
@@ -124,7 +126,7 @@ def coserve(table: Table, result: dict[str, Any]) -> None:
 
 
 def serve(table: Table, result: dict[str, Any]) -> None:
-    """Each server at each number of requests."""
+    """Fill the table of servers, each at each number of concurrent requests."""
     table.add_column("server")
     for name in (
         "at once",

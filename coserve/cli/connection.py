@@ -1,5 +1,5 @@
-"""How commands find a server: `--url` and `--api-key`, which all of them share; or one of their own
-for a while.
+"""Connections of commands to a server: `--url` and `--api-key`, which they share, or a server of
+their own.
 """
 
 import os
@@ -23,8 +23,7 @@ from coserve.server.lifecycle.running import running_servers
 
 
 def _found_url(context: typer.Context, parameter: typer.CallbackParam, url: str) -> str:
-    """Return the URL that was given, or else that of the one server that this user runs on this
-    machine.
+    """Return the given URL, or else that of the one server that this user runs on this machine.
 
     Raises:
         ServerError: Several servers run, none of them at the usual address.
@@ -32,16 +31,16 @@ def _found_url(context: typer.Context, parameter: typer.CallbackParam, url: str)
     source = context.get_parameter_source(parameter.name or "")
     if context.resilient_parsing or source is None or source.name != "DEFAULT":
         return url
-    found = running_servers()
-    if not found or any(server.url == DEFAULT_URL for server in found):
+    servers = running_servers()
+    if not servers or any(server.url == DEFAULT_URL for server in servers):
         return url
-    if len(found) > 1:
-        named = ", ".join(f"{server.url} ({server.model})" for server in found[:_MOST_NAMED])
+    if len(servers) > 1:
+        named = ", ".join(f"{server.url} ({server.model})" for server in servers[:_MAX_NAMED])
         raise ServerError(
-            f"{len(found)} servers run here: {named}; name one with --url or COSERVE_URL"
+            f"{len(servers)} servers run here: {named}; choose one with --url or COSERVE_URL"
         )
-    typer.echo(f"using the server at {found[0].url} ({found[0].model})", err=True)
-    return found[0].url
+    typer.echo(f"using the server at {servers[0].url} ({servers[0].model})", err=True)
+    return servers[0].url
 
 
 Url = Annotated[
@@ -50,8 +49,8 @@ Url = Annotated[
         envvar="COSERVE_URL",
         metavar="URL",
         help=(
-            "The server to talk to; without, the one that coserve up runs on this machine, at "
-            "whatever port."
+            "Server to use. By default, the server that coserve up runs on this machine, on any "
+            "port."
         ),
         callback=_found_url,
     ),
@@ -59,20 +58,22 @@ Url = Annotated[
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        envvar=CLIENT_KEY, metavar="KEY", help="If the server was started with --api-key."
+        envvar=CLIENT_KEY, metavar="KEY", help="API key of the server, if it requires one."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON, for programs.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one line of JSON at the end, for programs.")
+]
 
 # A server loads and measures its model first; the guard is for one that hangs.
 _START_GUARD_S = 600.0
 _END_GUARD_S = 60.0
 # Models that an error names.
-_MOST_NAMED = 10
+_MAX_NAMED = 10
 
 
 def is_there(url: str, api_key: str | None = None) -> bool:
-    """Whether any server answers."""
+    """Return whether a server answers at a URL."""
     try:
         with Client(url, api_key) as client:
             client.get("/v1/models")
@@ -89,16 +90,17 @@ def own_server(
     log: Path,
     while_starting: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
-    """A server of the command's own, ready, for as long as the context lasts. Yields its URL.
+    """Start a server, wait until it is ready, and yield its URL; it ends with the context.
 
     Args:
-        options: more of `coserve up`.
-        home: where it keeps its state (None: where `coserve up` would).
-        log: what it says goes to this file.
-        while_starting: called a few times a second until it is ready.
+        model: Model to serve.
+        options: Further options of `coserve up`.
+        home: Home of the server; None: that of `coserve up`.
+        log: File for the server's output.
+        while_starting: Function that is called a few times a second until the server is ready.
 
     Raises:
-        ServerError: it ended before it was ready, in its own last words.
+        ServerError: The server ended before it was ready; the message has its last line of output.
     """
     url = f"http://127.0.0.1:{free_port()}"
     command = [
@@ -146,20 +148,18 @@ def _wait_until_ready(
                 time.sleep(0.1)
             else:
                 return
-    raise ServerError(
-        f"the server was not ready after {_START_GUARD_S:.0f} s; {log} has what it said"
-    )
+    raise ServerError(f"the server was not ready after {_START_GUARD_S:.0f} s; see {log}")
 
 
 def _last_words(log: Path) -> str:
     lines = [
         line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()
     ]
-    return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """First kindly: it writes checkpoints of what runs."""
+    """End a server, first by SIGTERM, on which it writes checkpoints of running jobs."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(number)
@@ -170,17 +170,17 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def base_model(client: Client) -> str:
-    """What the server has under everything that was learned."""
+    """Return the id of the server's base model."""
     models: Sequence[dict[str, object]] = client.get("/v1/models")["data"]
     return str(next(model["id"] for model in models if not model.get("parent")))
 
 
 def find_model(client: Client, name: str) -> str:
-    """The model that a name means: its id, or the newest whose id has it between its colons, such
-    as a suffix.
+    """Return the id of the model that a name means: the id itself, or the newest whose id has the
+    name between its colons, such as a suffix.
 
     Raises:
-        ServerError: there is none.
+        ServerError: There is no such model.
     """
     models: Sequence[dict[str, object]] = client.get("/v1/models", checkpoints=True)["data"]
     if any(model["id"] == name for model in models):
@@ -191,16 +191,18 @@ def find_model(client: Client, name: str) -> str:
     meant = next((id for id in ids if name in id.split(":")), None)
     if meant is None:
         more = (
-            f", and {len(ids) - _MOST_NAMED} more: coserve models" if len(ids) > _MOST_NAMED else ""
+            f", and {len(ids) - _MAX_NAMED} more: coserve models" if len(ids) > _MAX_NAMED else ""
         )
         raise ServerError(
-            f"the server has no model {name!r}; it has {', '.join(ids[:_MOST_NAMED])}{more}"
+            f"the server has no model {name!r}; it has {', '.join(ids[:_MAX_NAMED])}{more}"
         )
     return meant
 
 
 def _rank(model: dict[str, object]) -> tuple[bool, bool, int]:
-    """The base highest, checkpoints lowest, the newest highest among their like."""
+    """Return a sort key: the base model highest, checkpoints lowest, and newer models above older
+    ones.
+    """
     return (
         not model.get("parent"),
         not is_checkpoint(str(model["id"])),

@@ -1,5 +1,5 @@
-"""What `coserve demo` shows while it runs, and at its end: rich's renderables from the demo's state
-and results.
+"""Views of `coserve demo` while it runs and at its end, as rich renderables of its state and
+results.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _RECENT_STEPS = 40
 
 
 def live_view(state: DemoState, width: int) -> RenderableType:
-    """The whole screen; 80 columns are enough."""
+    """Return the whole screen; 80 columns are enough."""
     current = state.current
     parts: list[RenderableType] = [
         Panel(_phases(state), title="coserve demo", title_align="left", border_style="cyan")
@@ -59,7 +59,7 @@ def live_view(state: DemoState, width: int) -> RenderableType:
 
 
 def _phases(state: DemoState) -> Text:
-    """A line each: what is done, what runs, what comes."""
+    """Return a line for each phase: done, running, or to come."""
     lines = []
     for name in PHASES:
         recording = state.recordings.get(name)
@@ -148,10 +148,10 @@ def _device(recording: Recording, width: int) -> Text:
     bar_width = max(10, width - 7)
     colours = [colour for _, colour in _KINDS]
     rows = Text("rows   ").append_text(stacked_bar(zip(means, colours, strict=True), bar_width))
-    told = Text("       ")
+    labels = Text("       ")
     for (name, colour), mean in zip(_KINDS, means, strict=True):
-        told.append("■ ", style=colour).append(f"{mean:.0f} {name}  ")
-    told.append("a step", style=DIM)
+        labels.append("■ ", style=colour).append(f"{mean:.0f} {name}  ")
+    labels.append("a step", style=DIM)
     pages: dict[str, int] = recording.memory[-1][1] if recording.memory else {}
     total, owners = sum(pages.values()), [owner for owner in pages if owner != "free"]
     looks = {owner: _OWNERS.get(owner, (owner, "magenta")) for owner in owners}
@@ -161,43 +161,43 @@ def _device(recording: Recording, width: int) -> Text:
     for owner in owners:
         shares.append("■ ", style=looks[owner][1]).append(f"{pages[owner]:,} {looks[owner][0]}  ")
     shares.append(f"of {total:,}", style=DIM)
-    return Text("\n").join([rows, told, memory, shares])
+    return Text("\n").join([rows, labels, memory, shares])
 
 
 # -- at the end ---------------------------------------------------------------------------
 
 
 def comparison(results: dict[str, Any]) -> Table:
-    """The three phases beside each other."""
-    found = table("", ">requests alone", ">both at once", ">job alone")
+    """Return a table of the three phases side by side."""
+    shown = table("", ">requests alone", ">both at once", ">job alone")
     phases, slos = results["phases"], results["objectives"]
     summaries = [phases[name]["summary"] for name in ("requests", "both")]
     for kind, words in (("ttft_ms", "p99 to first token"), ("tpot_ms", "p99 per output token")):
         cells = [against(summary[kind]["p99"], slos[kind]) for summary in summaries]
-        found.add_row(words, *cells, "")
+        shown.add_row(words, *cells, "")
     shares = [summary["attainment"] for summary in summaries]
-    found.add_row(
+    shown.add_row(
         "held both SLOs", *("–" if share is None else f"{share:.1%}" for share in shares), ""
     )
     tunings = [phases[name]["tuning"] for name in ("both", "job")]
     rates = [tuning["tokens_per_s"] for tuning in tunings]
-    found.add_row(
+    shown.add_row(
         "fine-tuning tokens/s", "", *("–" if rate is None else f"{rate:,.0f}" for rate in rates)
     )
-    found.add_row(
+    shown.add_row(
         "optimizer steps",
         "",
         *(f"{tuning['steps']:,} in {tuning['seconds']:.0f} s" for tuning in tunings),
     )
-    return found
+    return shown
 
 
 def questions(results: dict[str, Any]) -> Table:
-    """What was asked before and after."""
-    found = table("question", "before", "after")
+    """Return a table of the questions with the answers before and after."""
+    shown = table("question", "before", "after")
     for asked in results["questions"]:
-        found.add_row(*(Text(printable(asked[name])) for name in ("question", "before", "after")))
-    return found
+        shown.add_row(*(Text(printable(asked[name])) for name in ("question", "before", "after")))
+    return shown
 
 
 # -- numbers ------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def _p99_ms(values_s: Sequence[float]) -> float | None:
 
 
 def _rates(recording: Recording) -> list[float]:
-    """Fine-tuning tokens of each second so far."""
+    """Return the fine-tuning tokens of each second so far."""
     if not recording.steps:
         return []
     counts = [0.0] * (int(recording.steps[-1][0]) + 1)
@@ -226,5 +226,5 @@ def _rates(recording: Recording) -> list[float]:
 
 
 def _padded(lines: list[Text], height: int) -> list[Text]:
-    """So that nothing jumps."""
+    """Return lines padded to a height, so that the view does not jump."""
     return lines + [Text()] * (height - len(lines))

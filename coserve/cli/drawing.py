@@ -1,5 +1,5 @@
-"""Pieces of live views: sparklines, stacked bars, latencies beside their SLOs. Pure functions to
-rich's texts.
+"""Parts of live views, as pure functions to rich texts: sparklines, stacked bars, latencies beside
+their SLOs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ def sparkline(
     low: float | None = None,
     limit: float | None = None,
 ) -> Text:
-    """The last values as blocks; red where one is above the limit."""
+    """Return the last values as blocks; those above the limit are red."""
     shown = [value for value in values if not isnan(value)][-width:]
     if not shown:
         return Text("·" * width, style=DIM)
@@ -37,7 +37,7 @@ def sparkline(
 
 
 def resampled(values: Sequence[float], width: int) -> list[float]:
-    """Resampled to this many values, each the mean of its part."""
+    """Return values resampled to a width, each the mean of its part."""
     if len(values) <= width:
         return list(values)
     edges = [len(values) * index // width for index in range(width + 1)]
@@ -47,8 +47,8 @@ def resampled(values: Sequence[float], width: int) -> list[float]:
 def stacked_bar(
     parts: Iterable[tuple[float, str]], width: int, *, total: float | None = None
 ) -> Text:
-    """Parts, each in its colour, as shares of the total (their sum, if none is given), in a bar of
-    that width.
+    """Return a bar of a width with coloured parts, as shares of the total (by default, of their
+    sum).
     """
     sizes = [(max(0.0, size), colour) for size, colour in parts]
     whole = total or sum(size for size, _ in sizes)
@@ -61,13 +61,13 @@ def stacked_bar(
 
 
 def progress_bar(share: float, width: int) -> Text:
-    """Done and to do."""
+    """Return a bar of what is done and what is to do."""
     done = round(min(max(share, 0.0), 1.0) * width)
     return Text("━" * done, style=GOOD).append("━" * (width - done), style="bright_black")
 
 
 def against(value_ms: float | None, slo_ms: float | None) -> Text:
-    """A latency and what it must not exceed."""
+    """Return a latency beside its SLO."""
     if value_ms is None:
         return Text("–", style=DIM)
     held = slo_ms is None or value_ms <= slo_ms
@@ -76,7 +76,7 @@ def against(value_ms: float | None, slo_ms: float | None) -> Text:
 
 
 def milliseconds(value_ms: float | None) -> str:
-    """With the unit that fits."""
+    """Return a time with a fitting unit."""
     if value_ms is None:
         return "–"
     if value_ms >= 10_000:
@@ -85,7 +85,7 @@ def milliseconds(value_ms: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Minutes and seconds."""
+    """Return a time in hours, minutes and seconds."""
     if seconds is None:
         return "–"
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -94,12 +94,12 @@ def duration(seconds: float | None) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what terminals take for commands: models say anything."""
+    """Replace characters that a terminal takes as commands: models can generate any text."""
     return "".join(letter if letter in "\n\t" or letter.isprintable() else "�" for letter in text)
 
 
 def starting(model: str, console: Console) -> Status:
-    """What turns while a command's own server starts."""
+    """Return a spinner for the start of a command's own server."""
     # A `Text`: of strings a spinner takes markup and emojis' names, whatever its console does.
     return console.status(Text(f"starting a server for {model}"))
 

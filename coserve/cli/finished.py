@@ -1,6 +1,4 @@
-"""What jobs have made, by name, in a server's home: adapters, and the models of full
-fine-tuning.
-"""
+"""Finished adapters and fully fine-tuned models in a server's home, by name."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,27 +14,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """name: of the fine-tuned model, or of a checkpoint. directory: its files. base: the model that
-    was trained.
-    """
+    """A finished adapter or model."""
 
     name: str
+    """Name of the fine-tuned model, or of a checkpoint."""
     directory: Path
+    """Directory of its files."""
     base: str
+    """Model that was trained."""
 
     @property
     def is_model(self) -> bool:
-        """Whether it is a model of its own, and not an adapter."""
+        """Return whether it is a whole model, not an adapter."""
         return (self.directory / FULL_FILE).is_file()
 
 
 def find_finished(name: str, home: str | None, database: str | None) -> Finished:
-    """By the name of a fine-tuned model or a checkpoint, by the job's id, or "last": the newest. A
-    server may use the home meanwhile.
+    """Find a finished model, while a server may use the home.
+
+    Args:
+        name: Name of a fine-tuned model or a checkpoint, id of a job, or "last": the newest.
+        home: Home of the server; None: the default.
+        database: URL of the server's database; None: the default.
 
     Raises:
-        CoserveError: there is no such home. AdapterError: no such name, with those that there are;
-            or the job has no finished model, with its checkpoints.
+        CoserveError: There is no such home.
+        AdapterError: There is no such name (the message lists those that exist), or the job has no
+            finished model (the message lists its checkpoints).
     """
     from coserve.jobs.names import is_checkpoint
     from coserve.jobs.records import AdapterRecord, JobRecord
@@ -69,16 +73,18 @@ def find_finished(name: str, home: str | None, database: str | None) -> Finished
 
 
 def with_finished_model(config: "ServerConfig") -> "ServerConfig":
-    """The files of a model that a job has made, by its name; clients call it so, too. Other names
-    stay as they are.
+    """Return the configuration with the files of a model that a job has made, if the model is the
+    name of one; clients also use that name.
+
+    Other models stay as they are.
     """
     if not config.model.startswith("ft:") or Path(config.model).exists():
         return config
-    found = find_finished(config.model, config.home, config.database)
-    if not found.is_model:
+    finished = find_finished(config.model, config.home, config.database)
+    if not finished.is_model:
         raise AdapterError(
-            f"{found.name} is an adapter of {found.base}: a server of that model serves it by its "
-            f"name"
+            f"{finished.name} is an adapter: serve its base model, {finished.base}, which then "
+            f"serves it by its name"
         )
-    names = config.served_model_names or (found.name,)
-    return replace(config, model=str(found.directory), served_model_names=names)
+    names = config.served_model_names or (finished.name,)
+    return replace(config, model=str(finished.directory), served_model_names=names)

@@ -1,6 +1,4 @@
-"""Follows a fine-tuning job on a server until it is over: its progress, and what requests see
-meanwhile.
-"""
+"""A view of a job's progress until it ends, and of the latencies of requests meanwhile."""
 
 import signal
 import time
@@ -21,16 +19,16 @@ from coserve.errors import ServerError
 
 _POLL_S = 0.5
 # Answers that say "later": a server that restarts its engine resumes the job.
-_MOST_SILENCE_S = 120.0
+_MAX_SILENCE_S = 120.0
 
 
 @contextmanager
 def ctrl_c() -> Iterator[Event]:
-    """An event that the first Ctrl-C sets; a second raises KeyboardInterrupt, for who waits for a
+    """Yield an event that the first Ctrl-C sets; a second one raises KeyboardInterrupt, for a
     server that hangs.
 
-    Not an exception at once: Python drops one that is raised in a callback of the interpreter
-    (`__del__`, the lock of an import), and then nobody stops.
+    The first does not raise: Python drops an exception that is raised in a callback of the
+    interpreter (`__del__`, the lock of an import), and the command would not stop.
     """
     stop = Event()
 
@@ -51,11 +49,11 @@ def ctrl_c() -> Iterator[Event]:
 
 
 def follow(client: Client, job: dict[str, Any], console: Console, stop: Event) -> PolledJob:
-    """Show a job until it is over, or `stop` is set, which leaves it as it is. On a terminal a view
-    that moves, elsewhere lines (`worth_a_line`).
+    """Show a job until it ends or `stop` is set, which leaves it running: a live view on a
+    terminal, lines elsewhere (`worth_a_line`).
 
     Raises:
-        ServerError: the server is gone, and does not come back.
+        ServerError: The server is gone, and does not come back.
     """
     progress = PolledJob(job=job)
     if not console.is_terminal:
@@ -74,7 +72,7 @@ def follow(client: Client, job: dict[str, Any], console: Console, stop: Event) -
 
 
 def view(progress: PolledJob, width: int) -> RenderableType:
-    """A few lines: the job, its loss, the requests."""
+    """Return a few lines: the job, its loss, the requests."""
     job, requests = progress.job, progress.status.get("requests")
     slos = progress.status.get("objectives") or {}
     head = Text.assemble((job["status"], "bold"), "  ")
@@ -109,7 +107,7 @@ def view(progress: PolledJob, width: int) -> RenderableType:
 
 
 def _meanwhile(requests: dict[str, Any], slos: dict[str, Any]) -> Text:
-    """What requests saw in the last minute, against their SLOs."""
+    """Return the latencies of requests in the last minute, against their SLOs."""
     firsts, means = ((requests.get(name) or {}).get("p99") for name in ("ttft_ms", "tpot_ms"))
     text = Text(f"requests: {requests.get('running') or 0} running, ")
     if firsts is None:
@@ -119,8 +117,8 @@ def _meanwhile(requests: dict[str, Any], slos: dict[str, Any]) -> Text:
 
 
 def _polls(client: Client, progress: PolledJob, stop: Event) -> Iterator[list[dict[str, Any]]]:
-    """The new events of each poll, until the job is over or `stop` is set; a server that is busy
-    starting again is waited for.
+    """Yield the new events of each poll, until the job ends or `stop` is set; a server that
+    restarts is waited for.
     """
     gone_since_s: float | None = None
     while not stop.is_set():
@@ -129,7 +127,7 @@ def _polls(client: Client, progress: PolledJob, stop: Event) -> Iterator[list[di
             gone_since_s = None
         except ServerError as error:
             gone_since_s = gone_since_s or time.monotonic()
-            if error.status not in (None, 503) or time.monotonic() - gone_since_s > _MOST_SILENCE_S:
+            if error.status not in (None, 503) or time.monotonic() - gone_since_s > _MAX_SILENCE_S:
                 raise
         if progress.is_terminal:
             return
@@ -137,8 +135,10 @@ def _polls(client: Client, progress: PolledJob, stop: Event) -> Iterator[list[di
 
 
 def worth_a_line(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A job's events, its steps thinned out: the first step of each second, and the last before any
-    other event, so that the job's first and last step are always among them.
+    """Yield a job's events with fewer steps: the first step of each second, and the last before any
+    other event.
+
+    The first and the last step of the job are always among them.
     """
     held: dict[str, Any] | None = None  # a step that is told if it turns out to be the last
     told_s: int | None = None
@@ -159,7 +159,7 @@ def worth_a_line(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def event_line(event: dict[str, Any]) -> Text:
-    """An event of a job."""
+    """Return the line of an event."""
     moment = time.strftime("%H:%M:%S", time.localtime(event["created_at"]))
     style = {"warn": "yellow", "error": "bold red"}.get(event.get("level", ""), "")
     return Text.assemble((moment, DIM), "  ", (event["message"], style))

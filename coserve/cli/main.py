@@ -1,5 +1,5 @@
-"""The `coserve` command. Errors come out as one line; logging is configured here, and by `coserve
-up`.
+"""The `coserve` command: prints errors as one line, and configures logging, as `coserve up` does
+again.
 """
 
 import asyncio
@@ -78,9 +78,7 @@ def run(app: typer.Typer, name: str) -> NoReturn:
     was_ended = False
 
     def end(number: int, _: FrameType | None) -> None:
-        """By default SIGTERM would leave over the servers that a benchmark or a chat has
-        started.
-        """
+        """Exit on SIGTERM, so that servers that a command has started end with it."""
         nonlocal was_ended
         was_ended = True
         try:

@@ -13,15 +13,15 @@ TensorParallel = Annotated[
     typer.Option(
         min=1,
         help=(
-            "Devices that hold the model together, over the link of --hardware; each such group "
-            "counts as one."
+            "Number of devices that hold the model together, over the link of --hardware; a "
+            "group counts as one device."
         ),
     ),
 ]
 
 
 def modelled_places(shapes: "Backbone", names: str) -> "list[ModelledPlace]":
-    """Devices of the catalogue, by their names with commas between them."""
+    """Return devices of the catalogue, by names separated by commas."""
     from coserve.bench.places import ModelledPlace
     from coserve.simulate.hardware import CATALOGUE
 
@@ -36,19 +36,19 @@ def modelled_places(shapes: "Backbone", names: str) -> "list[ModelledPlace]":
 
 
 def refuse_beyond_positions(shapes: "Backbone", sequence: int) -> None:
-    """Examples that are longer than what the model was made for."""
+    """Refuse examples that are longer than the model's maximum."""
     if sequence > shapes.max_positions:
-        words = f"{sequence} tokens are more than the model has positions: {shapes.max_positions}"
+        words = f"{sequence} tokens are more than the model's maximum, {shapes.max_positions}"
         raise typer.BadParameter(words, param_hint="--sequence")
 
 
 def modelled_place(shapes: "Backbone", name: str, tensor_parallel: int = 1) -> "ModelledPlace":
-    """Return the place of a model on one kind of device of the catalogue, or on a group of as many
-    such devices.
-    """
+    """Return a model's place on a device of the catalogue, or on a group of such devices."""
     from coserve.simulate.modelled_ranks import on_ranks
 
     places = modelled_places(on_ranks(shapes, tensor_parallel), name)
     if len(places) != 1:
-        raise typer.BadParameter("one kind of device at a time", param_hint="--hardware")
+        raise typer.BadParameter(
+            "only one kind of device is possible here", param_hint="--hardware"
+        )
     return places[0]

@@ -1,4 +1,4 @@
-"""Shows how ranks would divide a model and an adapter, for `coserve inspect --tensor-parallel`."""
+"""A view of how ranks would divide a model, for `coserve inspect --tensor-parallel`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -38,16 +38,16 @@ def rank_layout(
     one rank.
 
     Args:
-        config: the adapter's method.
-        layout: the adapter on the whole model.
-        size: number of ranks.
-        layer: the block that is shown.
-        program: how one rank trains that block.
-        by: what choices of what to keep are weighed by.
+        config: Method of the adapter.
+        layout: The adapter on the whole model.
+        size: Number of ranks.
+        layer: Block that is shown.
+        program: Program with which one rank trains that block.
+        by: Weights of the choice between saving and recomputing.
 
     Raises:
-        UnsupportedModelError: the model cannot be divided among the ranks.
-        AdapterError: the adapter cannot.
+        UnsupportedModelError: The model cannot be divided among the ranks.
+        AdapterError: The adapter cannot be divided.
     """
     from coserve.adapters.attached import AdapterGraphs
     from coserve.kernels.groups.base import Ranks
@@ -101,8 +101,8 @@ def _saved(
     asked: Collection[str],
     by: "Weighing",
 ) -> dict[str, Any]:
-    """Return what a rank saves of a row of a block: bytes with rows that all ranks have saved
-    whole, or in pieces, and what is gathered then.
+    """Return the bytes that a rank saves per row of a block, with rows that all ranks save whole or
+    in pieces, and the tensors that are gathered then.
     """
     from coserve.graph.division import Division, dividable
     from coserve.graph.program import compile_program
@@ -136,8 +136,8 @@ def _weight_bytes(local: "LocalModel", dtype: "torch.dtype") -> int:
 
 
 def _words(state: AnyState) -> str:
-    """Return a state in words: for a cut, the entries of a rank, of how many, and which dimension
-    that is.
+    """Return a state in words; for a cut, the number of entries per rank, of how many, and the
+    dimension.
     """
     if not isinstance(state, Cut):
         return _WORDS[state]
@@ -149,21 +149,21 @@ def _words(state: AnyState) -> str:
 
 
 def layout_table(layout: dict[str, Any], layer: int, wide: bool) -> "Table":
-    """Return the block's nodes as a rank runs them; a narrow terminal goes without the weights."""
+    """Return a table of the block's nodes on a rank; a narrow terminal gets no weights."""
     from coserve.cli.tables import table
 
-    found = table(
+    shown = table(
         *("operator", "node", *(["weights"] * wide), "gives"),
         title=f"Block {layer} on each of {layout['size']} ranks",
     )
     for node in layout["nodes"]:
         weights = "; ".join(dict.fromkeys(node["weights"].values()))
-        found.add_row(node["operator"], node["node"], *([weights] * wide), node["gives"])
-    return found
+        shown.add_row(node["operator"], node["node"], *([weights] * wide), node["gives"])
+    return shown
 
 
 def layout_words(layout: dict[str, Any]) -> str:
-    """Return what a rank holds and sends, in a sentence each."""
+    """Return what a rank holds and sends, in sentences."""
     share = layout["weight_bytes"] / layout["whole_weight_bytes"]
     sums = [
         f"{len(layout[way])} collectives of {sum(each['bytes_per_row'] for each in layout[way]):,} "
@@ -172,7 +172,10 @@ def layout_words(layout: dict[str, Any]) -> str:
     ]
     saved, gathered = layout["saved"], layout["saved"]["gathered"]
     num_bytes = sum(each["bytes_per_row"] for each in gathered)
-    words = f"Of a token, it saves {saved['whole_bytes_per_token']:,} bytes of this block for the backward pass"
+    words = (
+        f"It saves {saved['whole_bytes_per_token']:,} bytes per token of this block for the "
+        f"backward pass"
+    )
     if gathered:
         words += (
             f"; {saved['divided_bytes_per_token']:,} where ranks save columns of what all of them "

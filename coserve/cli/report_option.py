@@ -1,5 +1,5 @@
-"""The option that says where a report goes: looked at before anything runs, written once the
-results have been told.
+"""The option for the place of a report, which is checked before anything runs and written at the
+end.
 """
 
 import os
@@ -12,38 +12,42 @@ from coserve.errors import CoserveError
 
 
 def report_option(path: Path) -> Path:
-    """As it was given; one that cannot be written is said before anything is measured."""
+    """Return the path, after a check that it can be written."""
     if (reason := _reason(path)) is not None:
         raise typer.BadParameter(
-            f"{path} cannot be written ({reason}): name a file in a directory that you may write to"
+            f"{path} cannot be written ({reason}): choose a file in a writable directory"
         )
     return path
 
 
 def report_directory_option(path: Path) -> Path:
-    """The same for a directory, which is made later, with those that it lies in."""
+    """Return the path of a directory, after a check that it can be created or written."""
     try:
         there = next(each for each in (path, *path.absolute().parents) if each.exists())
         with TemporaryFile(dir=there):
             return path
     except OSError as error:
         raise typer.BadParameter(
-            f"{path} cannot be written ({error.strerror}): name a directory that you may write to"
+            f"{path} cannot be written ({error.strerror}): choose a writable directory"
         ) from None
 
 
 def write_report(path: Path, page: str) -> None:
-    """CoserveError: that cannot be done any more; the results have been printed by then."""
+    """Write a report.
+
+    Raises:
+        CoserveError: It cannot be written any more; the results have been printed.
+    """
     try:
         path.write_text(page, "utf-8")
     except OSError as error:
         raise CoserveError(
-            f"the report cannot be written to {path} ({error.strerror}); the results stand above"
+            f"the report cannot be written to {path} ({error.strerror}); the results are above"
         ) from None
 
 
 def _reason(path: Path) -> str | None:
-    """Why a file cannot be written, if so; nothing is left of the try."""
+    """Return why a file cannot be written, if so; the check leaves nothing behind."""
     try:
         if path.is_dir():
             return "it is a directory"

@@ -1,6 +1,4 @@
-"""Commands whose options are the fields of `ServerConfig`: `coserve up`, and `coserve cluster
-up`.
-"""
+"""Options of `coserve up` and `coserve cluster up`, made from the fields of `ServerConfig`."""
 
 import inspect
 import re
@@ -19,11 +17,11 @@ from coserve.server.tenancy.keys import tenant_and_digest
 
 
 def server_config(**given: Any) -> ServerConfig:
-    """Return the configuration that options describe, with the keys of COSERVE_API_KEYS and the
-    database of COSERVE_DATABASE, which are taken out of the environment.
+    """Return the configuration for options, with COSERVE_API_KEYS and COSERVE_DATABASE, which are
+    removed from the environment.
 
     Raises:
-        CoserveError: says what is wrong, by the names of options.
+        CoserveError: An option is wrong; the message has the names of options.
     """
     take_variable(CLIENT_KEY)  # a server needs no client's key
     given["database"] = take_database(given.get("database"))
@@ -35,9 +33,7 @@ def server_config(**given: Any) -> ServerConfig:
 
 
 def _with_environment(keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys of --api-key, and after them those of the environment that are not among
-    them.
-    """
+    """Return the keys of --api-key, followed by further ones of the environment."""
     tenants = {digest: tenant for tenant, digest in map(tenant_and_digest, keys)}
     more: list[str] = []
     for tenant, digest in map(tenant_and_digest, take_variable(SERVER_KEYS).split()):
@@ -53,8 +49,8 @@ def _with_environment(keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def _by_option_names(message: str) -> str:
-    """What is wrong with the configuration, by the names of options: a field is the first word, or
-    has underscores.
+    """Return an error of the configuration with options in place of fields: a field is the first
+    word, or has underscores.
     """
     options = {one.name: option_of(one).option for one in fields(ServerConfig)}
     first, space, rest = message.partition(" ")
@@ -63,9 +59,7 @@ def _by_option_names(message: str) -> str:
 
 
 def _parameter(one: "Field[Any]", kind: Any, title: str) -> inspect.Parameter:
-    """A field of the configuration as a parameter that Typer reads. title: of its part of the help
-    text.
-    """
+    """Return a field of the configuration as a parameter for Typer, under a title of the help."""
     option = option_of(one)
     default, parse = one.default, option.parse
     shared: dict[str, Any] = {
@@ -82,7 +76,8 @@ def _parameter(one: "Field[Any]", kind: Any, title: str) -> inspect.Parameter:
     elif isinstance(default, tuple):
         element = Path if Path in get_args(kind) else str
         shared["metavar"] = option.metavar
-        marked = Annotated[list[element], typer.Option(option.option, **shared)]  # type: ignore[valid-type]
+        info = typer.Option(option.option, **shared)
+        marked = Annotated[list[element], info]  # type: ignore[valid-type]
         default = []
     else:
         marked = Annotated[kind, typer.Option(option.option, **shared)]
@@ -104,7 +99,7 @@ def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def with_server_options(
     run: Callable[..., None], more: Sequence[inspect.Parameter] = ()
 ) -> Callable[..., None]:
-    """The command, with a parameter for every field of its server's configuration, and some more
+    """Return a command with a parameter for every field of the server's configuration, and more
     after the first.
     """
     kinds = get_type_hints(ServerConfig)

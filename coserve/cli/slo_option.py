@@ -4,7 +4,7 @@ import typer
 
 
 def slo_option(text: str | None) -> str | None:
-    """As it was given; a mistake is said before anything is loaded."""
+    """Return the text of an SLO, after a check that happens before anything is loaded."""
     from coserve.server.units import slo_seconds
 
     if text is not None:

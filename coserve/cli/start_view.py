@@ -1,4 +1,4 @@
-"""The view of a server's start: bars in a terminal, otherwise lines of the log."""
+"""A view of a server's start: bars on a terminal, otherwise lines of the log."""
 
 import logging
 import sys
@@ -16,7 +16,7 @@ _BETWEEN_LINES_S = 2.0
 
 
 class StartBars:
-    """One bar per stage, for a terminal; they go when the start is over."""
+    """A bar for each stage, on a terminal; they are removed when the start is over."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -42,7 +42,13 @@ class StartBars:
         self._bars.stop()
 
     def show(self, stage: str, done: int = 0, total: int = 0) -> None:
-        """Show how far a stage is; the stages before it are over. total: 0 if it is not known."""
+        """Show the progress of a stage; the stages before it are over.
+
+        Args:
+            stage: Name of the stage.
+            done: Finished part.
+            total: The whole; 0 if it is not known.
+        """
         if stage not in self._tasks:
             for task in self._tasks.values():
                 self._bars.update(task, total=1, completed=1)
@@ -51,10 +57,9 @@ class StartBars:
 
 
 class StartLines:
-    """One line per stage and some within it, for a log: programs and people who read it see what
-    takes the time.
+    """A line for each stage and some within it, for a log: its readers see what takes the time.
 
-    They are written whatever the log level is, unless only errors are wanted.
+    Written at every log level except error.
     """
 
     def __init__(self, log_level: str, *, time_s: Callable[[], float] = time.monotonic) -> None:
@@ -70,11 +75,15 @@ class StartLines:
         self.close()
 
     def close(self) -> None:
-        """End; nothing is left open."""
+        """Do nothing: lines are complete."""
 
     def show(self, stage: str, done: int = 0, total: int = 0) -> None:
-        """Write how far a stage is, if it is a new one or some seconds have passed. total: 0 if it
-        is not known.
+        """Write the progress of a stage, if it is a new one or some seconds have passed.
+
+        Args:
+            stage: Name of the stage.
+            done: Finished part.
+            total: The whole; 0 if it is not known.
         """
         now_s = self._time_s()
         if stage == self._stage and now_s - self._last_s < _BETWEEN_LINES_S:
@@ -86,5 +95,5 @@ class StartLines:
 
 
 def start_view(log_level: str) -> StartBars | StartLines:
-    """Return how this process shows a start: as stderr is."""
+    """Return the view that fits stderr."""
     return StartBars() if sys.stderr.isatty() else StartLines(log_level)

@@ -1,5 +1,5 @@
-"""How commands print: one console, one manner of tables; without a terminal, lines that programs
-can cut.
+"""Output of commands: one console and one style of tables; without a terminal, lines that programs
+can split.
 """
 
 import os
@@ -11,26 +11,27 @@ from rich.table import Table
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Of stdout, or of stderr; tables in a file or a pipe keep their columns. Text stays as it is:
-    what names hold is neither markup nor an emoji's name, as `:one:` would be in
-    `ft:tiny:coserve:one:ID`; styles are given as `Text`.
+    """Return a console for stdout or stderr, which keeps the columns of tables in a file or a pipe.
+
+    Text is printed as it is: names may hold what looks like markup or an emoji's name, as `:one:`
+    in `ft:tiny:coserve:one:ID`. Styles are given as `Text`.
     """
-    made = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = 160
-    return made
+    screen = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not screen.is_terminal and "COLUMNS" not in os.environ:
+        screen.width = 160
+    return screen
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """Columns whose names begin with > are numbers; those that begin with = are to be copied, and
-    never broken.
+    """Return a table; columns whose names begin with > hold numbers, and those with = are never
+    broken, so that they can be copied.
     """
-    made = Table(
+    result = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        made.add_column(
+        result.add_column(
             column.lstrip(">="), justify=justify, overflow="fold", no_wrap=column.startswith("=")
         )
-    return made
+    return result

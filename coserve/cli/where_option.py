@@ -7,7 +7,7 @@ import typer
 
 
 def _checked(pairs: list[str] | None) -> list[str] | None:
-    """What is no pair is said before anything is read."""
+    """Check the pairs before anything is read."""
     for pair in pairs or ():
         column, equals, _ = pair.partition("=")
         if not (column.strip() and equals):
@@ -20,13 +20,13 @@ Where = Annotated[
     typer.Option(
         metavar="COLUMN=VALUE",
         callback=_checked,
-        help="Of the trace, the rows with this value in this column alone, such as slice=dense.",
+        help="Use only the rows of the trace with this value in this column, such as slice=dense.",
     ),
 ]
 
 
 def values_by_column(pairs: Sequence[str] | None) -> dict[str, str]:
-    """Of the option; a column's last value counts."""
+    """Return the values of the option by column; the last value of a column counts."""
     return {
         column.strip(): value.strip()
         for column, _, value in (pair.partition("=") for pair in pairs or ())

@@ -10,8 +10,13 @@ any two instructions; its sums stay its own until it is done, so that it can be 
 without a trace.
 """
 
-import torch
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
 from coserve.adapters.base import Adapter
 from coserve.graph.operators.base import AttentionRows
 from coserve.graph.states import StateRows
@@ -26,7 +31,7 @@ from coserve.tuning.captured import CapturedWindows
 from coserve.tuning.cursor import Cursor
 from coserve.tuning.joined import joined_tasklet, run_losses
 from coserve.tuning.loss_sums import LossSums
-from coserve.tuning.pack import Pack, UNTRAINED
+from coserve.tuning.pack import UNTRAINED, Pack
 from coserve.tuning.pack_states import PackStates
 from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.programs import TrainingPrograms
@@ -34,9 +39,6 @@ from coserve.tuning.scores import PackScores
 from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.tasklet import BackwardWindow, Tasklet
 from coserve.tuning.window_rooms import DROPOUT_ROW_IDS, WindowRows
-from functools import partial
-from torch import Tensor
-from typing import Any, ClassVar
 
 
 class TrainingPass:
@@ -123,15 +125,9 @@ class TrainingPass:
     def forward_done(self) -> bool:
         return self.cursor.forward_done
 
-<<<<<<< /tmp/tmpw6lljtee/o
     def next_window(self, max_rows: int) -> RowSpan:
-        """The next window of at most this many rows, as a span of a forward batch; `finish_window`
-        must follow the batch.
-=======
-    def next_window(self, max_rows: int) -> Span:
         """Return the next window of at most this many rows, as a span of a forward batch;
         `finish_window` must follow the batch.
->>>>>>> /tmp/tmpw6lljtee/t
         """
         assert not self._released, "the pass was released"
         return _Window(self, *self.cursor.next_forward(max_rows))
@@ -448,13 +444,8 @@ class _Window(RowSpan, RowGroup):
         return self._pass._forward_states(layer, self._rows.start, self._rows.stop)
 
 
-<<<<<<< /tmp/tmpw6lljtee/o
 def window_of(training: TrainingPass, start: int, end: int) -> RowSpan:
-    """Rows of a pack as a span of a forward batch, through any parts."""
-=======
-def window_of(training: TrainingPass, start: int, end: int) -> Span:
     """Return rows of a pack as a span of a forward batch, through any parts."""
->>>>>>> /tmp/tmpw6lljtee/t
     return _Window(training, start, end)
 
 

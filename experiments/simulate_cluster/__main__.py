@@ -72,7 +72,7 @@ def simulate_cluster(
         )
     if nodes % min(cell, nodes):
         raise typer.BadParameter(
-            f"{nodes} nodes are no whole number of cells of {cell}", param_hint="--nodes"
+            f"{nodes} nodes are not a multiple of the cells of {cell}", param_hint="--nodes"
         )
     requests, seconds = read_trace(trace, where=values_by_column(where)), 3600 * hours
     given = [] if jobs is None else at_scale.jobs_of_day(read_jobs(jobs), seconds)

@@ -163,10 +163,10 @@ def one_of_two(
         assert other.returncode == 1
         (line,) = errors[refused].read_text().splitlines()
         assert re.search(
-            rf"the cluster at {address} serves /.+ already, as its first coserve cluster up said",
+            rf"the cluster at {address} already serves /.+: to join it",
             line,
         )
-        waits = f"another coserve cluster up begins or ends at {address} at this moment: this one waits for that\n"
+        waits = f"another coserve cluster up is starting or ending at {address}: waiting for it\n"
         assert other.stdout.read() in ("", waits)
         assert len(world.members_of_ray()) == machines
         with ended_in_good_order(up, errors[1 - refused]):
@@ -252,7 +252,10 @@ def test_the_command_serves_by_its_name_what_full_fine_tuning_has_made(
                 for each in asked:  # each comes to its end, which may be an empty text
                     each.result()
             assert other.wait(60) == 0
-            assert other.stdout.readline() == "this machine leaves: its jobs continue on others\n"
+            assert (
+                other.stdout.readline()
+                == "this machine leaves the cluster: its jobs continue on other nodes\n"
+            )
             world.until(lambda: world.num_ready() == 3)
             assert_every_node_says(world, full_answers, name)
             job = train(world, 1, 10_000, num_rows=800, model=name, checkpoint_every_steps=9_999)

@@ -132,13 +132,13 @@ def test_nobody_without_the_token_can_have_it_do_anything(tmp_path: Path):
         )
         assert "b'served'" in own.stdout
         assert (
-            "0 wait for a node"
+            "0 waiting for a node"
             in run(first, "-m", "coserve", "cluster", "status", "--address", address).stdout
         )
         (second / TOKEN_FILE).write_text(path.read_text())
         (second / TOKEN_FILE).chmod(0o600)
         assert (
-            "0 wait for a node"
+            "0 waiting for a node"
             in run(second, "-m", "coserve", "cluster", "status", "--address", address).stdout
         )
         (second / TOKEN_FILE).write_text("f" * 64)

@@ -212,7 +212,7 @@ def test_a_database_that_no_server_has_used_is_refused_and_not_made(command, tmp
     before, out = sorted(tmp_path.rglob("*")), tmp_path / "out"
     where = ("--home", str(tmp_path / "home"), "--database", f"sqlite:///{tmp_path}/mistyped.db")
     with pytest.raises(
-        CoserveError, match=r"mistyped\.db has no records: no server has used it; --database says"
+        CoserveError, match=r"mistyped\.db has no records: no server has used it; set --database"
     ):
         run(*(each.format(out=out) for each in command), *where)
     assert sorted(tmp_path.rglob("*")) == before

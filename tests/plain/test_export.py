@@ -66,7 +66,7 @@ def test_where_nothing_can_be_written(adapter, tmp_path):
 def test_a_configuration_that_is_none(content, adapter, tmp_path):
     (adapter / FILES[0]).write_bytes(content)
     with pytest.raises(
-        CoserveError, match="is no configuration of PEFT's: it must hold a JSON object"
+        CoserveError, match="is not a PEFT configuration: it must hold a JSON object"
     ):
         export(adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -103,7 +103,7 @@ def test_a_base_model_is_for_merging(adapter, tmp_path):
     result = CliRunner().invoke(
         app, ["export", str(adapter), str(tmp_path / "out"), "--model", "tiny"]
     )
-    assert result.exit_code == 2 and "this is for --merge" in result.output
+    assert result.exit_code == 2 and "applies only to --merge" in result.output
     assert not (tmp_path / "out").exists()
 
 

@@ -81,7 +81,7 @@ def test_the_list_of_jobs_says_who_is_fused_with_whom(monkeypatch, capsys):
     app(["jobs"], standalone_mode=False)
     printed = " ".join(capsys.readouterr().out.split())
     assert all(
-        f"{', '.join(group)} go backward as one batch of rows." in printed for group in GROUPS
+        f"{', '.join(group)} run their backward passes as one batch." in printed for group in GROUPS
     )
     app(["jobs", "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["joined"] == [list(group) for group in GROUPS]

@@ -106,7 +106,8 @@ def test_a_report_of_the_demo_that_cannot_be_written_is_said_before_anything_run
         )
         assert (status, told, err.count("\n")) == (2, "", 1), err
         assert (
-            f"{out} cannot be written (Not a directory): name a directory" in err and "--out" in err
+            f"{out} cannot be written (Not a directory): choose a writable directory" in err
+            and "--out" in err
         )
 
 
@@ -223,12 +224,12 @@ def test_options_before_a_command_are_not_passed_over(coserve):
     for options in (["--url", "http://127.0.0.1:9"], ["--json"], ["--limit", "3"]):
         status, out, err = coserve("jobs", *options, "cancel", "last")
         assert (status, out) == (2, "") and err.count("\n") == 1, err
-        assert f"{options[0]}: this is for the list of jobs; options of cancel come after it" in err
+        assert f"{options[0]}: options of cancel follow it" in err
 
 
 def test_a_job_that_no_server_can_have_is_said_in_one_line(coserve):
     for job in ("", "a/b?c", "../files"):
-        words = f"error: {job!r} is no job: it must be an id such as ftjob-…, or last\n"
+        words = f"error: {job!r} is not a job: use an id such as ftjob-…, or last\n"
         assert coserve("jobs", "show", job) == coserve("jobs", "cancel", job) == (1, "", words)
 
 

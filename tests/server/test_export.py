@@ -77,7 +77,7 @@ def test_an_adapter_by_itself_is_what_peft_reads(trained, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(model_directory())
     assert PeftModel.from_pretrained(base, tmp_path / "out").active_peft_config.peft_type == "IA3"
     again = run("export", names["ia3"], str(tmp_path / "out"), "--home", str(home))
-    assert "is not empty; name a directory that is" in again.stderr
+    assert "is not empty: choose a new or empty directory" in again.stderr
 
 
 @pytest.mark.long
@@ -110,7 +110,7 @@ def test_what_is_not_there_is_said_with_what_is(trained, tmp_path):
     assert "there is no finished model 'ft:nothing'; there are: " in done.stderr
     done = run("up", names["dora"], "--home", str(home))
     assert (
-        f"{names['dora']} is an adapter of small: a server of that model serves it by its name"
+        f"{names['dora']} is an adapter: serve its base model, small, which then serves it by its name"
         in done.stderr
     )
 

@@ -270,7 +270,7 @@ def test_a_server_that_waits_says_so_and_a_second_signal_ends_the_waiting():
         assert served.process.stdout is not None
         line = served.process.stdout.readline()
         assert line.startswith(
-            "coserve ends: it waits for 1 open request, 30 s at most (a second Ctrl-C: no longer),"
+            "coserve is shutting down: it waits up to 30 s for 1 open request (a second Ctrl-C ends the wait),"
         )
         assert served.process.poll() is None
         os.kill(served.process.pid, signal.SIGINT)
@@ -293,11 +293,12 @@ def test_a_server_that_nobody_reads_any_more_ends_in_good_order():
 
 def test_the_line_at_the_end():
     assert stop_line(3, 0.5).startswith(
-        "coserve ends: it waits for 3 open requests, 500 ms at most"
+        "coserve is shutting down: it waits up to 500 ms for 3 open requests"
     )
     for nothing in (stop_line(0, 30.0), stop_line(3, 0.0)):
         assert (
-            nothing == "coserve ends: running jobs are checkpointed, and resume at the next start"
+            nothing
+            == "coserve is shutting down: running jobs are checkpointed, and resume at the next start"
         )
 
 

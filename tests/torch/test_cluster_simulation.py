@@ -328,13 +328,13 @@ def test_jobs_are_read_from_a_trace(tmp_path):
         (
             scale_app,
             ["--trace", "x.csv", "--nodes", "9"],
-            "9 nodes are no whole number of cells of 8",
+            "9 nodes are not a multiple of the cells of 8",
         ),
         (scale_app, ["--trace", "x.csv"], "x.csv cannot be read"),
         (
             scale_app,
             ["--trace", "azure.csv", "--hardware", "a100,h100"],
-            "one kind of device at a time",
+            "only one kind of device is possible here",
         ),
         (
             scale_app,

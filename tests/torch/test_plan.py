@@ -115,7 +115,7 @@ def test_bad_input_is_one_line(tmp_path: Path):
         (("--trace", str(day)), "give their mean number per second"),
         (
             ("--trace", str(day), "--rate", "1", "--hardware", "a100,h100"),
-            "one kind of device at a time",
+            "only one kind of device is possible here",
         ),
         (("--trace", str(day), "--rate", "inf"), "less than or equal to 1000000000"),
         (
@@ -129,7 +129,7 @@ def test_bad_input_is_one_line(tmp_path: Path):
         ),
         (
             ("--trace", str(day), "--rate", "1", "--where", "slice=a"),
-            "has requests by hour, and no rows to choose",
+            "has requests by hour, so there are no rows to select",
         ),
         (
             ("--trace", str(day), "--where", "slice"),

@@ -320,6 +320,6 @@ def test_a_check_says_what_is_not_learned_and_by_which_template(tmp_path, monkey
         "line 2: has no turn to train on: each message of the assistant has weight 0"
     ]
     assert (
-        "Not learned, by tiny's chat template (1):" in out
-        and "Left out, since there is nothing to learn (1):" in out
+        "Not trained on, by tiny's chat template (1):" in out
+        and "Left out, with nothing to train on (1):" in out
     )

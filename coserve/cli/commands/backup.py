@@ -1,4 +1,4 @@
-"""`coserve backup`: a home in one file, also while its server runs."""
+"""`coserve backup`: archives a home in one file, even while its server runs."""
 
 import json
 import sys
@@ -19,11 +19,10 @@ def backup(
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Save a home in a tar archive: records, files, and all that jobs need to resume. Its server
-    may run meanwhile.
+    """Save a home (records, files, and all that jobs need to resume) in a tar archive.
 
-    It is all as of one moment, whatever the server does in the meantime. `coserve restore` makes a
-    home of it again.
+    The archive shows the home at one moment; its server may keep running. `coserve restore`
+    restores it.
     """
     from coserve.home import private_files
     from coserve.jobs.maintenance.backup import to_data, write_backup
@@ -35,20 +34,18 @@ def backup(
     with private_files():
         store = Store.at(directory, url)
         try:
-            made = write_backup(directory, store, file)
+            archive = write_backup(directory, store, file)
         finally:
             store.close()
-    for path in made.missing:
+    for path in archive.missing:
         print(
-            f"missing: {directory / path} is on record, and is not there (coserve doctor says "
-            f"more)",
+            f"missing: {directory / path}, which is on record (see coserve doctor)",
             file=sys.stderr,
         )
     if as_json:
-        print(json.dumps(to_data(made)))
+        print(json.dumps(to_data(archive)))
     else:
         print(
-            f"{made.file}: {made.num_bytes:,} bytes with {made.num_files} files, {made.num_jobs} "
-            f"jobs and "
-            f"{made.num_checkpoints} checkpoints"
+            f"{archive.file}: {archive.num_bytes:,} bytes with {archive.num_files} files, "
+            f"{archive.num_jobs} jobs and {archive.num_checkpoints} checkpoints"
         )

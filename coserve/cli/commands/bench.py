@@ -1,6 +1,4 @@
-"""`coserve bench`: what this machine reaches, beside what others reach on it, measured in one
-run.
-"""
+"""`coserve bench`: measures what this machine reaches, beside alternatives in the same run."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="bench",
     help=(
-        "Measure what this machine reaches, beside what others reach on it: a table, then one line "
-        "of JSON."
+        "Measure what this machine reaches, beside alternatives in the same run. Prints a table, "
+        "then one line of JSON."
     ),
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -48,22 +46,24 @@ def decode(
         typer.Option(
             metavar="PYTHON",
             help=(
-                "Of an environment with openvino and optimum-intel, whose model takes turns (CPU)."
+                "Python of an environment with openvino and optimum-intel, whose model takes "
+                "turns (CPU only)."
             ),
         ),
     ] = None,
     save: Save = None,
 ) -> None:
-    """A decode step of 1, 4 and 8 requests at context 512: against reading the weights and the
-    cache once at this machine's bandwidth, against transformers' generate, and against OpenVINO's
-    model alone, without choosing tokens.
+    """Measure a decode step of 1, 4 and 8 requests at context 512.
+
+    Beside it: reading the weights and the cache once at this machine's bandwidth, transformers'
+    generate, and OpenVINO's model without choosing tokens (--openvino).
     """
     from coserve.bench import decode as experiment
     from coserve.bench.openvino import openvino_model
 
     if openvino is not None and place not in ("auto", "cpu"):
         raise typer.BadParameter(
-            "OpenVINO runs beside a CPU alone: leave out --device", param_hint="--openvino"
+            "OpenVINO is measured on a CPU only: remove --device", param_hint="--openvino"
         )
 
     def run(backbone: "Backbone") -> dict[str, Any]:
@@ -94,9 +94,7 @@ def train(
     runs: Runs = 5,
     compiled: Annotated[
         bool,
-        typer.Option(
-            "--compiled/--no-compiled", help="Whether PEFT under torch.compile takes turns, too."
-        ),
+        typer.Option("--compiled/--no-compiled", help="Also measure PEFT under torch.compile."),
     ] = True,
     max_recompute: Annotated[
         float,
@@ -104,14 +102,19 @@ def train(
             metavar="SHARE",
             min=0,
             max=1,
-            help="Beside a job that keeps less, for as many more FLOPs (0: none).",
+            help=(
+                "Also measure a job that spends up to this share of extra FLOPs to keep fewer "
+                "activations; 0: no such job."
+            ),
         ),
     ] = 0.0,
     dropout: Dropout = 0.0,
     save: Save = None,
 ) -> None:
-    """Fine-tuning alone, on sequences of 512 and 1,024 tokens: tokens per second and activation
-    memory against PEFT, as it is and under torch.compile, which takes some minutes to compile.
+    """Measure fine-tuning alone, on sequences of 512 and 1,024 tokens.
+
+    Tokens per second and activation memory beside PEFT, as it is and under torch.compile, which
+    takes some minutes to compile.
     """
     from coserve.bench import train as experiment
 
@@ -130,18 +133,24 @@ def coserve(
     weights: Weights = "dense",
     place: Place = "auto",
     runs: Runs = 5,
-    streams: Annotated[int, typer.Option(min=1, help="Requests that decode at once.")] = 4,
-    jobs: Annotated[int, typer.Option(min=1, help="Jobs that run at once.")] = 1,
+    streams: Annotated[
+        int, typer.Option(min=1, help="Number of requests that decode at once.")
+    ] = 4,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of jobs that run at once.")] = 1,
     seconds: Annotated[float, typer.Option(min=1, help="Time for each policy.")] = 60.0,
     dropout: Dropout = 0.0,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Also what --deterministic of up costs.")
+        bool,
+        typer.Option(
+            "--deterministic", help="Also measure what --deterministic of coserve up costs."
+        ),
     ] = False,
     save: Save = None,
 ) -> None:
-    """Steady streams with an SLO for the time per output token of 2.5 × their step alone, and
-    fine-tuning in what they leave over; with the same under inference-only and tuning-only, and
-    PEFT alone.
+    """Measure streams of requests with an SLO, and fine-tuning in the time that they leave over.
+
+    The SLO per output token is 2.5 × the step of the streams alone. Beside it: the policies
+    inference-only and tuning-only, and PEFT alone.
     """
     from coserve.bench import coserve as experiment
 
@@ -164,7 +173,7 @@ def serve(
     model: Annotated[
         str,
         typer.Option(
-            help="A directory, a hub id, or dummy:PRESET, which is written to a directory first."
+            help="Directory, hub id, or dummy:PRESET, which is written to a directory first."
         ),
     ] = DEFAULT_MODEL,
     dtype: Dtype = "best",
@@ -172,21 +181,26 @@ def serve(
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Another server with OpenAI's routes, which has the same model."
+            metavar="URL",
+            help="URL of another server with OpenAI's routes, which serves the same model.",
         ),
     ] = None,
     vllm: Annotated[
         Path | None,
         typer.Option(
             metavar="PYTHON",
-            help="Of an environment with vLLM for CPUs, which is started for the purpose.",
+            help=(
+                "Python of an environment with vLLM for CPUs; a vLLM server is started for the "
+                "measurement."
+            ),
         ),
     ] = None,
     save: Save = None,
 ) -> None:
-    """Requests over HTTP, 512 tokens in and 64 out, 1, 4 and 8 at once: output tokens per second,
-    and percentiles of the time to the first token and per output token; of coserve and of another
-    server, by the same client, in turns.
+    """Measure requests over HTTP: 512 tokens in and 64 out, 1, 4 and 8 at once.
+
+    Output tokens per second, and percentiles of TTFT and TPOT, of coserve and of another server, by
+    the same client, in turns.
     """
     import torch
 
@@ -220,7 +234,7 @@ def serve(
                     vllm, Path(directory), dtype=dtype, log=root / "vllm.log", cores=own_cores()
                 )
             )
-        found = experiment.run(
+        numbers = experiment.run(
             servers, vocab_size=vocab_size, runs=runs, watch=console(stderr=True).print
         )
     print_result(
@@ -233,6 +247,6 @@ def serve(
             "machine": describe(cpu),
             "versions": versions(vllm),
         },
-        found,
+        numbers,
         save,
     )

@@ -1,4 +1,4 @@
-"""`coserve chat`: talk to a model in the terminal; answers stream."""
+"""`coserve chat`: a conversation with a model in the terminal; answers stream."""
 
 import sys
 from collections.abc import Iterator
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 _LONGEST_ANSWER = 512
 
 _HELP = """\
-/adapter NAME  answer with this adapter (its id, or the suffix it was given); with base, the base model
-/adapter       list what there is to ask
-/clear         forget the conversation
-/help          this
-/exit          end; so does Ctrl-D. Ctrl-C stops an answer."""
+/adapter NAME  switch to an adapter, by its id or suffix; base: the base model
+/adapter       list the models
+/clear         clear the conversation
+/help          show this help
+/exit          exit, as does Ctrl-D. Ctrl-C stops an answer."""
 
 
 def chat(
@@ -41,37 +41,37 @@ def chat(
         str,
         typer.Argument(
             help=(
-                "What to serve if no server runs: a directory, a hub id, or tiny, the built-in "
+                "Model to serve if no server runs: a directory, a hub id, or tiny, the built-in "
                 "model."
             )
         ),
     ] = "tiny",
     adapter: Annotated[
         str | None,
-        typer.Option(help="Answer with this adapter: its id, or the suffix it was given."),
+        typer.Option(help="Adapter to chat with: its id, or the suffix of its job."),
     ] = None,
-    system: Annotated[
-        str | None, typer.Option(help="What the model is told before the conversation.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=1,
-            help=f"The longest answer. [{_LONGEST_ANSWER}, or half of a short context]",
+            help=f"Maximum length of an answer. [{_LONGEST_ANSWER}, or half of a short context]",
         ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(min=0, max=2, help="0 is always the likeliest token.")
+        float,
+        typer.Option(
+            min=0, max=2, help="Sampling temperature; 0 always picks the likeliest token."
+        ),
     ] = 0.7,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Talk to a model: of the server that runs on this machine, or of --url. Without any, one is
-    started for as long as the conversation lasts.
+    """Chat with the model of the server on this machine, or of --url; without a server, start one.
 
-    In a pipe, every line of stdin is a question of the same conversation: `echo "Hello" | coserve
-    chat`.
+    A server that chat starts ends with the conversation. In a pipe, every line of stdin is a
+    question of the same conversation: `echo "Hello" | coserve chat`.
     """
     from coserve.cli.tables import console
 
@@ -88,9 +88,7 @@ def chat(
 
 
 def _longest_answer(client: Client) -> int:
-    """As many tokens as are usual, if the model's context has room for them and for what was said
-    before.
-    """
+    """Return the usual maximum length of an answer, or half of the context if that is less."""
     context: int | None = client.get(f"/v1/models/{base_model(client)}").get("max_model_len")
     return _LONGEST_ANSWER if context is None else max(1, min(_LONGEST_ANSWER, context // 2))
 
@@ -106,7 +104,7 @@ def _server_for_now(model: str, screen: "Console") -> Iterator[str]:
 
 
 class _Conversation:
-    """What was said, to whom."""
+    """A conversation with a model: its messages, and its commands."""
 
     def __init__(
         self, client: Client, screen: "Console", *, system: str | None, options: dict[str, Any]
@@ -119,11 +117,11 @@ class _Conversation:
         self._interactive = screen.is_terminal and sys.stdin.isatty()
 
     def turn_to(self, name: str) -> None:
-        """Answer with another adapter from now on."""
+        """Switch to another adapter."""
         self._model = self._base if name == "base" else find_model(self._client, name)
 
     def run(self) -> None:
-        """Until the user has had enough."""
+        """Ask and answer until the user ends the conversation."""
         if self._interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  # lines can be edited, and come back with the arrows
@@ -148,7 +146,7 @@ class _Conversation:
             text.encode()  # what is no UTF-8 comes out of some locales as halves of characters
             return text
         except UnicodeError:
-            raise DataError("a question must be UTF-8 text, and stdin is not") from None
+            raise DataError("stdin is not UTF-8 text") from None
         except EOFError:
             return None
         except KeyboardInterrupt:
@@ -156,16 +154,16 @@ class _Conversation:
             return None
 
     def _command(self, name: str = "", argument: str = "") -> bool:
-        """Whether the conversation continues."""
+        """Run a /command, and return whether the conversation continues."""
         match name:
             case "exit" | "quit":
                 return False
             case "clear":
                 self._messages = list(self._start)
-                self._say("forgotten")
+                self._say("conversation cleared")
             case "adapter" if argument:
                 self.turn_to(argument)
-                self._say(f"{self._model} answers from now on")
+                self._say(f"{self._model} answers now")
             case "adapter":
                 for model in self._client.get("/v1/models")["data"]:
                     self._say(f"{'→' if model['id'] == self._model else ' '} {model['id']}")
@@ -193,7 +191,8 @@ class _Conversation:
                     text += piece
                     print(printable(piece) if self._interactive else piece, end="", flush=True)
         except KeyboardInterrupt:
-            stream.close()  # type: ignore[attr-defined]  # it is a generator; closing it cancels the request
+            # It is a generator; closing it cancels the request.
+            stream.close()  # type: ignore[attr-defined]
             self._say(" … stopped")
         print()
         self._messages = [*messages, {"role": "assistant", "content": text}]
@@ -207,5 +206,5 @@ class _Conversation:
             )
 
     def _say(self, text: str) -> None:
-        """Words of the command, not of the model."""
+        """Print text of the command itself, not of the model."""
         self._screen.print(text, style="dim")

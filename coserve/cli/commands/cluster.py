@@ -1,4 +1,4 @@
-"""`coserve cluster`: one server whose engines are many nodes, on Ray."""
+"""`coserve cluster`: one server with engines on many nodes, on Ray."""
 
 import inspect
 import json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="cluster",
-    help="One server whose engines are many nodes, on Ray.",
+    help="Run one server on many nodes, with Ray.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -38,7 +38,7 @@ _Address = Annotated[
         "--address",
         envvar="COSERVE_CLUSTER",
         metavar="HOST:PORT",
-        help="Of the Ray cluster to join; its first coserve cluster up prints it.",
+        help="Address of the Ray cluster to join, as its first coserve cluster up prints it.",
     ),
 ]
 _Nodes = Annotated[
@@ -48,8 +48,8 @@ _Nodes = Annotated[
         min=0,
         metavar="N",
         help=(
-            "Nodes on this machine, each on a device or, with --tensor-parallel, on as many; 0: "
-            "none."
+            "Number of nodes on this machine, each on one device or, with --tensor-parallel, on "
+            "several; 0: none."
         ),
         show_default="as many as its GPUs allow, or 1",
     ),
@@ -61,7 +61,7 @@ _RayPort = Annotated[
         min=1,
         max=65535,
         metavar="PORT",
-        help="Where the Ray cluster that is started here listens, for machines that join.",
+        help="Port of the Ray cluster that is started here, for machines that join.",
         show_default="6379",
     ),
 ]
@@ -70,7 +70,7 @@ _Placement = Annotated[
     typer.Option(
         "--placement",
         metavar="NAME",
-        help="Which node gets a request or a job.",
+        help="Policy that assigns requests and jobs to nodes.",
         show_default="slack-affinity",
     ),
 ]
@@ -80,7 +80,7 @@ _Fronts = Annotated[
         "--fronts",
         min=1,
         metavar="N",
-        help="Fronts: one answers, the others stand by to take over when it dies.",
+        help="Number of fronts: one answers, the others are on standby and take over when it dies.",
         show_default="1",
     ),
 ]
@@ -88,7 +88,10 @@ _Fronts = Annotated[
 _Known = Annotated[
     str,
     typer.Option(
-        "--address", envvar="COSERVE_CLUSTER", metavar="HOST:PORT", help="Of the Ray cluster."
+        "--address",
+        envvar="COSERVE_CLUSTER",
+        metavar="HOST:PORT",
+        help="Address of the Ray cluster.",
     ),
 ]
 _DEFAULT_ADDRESS = "127.0.0.1:6379"
@@ -96,7 +99,7 @@ _DEFAULT_ADDRESS = "127.0.0.1:6379"
 
 @app.callback()
 def cluster() -> None:
-    """One server whose engines are many nodes, on Ray."""
+    """Run one server on many nodes, with Ray."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,7 @@ class _Up:
     """Number of fronts."""
 
     own: set[str]
-    """Names of the options that this command line sets, other than where and with how many nodes."""
+    """Names of the options set here, other than the address and the number of nodes."""
 
     config: ServerConfig
     """Settings of the server, if one is started."""
@@ -135,15 +138,16 @@ def _up(
 ) -> None:
     """Serve MODEL on many nodes: start a cluster here, or join one with this machine's devices.
 
-    The first one starts Ray and the front, which answers as `coserve up` does, and prints the
-    command for others. MODEL may be the name (ft:…) of what full fine-tuning has made in this home.
-    With `--address` alone, and `--nodes`, this machine joins; the model and all other options are
-    then the cluster's own. Files, jobs and adapters (`--home`) lie on a path that every node can
-    read. Ctrl-C ends this machine's part in good order; a second one waits for no requests.
+    The first command starts Ray and the front, which answers as `coserve up` does, and prints the
+    command for other machines. MODEL may be the name (ft:…) of a fully fine-tuned model in this
+    home. With `--address` alone, or with `--nodes`, this machine joins; the model and all other
+    options are then the cluster's own. Files, jobs and adapters (`--home`) must be at a path that
+    every node can read. Ctrl-C ends this machine's part gracefully; a second Ctrl-C does not wait
+    for requests.
     """
     if address is not None and ray_port is not None:
         raise ClusterError(
-            "--ray-port is for a cluster that is started here: leave it out, or --address"
+            "--ray-port applies to a cluster that this command starts: remove it, or --address"
         )
     _require_ray(creates_token=address is None)
     config = with_finished_model(server_config(**given))
@@ -179,10 +183,10 @@ def _ask_cluster(up: _Up) -> "Served | None":
     if address is None:
         return None
     served = served_at(address)
-    # A machine without devices, or one with options of its own, serves from here if nobody does yet.
+    # A machine without devices, or with options of its own, serves from here if nobody does yet.
     only_joins = not up.own and up.nodes != 0
     if served is None and only_joins:
-        _say(f"nothing is served at {address} yet: this machine joins as soon as there is")
+        _say(f"nothing is served at {address} yet: this machine joins as soon as a model is")
         served = wait_until_served(lambda: served_at(address), address)
     # A machine without devices can ask Ray itself, which knows of a front that is gone.
     if served is not None and up.nodes != 0:
@@ -241,8 +245,8 @@ def _run(up: _Up, known: "Served | None") -> None:
             _say(f"{number} {'device joins' if number == 1 else 'devices join'} {machine.address}")
         elif claim is None:
             raise ClusterError(
-                f"the cluster at {machine.address} has just ended its front; join it when it has "
-                f"another"
+                f"the front of the cluster at {machine.address} has just ended: join once there is "
+                f"another one"
             )
         else:
             _serve(up, machine.address, claim, leaving)
@@ -253,9 +257,11 @@ def _run(up: _Up, known: "Served | None") -> None:
             _say(f"{ready} {'node is' if ready == 1 else 'nodes are'} ready")
         ended.wait()
         if not served:
-            _say("the cluster ends: jobs are checkpointed, and resume at the next start")
+            _say(
+                "the cluster is shutting down: jobs are checkpointed, and resume at the next start"
+            )
         elif machine.id is not None:
-            _say("this machine leaves: its jobs continue on others")
+            _say("this machine leaves the cluster: its jobs continue on other nodes")
             ray_commands.drain_machines(machine.id, _say)
 
 
@@ -296,7 +302,7 @@ def _serve(up: _Up, address: str, claim: "DeployClaim", leaving: ExitStack) -> N
 
 
 def _own_options(given: dict[str, Any]) -> set[str]:
-    """Those that were not left out, by name."""
+    """Return the names of the options whose values differ from the defaults."""
     usual = ServerConfig()
     return {name for name, value in given.items() if value != getattr(usual, name, None)}
 
@@ -304,42 +310,44 @@ def _own_options(given: dict[str, Any]) -> set[str]:
 def _check_joins(
     address: str, served: list[str], own: set[str], model: str, version: str = VERSION
 ) -> None:
-    """ClusterError if somebody means another cluster. own: options of the command. version: of its
-    coserve.
+    """Check that a command line fits the cluster that it would join.
+
+    Args:
+        address: Address of the cluster.
+        served: Names of the model that the cluster serves.
+        own: Names of the options that the command line sets.
+        model: Model of the command line.
+        version: Version of coserve in the cluster.
+
+    Raises:
+        ClusterError: The command line has options or a model of its own, or the versions differ.
     """
     if own - {"model"} or (own and model not in served):
         raise ClusterError(
-            f"the cluster at {address} serves {served[0] or 'something'} already, as its first "
-            f"coserve cluster up "
-            "said: to join it, leave out all options but --address and --nodes"
+            f"the cluster at {address} already serves {served[0] or 'a model'}: to join it, use no "
+            "options other than --address and --nodes"
         )
     if version != VERSION:
         raise ClusterError(
-            f"the cluster at {address} runs coserve {version}, and this is {VERSION}: install the "
-            f"same"
+            f"the cluster at {address} runs coserve {version}, and this machine has {VERSION}: "
+            f"install the same version"
         )
 
 
 def _say_waits(address: str) -> None:
-    _say(
-        f"another coserve cluster up begins or ends at {address} at this moment: this one waits "
-        f"for that"
-    )
+    _say(f"another coserve cluster up is starting or ending at {address}: waiting for it")
 
 
 def _start_line(config: Any, address: str) -> str:
     scheme = "http" if config.ssl_certfile is None else "https"
     return (
         f"coserve serves {config.model} at {scheme}://{config.host}:{config.port}/v1; other "
-        f"machines join it with "
-        f"coserve cluster up --address {address}{_token_line()}"
+        f"machines join with coserve cluster up --address {address}{_token_line()}"
     )
 
 
 def _token_line() -> str:
-    """Return what other machines need of this one to join, if it is the token that was made
-    here.
-    """
+    """Return the place of the token that other machines need to join, if it was created here."""
     from coserve.cluster.ray.token import token_in_use
 
     path = token_in_use()
@@ -364,7 +372,7 @@ def status(
     address: _Known = _DEFAULT_ADDRESS,
     as_json: Json = False,
 ) -> None:
-    """Show the nodes, what each does, and who waits for one."""
+    """Show the nodes, what each of them runs, and what waits for a node."""
     _require_ray()
     from coserve.cluster.ray.machine import check_address
 
@@ -374,14 +382,14 @@ def status(
 
     ray_commands.connect(address)
     try:
-        found = ray_commands.status()
+        report = ray_commands.status()
     finally:
         ray_commands.disconnect()
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(report))
         return
     shown = table("node", "state", "host", "device", ">requests", ">jobs", ">free pages", "problem")
-    for node in found["nodes"]:
+    for node in report["nodes"]:
         pages = "" if node["pages"] is None else f"{node['free_pages']} of {node['pages']}"
         numbers = (str(node["requests"]), str(len(node["jobs"])), pages)
         shown.add_row(
@@ -394,8 +402,8 @@ def status(
         )
     console().print(shown)
     print(
-        f"{len(found['waiting'])} wait for a node"
-        + "".join(f"\n  {each}" for each in found["waiting"])
+        f"{len(report['waiting'])} waiting for a node"
+        + "".join(f"\n  {each}" for each in report["waiting"])
     )
 
 
@@ -404,7 +412,9 @@ def drain(
     node: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NODE]", help="As coserve cluster status names it.", show_default=False
+            metavar="[NODE]",
+            help="Name of the node, as in coserve cluster status.",
+            show_default=False,
         ),
     ] = None,
     here: Annotated[
@@ -412,18 +422,16 @@ def drain(
         typer.Option(
             "--here",
             help=(
-                "All nodes of this machine, before it is switched off: their requests are waited "
-                "for, too."
+                "Drain all nodes of this machine before it is switched off; their open requests "
+                "finish first."
             ),
         ),
     ] = False,
     address: _Known = _DEFAULT_ADDRESS,
 ) -> None:
-    """Have a node get nothing more, and its jobs continue on others from their checkpoints."""
+    """Stop assigning work to a node, and move its jobs to other nodes from their checkpoints."""
     if (node is None) != here:
-        raise ClusterError(
-            "coserve cluster drain is for one NODE, or with --here for all nodes of this machine"
-        )
+        raise ClusterError("name one NODE to drain, or use --here for all nodes of this machine")
     _require_ray()
     from coserve.cluster.ray.machine import check_address
 
@@ -463,9 +471,7 @@ def _require_ray(*, creates_token: bool = False) -> None:
 
 
 def _num_devices(device: str, num_ranks: int) -> int:
-    """Return how many nodes this machine has by default: one for each group of GPUs, one for each
-    rank; or 1.
-    """
+    """Return the default number of nodes of this machine: one for each group of GPUs, or 1."""
     if device == "cpu":
         return 1
     import torch
@@ -477,7 +483,9 @@ def _num_devices(device: str, num_ranks: int) -> int:
 
 @contextmanager
 def _reloading(reload: Callable[[], None], keys_file: str | None) -> Iterator[None]:
-    """Have the keys' file read again on SIGHUP; without one, SIGHUP ends the command."""
+    """Reload the keys' file on SIGHUP while the context lasts; without a file, SIGHUP ends the
+    command.
+    """
     if keys_file is None:
         yield
         return
@@ -502,8 +510,8 @@ def _told(reload: Callable[[], None]) -> None:
 
 
 class _Signals:
-    """An event that the first SIGINT or SIGTERM sets, or the end of the terminal; the second ends
-    the process.
+    """A context whose event is set by the first SIGINT, SIGTERM or end of the terminal; the second
+    one ends the process.
     """
 
     def __enter__(self) -> threading.Event:

@@ -1,4 +1,4 @@
-"""`coserve data check`: what a job would be trained on, before there is one."""
+"""`coserve data check`: shows what a job would train on."""
 
 import json
 from pathlib import Path
@@ -19,62 +19,67 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="data",
-    help="Training files, before they are used.",
+    help="Check training files before they are used.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 
-# Of the examples that are cut, or left out.
-_MOST_NAMED = 10
+# Examples that are cut or left out, by name.
+_MAX_NAMED = 10
 _SHARES = {"median": 0.5, "p90": 0.9, "longest": 1.0}
 
 
 @app.callback()
 def _group() -> None:
-    """A group, also while it has one command."""
+    """Check training files before they are used."""
 
 
 @app.command()
 def check(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="JSONL, JSON, CSV or Parquet: docs/jobs.md.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="Training file: JSONL, JSON, CSV or Parquet (docs/jobs.md)."
+        ),
     ],
     model: Annotated[
         str,
         typer.Option(
             metavar="MODEL",
-            help="Whose tokenizer and chat template read it: a directory or a hub id.",
+            help="Model whose tokenizer and chat template read the file: a directory or a hub id.",
         ),
     ] = "tiny",
     method: Annotated[
         str,
-        typer.Option(metavar="NAME", help=f"What is learned: {', '.join(method_names())}."),
+        typer.Option(metavar="NAME", help=f"Training method: {', '.join(method_names())}."),
     ] = "supervised",
     max_length: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=2, help="Longer examples are cut to this many tokens. [as of jobs]"
+            metavar="N",
+            min=2,
+            help="Maximum tokens per example; longer ones are cut. [as for jobs]",
         ),
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Times that every example is used. [as of jobs]"),
+        typer.Option(metavar="N", min=1, help="Number of passes over the examples. [as for jobs]"),
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Examples of an optimizer step. [as of jobs]"),
+        typer.Option(metavar="N", min=1, help="Examples per optimizer step. [as for jobs]"),
     ] = None,
     examples: Annotated[
-        int, typer.Option(metavar="N", min=0, help="How many are shown, token by token.")
+        int, typer.Option(metavar="N", min=0, help="Number of examples to show, token by token.")
     ] = 3,
     as_json: Json = False,
 ) -> None:
-    """Read FILE as a job on MODEL would, and show what is trained on.
+    """Read FILE as a job on MODEL would, and show what the job would train on.
 
-    Its counts and lengths; of the first examples, which text is learned and which is only read;
-    what would be cut, left out or not learned, and why; which lines a job would fail at; and how
-    long a job takes that has the device to itself, if this machine has served the model before and
-    so knows how fast it is. The status is 1 if a job would refuse the file.
+    Shows counts and lengths; in the first examples, which text is trained on and which is only
+    read; what would be cut, left out or not trained on, and why; the lines at which a job would
+    fail; and how long a job takes with the device to itself, if this machine has measured the
+    model. The status is 1 if a job would refuse the file.
     """
     from coserve.cli.tables import console
     from coserve.engine.prompts import end_tokens_of, load_tokenizer
@@ -92,7 +97,7 @@ def check(
     source = find_model(model, with_weights=False)
     architecture, tokenizer = build_architecture(source.config), load_tokenizer(source)
     if tokenizer is None:
-        raise DataError(f"{model} has no tokenizer, so that files cannot be trained on")
+        raise DataError(f"{model} has no tokenizer: it cannot be trained on text files")
     settings = job_settings(
         hyperparameters={"n_epochs": epochs, "batch_size": batch_size},
         extension={"max_sequence_length": max_length},
@@ -167,12 +172,14 @@ def _show(screen: "Console", preview: "Preview", report: dict[str, Any]) -> None
     for example in preview.examples:
         screen.print(_example(example, in_colour=screen.is_terminal), soft_wrap=True)
     if preview.examples:
-        legend = "In green what" if screen.is_terminal else "Between ⟦ and ⟧ is what"
-        screen.print(f"{legend} is learned; the rest is only read.\n", style="dim")
-    _list(screen, "A job would refuse the file for", preview.faults.lines(), style="bold red")
+        place = "green" if screen.is_terminal else "between ⟦ and ⟧"
+        screen.print(f"Trained text is {place}; the rest is only read.\n", style="dim")
+    _list(
+        screen, "A job would refuse the file because of", preview.faults.lines(), style="bold red"
+    )
     _list(
         screen,
-        f"Not learned, by {report['model']}'s chat template",
+        f"Not trained on, by {report['model']}'s chat template",
         report["warnings"],
         style="yellow",
     )
@@ -181,12 +188,12 @@ def _show(screen: "Console", preview: "Preview", report: dict[str, Any]) -> None
     lengths = ", ".join(f"{name} {length:,}" for name, length in report["lengths"].items())
     screen.print(
         f"{report['examples']:,} examples, {report['tokens']:,} tokens, "
-        f"{report['trained_tokens']:,} of them learned"
+        f"{report['trained_tokens']:,} trained on"
         + (f"; tokens of an example: {lengths}" if lengths else "")
     )
     longest = f"{report['max_sequence_length']:,} tokens (--max-length)"
-    _list(screen, f"Cut, since longer than {longest}", preview.cut, style="yellow")
-    _list(screen, "Left out, since there is nothing to learn", report["left_out"], style="yellow")
+    _list(screen, f"Cut to {longest}", preview.cut, style="yellow")
+    _list(screen, "Left out, with nothing to train on", report["left_out"], style="yellow")
     if "steps" in report:
         _show_time(screen, report)
 
@@ -199,13 +206,13 @@ def _show_time(screen: "Console", report: dict[str, Any]) -> None:
     steps = f"{report['epochs']} epochs, {report['steps']:,} optimizer steps of {examples}: "
     if report["seconds_alone"] is None:
         screen.print(
-            f"{steps}no estimate, since this machine has not measured the model; coserve up MODEL "
-            f"does."
+            f"{steps}no estimate, as this machine has not measured the model; coserve up MODEL "
+            f"measures it."
         )
     else:
         seconds = report["seconds_alone"]
         time = f"about {duration(seconds)}" if seconds >= 1 else "less than a second"
-        about = f"{time} without other load, with the adapter that jobs have unless told"
+        about = f"{time} without other load, with the default adapter of jobs"
         screen.print(f"{steps}{about} ({report['measured_on']}).")
 
 
@@ -215,10 +222,10 @@ def _list(screen: "Console", title: str, lines: list[str], *, style: str) -> Non
     if not lines:
         return
     screen.print(Text(f"{title} ({len(lines):,}):", style=style))
-    for line in lines[:_MOST_NAMED]:
+    for line in lines[:_MAX_NAMED]:
         screen.print(f"  {line}", soft_wrap=True)
-    if len(lines) > _MOST_NAMED:
-        screen.print(f"  and {len(lines) - _MOST_NAMED:,} more")
+    if len(lines) > _MAX_NAMED:
+        screen.print(f"  and {len(lines) - _MAX_NAMED:,} more")
 
 
 def _example(example: "ShownExample", *, in_colour: bool) -> "Text":

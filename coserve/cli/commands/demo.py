@@ -1,6 +1,4 @@
-"""`coserve demo`: everything at once on the built-in model, in three minutes, with a report to look
-at.
-"""
+"""`coserve demo`: serving and fine-tuning on the built-in model in three minutes, with a report."""
 
 import json
 import os
@@ -45,25 +43,32 @@ def demo(
         typer.Option(
             metavar="DIR",
             callback=report_directory_option,
-            help="Where the report goes; what an earlier demo left is replaced.",
+            help="Directory for the report; it replaces the one of an earlier demo.",
         ),
     ] = Path("demo-report"),
     lesson: Annotated[
         LessonName,
-        typer.Option(help="What the model learns: a manner, or words of a new language."),
+        typer.Option(
+            help="What the model learns: to talk like a pirate, or words of a new language (zub)."
+        ),
     ] = "pirate",
     model: Annotated[
-        str, typer.Option(help="A directory, a hub id, or tiny, the built-in model.")
+        str, typer.Option(help="Directory, hub id, or tiny, the built-in model.")
     ] = "tiny",
-    seconds: Annotated[float, typer.Option(min=1, help="Of each of the three phases.")] = 35.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Length of each of the three phases.")
+    ] = 35.0,
     rate: Annotated[
-        float, typer.Option(min=0.1, help="Mean requests per second; they come in bursts.")
+        float, typer.Option(min=0.1, help="Mean requests per second; they arrive in bursts.")
     ] = 2.0,
     trace: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A recorded trace (CSV, as Azure's or BurstGPT's) for the arrivals instead.",
+            help=(
+                "Recorded trace to take the arrivals from, as CSV in the format of Azure or "
+                "BurstGPT."
+            ),
         ),
     ] = None,
     where: Where = None,
@@ -72,7 +77,7 @@ def demo(
         typer.Option(
             metavar="TIME",
             callback=slo_option,
-            help="SLO: time to the first token, such as 500ms or 2s. [tiny: 500ms]",
+            help="SLO: time to first token, such as 500ms or 2s. [tiny: 500ms]",
         ),
     ] = None,
     slo_tpot: Annotated[
@@ -85,29 +90,30 @@ def demo(
     ] = None,
     tensor_parallel: Annotated[
         int,
-        typer.Option(
-            min=1, help="Number of processes that hold the model together; see coserve up."
-        ),
+        typer.Option(min=1, help="Number of ranks that hold the model together, as in coserve up."),
     ] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the lesson, the trace and the job.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the lesson, the trace and the job.")
+    ] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few seconds a phase: to see that it runs.")
+        bool,
+        typer.Option(
+            "--quick", help="Run each phase for a few seconds only, to see that it works."
+        ),
     ] = False,
 ) -> None:
     """Show what coserve does, in three minutes and without any set-up.
 
-    Starts a server; asks it some questions; plays a bursty trace of requests alone, runs a
-    fine-tuning job alone, then both at once; asks the same questions again, of what was learned
-    meanwhile. Leaves `report.html` with the latency of every request against its SLO,
-    `results.json`, and `adapter/` in PEFT's format.
+    Starts a server and asks it some questions; plays a bursty trace of requests alone, runs a
+    fine-tuning job alone, then both at once; asks the same questions again. Writes `report.html`
+    with the latency of every request against its SLO, `results.json`, and `adapter/` in PEFT's
+    format.
     """
     from coserve.bench.demo import DemoConfig
     from coserve.workloads.traces import read_trace
 
     if where and trace is None:
-        raise typer.BadParameter(
-            "there are no rows to choose from without --trace", param_hint="--where"
-        )
+        raise typer.BadParameter("needs --trace", param_hint="--where")
     config = DemoConfig(
         seconds=seconds,
         rate=rate,
@@ -130,7 +136,7 @@ def demo(
 def _server_options(
     model: str, slo_ttft: str | None, slo_tpot: str | None, tensor_parallel: int
 ) -> list[str]:
-    """Return options of `coserve up`; for models other than the built-in one, its own defaults."""
+    """Return options of `coserve up`; models other than the built-in one keep its defaults."""
     given = {
         name: value
         for name, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot))
@@ -167,14 +173,14 @@ def _run(
             def watch(state: "DemoState") -> None:
                 live.update(live_view(state, screen.width))
         else:
-            told: set[str] = set()
+            printed: set[str] = set()
             url = stack.enter_context(server)
 
             def watch(state: "DemoState") -> None:
                 """A line for everything new, without its numbers."""
                 words = state.doing.split(" (")[0]
-                if words not in told:
-                    told.add(words)
+                if words not in printed:
+                    printed.add(words)
                     screen.print(words)
 
         results = Demo(url, lesson, training_file, config, watch=watch).run()
@@ -190,7 +196,7 @@ def _run(
 
 
 def _settings(config: dict[str, Any], lesson: Any, num_ranks: int) -> dict[str, str]:
-    """Return what the report says of the settings."""
+    """Return the settings that the report shows, by their labels."""
     ranks = {} if num_ranks == 1 else {"ranks": f"{num_ranks} processes hold the model together"}
     return {
         "trace": (
@@ -208,9 +214,9 @@ def _settings(config: dict[str, Any], lesson: Any, num_ranks: int) -> dict[str, 
 
 
 def _adapter_directory(home: Path, job_id: str) -> Path | None:
-    """The job's last adapter, where the server keeps it."""
-    found = [path.parent for path in home.rglob(CONFIG_FILE) if job_id in str(path)]
-    return max(found, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, default=None)
+    """Return the directory of the job's newest adapter in the server's home."""
+    directories = [path.parent for path in home.rglob(CONFIG_FILE) if job_id in str(path)]
+    return max(directories, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, default=None)
 
 
 def _write(out: Path, results: dict[str, Any], adapter: Path | None) -> None:
@@ -233,7 +239,7 @@ def _write(out: Path, results: dict[str, Any], adapter: Path | None) -> None:
 
 
 def _tell(results: dict[str, Any], out: Path) -> None:
-    """The end: tables for people, one line for programs."""
+    """Print tables for people, and one line for programs."""
     from coserve.cli.demo_view import comparison, questions
     from coserve.cli.tables import console
 

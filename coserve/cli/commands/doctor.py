@@ -1,4 +1,4 @@
-"""`coserve doctor`: what is wrong with a home, and what can be mended without loss."""
+"""`coserve doctor`: finds faults of a home, and repairs what it can without loss."""
 
 import json
 from functools import partial
@@ -13,7 +13,7 @@ def doctor(
     home: Home = None,
     database: Database = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Mend what can be mended without loss.")
+        bool, typer.Option("--repair", help="Repair what can be repaired without loss.")
     ] = False,
     tensor_parallel: Annotated[
         int,
@@ -22,15 +22,13 @@ def doctor(
         ),
     ] = 1,
     device: Annotated[str, typer.Option(help="Device of the ranks: cpu, cuda, or auto.")] = "auto",
-    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of each rank.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads per rank.")] = 1,
 ) -> None:
-    """Look for what is wrong with a home while no server uses it: records, files, checkpoints,
-    adapters, permissions.
+    """Check a home (records, files, checkpoints, adapters, permissions) while no server uses it.
 
-    The status is 1 if something is wrong, or still is after --repair, which deletes nothing that a
-    record names, and moves aside what none does. A warning says so where slow kernels would run,
-    and with --tensor-parallel where the machine has no place for that many ranks. The last line is
-    JSON.
+    The status is 1 if a fault is found, or is left after --repair. --repair deletes nothing that a
+    record names, and moves aside what none names. Warns of slow kernels and, with
+    --tensor-parallel, of a machine that has no place for that many ranks. The last line is JSON.
     """
     from coserve.cli.tables import console, table
     from coserve.jobs.maintenance.doctor import Finding, examine
@@ -53,7 +51,7 @@ def doctor(
             if finding.mend is not None:
                 finding.mend()
                 mended.append(finding)
-    listing = table("about", "what is wrong", "done" if repair else "what mends it")
+    listing = table("about", "fault", "repaired" if repair else "repair")
     for finding in findings:
         can_be = finding.mend is not None
         by = "" if not can_be or repair else "--repair: it "
@@ -77,7 +75,7 @@ def doctor(
     if tensor_parallel > 1:
         from coserve.devices.ranks.places import why_not
 
-        said = f"this machine has a place for each of {tensor_parallel} ranks"
+        said = f"this machine has a place for each of the {tensor_parallel} ranks"
         if reason := why_not(tensor_parallel, device, threads):
             said = f"warning: {reason}"
             result["ranks_warning"] = reason

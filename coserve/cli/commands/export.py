@@ -1,5 +1,5 @@
-"""`coserve export`: what a job has made, as files: an adapter by itself or merged into its model,
-or a whole model.
+"""`coserve export`: writes a job's adapter, the model with the adapter merged, or a fully
+fine-tuned model.
 """
 
 import json
@@ -24,57 +24,57 @@ def export(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="ID", help="A fine-tuned model, a job, last, or a directory of PEFT's."
+            metavar="ID",
+            help="Fine-tuned model, job, last (the newest), or a PEFT adapter directory.",
         ),
     ],
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to write it; a new or empty directory.")
+        Path, typer.Argument(metavar="DIR", help="Directory to write to; it must be new or empty.")
     ],
     merge: Annotated[
         bool,
         typer.Option(
             "--merge",
-            help="Write the whole model with the adapter in its weights, not the adapter.",
+            help="Write the whole model with the adapter merged into its weights.",
         ),
     ] = False,
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="The base model for --merge. [the one it was trained on]"
+            metavar="MODEL",
+            help="Base model for --merge. [the one that the adapter was trained on]",
         ),
     ] = None,
     home: Home = None,
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Write a finished adapter to DIR in PEFT's format, or with --merge its whole model in Hugging
-    Face's.
+    """Write a finished adapter to DIR in PEFT's format, or with --merge the whole model.
 
-    What full fine-tuning has made is a whole model in any case: `coserve up DIR` serves it. The
-    server may run meanwhile. Merging needs memory for the model's weights in float32.
+    Merged models are in Hugging Face's format. Full fine-tuning gives a whole model in any case;
+    `coserve up DIR` serves it. The server may keep running. Merging needs memory for the model's
+    weights in float32.
     """
     from coserve.errors import AdapterError
 
     if model is not None and not merge:
-        raise typer.BadParameter(
-            "this is for --merge: an adapter is written as it is", param_hint="--model"
-        )
-    found, base, is_model, name = _find(name, home, database)
+        raise typer.BadParameter("applies only to --merge", param_hint="--model")
+    source, base, is_model, name = _find(name, home, database)
     with _written_whole(directory) as part:
         if is_model:
-            _copy_model(found, part)
+            _copy_model(source, part)
         elif merge:
             from coserve.adapters.merge import export_merged
             from coserve.models.copy_room import check_room
 
             if (named := model or base) is None:
-                raise AdapterError("--merge needs the base model: say --model MODEL")
+                raise AdapterError("--merge needs the base model: set --model")
             _check_memory(named)
             check_room(named, part)
-            export_merged(named, found, part)
+            export_merged(named, source, part)
         else:
             for file in (CONFIG_FILE, WEIGHTS_FILE):
-                shutil.copy(found / file, part)
+                shutil.copy(source / file, part)
     print(
         json.dumps({"directory": str(directory), "merged": merge or is_model, "exported": name})
         if as_json
@@ -83,8 +83,10 @@ def export(
 
 
 def _check_memory(model: str) -> None:
-    """Raise AdapterTooLargeError if a model's weights in float32 do not fit into the free
-    memory.
+    """Check that a model's weights in float32 fit into the free memory.
+
+    Raises:
+        AdapterTooLargeError: They do not.
     """
     import torch
 
@@ -100,26 +102,26 @@ def _check_memory(model: str) -> None:
     free_bytes = available_bytes(torch.device("cpu"))
     if needed_bytes > free_bytes:
         raise AdapterTooLargeError(
-            f"merging takes about {needed_bytes / 1e9:.1f} GB of memory, and "
+            f"merging needs about {needed_bytes / 1e9:.1f} GB of memory, and "
             f"{free_bytes / 1e9:.1f} GB are free"
         )
 
 
 @contextmanager
 def _written_whole(directory: Path) -> Iterator[Path]:
-    """A directory to write to, whose files are moved to this one at the end; of what goes wrong
-    nothing is left.
+    """Yield a directory to write to, whose files are moved to the given one at the end.
 
-    AdapterError if it is not empty, or cannot be written.
+    If writing fails, nothing is left.
+
+    Raises:
+        AdapterError: The given directory is not empty, or cannot be written.
     """
     from coserve.errors import AdapterError
 
     part, is_new = directory / ".part-export", not directory.exists()
     try:
         if not is_new and any(directory.iterdir()):
-            raise AdapterError(
-                f"{directory} is not empty; name a directory that is, or that is not there"
-            )
+            raise AdapterError(f"{directory} is not empty: choose a new or empty directory")
         part.mkdir(parents=True)
         yield part
         for path in part.iterdir():
@@ -127,7 +129,7 @@ def _written_whole(directory: Path) -> Iterator[Path]:
         part.rmdir()
     except OSError as error:
         raise AdapterError(
-            f"it cannot be written to {directory}: {error.strerror or error} ({error.filename})"
+            f"{directory} cannot be written: {error.strerror or error} ({error.filename})"
         ) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -137,18 +139,18 @@ def _written_whole(directory: Path) -> Iterator[Path]:
 
 
 def _find(name: str, home: str | None, database: str | None) -> tuple[Path, str | None, bool, str]:
-    """The directory, the model that it is of, if that is known, whether it is a model by itself,
-    and its name.
+    """Return the directory, the base model if it is known, whether it is a model by itself, and the
+    name.
     """
     path = Path(name)
     if (path / CONFIG_FILE).is_file():
         return path, _base_of(path / CONFIG_FILE), False, name
-    found = find_finished(name, home, database)
-    return found.directory, found.base, found.is_model, found.name
+    finished = find_finished(name, home, database)
+    return finished.directory, finished.base, finished.is_model, finished.name
 
 
 def _base_of(config: Path) -> str | None:
-    """The model that PEFT's configuration names, if it names one."""
+    """Return the base model that a PEFT configuration names, if it names one."""
     from coserve.errors import AdapterError
 
     try:
@@ -158,12 +160,12 @@ def _base_of(config: Path) -> str | None:
         raise AdapterError(f"{config} cannot be read: {error.strerror or error}") from None
     except (ValueError, AttributeError, RecursionError):
         raise AdapterError(
-            f"{config} is no configuration of PEFT's: it must hold a JSON object"
+            f"{config} is not a PEFT configuration: it must hold a JSON object"
         ) from None
 
 
 def _copy_model(source: Path, directory: Path) -> None:
-    """What full fine-tuning has made, without what a job needs to resume."""
+    """Copy a fully fine-tuned model, without the files that only a job needs to resume."""
     from coserve.devices.messages.jobs import OPTIMIZER_FILE
     from coserve.engine.jobs.checkpoint import POSITION_FILE
 

@@ -1,6 +1,4 @@
-"""`coserve inspect`: what a block computes, what training an adapter keeps of it, and what it could
-do without.
-"""
+"""`coserve inspect`: shows what a block computes, and what training an adapter saves of it."""
 
 import json
 import re
@@ -24,39 +22,41 @@ if TYPE_CHECKING:
 def inspect(
     model: Annotated[
         str,
-        typer.Argument(help="A directory, a hub id, dummy:PRESET, or dummy:PATH of a config.json."),
+        typer.Argument(help="Directory, hub id, dummy:PRESET, or dummy:PATH of a config.json."),
     ],
     adapter: Annotated[
         str,
         typer.Option(
             metavar="METHOD",
-            help="The PEFT method: lora, ia3, vera, bottleneck, …; docs/methods.md.",
+            help="PEFT method: lora, ia3, vera, bottleneck, … (docs/methods.md).",
         ),
     ] = "lora",
     adapter_setting: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="A setting of the method, its value as JSON or as text; may be repeated.",
+            help="Setting of the method, its value as JSON or text. Repeatable.",
         ),
     ] = None,
-    r: Annotated[int | None, typer.Option(help="LoRA's rank. [16]")] = None,
+    r: Annotated[int | None, typer.Option(help="LoRA rank. [16]")] = None,
     alpha: Annotated[
-        float | None, typer.Option(help="LoRA's alpha; the bypass is scaled by alpha / r. [32]")
+        float | None, typer.Option(help="LoRA alpha; the update is scaled by alpha / r. [32]")
     ] = None,
     targets: Annotated[
         str | None,
         typer.Option(
-            help="Modules it sits at: names with commas between, all-linear, or a regular expression. [as in a job; "
-            "LoRA: all-linear]"
+            help=(
+                "Target modules: names separated by commas, all-linear, or a regular "
+                "expression. [as for jobs; LoRA: all-linear]"
+            )
         ),
     ] = None,
-    dropout: Annotated[float | None, typer.Option(help="LoRA's dropout in training. [0]")] = None,
+    dropout: Annotated[float | None, typer.Option(help="LoRA dropout in training. [0]")] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of the training sequence.")] = 1024,
     budget: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Most bytes that a block keeps of one token; the rest is recomputed."
+            min=0, help="Maximum bytes that a block saves per token; the rest is recomputed."
         ),
     ] = None,
     dtype: Annotated[
@@ -66,20 +66,19 @@ def inspect(
         int | None,
         typer.Option(
             min=1,
-            help="Also show how this many ranks would divide the model: a look at the layout, nothing runs.",
+            help="Also show how this many ranks would divide the model; nothing runs.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One line of JSON instead of tables.")
+        bool, typer.Option("--json", help="Print one line of JSON instead of tables.")
     ] = False,
 ) -> None:
-    """Show a block of MODEL as the program that trains an adapter, and the memory that this takes.
+    """Show a block of MODEL as the program that trains an adapter, and the memory for it.
 
-    No weights are read: the shape is enough. A tensor of the forward pass is saved, restored
-    (handed back by the backward pass on its way, at no cost), rematerialized (computed again), or
-    dropped because no gradient that is asked for needs it. What only the training of some methods
-    has (the encoder of p-tuning, the masks of diff pruning) comes on top of the memory that is
-    shown.
+    Only the shape is read, not the weights. A tensor of the forward pass is saved, restored
+    (produced by the backward pass on its way, at no cost), rematerialized (recomputed), or dropped
+    because no requested gradient needs it. Memory that only the training of some methods needs (the
+    encoder of p-tuning, the masks of diff pruning) comes on top of what is shown.
     """
     given = {"r": r, "alpha": alpha, "target_modules": _targets(targets), "dropout": dropout}
     settings = {
@@ -96,25 +95,42 @@ def inspect(
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """Everything that is shown, as data; bytes unless a name says otherwise."""
+    """All that `coserve inspect` shows, as data."""
 
     model: str
+    """Model, as the command names it."""
     family: str
+    """Model type."""
     dtype: str
+    """Compute dtype."""
     adapter: dict[str, Any]
+    """Settings of the adapter in PEFT's format, with its type."""
     seq: int
+    """Tokens of the training sequence."""
     num_layers: int
+    """Number of blocks."""
     layer: int  # the block that is shown: the topmost that runs backward
+    """Block that is shown: the topmost that runs backward."""
     max_positions: int
+    """Maximum number of tokens that the model was made for."""
     saved_bytes_per_token: int
+    """Bytes that the block saves per token."""
     conventional_bytes_per_token: float | None  # None: not LoRA, or PEFT is not installed
+    """Bytes that autograd saves per token; None: not LoRA, or PEFT is not installed."""
     extra_flops_fraction: float
+    """FLOPs of recomputing, as a share of those of forward and backward."""
     frontier: list[dict[str, Any]]
+    """Choices between saved bytes per token and extra FLOPs."""
     memory_bytes: dict[str, int]
+    """Bytes for training on the sequence, by purpose."""
     conventional_memory_bytes: dict[str, int] | None
+    """The same under transformers and PEFT, if it is known."""
     forward: list[dict[str, Any]]
+    """Tensors of the block's forward pass."""
     backward: list[dict[str, Any]]
+    """Instructions of the block's backward pass."""
     ranks: dict[str, Any] | None  # how ranks would divide the model, where that is asked for
+    """Division of the model among ranks, if it is requested."""
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -129,16 +145,21 @@ def _targets(given: str | None) -> tuple[str, ...] | str | None:
 
 
 def _config(name: str, settings: dict[str, Any]) -> "AdapterConfig":
-    """AdapterError names what is wrong."""
+    """Return the configuration of an adapter.
+
+    Raises:
+        AdapterError: The method or a setting is wrong.
+    """
     from coserve.adapters.methods import method
 
     try:
         kind = method(name)
         if kind.is_model:
             raise AdapterError(
-                f"adapter {name!r} trains the model's own weights; inspect shows what an adapter adds"
+                f"{name!r} trains the model's own weights; inspect shows what an adapter adds"
             )
-        known = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # they are dataclasses
+        # All configurations are dataclasses.
+        known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
         if unknown := [setting for setting in settings if setting not in known]:
             raise AdapterError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
         return kind(**{**kind.job_defaults, **settings})
@@ -254,7 +275,7 @@ def _conventional_memory(
 
 
 def _forward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
-    """The graph's row tensors: who makes them, from what, and what becomes of them."""
+    """Return the row tensors of the graph: their operator, inputs, and state."""
     graph, keep = program.graph, program.retention
     rows = []
     for spec in graph.with_kind("row"):
@@ -278,8 +299,8 @@ def _forward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
 
 
 def _backward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
-    """The instructions; shapes and bytes are of the gradients, per row, or of a parameter as a
-    whole.
+    """Return the backward instructions; shapes and bytes are those of the gradients, per row, or of
+    a whole parameter.
     """
     spec = program.graph.spec
     return [
@@ -335,7 +356,7 @@ def _show(report: _Report) -> None:
 
 
 def _in_words(report: _Report) -> str:
-    """The adapter: its method, and where it sits, if that is said."""
+    """Return the adapter in words: its method, and its targets if they are known."""
     rank, targets = report.adapter.get("r"), report.adapter.get("target_modules")
     kind = report.adapter["type"]
     name = "LoRA" if kind == "lora" else str(kind)
@@ -355,7 +376,7 @@ def _table(title: str, *columns: str) -> "Table":
 
 
 def _forward_table(report: _Report, wide: bool) -> "Table":
-    """A narrow terminal goes without the inputs."""
+    """Return the table of the forward pass; a narrow terminal gets no inputs."""
     from rich.text import Text
 
     columns = ["operator", "tensor", *(["from"] * wide), ">per row", ">bytes per row", "kept"]
@@ -384,7 +405,7 @@ def _share(report: _Report) -> str:
 
 
 def _backward_table(report: _Report, wide: bool) -> "Table":
-    """A narrow terminal goes without what is read."""
+    """Return the table of the backward pass; a narrow terminal gets no reads."""
     columns = [">", "instruction", *(["reads"] * wide), "gradients of", ">bytes", "restores"]
     table = _table(f"Backward, block {report.layer}", *columns)
     for index, row in enumerate(report.backward):
@@ -417,7 +438,9 @@ def _total(memory: dict[str, int]) -> int:
 
 
 def _frontier_table(report: _Report) -> "Table":
-    """Points that save less than 3% over the one above are left out; `--json` has them all."""
+    """Return the table of the frontier, without points that save less than 3% over the one above;
+    `--json` has all points.
+    """
     table = _table(
         "Keep less, compute more (extra FLOPs: of forward and backward together)",
         *(">bytes per token", ">of autograd's", ">extra FLOPs", ""),

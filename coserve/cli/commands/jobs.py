@@ -1,4 +1,4 @@
-"""`coserve jobs`: fine-tuning jobs of a server, and what can be done with them."""
+"""`coserve jobs`: lists and controls a server's fine-tuning jobs."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from coserve.client.http import Client
 from coserve.errors import JobError
 
 JobId = Annotated[
-    str, typer.Argument(metavar="ID", help="Of the job, such as ftjob-…, or `last` for the newest.")
+    str, typer.Argument(metavar="ID", help="Job such as ftjob-…, or last for the newest.")
 ]
 
 _ID = re.compile(r"[\w-]+", re.ASCII)
@@ -22,7 +22,7 @@ _LONGEST_ERROR = 40  # characters of a list's line
 
 app = typer.Typer(
     name="jobs",
-    help="Fine-tuning jobs of the server: list them; show, follow, pause, resume or cancel one.",
+    help="List a server's fine-tuning jobs, or show, follow, pause, resume or cancel one.",
     rich_markup_mode="markdown",
 )
 
@@ -34,24 +34,24 @@ def jobs(
     api_key: ApiKey = None,
     as_json: Json = False,
     limit: Annotated[
-        int, typer.Option(min=1, max=100, help="How many to list, newest first.")
+        int, typer.Option(min=1, max=100, help="Maximum number of jobs to list, newest first.")
     ] = 20,
 ) -> None:
-    """Fine-tuning jobs of the server: list them; show, follow, pause, resume or cancel one."""
+    """List a server's fine-tuning jobs, or show, follow, pause, resume or cancel one."""
     if context.invoked_subcommand is not None:
         _refuse_given(context, context.invoked_subcommand)
         return
     with Client(url, api_key) as client:
-        found = client.get("/v1/fine_tuning/jobs", limit=limit)["data"]
+        records = client.get("/v1/fine_tuning/jobs", limit=limit)["data"]
         joined = client.get("/v1/status")["jobs"]["joined"]
     if as_json:
-        print(json.dumps({"jobs": found, "joined": joined}))
+        print(json.dumps({"jobs": records, "joined": joined}))
         return
     from coserve.cli.commands.models import moment
     from coserve.cli.tables import console, table
 
     listing = table("=job", "status", ">=steps", ">=loss", ">=left", "result", "=since")
-    for job in found:
+    for job in records:
         # `show` has all of it, with the file's name.
         error = _FILE.sub("", (job.get("error") or {}).get("message") or "")
         if len(error) > _LONGEST_ERROR:
@@ -60,24 +60,24 @@ def jobs(
         listing.add_row(
             job["id"], job["status"], *_progress(job), result, moment(job["created_at"])
         )
-    console().print(listing if found else "No jobs yet; `coserve tune FILE` starts one.")
+    console().print(listing if records else "No jobs yet; `coserve tune FILE` starts one.")
     for group in joined:
-        console().print(f"{', '.join(group)} go backward as one batch of rows.")
+        console().print(f"{', '.join(group)} run their backward passes as one batch.")
 
 
 def _refuse_given(context: typer.Context, command: str) -> None:
-    """Options of the list, before a command that does not read them: it would talk to another
-    server than was named.
+    """Refuse options of the list that are given before a subcommand, which would not read them and
+    might use another server.
     """
     for option in context.command.params:
         source = context.get_parameter_source(str(option.name))
         if source is not None and source.name == "COMMANDLINE":
-            words = f"this is for the list of jobs; options of {command} come after it: coserve jobs {command} ID …"
+            words = f"options of {command} follow it: coserve jobs {command} ID …"
             raise typer.BadParameter(words, param_hint=option.opts[0])
 
 
 def _progress(job: dict[str, Any]) -> tuple[str, str, str]:
-    """Steps, loss, and the time that is left, as far as they are known."""
+    """Return the steps, the loss and the time left, as far as they are known."""
     from coserve.cli.drawing import duration
 
     known = job.get("coserve") or {}
@@ -95,7 +95,7 @@ def _progress(job: dict[str, Any]) -> tuple[str, str, str]:
 
 @app.command()
 def show(job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """All that the server knows of a job, and its checkpoints."""
+    """Show all that the server knows of a job, and its checkpoints."""
     with Client(url, api_key) as client:
         record = _find(client, job)
         checkpoints = list(client.each(f"/v1/fine_tuning/jobs/{record['id']}/checkpoints"))
@@ -131,17 +131,17 @@ def events(
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
-    """What happened to a job, oldest first."""
+    """List the events of a job, oldest first."""
     from coserve.cli.follow import event_line
     from coserve.cli.tables import console
     from coserve.client.job_progress import events_after
 
     with Client(url, api_key) as client:
-        found = events_after(client, _find(client, job)["id"], None)
+        records = events_after(client, _find(client, job)["id"], None)
     if as_json:
-        print(json.dumps({"events": found}))
+        print(json.dumps({"events": records}))
         return
-    for event in found:
+    for event in records:
         console().print(event_line(event), soft_wrap=True)
 
 
@@ -149,8 +149,9 @@ def events(
 def follow(
     job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False
 ) -> None:
-    """Watch a job until it is over: steps, loss, and what requests see meanwhile. Ctrl-C leaves it
-    running.
+    """Watch a job until it ends; Ctrl-C leaves it running.
+
+    Shows its steps and loss, and the latencies of requests meanwhile.
     """
     from coserve.cli.commands.tune import watch
 
@@ -162,9 +163,7 @@ def follow(
 def pause(
     job: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False
 ) -> None:
-    """Pause a job after a checkpoint; the device is for requests alone until `coserve jobs
-    resume`.
-    """
+    """Pause a job after a checkpoint; `coserve jobs resume` resumes it."""
     _do("pause", job, url, api_key, as_json)
 
 
@@ -185,13 +184,14 @@ def cancel(
     offline: Annotated[
         bool,
         typer.Option(
-            "--offline", help="On record, while no server uses the home: before one starts again."
+            "--offline",
+            help="Cancel in the home's records while no server uses it, before one starts again.",
         ),
     ] = False,
     home: Home = None,
     database: Database = None,
 ) -> None:
-    """End a job; its checkpoints stay, and can be asked."""
+    """Cancel a job; its checkpoints stay, and can be served."""
     if not offline:
         _do("cancel", job, url, api_key, as_json)
         return
@@ -214,7 +214,7 @@ def _do(verb: str, job: str, url: str, api_key: str | None, as_json: bool) -> No
 
 def _find(client: Client, job: str) -> dict[str, Any]:
     if not _ID.fullmatch(job):
-        raise JobError(f"{job!r} is no job: it must be an id such as ftjob-…, or last")
+        raise JobError(f"{job!r} is not a job: use an id such as ftjob-…, or last")
     if job != "last":
         record: dict[str, Any] = client.get(f"/v1/fine_tuning/jobs/{job}")
         return record

@@ -1,6 +1,4 @@
-"""`coserve keys`: keys of a server's clients. Nothing is written: what is printed goes where it
-belongs.
-"""
+"""`coserve keys`: creates API keys, and writes nothing: the user copies the output."""
 
 import json
 import re
@@ -13,7 +11,7 @@ from coserve.server.tenancy.keys import TENANT_NAME, digest_of, new_key
 
 app = typer.Typer(
     name="keys",
-    help="Keys of a server's clients.",
+    help="Create API keys for a server's clients.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -21,19 +19,18 @@ app = typer.Typer(
 
 @app.callback()
 def keys() -> None:
-    """Keys of a server's clients."""
+    """Create API keys for a server's clients."""
 
 
 @app.command()
 def new(
     tenant: Annotated[
-        str, typer.Argument(metavar="TENANT", help="Whose key it is; a tenant may have several.")
+        str,
+        typer.Argument(metavar="TENANT", help="Tenant of the key; a tenant may have several keys."),
     ],
     as_json: Json = False,
 ) -> None:
-    """Make a key, and its line for the file of `coserve up --api-keys-file`, which holds only its
-    digest.
-    """
+    """Create a key, and the line with its digest for the file of `coserve up --api-keys-file`."""
     if re.fullmatch(TENANT_NAME, tenant) is None:
         raise typer.BadParameter(
             "a tenant's name has 1 to 64 letters, digits, dots, hyphens or underscores"
@@ -43,5 +40,5 @@ def new(
     if as_json:
         print(json.dumps({"tenant": tenant, "key": key, "line": line}))
         return
-    print(f"key of {tenant} (it is shown this once): {key}")
-    print(f"line for the keys' file, below [keys]: {line}")
+    print(f"key of {tenant} (shown only once): {key}")
+    print(f"line for the keys' file, under [keys]: {line}")

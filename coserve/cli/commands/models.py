@@ -1,4 +1,4 @@
-"""`coserve models`: what a server can be asked for."""
+"""`coserve models`: lists the models that a server answers as."""
 
 import json
 from datetime import UTC, datetime
@@ -16,16 +16,15 @@ def models(
     families: Annotated[
         bool,
         typer.Option(
-            "--families", help="List the families of models that can be run; no server is asked."
+            "--families", help="List the model families that coserve supports; needs no server."
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List what the server answers as: the base model, adapters that were loaded or learned here,
-    their checkpoints.
+    """List the server's models: the base model, adapters, and checkpoints of jobs.
 
-    Any of these ids is a `model` of a request (`coserve chat --adapter ID`), and a `model` that a
-    job can train further (`coserve tune FILE --model ID`).
+    Each id can be the `model` of a request (`coserve chat --adapter ID`), and the `model` that a
+    job trains further (`coserve tune FILE --model ID`).
     """
     if families:
         _show_families(as_json=as_json)
@@ -33,14 +32,14 @@ def models(
     from coserve.client.http import Client
 
     with Client(url, api_key) as client:
-        found = client.get("/v1/models", checkpoints=True)["data"]
+        listed = client.get("/v1/models", checkpoints=True)["data"]
     if as_json:
-        print(json.dumps({"models": [model["id"] for model in found]}))
+        print(json.dumps({"models": [model["id"] for model in listed]}))
         return
     from coserve.cli.tables import console, table
 
     listing = table("=model", "kind", "since")
-    for model in found:
+    for model in listed:
         listing.add_row(model["id"], _kind(model), moment(model.get("created")))
     console().print(listing)
 
@@ -48,20 +47,20 @@ def models(
 def _show_families(*, as_json: bool) -> None:
     from coserve.models.families import described_families
 
-    found = described_families()
+    known = described_families()
     if as_json:
-        print(json.dumps({"families": [vars(family) for family in found]}))
+        print(json.dumps({"families": [vars(family) for family in known]}))
         return
     from coserve.cli.tables import console, table
 
     listing = table("=model_type", "what it is")
-    for family in found:
+    for family in known:
         listing.add_row(family.model_type, family.summary)
     console().print(listing)
 
 
 def moment(seconds: int | None) -> str:
-    """A time as it is told here."""
+    """Return a Unix time as local date and time, to the minute."""
     return (
         ""
         if not seconds

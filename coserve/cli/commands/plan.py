@@ -1,5 +1,5 @@
-"""`coserve plan`: how much fine-tuning a trace leaves over, on how many devices, and what that
-saves.
+"""`coserve plan`: predicts how much fine-tuning a trace leaves over, on how many devices, and what
+that saves.
 """
 
 import json
@@ -29,16 +29,18 @@ def plan(
         Path,
         typer.Option(
             metavar="FILE",
-            help="Arrivals and lengths, as Azure or BurstGPT publish them; or requests of each hour of a day "
-            "(hour_of_day,requests), with --rate.",
+            help=(
+                "Trace with arrivals and lengths, in the format of Azure or BurstGPT; or "
+                "requests by hour of a day (hour_of_day,requests), with --rate."
+            ),
         ),
     ],
     model: Annotated[
-        str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")
+        str, typer.Option(help="Directory, hub id, or dummy:PRESET.")
     ] = "dummy:llama-3.1-8b",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     hardware: Annotated[
-        str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")
+        str, typer.Option(metavar="NAME", help="Modelled hardware, such as a100, h100, h200, a40.")
     ] = "a100",
     tensor_parallel: TensorParallel = 1,
     rate: Annotated[
@@ -48,15 +50,15 @@ def plan(
         ),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="How many there are. [as many as requests alone need]")
+        int | None, typer.Option(min=1, help="Number of devices. [as many as requests alone need]")
     ] = None,
     price: Annotated[
-        float, typer.Option(min=0, max=1e9, help="Of a device for an hour, in any currency.")
+        float, typer.Option(min=0, max=1e9, help="Price of a device per hour, in any currency.")
     ] = 2.0,
     slo_ttft: Annotated[
         str,
         typer.Option(
-            metavar="TIME", callback=slo_option, help="SLO: time to the first token, such as 5s."
+            metavar="TIME", callback=slo_option, help="SLO: time to first token, such as 5s."
         ),
     ] = "5s",
     slo_tpot: Annotated[
@@ -71,28 +73,31 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="For hours of a day: lengths, as ShareGPT's. [around 1024 in, 256 out]",
+            help=(
+                "File of prompt and answer lengths, such as ShareGPT's, for a trace by hour. "
+                "[around 1024 in, 256 out]"
+            ),
         ),
     ] = None,
     jobs: Annotated[
-        int, typer.Option(min=1, max=64, help="Jobs that run at once on each device.")
+        int, typer.Option(min=1, max=64, help="Number of jobs that run at once on each device.")
     ] = 1,
-    sequence: Annotated[int, typer.Option(min=2, help="Tokens of a job's example.")] = 512,
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens per training example.")] = 512,
     sample: Annotated[
         float, typer.Option(min=1, max=3600, help="Seconds of each hour that are simulated.")
     ] = 60.0,
     where: Where = None,
     picture: Annotated[
         Path,
-        typer.Option(
-            callback=report_option, help="Where the report is written, as a page for browsers."
-        ),
+        typer.Option(callback=report_option, help="Report to write, as an HTML page."),
     ] = Path("plan.html"),
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """How much fine-tuning a trace of requests leaves over, hour by hour, on how many devices; and
-    what it would cost to train as much on separate devices. Devices are modelled, and the error of
-    the model is named. Leaves a report; the last line is JSON.
+    """Predict how much fine-tuning a trace of requests leaves over, hour by hour, and on how many
+    devices.
+
+    Also predicts what it would cost to train as much on separate devices. Devices are modelled, and
+    the error of the model is shown. Writes a report; the last line is JSON.
     """
     import torch
 
@@ -120,22 +125,22 @@ def plan(
     )
     # A device of the plan is a group, whose devices are paid one by one.
     group_price, watch = tensor_parallel * price, console(stderr=True).print
-    found = run(place, hours, config, num_devices=devices, price=group_price, watch=watch)
+    predicted = run(place, hours, config, num_devices=devices, price=group_price, watch=watch)
     result = {
         "experiment": "plan",
         "model": model,
         "dtype": dtype,
-        "machine": f"{found.num_devices} × {found.place}, modelled",
+        "machine": f"{predicted.num_devices} × {predicted.place}, modelled",
         "date": datetime.now(UTC).date().isoformat(),
         "tensor_parallel": tensor_parallel,
         "trace": " ".join([str(trace), *(where or ())]),
-        **found.result(),
+        **predicted.result(),
         "model_error": model_error(
-            found.place.removeprefix(f"{tensor_parallel} x "), num_parameters(shapes)
+            predicted.place.removeprefix(f"{tensor_parallel} x "), num_parameters(shapes)
         ),
     }
     _print(result)
-    write_report(picture, plan_html(result, found))
+    write_report(picture, plan_html(result, predicted))
 
 
 def _hours(
@@ -153,15 +158,15 @@ def _hours(
 
     if not is_day(path):
         if lengths is not None:
-            raise typer.BadParameter(f"{path} has lengths of its own", param_hint="--lengths")
+            raise typer.BadParameter(f"{path} already has lengths", param_hint="--lengths")
         return hours_of_trace(read_trace(path, where=values_by_column(where)), rate)
     if where:
         raise typer.BadParameter(
-            f"{path} has requests by hour, and no rows to choose from", param_hint="--where"
+            f"{path} has requests by hour, so there are no rows to select", param_hint="--where"
         )
     if rate is None:
         raise typer.BadParameter(
-            f"{path} has requests by hour: give their mean number per second", param_hint="--rate"
+            f"{path} has requests by hour: set their mean rate per second", param_hint="--rate"
         )
     drawn: Lengths = LogNormalLengths(
         mean_prompt_tokens=_MEAN_PROMPT_TOKENS, mean_output_tokens=_MEAN_OUTPUT_TOKENS
@@ -184,8 +189,9 @@ def _print(result: dict[str, Any]) -> None:
     screen = console()
     screen.print(shown)
     screen.print(
-        f"{result['devices']} devices for {result['hours']:g} h cost {result['cost']:,.2f} and train "
-        f"{result['tuning_tokens']:,} tokens beside the requests; on separate devices that takes "
-        f"{result['separate_devices']} of them, and {result['separate_cost']:,.2f}. {result['model_error']['words']}"
+        f"{result['devices']} devices for {result['hours']:g} h cost {result['cost']:,.2f} and "
+        f"train {result['tuning_tokens']:,} tokens beside the requests; on separate devices that "
+        f"takes {result['separate_devices']} of them, and {result['separate_cost']:,.2f}. "
+        f"{result['model_error']['words']}"
     )
     print(json.dumps(result))

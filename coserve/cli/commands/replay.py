@@ -1,4 +1,4 @@
-"""`coserve replay`: what `coserve up --record` wrote, run again."""
+"""`coserve replay`: runs a recording of `coserve up --record` again."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class On(StrEnum):
-    """Devices that a recording can be run on."""
+    """Device that a recording is run on."""
 
     torch = "torch"
     process = "process"
@@ -24,25 +24,28 @@ class On(StrEnum):
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="A recording, of `coserve up --record FILE`.")],
+    file: Annotated[Path, typer.Argument(help="Recording that coserve up --record has written.")],
     device: Annotated[
         On,
         typer.Option(
-            help="torch; process: torch in another process; modelled: no model, the plans alone."
+            help=(
+                "torch; process: torch in another process; modelled: compare plans only, "
+                "without a model."
+            )
         ),
     ] = On.torch,
 ) -> None:
-    """Run a recording again, and compare.
+    """Run a recording again, and compare the plans, tokens and losses.
 
-    The engine decides anew from what it was asked, the recorded clock and the recorded results; the
-    device does the same work beside it. Plans must be equal anywhere; tokens and losses in float32
-    on the same kind of device.
+    The engine plans anew from the recorded commands, clock and results; the device does the same
+    work. Plans must be equal on every machine; tokens and losses must be equal in float32 on the
+    same kind of device.
 
-    FILE may be anyone's: it is read as data, and nothing is written but to a temporary directory.
-    The model that it names must be on this machine; nothing is fetched.
+    FILE need not be trusted: it is read as data, and only a temporary directory is written to. The
+    model that it names must be on this machine; nothing is downloaded.
 
     The last line is JSON: steps, plans_equal, tokens_equal, max_loss_difference (null on a device
-    that has no tokens or losses of its own). The status is 1 if plans or tokens are not equal.
+    that has no tokens or losses of its own). The status is 1 if plans or tokens differ.
     """
     from coserve.engine.recorded_lines import read_recording
     from coserve.engine.replay import replay as run
@@ -112,8 +115,10 @@ def _open(header: "RecordingHeader", device: On) -> "Device":
 
 
 def _check_before_loading(header: "RecordingHeader") -> None:
-    """Raise DataError, before any memory is taken, if the recorded device is not one of the
-    model's, or needs more memory than there is.
+    """Check, before any memory is taken, that the recorded device fits the model and this machine.
+
+    Raises:
+        DataError: The recorded device is not one of the model's, or needs more memory than is free.
     """
     from coserve.devices.counting import device_info
     from coserve.devices.torch.process_memory import available_bytes

@@ -1,4 +1,4 @@
-"""`coserve restore`: a home from a backup."""
+"""`coserve restore`: restores a home from a backup."""
 
 import json
 from dataclasses import asdict
@@ -14,17 +14,20 @@ from coserve.errors import CoserveError
 
 def restore(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Archive that `coserve backup` has written.")
+        Path, typer.Argument(metavar="FILE", help="Archive that coserve backup has written.")
     ],
     home: Annotated[
         str,
-        typer.Option("--home", metavar="DIR", help="Where to make the home; nothing may be there."),
+        typer.Option(
+            "--home", metavar="DIR", help="Directory to restore to; it must be new or empty."
+        ),
     ],
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Make a home from a backup. The archive is checked first; jobs resume when a server is started
-    there.
+    """Restore a home from a backup; jobs resume when a server starts there.
+
+    The archive is checked first.
     """
     from coserve.home import home_directory, private_files
     from coserve.jobs.maintenance.restore import restore_backup
@@ -39,11 +42,11 @@ def restore(
     ):
         raise CoserveError(f"{directory} is not empty: restore into a new directory")
     with private_files(), lock_home(directory):
-        made = restore_backup(file, directory, database_url(database))
-    for path in made.missing:
-        print(f"missing: {path} was not there when the backup was made")
+        restored = restore_backup(file, directory, database_url(database))
+    for path in restored.missing:
+        print(f"missing: {path} was missing when the backup was made")
     print(
-        json.dumps(asdict(made))
+        json.dumps(asdict(restored))
         if as_json
-        else f"{made.home}: {made.num_files} files and {made.num_jobs} jobs are there"
+        else f"{restored.home}: {restored.num_files} files and {restored.num_jobs} jobs are there"
     )

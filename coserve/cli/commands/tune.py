@@ -21,34 +21,39 @@ def tune(
         Path,
         typer.Argument(
             metavar="FILE",
-            help='JSONL, an example a line: {"messages": […]} as chats, {"prompt", "completion"}, or {"text"}; or the '
-            "same in CSV or Parquet.",
+            help=(
+                'Examples: JSONL with {"messages": […]} (a chat), {"prompt", "completion"} or '
+                '{"text"} per line; or the same as CSV or Parquet.'
+            ),
         ),
     ],
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="What to start from: the base model, or an adapter to train further. [the base]",
+            help=(
+                "Model to start from: the base model, or an adapter to train further. [the base "
+                "model]"
+            ),
         ),
     ] = None,
     suffix: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="A name that the finished model carries, 1 to 64 characters."
+            metavar="NAME", help="Name that the finished model carries, 1 to 64 characters."
         ),
     ] = None,
     validation: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Examples that are never learned, only measured."),
+        typer.Option(metavar="FILE", help="File of validation examples."),
     ] = None,
     metric: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help=(
-                "Of answers to the validation file, beside its loss: exact_match, json_valid or "
-                "json_match."
+                "Metric of answers to the validation examples, besides the loss: exact_match, "
+                "json_valid or json_match."
             ),
         ),
     ] = None,
@@ -56,19 +61,22 @@ def tune(
         bool,
         typer.Option(
             "--keep-best",
-            help="Make the checkpoint with the best validation the model, not the last one.",
+            help=(
+                "Keep the checkpoint with the best validation result as the model, not the last "
+                "one."
+            ),
         ),
     ] = False,
     patience: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="End early once N validations in a row have not been better."
+            metavar="N", min=1, help="Stop early after N validations in a row without improvement."
         ),
     ] = None,
     min_delta: Annotated[
         float | None,
         typer.Option(
-            metavar="X", min=0, help="With --patience: better by more than this counts. [0]"
+            metavar="X", min=0, help="Minimum improvement that counts for --patience. [0]"
         ),
     ] = None,
     epochs: Annotated[
@@ -76,7 +84,7 @@ def tune(
         typer.Option(
             metavar="N",
             min=1,
-            help="Times that every example is used: more learns it better, then by heart.",
+            help="Number of passes over the examples: more of them fit better, and may overfit.",
         ),
     ] = None,
     batch_size: Annotated[
@@ -84,14 +92,14 @@ def tune(
         typer.Option(
             metavar="N",
             min=1,
-            help="Examples of an optimizer step: more is steadier, and takes fewer steps.",
+            help="Examples per optimizer step: a larger batch is steadier, and takes fewer steps.",
         ),
     ] = None,
     learning_rate: Annotated[
         float | None,
         typer.Option(
             help=(
-                "Size of a step. 1e-4 is usual for LoRA; too much and the loss jumps, too little "
+                "Learning rate; 1e-4 is usual for LoRA. Too high, and the loss jumps; too low, "
                 "and it stays."
             )
         ),
@@ -100,7 +108,7 @@ def tune(
         str | None,
         typer.Option(
             metavar="KIND",
-            help="How the learning rate changes: constant, linear or cosine (both down to 0).",
+            help="Schedule of the learning rate: constant, linear or cosine (both decay to 0).",
         ),
     ] = None,
     warmup_steps: Annotated[
@@ -111,14 +119,14 @@ def tune(
         str | None,
         typer.Option(
             metavar="METHOD",
-            help="The PEFT method: lora, ia3, vera, prompt_tuning, …; docs/methods.md. [lora]",
+            help="PEFT method: lora, ia3, vera, prompt_tuning, … (docs/methods.md). [lora]",
         ),
     ] = None,
     adapter_setting: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="A setting of the method, its value as JSON or as text; may be repeated.",
+            help="Setting of the method, its value as JSON or text. Repeatable.",
         ),
     ] = None,
     r: Annotated[
@@ -127,49 +135,49 @@ def tune(
             "--r",
             metavar="N",
             min=1,
-            help="LoRA's rank: more can learn more, and costs memory and time.",
+            help="LoRA rank: a higher one can learn more, and costs memory and time.",
         ),
     ] = None,
     alpha: Annotated[
         float | None,
-        typer.Option(metavar="X", help="LoRA's scale is alpha / r; usually 1 or 2 times r."),
+        typer.Option(
+            metavar="X", help="LoRA alpha; the update is scaled by alpha / r. Usual: r or 2 r."
+        ),
     ] = None,
     targets: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES", help="Layers with an adapter, such as q_proj,v_proj; or all-linear."
-        ),
+        typer.Option(metavar="NAMES", help="Target modules, such as q_proj,v_proj, or all-linear."),
     ] = None,
     max_length: Annotated[
         int | None,
-        typer.Option(metavar="N", min=2, help="Longer examples are cut to this many tokens."),
+        typer.Option(metavar="N", min=2, help="Maximum tokens per example; longer ones are cut."),
     ] = None,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=1,
-            help="Optimizer steps between checkpoints, each of which can be asked.",
+            help="Optimizer steps between checkpoints; each can be served.",
         ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=0, help="Of the order of examples and the adapter's first values."
+            metavar="N",
+            min=0,
+            help="Seed of the order of examples and of the adapter's first values.",
         ),
     ] = None,
     method: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help=f"What is learned: {', '.join(method_names())} (docs/jobs.md).",
+            help=f"Training method: {', '.join(method_names())} (docs/jobs.md).",
         ),
     ] = "supervised",
     beta: Annotated[
         float | None,
-        typer.Option(
-            metavar="X", help="Of dpo, orpo, simpo and kto: how much a preference weighs."
-        ),
+        typer.Option(metavar="X", help="Weight of preferences, for dpo, orpo, simpo and kto."),
     ] = None,
     max_recompute: Annotated[
         float | None,
@@ -178,26 +186,30 @@ def tune(
             min=0,
             max=1,
             help=(
-                "Extra FLOPs to spend, as a share of a step's, so that the job keeps fewer "
+                "Extra FLOPs, as a share of a step's, to spend so that the job keeps fewer "
                 "activations in memory."
             ),
         ),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Serve every optimizer step at once, not only the end.")
+        bool,
+        typer.Option(
+            "--live", help="Serve the adapter after every optimizer step, not only at the end."
+        ),
     ] = False,
     follow: Annotated[
-        bool, typer.Option(help="Watch it until it is over; Ctrl-C leaves it running.")
+        bool, typer.Option(help="Watch the job until it ends; Ctrl-C leaves it running.")
     ] = True,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
-    """Upload FILE, start a fine-tuning job on it, and watch it learn.
+    """Upload FILE, start a fine-tuning job on it, and watch its progress.
 
-    The job takes the time that requests leave over: a busy server trains slowly, an idle one at
-    full speed, and the view shows what requests see meanwhile against their SLOs. What is not given
-    is chosen by the server. The finished model answers at once: `coserve chat --adapter SUFFIX`.
+    The job uses the time that requests leave over: it is slow on a busy server and runs at full
+    speed on an idle one. The view also shows the latencies of requests against their SLOs. The
+    server chooses settings that are not given. The finished model is served at once: `coserve chat
+    --adapter SUFFIX`.
     """
     extensions = {
         "adapter": {
@@ -243,9 +255,10 @@ def tune(
 
 @contextmanager
 def _uploads(client: Client) -> Iterator[Callable[[Path], str]]:
-    """Give the server files for a job. If it refuses the job they are deleted again: nobody else
-    knows of them, and they count among the tenant's. Where no answer came, the job may be there and
-    keeps them.
+    """Yield a function that uploads files for a job, and delete them if the server refuses the job.
+
+    Nobody else knows of these files, and they count among the tenant's. If no answer arrives, the
+    job may exist and keeps them.
     """
     ids: list[str] = []
 
@@ -264,7 +277,11 @@ def _uploads(client: Client) -> Iterator[Callable[[Path], str]]:
 
 
 def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
-    """Follow a job to its end, and say how it ended; JobError if it failed."""
+    """Follow a job until it ends, and print how it ended.
+
+    Raises:
+        JobError: The job failed.
+    """
     from coserve.cli.follow import ctrl_c, follow
     from coserve.cli.tables import console
 
@@ -287,11 +304,12 @@ def watch(client: Client, job: dict[str, Any], *, as_json: bool) -> None:
             print(json.dumps(progress.summary()), flush=True)
         raise JobError(
             f"job {ended['id']} failed: "
-            f"{(ended.get('error') or {}).get('message') or 'no reason was given'}"
+            f"{(ended.get('error') or {}).get('message') or 'the server gave no reason'}"
         )
     if ended["status"] == "succeeded":
         screen.print(
-            f"Done. Ask it: coserve chat --adapter {ended['fine_tuned_model']}", soft_wrap=True
+            f"Done. Chat with it: coserve chat --adapter {ended['fine_tuned_model']}",
+            soft_wrap=True,
         )
     else:
         words = (
@@ -309,7 +327,7 @@ def job_method(
     batch_size: int | None,
     beta: float | None = None,
 ) -> dict[str, Any]:
-    """The part of a job's body where OpenAI's API has the hyperparameters."""
+    """Return the `method` of a job's body, which holds the hyperparameters in OpenAI's API."""
     hyperparameters = _given(n_epochs=epochs, batch_size=batch_size, beta=beta)
     return {"method": {"type": method, method: {"hyperparameters": hyperparameters}}}
 
@@ -317,8 +335,8 @@ def job_method(
 def _afterwards(job_id: str) -> str:
     return (
         f"watch it    coserve jobs follow {job_id}\n"
-        f"let it rest coserve jobs pause {job_id}\n"
-        f"end it      coserve jobs cancel {job_id}"
+        f"pause it    coserve jobs pause {job_id}\n"
+        f"cancel it   coserve jobs cancel {job_id}"
     )
 
 

@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 
 
 def _up(**given: Any) -> None:
-    """Serve MODEL: OpenAI's API for requests and for fine-tuning jobs, both at once on one device.
+    """Serve MODEL over OpenAI's API, for requests and fine-tuning jobs at once on one device.
 
-    Without MODEL it is the small built-in one, so that you can try everything at once. MODEL may
-    also be the name (ft:…) of what full fine-tuning has made in this home. Point any OpenAI client
-    at `http://127.0.0.1:8000/v1`. Jobs run in whatever time the SLOs of requests leave over. Ctrl-C
-    ends it in good order: open answers are finished, jobs keep their last checkpoints and resume at
-    the next start.
+    MODEL is the small built-in model by default, so that you can try everything at once. It may be
+    the name (ft:…) of a fully fine-tuned model in this home. Point any OpenAI client at
+    `http://127.0.0.1:8000/v1`. Jobs run in the time that the SLOs of requests leave over. Ctrl-C
+    ends the server gracefully: open answers finish, and jobs keep their last checkpoints and resume
+    at the next start.
     """
     config = with_finished_model(server_config(**given))
     configure_logs(config.log_format, config.log_level)
@@ -51,20 +51,18 @@ def _up(**given: Any) -> None:
 
 
 def _serves_on_cpu(device: str) -> bool:
-    """Return whether a server will run on the CPU, as far as that can be told before PyTorch is
-    imported.
-    """
+    """Return whether a server will run on the CPU, as far as PyTorch is not needed to know."""
     return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
 
 
 class _Watcher:
-    """Shows the start and the end of a server."""
+    """A reporter of a server's start and end."""
 
     def __init__(self, view: StartBars | StartLines) -> None:
         self._view = view
 
     def progress(self, progress: "StartProgress") -> None:
-        """Show how far the start is."""
+        """Show the progress of the start."""
         self._view.show(progress.stage, progress.done, progress.total)
 
     def ready(self, ready: "Ready", context: "ServerContext", url: str) -> None:
@@ -74,7 +72,7 @@ class _Watcher:
         print(start_line(ready, context.models.name, url), flush=True)
 
     def stopping(self, num_open: int, drain_s: float) -> None:
-        """Print what takes the time between Ctrl-C and the end."""
+        """Print what the end of the server waits for."""
         self._view.close()
         try:
             print(stop_line(num_open, drain_s), flush=True)
@@ -86,7 +84,7 @@ class _Watcher:
 
 
 def start_line(ready: "Ready", model: str, url: str) -> str:
-    """Model, dtype, memory, SLOs and URL."""
+    """Return a line with the model, dtype, memory, SLOs and URL."""
     pool = ready.num_pages * ready.page_bytes
     return (
         f"coserve serves {model} ({ready.dtype}, {ready.device}): weights "
@@ -97,16 +95,18 @@ def start_line(ready: "Ready", model: str, url: str) -> str:
 
 
 def stop_line(num_open: int, drain_s: float) -> str:
-    """What is waited for. Checkpoints are written in any case: a second Ctrl-C only ends the
-    waiting for requests.
+    """Return a line with what the end of the server waits for.
+
+    Checkpoints are written in any case: a second Ctrl-C only ends the wait for requests.
     """
     if not num_open or not drain_s:
-        return "coserve ends: running jobs are checkpointed, and resume at the next start"
+        return (
+            "coserve is shutting down: running jobs are checkpointed, and resume at the next start"
+        )
     requests = "1 open request" if num_open == 1 else f"{num_open} open requests"
     return (
-        f"coserve ends: it waits for {requests}, {_time(drain_s)} at most (a second Ctrl-C: no "
-        f"longer), "
-        "then running jobs are checkpointed, and resume at the next start"
+        f"coserve is shutting down: it waits up to {_time(drain_s)} for {requests} (a second "
+        "Ctrl-C ends the wait), then running jobs are checkpointed, and resume at the next start"
     )
 
 

@@ -1,4 +1,4 @@
-"""`coserve wait`: until a server answers requests."""
+"""`coserve wait`: waits until a server answers requests."""
 
 import sys
 import time
@@ -18,14 +18,14 @@ def wait(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     timeout: Annotated[
-        str, typer.Option(metavar="TIME", help="How long to wait at most, such as 30s or 10min.")
+        str, typer.Option(metavar="TIME", help="Maximum time to wait, such as 30s or 10min.")
     ] = "10min",
 ) -> None:
-    """Wait until a server is ready, and show what it does until then: for scripts that start one in
-    the background.
+    """Wait until a server is ready, and show its progress: for scripts that start one in the
+    background.
 
-    The status is 0 once requests are answered, and 1 if that takes longer than --timeout. A server
-    that is not there yet is waited for, too.
+    The status is 0 once the server answers requests, and 1 if that takes longer than --timeout. The
+    command also waits for a server that does not exist yet.
     """
     from coserve.client.http import Client
 
@@ -50,7 +50,7 @@ def wait(
 
 
 def _doing(client: Any) -> dict[str, Any] | None:
-    """Return what a server that is not ready does; None if it is ready."""
+    """Return what a starting server is doing; None if it is ready."""
     try:
         client.get("/ready")
         return None
