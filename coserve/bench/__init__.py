@@ -1,1 +1,1 @@
-"""Measurements of what coserve reaches on a machine, beside what others reach, and reports of them."""
+"""Measurements of coserve on a machine, beside what others reach there, and their reports."""

@@ -1,4 +1,4 @@
-"""The others: transformers decoding, and PEFT training, on the same weights."""
+"""Baselines on the same weights: decoding by transformers, and training by PEFT."""
 
 from copy import deepcopy
 from functools import cached_property
@@ -16,14 +16,13 @@ from coserve.tuning.config import OptimizerConfig
 
 
 def transformers_model(backbone: Backbone) -> Any:
-    """transformers' model with the backbone's weights (a second copy)."""
+    """Return transformers' model with the backbone's weights, a second copy."""
     from transformers import AutoModelForCausalLM
 
     architecture = backbone.architecture
-    # transformers writes into the configuration that it is given, and profiles of the device are
-    # kept by that.
+    # transformers writes into the configuration, by which profiles of the device are stored.
     config = deepcopy(architecture.config)
-    with torch.device(backbone.device):  # where random weights are made soonest
+    with torch.device(backbone.device):  # where random weights are created fastest
         model = AutoModelForCausalLM.from_config(
             config, dtype=backbone.dtype, attn_implementation="sdpa"
         )
@@ -35,12 +34,20 @@ def transformers_model(backbone: Backbone) -> Any:
     }
     missing = set(model.load_state_dict(own, strict=False).missing_keys) - {"lm_head.weight"}
     if missing:
-        raise CoserveError(f"transformers has weights of its own: {', '.join(sorted(missing)[:3])}")
+        raise CoserveError(
+            f"the model in transformers has further weights: {', '.join(sorted(missing)[:3])}"
+        )
     return model
 
 
 def decode_step_s(model: Any, prompts: Tensor, *, num_tokens: int) -> float:
-    """Seconds that `generate` takes for a token more of each prompt [batch, context], greedily."""
+    """Return the seconds that `generate` takes for one more token of each prompt, greedily.
+
+    Args:
+        model: Model of transformers.
+        prompts: Token ids [batch, context].
+        num_tokens: Number of tokens to divide the time by.
+    """
 
     def generate_s(count: int) -> float:
         with torch.inference_mode():
@@ -60,13 +67,15 @@ def decode_step_s(model: Any, prompts: Tensor, *, num_tokens: int) -> float:
 
 
 class PeftTrainer:
-    """PEFT with autograd and torch's AdamW, on sequences that are trained on whole."""
+    """A trainer with PEFT, autograd and torch's AdamW, on sequences whose tokens are all trained
+    on.
+    """
 
     def __init__(self, backbone: Backbone, lora: LoraConfig, optimizer: OptimizerConfig) -> None:
         try:
             import peft
         except ImportError:
-            raise CoserveError("this experiment compares with PEFT: pip install peft") from None
+            raise CoserveError("this measurement compares with PEFT: pip install peft") from None
         adapter = Adapter(backbone, lora)
         fields = {
             name: value
@@ -93,10 +102,13 @@ class PeftTrainer:
     def step_s(
         self, tokens: Tensor, *, lengths: Tensor | None = None, compiled: bool = False
     ) -> float:
-        """Seconds of an optimizer step on a batch [sequences, length].
+        """Run an optimizer step on a batch, and return its seconds.
 
-        lengths: of the sequences; the rest is padding. compiled: by torch.compile, which takes
-        minutes for the first batch of a shape.
+        Args:
+            tokens: Token ids [sequences, length].
+            lengths: Lengths of the sequences; the rest is padding.
+            compiled: Whether to use torch.compile, which takes minutes for the first batch of a
+                shape.
         """
         start = now_s(self._device)
         self.backward(tokens, lengths=lengths, compiled=compiled)
@@ -106,7 +118,7 @@ class PeftTrainer:
     def backward(
         self, tokens: Tensor, *, lengths: Tensor | None = None, compiled: bool = False
     ) -> None:
-        """Add the gradients of a batch, as `step_s` takes it, to those that are there."""
+        """Add the gradients of a batch, as `step_s` takes it, to the present ones."""
         model, inputs = self._compiled if compiled else self.model, {"labels": tokens}
         if lengths is not None:
             mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
@@ -114,7 +126,7 @@ class PeftTrainer:
         model(input_ids=tokens, **inputs).loss.backward()
 
     def update(self) -> None:
-        """An optimizer step with the gradients that are there."""
+        """Run an optimizer step with the present gradients."""
         if self._max_grad_norm:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         self._optimizer.step()
@@ -122,12 +134,12 @@ class PeftTrainer:
 
     @cached_property
     def _compiled(self) -> Any:
-        """The model, compiled for each shape of a batch when it is first seen."""
+        """Return the model, compiled for each shape of a batch when it is first seen."""
         return torch.compile(self.model, dynamic=False)
 
     def state_bytes(self) -> int:
-        """Bytes of the adapter's parameters and of the optimizer's state, which are held between
-        steps.
+        """Return the bytes of the adapter's parameters and of the optimizer's state, which are held
+        between steps.
         """
         state = [value for held in self._optimizer.state.values() for value in held.values()]
         return sum(
@@ -135,7 +147,7 @@ class PeftTrainer:
         )
 
     def activation_bytes(self, tokens: Tensor) -> int:
-        """Bytes that autograd holds between forward and backward, weights apart."""
+        """Return the bytes that autograd holds between forward and backward, without weights."""
         held: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:

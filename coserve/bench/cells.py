@@ -1,5 +1,5 @@
-"""Cells of an experiment: one policy, on one trace at one rate, beside jobs, on a place; what rates
-a place holds.
+"""Cells of a comparison: one policy on one trace at one rate, beside jobs, on a place; and the
+rates that a place holds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,70 +23,86 @@ from coserve.tuning.examples import Example
 from coserve.workloads.summary import percentile
 from coserve.workloads.traces import TracedRequest, rescale
 
-# What is called holding the SLOs.
+# Share of requests in time that counts as holding the SLOs.
 ATTAINMENT = 0.99
 # Shares of the saturation.
 LOADS = {"light": 0.3, "middle": 0.6, "heavy": 0.9}
 ALONE, JOBS_ALONE = "inference-only", "tuning-only"
-# Saturation is searched with steps of this factor, then halved as often.
+# The saturation is searched with steps of this factor, then by halving.
 _STEP, _NUM_STEPS, _NUM_HALVINGS = 1.5, 14, 3
-_SEARCH_REQUESTS, _LEAST_SEARCH_S, _MOST_SEARCH_S = 400, 5.0, 120.0
+_SEARCH_REQUESTS, _MIN_SEARCH_S, _MAX_SEARCH_S = 400, 5.0, 120.0
 # Lengths are shortened until a long prompt takes at most this share of its SLO alone on the device.
 _PROMPT_SHARE, _LONG = 0.5, 0.99
 
 _SOLO = TracedRequest(at_s=0.0, num_prompt_tokens=SOLO_CONTEXT, num_output_tokens=17)
 LORA = LoraConfig(r=16, alpha=32, target_modules="all-linear")
 
-# Told what is being done.
+# Called with what is being done.
 Watch = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """policies: by name, or with settings (see `policy_of`). seconds: of the trace, for each policy
-    at each rate. drain_s: that answers are waited for after that, at most. budget_s: for all of it,
-    in place of both. tpot_s: None: from a step alone. length_factor: what lengths are multiplied
-    by; None: as the device needs. examples: of each job; none: random tokens, `sequence` of them.
-    lora: what jobs train. rates: requests per second; none: from the saturation, the shares of it
-    that loads name. handed_over: see `OpenLoop`.
-    """
+    """Settings of a comparison."""
 
     policies: tuple[str, ...]
+    """Policies by name, or with settings (`policy_of`)."""
     seconds: float
+    """Seconds of the trace, for each policy at each rate."""
     drain_s: float = inf
+    """Maximum seconds to wait for answers after that."""
     budget_s: float | None = None
+    """Seconds for the whole comparison, in place of `seconds` and `drain_s`."""
     ttft_s: float = 5.0
+    """SLO: seconds to the first token."""
     tpot_s: float | None = None
+    """SLO: mean seconds per later token; None: a multiple of a decode step alone."""
     length_factor: float | None = None
+    """Factor of all lengths; None: what the device needs (`fitting_factor`)."""
     num_jobs: int = 1
+    """Number of jobs that run at once."""
     batch: int = 4
+    """Examples per optimizer step of a job."""
     sequence: int = 512
+    """Maximum tokens per example."""
     examples: tuple[Example, ...] = ()
+    """Examples of each job; without any, random tokens, `sequence` of them."""
     lora: LoraConfig = LORA
+    """Adapter that jobs train."""
     rates: tuple[float, ...] = ()
+    """Requests per second; without any, shares of the saturation (`loads`)."""
     loads: tuple[str, ...] = tuple(LOADS)
+    """Names of the shares of the saturation, from `LOADS`."""
     seed: int = 0
+    """Seed of prompts and examples."""
     handed_over: bool = False
+    """Whether prompts come from a prefill instance (`OpenLoop`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What a policy came to at a rate; or separate processes did, that know none."""
+    """Result of a policy, or of separate processes, at a rate."""
 
     policy: str
+    """Policy as it was given, or the arrangement of the processes."""
     load: str
+    """Name of the load."""
     rate: float
+    """Requests per second."""
     played: Played
+    """Requests, tokens and steps."""
     slo: Slo
+    """SLO of all requests."""
     is_separate: bool = False
+    """Whether separate processes ran, which report no evictions."""
 
     @property
     def attainment(self) -> float:
-        """Of the trace's requests: 0 for a policy that answers none."""
+        """Return the share of requests that held their SLOs; 0 for a policy that answers none."""
         return self.played.attainment(self.slo) or 0.0
 
     def row(self) -> dict[str, Any]:
-        """As JSON; null for what separate processes do not tell."""
+        """Return the numbers as JSON; null for those that separate processes do not report."""
         played, answered = (
             self.played,
             [each for each in self.played.outcomes if each.error is None],
@@ -122,14 +138,14 @@ class Cell:
 
 
 def policy_of(text: str) -> tuple[str, dict[str, str]]:
-    """The name and the settings of a policy that is given as `NAME` or `NAME:KEY=VALUE:…`."""
+    """Return the name and the settings of a policy, from `NAME` or `NAME:KEY=VALUE:…`."""
     name, *pairs = text.split(":")
     return name, {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def fitting_factor(trace: Sequence[TracedRequest], latency: LatencyModel, ttft_s: float) -> float:
-    """1, 1/2, 1/4, …: what lengths must be multiplied by for a long prompt to leave time for
-    others.
+    """Return the factor of lengths (1, 1/2, 1/4, …) at which a long prompt leaves time for other
+    requests.
     """
     longest = percentile([request.num_prompt_tokens for request in trace], _LONG)
     factor = 1.0
@@ -141,7 +157,7 @@ def fitting_factor(trace: Sequence[TracedRequest], latency: LatencyModel, ttft_s
 
 
 def guessed_rate(trace: Sequence[TracedRequest], latency: LatencyModel) -> float:
-    """Requests per second by mean lengths, with a batch of 32."""
+    """Return a guess of the requests per second that fit, by mean lengths and a batch of 32."""
     prompt = round(mean(request.num_prompt_tokens for request in trace))
     output = mean(request.num_output_tokens for request in trace)
     decode_s = latency.decode_s(num_requests=32, context=prompt) / 32
@@ -149,34 +165,34 @@ def guessed_rate(trace: Sequence[TracedRequest], latency: LatencyModel) -> float
 
 
 class Bench:
-    """Cells, one after the other, on a place."""
+    """A place on which cells run one after the other."""
 
     def __init__(self, place: Place, config: CompareConfig) -> None:
         self.place, self.config = place, config
         self.learned: dict[str, LatencyModel] = {}
 
     def solo_s(self) -> float:
-        """Seconds of a decode step of one request alone."""
+        """Return the seconds of a decode step of one request alone."""
         slo = Slo(ttft_s=3600.0, tpot_s=3600.0)
         played = [self.run(ALONE, [_SOLO], slo, num_jobs=0, seconds=0.1)[0] for _ in range(2)]
         tpots = [each.outcomes[0].tpot_s for each in played]
         return min(tpot_s for tpot_s in tpots if tpot_s is not None)
 
     def holds(self, trace: Sequence[TracedRequest], slo: Slo, *, seconds: float) -> bool:
-        """Whether requests alone hold the SLOs."""
-        most_missed = (1 - ATTAINMENT) * len(trace)
-        played, _ = self.run(
-            ALONE, trace, slo, num_jobs=0, seconds=seconds, most_missed=most_missed
-        )
+        """Return whether requests alone hold the SLOs."""
+        max_missed = (1 - ATTAINMENT) * len(trace)
+        played, _ = self.run(ALONE, trace, slo, num_jobs=0, seconds=seconds, max_missed=max_missed)
         return (played.attainment(slo) or 0.0) >= ATTAINMENT
 
     def saturation(self, trace: Sequence[TracedRequest], slo: Slo) -> float:
-        """The highest rate, to 5%, at which requests alone hold the SLOs; BudgetError if there is
-        none.
+        """Return the highest rate, to 5%, at which requests alone hold the SLOs.
+
+        Raises:
+            BudgetError: There is no such rate.
         """
 
         def holds(rate: float) -> bool:
-            seconds = min(max(_SEARCH_REQUESTS / rate, _LEAST_SEARCH_S), _MOST_SEARCH_S)
+            seconds = min(max(_SEARCH_REQUESTS / rate, _MIN_SEARCH_S), _MAX_SEARCH_S)
             return self.holds(rescale(trace, rate=rate, seconds=seconds), slo, seconds=seconds)
 
         rate = guessed_rate(trace, self.place.latency)
@@ -188,10 +204,9 @@ class Bench:
             held, lost = (rate, lost) if holds(rate) else (held, rate)
         if not held:
             raise BudgetError(
-                f"requests alone hold a TTFT of {slo.ttft_s:g} s and a TPOT of "
-                f"{1e3 * slo.tpot_s:.3g} ms at no rate "
-                f"down to {lost:.2g}/s on {self.place.name}: allow more time, or shorten the "
-                f"requests"
+                f"requests alone do not hold a TTFT of {slo.ttft_s:g} s and a TPOT of "
+                f"{1e3 * slo.tpot_s:.3g} ms on {self.place.name} at any rate down to "
+                f"{lost:.2g}/s: relax the SLOs, or shorten the requests"
             )
         for _ in range(_NUM_HALVINGS):
             rate = (held * lost) ** 0.5 if lost < inf else held
@@ -201,8 +216,10 @@ class Bench:
     def cells(
         self, trace: Sequence[TracedRequest], slo: Slo, rates: dict[str, float], watch: Watch
     ) -> Iterator[Cell]:
-        """Every policy at every rate; jobs alone take the same whatever the rate, and run once.
-        `learned` then has what each policy's first engine found out of the device.
+        """Yield every policy at every rate.
+
+        Jobs alone train the same at every rate, and run once. `learned` then has the latency model
+        of each policy's first engine.
         """
         jobs_alone: Played | None = None
         for load, rate in rates.items():
@@ -229,9 +246,9 @@ class Bench:
         *,
         num_jobs: int | None = None,
         seconds: float | None = None,
-        most_missed: float = inf,
+        max_missed: float = inf,
     ) -> tuple[Played, TokenEngine]:
-        """One policy on a trace; what came of it, and the engine, which is over."""
+        """Play a trace under one policy, and return the result and the engine, which has ended."""
         name, settings = policy_of(policy)
         config = EngineConfig(
             policy=name, policy_settings=settings, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s
@@ -249,13 +266,15 @@ class Bench:
             handed_over=self.config.handed_over,
         )
         drain_s = min(self.config.drain_s, slo.ttft_s + 1.5 * longest * slo.tpot_s)
-        played = loop.run(drain_s=drain_s, most_missed=most_missed)
+        played = loop.run(drain_s=drain_s, max_missed=max_missed)
         self.place.close(engine)
         return played, engine
 
     def _submit_jobs(self, engine: TokenEngine, policy: str, number: int) -> None:
-        """Jobs with packs of the usual size; the smallest there are, of an example, where a policy
-        runs whole passes: requests wait for their ends.
+        """Submit jobs with packs of the usual size.
+
+        A policy that runs whole passes gets the smallest packs, of one example, since requests wait
+        for their ends.
         """
         config = self.config
         random, vocab = Random(config.seed), range(engine.device.info.vocab_size)
@@ -279,10 +298,10 @@ class Bench:
 
 
 def rounded(value: float) -> float:
-    """Four digits that count."""
+    """Return a number with four significant digits."""
     return float(f"{value:.4g}")
 
 
 def milliseconds(value_s: float) -> float:
-    """Of seconds, to the microsecond."""
+    """Return seconds in milliseconds, rounded to the microsecond."""
     return round(1e3 * value_s, 3)

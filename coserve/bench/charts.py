@@ -1,8 +1,7 @@
-"""Charts as inline SVG: small pure functions from numbers to text, for reports that need no
-network.
+"""Charts as inline SVG, for reports that need no network: pure functions from numbers to text.
 
-Colours are names of CSS variables (`--blue`), which the page sets for light and dark; each dot and
-bar tells its numbers in a `<title>`, which browsers show at the pointer. Legends are HTML above the
+Colours are names of CSS variables (`--blue`), which the page sets for light and dark. Each dot and
+bar has its numbers in a `<title>`, which browsers show at the pointer. Legends are HTML above the
 picture, so that they wrap and never cover anything.
 """
 
@@ -12,34 +11,37 @@ from html import escape
 from math import ceil, floor, log10
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 18, 12, 46
-_MOST_TICKS = 6
+_MAX_TICKS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A range of values, and what they are, with the unit. names: of single values, in place of
-    round numbers.
-    """
+    """A range of values with a label."""
 
     label: str
+    """What the values are, with the unit."""
     low: float
+    """Value at the start."""
     high: float
+    """Value at the end."""
     is_log: bool = False
+    """Whether the scale is logarithmic."""
     names: tuple[tuple[float, str], ...] = ()
+    """Ticks with names, in place of round numbers."""
 
     def share(self, value: float) -> float:
-        """Where a value lies on it, from 0 to 1; what is outside lies at the end."""
+        """Return the position of a value, from 0 to 1; values outside are at the ends."""
         low, high, value = self.low, self.high, min(max(value, self.low), self.high)
         if self.is_log:
             low, high, value = log10(low), log10(high), log10(value)
         return (value - low) / (high - low)
 
     def ticks(self) -> list[float]:
-        """Round values, some of them, from low to high; or those that have names."""
+        """Return some round values from low to high, or those that have names."""
         if self.names:
             return [value for value, _ in self.names]
         if not self.is_log:
-            step = _round_step((self.high - self.low) / _MOST_TICKS)
+            step = _round_step((self.high - self.low) / _MAX_TICKS)
             return [
                 index * step
                 for index in range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)
@@ -48,41 +50,45 @@ class Axis:
         for factors in ((1, 2, 5), (1, 3), (1,)):
             ticks = [factor * 10.0**decade for decade in decades for factor in factors]
             ticks = [tick for tick in ticks if self.low * 0.999 <= tick <= self.high * 1.001]
-            if len(ticks) <= _MOST_TICKS:
+            if len(ticks) <= _MAX_TICKS:
                 break
         return ticks
 
     def words(self, tick: float) -> str:
-        """What stands at a tick."""
+        """Return the label of a tick."""
         return escape(dict(self.names).get(tick) or number(tick))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Where the axes lie in the picture."""
+    """Place of the axes in a picture."""
 
     x: Axis
+    """Horizontal axis."""
     y: Axis
+    """Vertical axis."""
     width: int
+    """Width in pixels."""
     height: int
+    """Height in pixels."""
 
     def left(self, value: float) -> float:
-        """Pixels from the left."""
+        """Return the pixels from the left of a value."""
         return _LEFT + self.x.share(value) * (self.width - _LEFT - _RIGHT)
 
     def top(self, value: float) -> float:
-        """Pixels from the top."""
+        """Return the pixels from the top of a value."""
         return self.height - _BOTTOM - self.y.share(value) * (self.height - _TOP - _BOTTOM)
 
 
-# Draws itself into a frame.
+# A function that draws into a frame.
 Mark = Callable[[Frame], str]
 
 
 def chart(
     title: str, x: Axis, y: Axis, marks: Iterable[Mark], *, width: int = 480, height: int = 260
 ) -> str:
-    """A picture with axes. title: for those who cannot see it."""
+    """Return a picture with axes; the title is for those who cannot see it."""
     frame = Frame(x=x, y=y, width=width, height=height)
     drawn = "".join([_grid(frame), *(mark(frame) for mark in marks)])
     return (
@@ -92,7 +98,7 @@ def chart(
 
 
 def dots(points: Iterable[tuple[float, float, str]], colour: str, *, crossed: bool = False) -> Mark:
-    """x, y and words of each; crossed: as crosses, which differ from dots without any colour."""
+    """Return a mark of points with x, y and words; crosses differ from dots without any colour."""
 
     def draw(frame: Frame) -> str:
         return "".join(
@@ -103,18 +109,19 @@ def dots(points: Iterable[tuple[float, float, str]], colour: str, *, crossed: bo
 
 
 def line(points: Sequence[tuple[float, float]], colour: str, *, dashed: bool = False) -> Mark:
-    """Through points in their order."""
+    """Return a mark of a line through points in their order."""
 
     def draw(frame: Frame) -> str:
         path = " ".join(f"{frame.left(x):.1f},{frame.top(y):.1f}" for x, y in points)
         dash = ' stroke-dasharray="6 5"' if dashed else ""
-        return f'<polyline points="{path}" fill="none" stroke="var(--{colour})" stroke-width="2"{dash}/>'
+        stroke = f'stroke="var(--{colour})" stroke-width="2"{dash}'
+        return f'<polyline points="{path}" fill="none" {stroke}/>'
 
     return draw
 
 
 def rule(value: float, colour: str = "ink") -> Mark:
-    """A dashed line across, at a value of y."""
+    """Return a mark of a dashed line across, at a value of y."""
     return lambda frame: line([(frame.x.low, value), (frame.x.high, value)], colour, dashed=True)(
         frame
     )
@@ -125,7 +132,7 @@ def stacks(
     names: Sequence[str],
     colours: Sequence[str],
 ) -> Mark:
-    """Bars from start to end, each a pile of parts."""
+    """Return a mark of bars from start to end, each a stack of parts."""
 
     def draw(frame: Frame) -> str:
         return "".join(
@@ -136,7 +143,9 @@ def stacks(
 
 
 def legend(entries: Iterable[tuple[str, str, str]]) -> str:
-    """HTML: a shape ("dot", "cross", "line", "dash", "box"), a colour and words for each."""
+    """Return HTML of a legend: a shape ("dot", "cross", "line", "dash", "box"), a colour and words
+    for each entry.
+    """
     items = "".join(
         f'<span class="entry">{_swatch(shape, colour)}{escape(words)}</span>'
         for shape, colour, words in entries
@@ -145,21 +154,21 @@ def legend(entries: Iterable[tuple[str, str, str]]) -> str:
 
 
 def number(value: float) -> str:
-    """As people write it, with three digits that count."""
+    """Return a number with three significant digits, as people write it."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def nice_high(values: Iterable[float], least: float = 1.0) -> float:
-    """A round end for an axis from 0."""
+    """Return a round end for an axis that starts at 0."""
     top = max(max(values, default=least), least)
-    step = _round_step(top / _MOST_TICKS)
+    step = _round_step(top / _MAX_TICKS)
     return step * ceil(top / step - 1e-9)
 
 
 def _round_step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at least that."""
+    """Return 1, 2 or 5 times a power of ten, at least this."""
     power = 10.0 ** floor(log10(least))
     return power * next(factor for factor in (1, 2, 5, 10) if factor * power >= least * 0.999)
 
@@ -173,7 +182,8 @@ def _grid(frame: Frame) -> str:
             f'<line x1="{_LEFT}" x2="{right}" y1="{top:.1f}" y2="{top:.1f}" class="grid"/>'
         )
         parts.append(
-            f'<text x="{_LEFT - 7}" y="{top + 4:.1f}" text-anchor="end">{frame.y.words(tick)}</text>'
+            f'<text x="{_LEFT - 7}" y="{top + 4:.1f}" text-anchor="end">'
+            f"{frame.y.words(tick)}</text>"
         )
     for tick in frame.x.ticks():
         left = frame.left(tick)
@@ -181,14 +191,17 @@ def _grid(frame: Frame) -> str:
             f'<line x1="{left:.1f}" x2="{left:.1f}" y1="{bottom}" y2="{bottom + 4}" class="tick"/>'
         )
         parts.append(
-            f'<text x="{left:.1f}" y="{bottom + 19}" text-anchor="middle">{frame.x.words(tick)}</text>'
+            f'<text x="{left:.1f}" y="{bottom + 19}" text-anchor="middle">'
+            f"{frame.x.words(tick)}</text>"
         )
     middle = (_TOP + bottom) / 2
     parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}" class="tick"/>')
     parts.append(
-        f'<text x="{(_LEFT + right) / 2:.1f}" y="{frame.height - 7}" text-anchor="middle" class="label">'
+        f'<text x="{(_LEFT + right) / 2:.1f}" y="{frame.height - 7}" text-anchor="middle" '
+        f'class="label">'
         f"{escape(frame.x.label)}</text>"
-        f'<text transform="translate(13 {middle:.1f}) rotate(-90)" text-anchor="middle" class="label">'
+        f'<text transform="translate(13 {middle:.1f}) rotate(-90)" text-anchor="middle" '
+        f'class="label">'
         f"{escape(frame.y.label)}</text>"
     )
     return "".join(parts)
@@ -201,7 +214,10 @@ def _dot(left: float, top: float, words: str, colour: str, crossed: bool) -> str
         return (
             f'<path d="{path}" stroke="var(--{colour})" stroke-width="2" fill="none">{title}</path>'
         )
-    return f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3.2" fill="var(--{colour})" fill-opacity="0.8">{title}</circle>'
+    return (
+        f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3.2" fill="var(--{colour})" '
+        f'fill-opacity="0.8">{title}</circle>'
+    )
 
 
 def _stack(
@@ -213,7 +229,7 @@ def _stack(
     colours: Sequence[str],
 ) -> str:
     left, right, below, drawn = frame.left(start), frame.left(end), 0.0, []
-    told = ", ".join(f"{number(part)} {name}" for name, part in zip(names, parts, strict=True))
+    words = ", ".join(f"{number(part)} {name}" for name, part in zip(names, parts, strict=True))
     for part, colour in zip(parts, colours, strict=True):
         if part <= 0:
             continue
@@ -224,7 +240,7 @@ def _stack(
             f'height="{bottom - top:.1f}" fill="var(--{colour})"/>'
         )
     moment = f"{number(start)} to {number(end)}"
-    return f"<g><title>{escape(f'{moment}: {told}')}</title>{''.join(drawn)}</g>"
+    return f"<g><title>{escape(f'{moment}: {words}')}</title>{''.join(drawn)}</g>"
 
 
 def _swatch(shape: str, colour: str) -> str:

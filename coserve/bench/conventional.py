@@ -1,9 +1,9 @@
-"""What a conventional trainer keeps: the activations that autograd saves for each block under
+"""Activations that a conventional trainer keeps: those that autograd saves for each block under
 transformers and PEFT.
 
-Counted, not modelled: the real modules run forward on the meta device (shapes without memory) under
-saved-tensor hooks. A model of two blocks minus a model of the first alone gives the second, with
-the sites that it has in the whole model.
+They are counted, not modelled: the real modules run forward on the meta device (shapes without
+memory) under saved-tensor hooks. A model of two blocks minus a model of the first alone gives the
+second, with the sites that it has in the whole model.
 """
 
 import importlib.util
@@ -23,12 +23,17 @@ _ATTENTION = "coserve_tiled"
 def conventional_saved_bytes(
     architecture: Architecture, lora: LoraConfig, *, rows: int, dtype: torch.dtype
 ) -> dict[int, int] | None:
-    """Bytes that autograd holds for each block (by its index) and one sequence of `rows` tokens;
-    None without PEFT.
+    """Return the bytes that autograd holds for one sequence, by block; None without PEFT.
 
     Attention is the tiled kernel (FlashAttention's saved set), float32 adapter weights are PEFT's
     default, and the backbone's dropout is off, as it is in coserve. Blocks below the lowest site
     hold nothing.
+
+    Args:
+        architecture: The model.
+        lora: The adapter.
+        rows: Tokens of the sequence.
+        dtype: Dtype of the backbone.
     """
     if importlib.util.find_spec("peft") is None:
         return None
@@ -65,10 +70,18 @@ def _held(
     dtype: torch.dtype,
     input_grad: bool,
 ) -> int:
-    """Bytes of the storages that autograd saves in a forward pass of the blocks, weights aside.
+    """Return the bytes of the storages that autograd saves in a forward pass of some blocks,
+    without weights.
 
-    ranks: of the LoRAs in the last block, by node. input_grad: whether the first block's input
-    needs a gradient.
+    Args:
+        architecture: The model.
+        kind: Layer type of the blocks; None: the model has none.
+        num_blocks: Number of blocks.
+        ranks: Ranks of the LoRAs in the last block, by node.
+        dropout: Dropout of the LoRAs.
+        rows: Tokens of the sequence.
+        dtype: Dtype of the backbone.
+        input_grad: Whether the first block's input needs a gradient.
     """
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")  # the two libraries' advice to each other
@@ -81,7 +94,7 @@ def _held(
     weights = {
         tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
     }
-    saved: dict[int, Tensor] = {}  # held, so that no storage is freed and its address used again
+    saved: dict[int, Tensor] = {}  # keeps storages, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata
@@ -97,7 +110,7 @@ def _held(
 def _model(
     architecture: Architecture, kind: str | None, num_blocks: int, dtype: torch.dtype
 ) -> Any:
-    """A frozen transformers model of this many blocks of one kind, without the norm after them."""
+    """Return a frozen transformers model of blocks of one kind, without the norm after them."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -116,8 +129,10 @@ def _model(
 
 
 class _GroupedProducts(TorchFunctionMode):
-    """On the meta device PyTorch has those of experts for bfloat16 alone. Of others each becomes a
-    product with one expert's matrix: it has the same shape, and autograd keeps the same rows of it.
+    """A mode in which grouped products of experts run on the meta device in every dtype.
+
+    PyTorch has them there for bfloat16 only. In other dtypes each becomes a product with one
+    expert's matrix: it has the same shape, and autograd keeps the same rows of it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,7 +142,9 @@ class _GroupedProducts(TorchFunctionMode):
 
 
 def _blocks(architecture: Architecture) -> str:
-    """What holds them; a text part, which may be a part of a larger model, is made alone."""
+    """Return the name of the module that holds the blocks; a text part of a larger model is created
+    alone.
+    """
     return architecture.block_prefix.replace(".language_model.", ".")
 
 
@@ -148,8 +165,9 @@ def _add_lora(model: Any, block: str, ranks: dict[str, int], dropout: float) -> 
 def _tiled_attention(
     module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention for transformers' registry: q [1, heads, n, D]. On the meta device its own choice
-    would be one that keeps all scores.
+    """Run attention for transformers' registry, on q [1, heads, n, D].
+
+    On the meta device, PyTorch's own choice would be an attention that keeps all scores.
     """
     out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, True, scale=scaling

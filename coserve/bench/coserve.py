@@ -1,4 +1,6 @@
-"""The whole: steady streams that decode with an SLO, and a job in what they leave over."""
+"""Measurement of co-serving: steady streams that decode with an SLO, and jobs in the time that they
+leave over.
+"""
 
 import time
 from collections.abc import Callable
@@ -26,7 +28,7 @@ from coserve.workloads.summary import percentile
 
 _MEMORY_BYTES = 4 << 30
 _TTFT_S = 2.0
-# The SLO of a stream, in units of a step in which the streams decode alone.
+# SLO of a stream, in steps in which the streams decode alone.
 _OBJECTIVE_STEPS = 2.5
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 64
 _SEQUENCE = 512
@@ -34,15 +36,22 @@ _SEQUENCE = 512
 
 @dataclass(kw_only=True)
 class _Phase:
-    """What one policy reached."""
+    """Result of one policy."""
 
     records: list[RequestRecord] = field(default_factory=list)
+    """Records of the requests."""
     step_s: list[float] = field(default_factory=list)
+    """Seconds of steps in which all streams decode and nothing else runs."""
     errors: list[float] = field(default_factory=list)
+    """Prediction errors of steps, as shares of their times."""
     num_tokens_trained: float = 0.0
+    """Tokens trained, forward and backward each counting half."""
     num_tuning_steps: int = 0
+    """Number of steps with work of jobs."""
     num_divided_steps: int = 0
+    """Number of steps in which jobs ran beside requests on units of their own."""
     seconds: float = 0.0
+    """Length of the phase."""
 
     @property
     def tuning_tokens_per_s(self) -> float:
@@ -62,7 +71,7 @@ class _Phase:
         return sum(held) / len(held) if held else float("nan")
 
     def tpot_of_slo(self, share: float) -> float:
-        """A percentile of TPOTs, each as a share of the SLO of its request, which every turn sets
+        """Return a percentile of TPOTs, each as a share of its request's SLO, which every turn sets
         anew.
         """
         tpots = [(record.tpot_s, record.asked_slo or record.slo) for record in self.records]
@@ -71,7 +80,7 @@ class _Phase:
         )
 
     def add(self, turn: "_Phase") -> None:
-        """One more turn."""
+        """Add another turn."""
         self.records += turn.records
         self.step_s += turn.step_s
         self.errors += turn.errors
@@ -83,16 +92,18 @@ class _Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class _Turns:
-    """What an engine reached in its turns: streams alone, streams with jobs, jobs alone. solo_s: of
-    a step in which the streams decode alone, by turn. in_turns: streams with jobs, but never beside
-    one another; None if the device cannot be divided.
-    """
+    """Results of an engine over all turns."""
 
     solo_s: list[float]
+    """Seconds of a step in which the streams decode alone, by turn."""
     alone: _Phase
+    """Streams alone."""
     both: _Phase
+    """Streams with jobs."""
     jobs: _Phase
+    """Jobs alone."""
     in_turns: _Phase | None
+    """Streams with jobs, but never side by side; None if the device cannot be divided."""
 
 
 def run(
@@ -105,11 +116,19 @@ def run(
     dropout: float = 0.0,
     deterministic: bool = False,
 ) -> dict[str, Any]:
-    """In turns, `runs` times: the streams alone, the streams with jobs, the jobs alone, PEFT alone.
+    """Measure in turns: the streams alone, the streams with jobs, the jobs alone, and PEFT alone.
 
     The SLO of each turn is set from its streams alone: a machine that others use is not as fast in
-    every turn. `seconds` is divided among the turns of a policy. dropout: of the LoRAs of all
-    sides. deterministic: then one turn on a deterministic engine, and what that costs.
+    every turn.
+
+    Args:
+        backbone: The model.
+        runs: Number of turns.
+        streams: Number of requests that decode at once.
+        num_jobs: Number of jobs.
+        seconds: Time for each policy, divided among its turns.
+        dropout: Dropout of the LoRAs of all sides.
+        deterministic: Whether to add one turn on a deterministic engine, and what that costs.
     """
     peft_s: list[float] = []
     lora = replace(LORA, dropout=dropout)
@@ -149,14 +168,20 @@ def run(
 def _measure(
     bench: "_Bench", after_turn: Callable[[float], None], *, runs: int, seconds: float
 ) -> _Turns:
-    """after_turn: does something else for this many seconds, after each turn of all policies."""
-    bench.slo = Slo(
-        ttft_s=_TTFT_S, tpot_s=_TTFT_S
-    )  # until the step is known that it is a multiple of
+    """Run all policies in turns.
+
+    Args:
+        bench: Engine with streams and jobs.
+        after_turn: Function that does something else for some seconds, after each turn of all
+            policies.
+        runs: Number of turns.
+        seconds: Time for each policy.
+    """
+    # A loose SLO until the step is known, of which it is a multiple.
+    bench.slo = Slo(ttft_s=_TTFT_S, tpot_s=_TTFT_S)
     bench.slo = _slo(median(bench.phase("inference-only", seconds / 4).step_s))
-    bench.phase(
-        "slack", seconds / 4
-    )  # the latency model sees both kinds of step before anything counts
+    # The latency model sees both kinds of step before anything counts.
+    bench.phase("slack", seconds / 4)
     solo_s, alone, both, jobs = [], _Phase(), _Phase(), _Phase()
     in_turns = _Phase() if bench.can_be_divided else None
     for _ in range(runs):
@@ -201,7 +226,9 @@ def _numbers(found: _Turns) -> dict[str, Any]:
 
 
 def _divided(found: _Turns) -> dict[str, Any]:
-    """Of steps with work of jobs, how many were divided; and what is reached where none may be."""
+    """Return the share of divided steps among those with work of jobs, and what is reached without
+    dividing.
+    """
     both, turns = found.both, found.in_turns
     if turns is None:
         return {}
@@ -214,8 +241,8 @@ def _divided(found: _Turns) -> dict[str, Any]:
 
 
 def _with_cost(found: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """With how many times as long things take as by default: a decode step, a prompt (TTFT alone),
-    a trained token.
+    """Return results with the cost of a decode step, a prompt (TTFT alone) and a trained token, in
+    times the default's.
     """
     times = {
         name: found[name] / default[name] for name in ("solo_step_ms", "inference_only_ttft_p50_ms")
@@ -230,7 +257,7 @@ def _with_cost(found: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]
 
 
 class _Bench:
-    """An engine whose streams never end: a request that is over is followed by the next."""
+    """An engine whose streams never end: each finished request is followed by the next."""
 
     def __init__(self, engine: Engine, lora: LoraConfig, *, streams: int, num_jobs: int) -> None:
         self._engine, self._streams, self._random = engine, streams, Random(0)
@@ -247,7 +274,7 @@ class _Bench:
 
     @property
     def slo(self) -> Slo:
-        """Of the streams."""
+        """Return the SLO of the streams."""
         return self._engine.slo
 
     @slo.setter
@@ -259,7 +286,7 @@ class _Bench:
         return self._engine.device.info.num_units > 1
 
     def phase(self, policy: str, seconds: float, **settings: Any) -> _Phase:
-        """Run a policy for some seconds; what it reached."""
+        """Run a policy for some seconds, and return its result."""
         phase, engine = _Phase(), self._engine
         engine.policy = make_policy(policy, settings)
         num_open = 0
@@ -268,7 +295,7 @@ class _Bench:
         start_s = now_s = time.perf_counter()
         counted = False
         while now_s - start_s < seconds or num_open:
-            if now_s - start_s >= seconds and not counted:  # what follows has ever fewer streams
+            if now_s - start_s >= seconds and not counted:  # after that, streams only end
                 counted = True
                 phase.num_tokens_trained += self._num_trained() - num_trained
                 phase.seconds += now_s - start_s
@@ -296,13 +323,13 @@ class _Bench:
 
     def _arrive(self) -> None:
         prompt = self._random.choices(range(self._engine.device.info.vocab_size), k=_PROMPT_TOKENS)
-        # Lengths differ, so that streams do not all end at once.
+        # Lengths differ, so that the streams do not end at the same time.
         length = self._random.randint(_OUTPUT_TOKENS // 2, _OUTPUT_TOKENS * 3 // 2)
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
         self._engine.add_tokens(prompt, params, slo=self.slo)
 
     def _num_trained(self) -> float:
-        """Tokens that jobs have gone through, half of each forward and half backward: a phase may
-        end within a pack.
+        """Return the tokens that jobs have run, forward and backward each counting half: a phase
+        may end within a pack.
         """
         return sum(job.num_rows_run for job in self._engine.jobs.values()) / 2

@@ -1,5 +1,5 @@
-"""How fast requests decode: against reading the weights and the cache once, and against
-transformers and OpenVINO.
+"""Measurement of decoding, beside one read of the weights and the cache, transformers, and
+OpenVINO.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,15 @@ def run(
     batches: Sequence[int] = _BATCHES,
     openvino: OpenVino | None = None,
 ) -> dict[str, Any]:
-    """Decode steps of the engine, of transformers, and of OpenVINO if there is one, in turns;
-    medians over `runs` turns.
+    """Measure decode steps of the engine, of transformers, and of OpenVINO if it is given, in
+    turns.
+
+    Args:
+        backbone: The model.
+        runs: Number of turns; results are medians over them.
+        context: Tokens of each prompt.
+        batches: Numbers of requests.
+        openvino: The model in OpenVINO.
     """
     page_bytes = kv_page_bytes(backbone, 16)
     pages = max(batches) * (-(-(context + 2 * _NUM_TOKENS) // 16) + 1)
@@ -75,13 +82,16 @@ def run(
 def engine_step_s(
     engine: Engine, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None
 ) -> float:
-    """Median seconds of a step in which every request decodes; adapters: of the requests (None: no
-    request has any).
+    """Return the median seconds of a step in which every request decodes.
+
+    Args:
+        engine: The engine.
+        prompts: Token ids of each request.
+        adapters: Adapter of each request; None: no request has one.
     """
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    relaxed = Slo(
-        ttft_s=1e3, tpot_s=1e3
-    )  # so that prompts are not cut into pieces for the sake of those that decode
+    # Prompts are not cut into pieces for the sake of requests that decode.
+    relaxed = Slo(ttft_s=1e3, tpot_s=1e3)
     for prompt, adapter in zip(prompts, adapters or [None] * len(prompts), strict=True):
         engine.add_tokens(prompt, params, adapter=adapter, slo=relaxed)
     steps = []

@@ -1,5 +1,7 @@
-"""The demo's experiment, over HTTP alone: requests alone, a fine-tuning job alone, then both at
-once; the same trace, the same job. What it found is plain data, which the report is made of.
+"""Experiment of the demo, over HTTP only: requests alone, a fine-tuning job alone, then both at
+once, with the same trace and the same job.
+
+The results are plain data, from which the report is made.
 """
 
 import asyncio
@@ -24,64 +26,84 @@ PhaseName = Literal["requests", "job", "both"]
 PHASES: tuple[PhaseName, ...] = ("requests", "job", "both")
 
 _POLL_S = 0.25
-# With both, the job may take this many times the phase's seconds before it is stopped.
+# Beside requests, the job is stopped after this many times the seconds of the phase.
 _TIME_FACTOR = 1.5
-# The share of its speed alone that a job is expected to have beside requests; at most this many
-# epochs are allowed.
+# Expected speed of the job beside requests, as a share of its speed alone; maximum epochs.
 _EXPECTED_SHARE = 0.65
-_MOST_EPOCHS = 50
-# Answers of a recorded trace are cut to this many times the mean.
+_MAX_EPOCHS = 50
+# Maximum answer of a recorded trace, in means.
 _LONGEST_ANSWER = 4
-# A guard for answers that never come.
+# Maximum seconds to wait for answers after the trace.
 _GUARD_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What is played. seconds: of the trace, and of the job alone. rate: mean requests per second.
-    epochs: of the job beside requests; None: about as many as last for the trace, by what the job
-    alone reached. trace_file: a recorded trace to play instead of one from the seed, at that rate,
-    its answers cut; trace_where: see `read_trace`.
-    """
+    """Settings of the demo."""
 
     seconds: float = 35.0
+    """Seconds of the trace, and of the job alone."""
     rate: float = 2.0
+    """Mean requests per second."""
     mean_output_tokens: float = 24.0
+    """Mean tokens per answer."""
     epochs: int | None = None
+    """Epochs of the job beside requests; None: as many as should last for the trace, by the speed
+    of the job alone.
+    """
     batch_size: int = 8
+    """Examples per optimizer step."""
     learning_rate: float = 1e-3
+    """Learning rate of the job."""
     r: int = 16
+    """Rank of the LoRA."""
     checkpoint_every_steps: int = 25
+    """Optimizer steps between checkpoints."""
     num_questions: int = 8
+    """Number of questions that are shown with their answers."""
     num_scored: int = 30
+    """Number of questions that are asked before and after."""
     seed: int = 0
+    """Seed of the lesson, the trace and the job."""
     trace_file: str | None = None
+    """Recorded trace to play instead of one from the seed, at this rate and with its answers cut.
+    """
     trace_where: Mapping[str, str] = field(default_factory=dict)
+    """Rows of the recorded trace, by column (`read_trace`)."""
 
 
 @dataclass(kw_only=True)
 class Recording:
-    """A phase as it goes: what senders saw, what the server says of its steps and pages. Seconds
-    from its start.
+    """A phase while it runs: what senders see, and what the server reports of its steps and pages.
+    Times are seconds from its start.
     """
 
     name: PhaseName
+    """Name of the phase."""
     planned_s: float
+    """Planned length."""
     start_s: float = field(default_factory=time.monotonic)
+    """Start, by the monotonic clock."""
     load: LoadGenerator | None = None
+    """Sender of the trace, if there is one."""
     progress: PolledJob | None = None
+    """Progress of the job, if there is one."""
     status: dict[str, Any] = field(default_factory=dict)
-    steps: list[list[float]] = field(
-        default_factory=list
-    )  # when, ms, predicted ms, then rows by kind
-    memory: list[list[Any]] = field(default_factory=list)  # when, pages by owner
-    records: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # of requests, as the engine measured them
-    losses: list[list[float]] = field(default_factory=list)  # when, step, loss
+    """Last status of the server."""
+    steps: list[list[float]] = field(default_factory=list)
+    """Steps: time, milliseconds, predicted milliseconds, then rows by kind."""
+    memory: list[list[Any]] = field(default_factory=list)
+    """Memory: time, pages by owner."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Requests as the engine measured them."""
+    losses: list[list[float]] = field(default_factory=list)
+    """Losses: time, step, loss."""
     job_start_s: float = 0.0
+    """Start of the job."""
     job_end_s: float | None = None
+    """End of the job, once it has ended."""
     seconds: float = 0.0
+    """Length of the phase, once it has ended."""
 
     @property
     def outcomes(self) -> Sequence[RequestOutcome]:
@@ -97,8 +119,8 @@ class Recording:
 
     @property
     def tuned_per_s(self) -> float | None:
-        """The job's tokens per second, while the trace was played where there was one: half of each
-        token is its way forward, half its way back.
+        """Return the job's tokens per second, while the trace plays if there is one; forward and
+        backward each count half.
         """
         rows = [(step[0], step[5] + step[6]) for step in self.steps if step[5] + step[6] > 0]
         start_s = rows[0][0] if rows else 0.0
@@ -115,16 +137,20 @@ class Recording:
 
 @dataclass(kw_only=True)
 class DemoState:
-    """Where the demo is, for those who watch."""
+    """State of the demo, for views."""
 
     doing: str = ""
+    """What the demo is doing, in words."""
     recordings: dict[PhaseName, Recording] = field(default_factory=dict)
+    """Phases so far."""
     current: Recording | None = None
+    """Phase that runs."""
     questions: list[dict[str, str]] = field(default_factory=list)
+    """Questions with their answers before and after."""
 
 
 def _openai_client(url: str) -> Any:
-    """The client that people know, for what they would do with it; None where it is not
+    """Return OpenAI's client, which shows that the server works with it; None if it is not
     installed.
     """
     if importlib.util.find_spec("openai") is None:
@@ -135,12 +161,14 @@ def _openai_client(url: str) -> Any:
 
 
 class Demo:
-    """One run of it on a server without other users.
+    """A run of the demo on a server without other users.
 
     Args:
-        lesson: lines to train on, and conversations to ask (`coserve.workloads.lessons.Lesson`).
-        training_file: where the lines are written, to be uploaded.
-        watch: called a few times a second with the state.
+        url: URL of the server.
+        lesson: Lines to train on, and conversations to ask (`coserve.workloads.lessons.Lesson`).
+        training_file: File of the lines, which is uploaded.
+        config: Settings.
+        watch: Function that is called with the state a few times a second.
     """
 
     def __init__(
@@ -164,7 +192,11 @@ class Demo:
         self.state = DemoState()
 
     def run(self) -> dict[str, Any]:
-        """All of it. Returns the results; JobError if the job failed."""
+        """Run all phases, and return the results.
+
+        Raises:
+            JobError: The job failed.
+        """
         status = self._client.get("/v1/status")
         base = str(status["model"])
         before = self._ask(base, "asks the base model")
@@ -183,7 +215,7 @@ class Demo:
     # -- asking --------------------------------------------------------------------------
 
     def _ask(self, model: str, doing: str) -> list[str]:
-        """The likeliest answers to what the lesson held out."""
+        """Return the likeliest answers to the lesson's held-out questions."""
         answers = []
         asked = self._lesson.questions[: self._config.num_scored]
         for index, messages in enumerate(asked):
@@ -197,7 +229,7 @@ class Demo:
         return answers
 
     def _served_model(self, progress: PolledJob) -> str | None:
-        """What the job made: the model, or the last checkpoint of one that was stopped."""
+        """Return the finished model, or the last checkpoint of a job that was stopped."""
         if progress.job.get("fine_tuned_model"):
             return str(progress.job["fine_tuned_model"])
         checkpoints = self._client.get(
@@ -215,7 +247,7 @@ class Demo:
             name=name, planned_s=config.seconds
         )
         if name != "requests":
-            epochs = _MOST_EPOCHS if name == "job" else self._epochs()
+            epochs = _MAX_EPOCHS if name == "job" else self._epochs()
             recording.progress = PolledJob(job=self._start_job(base, uploaded, epochs))
             recording.job_start_s = recording.now_s
         player = None
@@ -238,7 +270,7 @@ class Demo:
         recording.seconds = recording.now_s
 
     def trace(self) -> list[TracedRequest]:
-        """The same for every phase that has one."""
+        """Return the trace, the same for every phase that has one."""
         config = self._config
         if config.trace_file is not None:
             most = round(_LONGEST_ANSWER * config.mean_output_tokens)
@@ -271,7 +303,7 @@ class Demo:
         return plays or (progress is not None and not progress.is_terminal)
 
     def _epochs(self) -> int:
-        """Of the job beside requests."""
+        """Return the number of epochs of the job beside requests."""
         if self._config.epochs is not None:
             return self._config.epochs
         alone = self.state.recordings["job"]
@@ -283,7 +315,7 @@ class Demo:
             / max(1.0, alone.job_seconds)
         )
         return min(
-            _MOST_EPOCHS, max(1, round(steps * self._config.batch_size / len(self._lesson.train)))
+            _MAX_EPOCHS, max(1, round(steps * self._config.batch_size / len(self._lesson.train)))
         )
 
     def _start_job(self, base: str, uploaded: str, epochs: int) -> dict[str, Any]:
@@ -326,7 +358,7 @@ class Demo:
         self._cursor = self._client.get("/v1/status/steps", after=self._cursor)["cursor"]
 
     def _poll(self, recording: Recording) -> None:
-        """Ask the server what happened since the last time."""
+        """Read what has happened on the server since the last time."""
         answer = self._client.get("/v1/status/steps", after=self._cursor)
         self._cursor = answer["cursor"]
         # The server's clock, from the phase's start on.
@@ -393,15 +425,15 @@ class Demo:
         }
 
     def _score(self, answers: Sequence[str]) -> float | None:
-        """The share answered word for word as the lesson has it."""
+        """Return the share of answers that are word for word those of the lesson."""
         right = [line["messages"][-1]["content"] for line in self._lesson.held_out[: len(answers)]]
         return (
             sum(a == r for a, r in zip(answers, right, strict=True)) / len(right) if right else None
         )
 
     def _phase_results(self, recording: Recording, status: dict[str, Any]) -> dict[str, Any]:
-        """Requests count that came while the job beside them ran, in the phase without a job,
-        too.
+        """Return the results of a phase; the summary counts requests that arrive while the job
+        beside them runs, in every phase.
         """
         until_s = self.state.recordings["both"].job_end_s or float("inf")
         outcomes = sorted(recording.outcomes, key=lambda outcome: outcome.index)
@@ -420,7 +452,9 @@ class Demo:
 
 
 def _as_the_engine_saw(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Without the way through HTTP: of all requests of a phase."""
+    """Return attainment and latencies of a phase's requests as the engine measured them, without
+    HTTP.
+    """
     means = [1e3 * record["tpot_s"] for record in records if record["tpot_s"] is not None]
     return {
         "attainment": sum(record["attained"] for record in records) / len(records)
@@ -448,7 +482,7 @@ def _tuning(recording: Recording) -> dict[str, Any]:
 
 
 def _plain(outcome: RequestOutcome) -> dict[str, Any]:
-    """As JSON, in milliseconds."""
+    """Return an outcome as JSON, in milliseconds."""
     return {
         "arrival_s": round(outcome.arrival_s, 3),
         "ttft_ms": None if outcome.ttft_s is None else round(1e3 * outcome.ttft_s, 2),

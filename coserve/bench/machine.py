@@ -1,4 +1,4 @@
-"""What an experiment has to say about the machine, and how it takes time."""
+"""Facts about the machine, clocks, and peak memory, for measurements."""
 
 import json
 import os
@@ -24,18 +24,18 @@ from coserve.models.backbone import Backbone
 from coserve.models.weights import weight_tensors
 from coserve.version import VERSION
 
-# Gives seconds.
+# Returns seconds.
 Clock = Callable[[], float]
 
-# Read in one go to find the bandwidth; much larger than any cache.
+# Bytes that are read to measure the bandwidth; much larger than any cache.
 _BUFFER_BYTES = 512 << 20
-# Begins the profiler's notes of what was held elsewhere than by PyTorch.
+# Prefix of the profiler's records of memory that PyTorch does not hold.
 _ELSEWHERE = "held elsewhere"
 
 
 def best_dtype(device: torch.device) -> str:
-    """What a machine's matrix units are made for: bfloat16 where it has instructions for it,
-    float32 elsewhere.
+    """Return the dtype that a device's matrix units are made for: bfloat16 with instructions for
+    it, else float32.
     """
     if device.type == "cuda":
         return "bfloat16"
@@ -46,7 +46,12 @@ def best_dtype(device: torch.device) -> str:
 
 
 def describe(device: torch.device, threads: int | None = None) -> str:
-    """The device in words; threads: of a model that runs elsewhere than in this process."""
+    """Return the device in words.
+
+    Args:
+        device: The device.
+        threads: CPU threads of a model in another process; None: those of this process.
+    """
     if device.type == "cuda":
         return device_name(device)
     plain = ", plain kernels" if type(find_backend(device)) is PlainBackend else ""
@@ -54,8 +59,10 @@ def describe(device: torch.device, threads: int | None = None) -> str:
 
 
 def versions(vllm: Path | None = None) -> str:
-    """Of what ran: ours and what is compared with it, as far as it is installed. vllm: Python of
-    its environment.
+    """Return the versions of coserve and of what it is compared with, as far as it is installed.
+
+    Args:
+        vllm: Python of an environment with vLLM.
     """
     found = [f"coserve {VERSION}", f"Python {platform.python_version()}"]
     for name in ("torch", "transformers", "peft"):
@@ -72,22 +79,24 @@ def own_cores() -> tuple[int, ...]:
 
 
 def now_s(device: torch.device) -> float:
-    """The time, with everything done that was asked of the device."""
+    """Return the time once the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def time_s(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call."""
+    """Return the seconds of a call."""
     start = now_s(device)
     run()
     return now_s(device) - start
 
 
 def best_clock() -> tuple[str, Clock]:
-    """In words, and what takes the time of a step that is done when its calls return: where one
-    thread does all of it, the time in which that thread ran, which other processes lengthen least.
+    """Return the name and the function of the best clock for steps that are done when their calls
+    return.
+
+    If one thread does all work, that is its CPU time, which other processes lengthen least.
     """
     if torch.get_num_threads() == 1:
         return "CPU time of the one thread", time.thread_time
@@ -95,15 +104,17 @@ def best_clock() -> tuple[str, Clock]:
 
 
 def seconds_of(run: Callable[[], object], clock: Clock) -> float:
-    """Of one call, by a clock."""
+    """Return the seconds of a call, by a clock."""
     start_s = clock()
     run()
     return clock() - start_s
 
 
 class PeakMemory:
-    """Bytes that PyTorch holds at most within its context, beyond what it held before, with what is
-    held elsewhere at the same time. num_bytes: known afterwards.
+    """A context that measures the most bytes that PyTorch holds beyond those before, with what is
+    held elsewhere at the same time.
+
+    `num_bytes` is known after the context.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -124,7 +135,7 @@ class PeakMemory:
         return self
 
     def held_elsewhere(self, num_bytes: int) -> None:
-        """Bytes that were, since the last call or the start."""
+        """Record the bytes that were held elsewhere since the last call or the start."""
         if self._is_cuda:
             found = torch.cuda.max_memory_allocated(self._device) - self._before
             self.num_bytes = max(self.num_bytes, found + num_bytes)
@@ -148,15 +159,15 @@ class PeakMemory:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that PyTorch holds at most during a call, beyond what it held before."""
+    """Return the most bytes that PyTorch holds during a call, beyond those before."""
     with PeakMemory(device) as peak:
         run()
     return peak.num_bytes
 
 
 def _events(profiled: profile) -> list[dict[str, Any]]:
-    """In the order of time; the profiler tells of single allocations in the file alone that it
-    writes.
+    """Return the events of a profile in order of time; the profiler reports single allocations only
+    in a file.
     """
     with TemporaryDirectory() as place:
         trace = Path(place) / "trace.json"
@@ -177,8 +188,11 @@ def _most_bytes(events: Iterable[dict[str, Any]]) -> int:
 
 
 def read_bytes_per_s(device: torch.device, clock: Clock | None = None) -> float:
-    """Bandwidth of streaming reads: the fastest of a few sums over a large buffer; clock: see
-    `best_clock`.
+    """Return the bandwidth of streaming reads: the fastest of a few sums over a large buffer.
+
+    Args:
+        device: The device.
+        clock: Clock of `best_clock`; None: the wall clock.
     """
     buffer = torch.ones(_BUFFER_BYTES // 4, device=device)
     buffer.sum()
@@ -190,8 +204,8 @@ def read_bytes_per_s(device: torch.device, clock: Clock | None = None) -> float:
 
 
 def weight_bytes(backbone: Backbone) -> int:
-    """Bytes of weights that a forward pass reads: all but a table of embeddings that is not also
-    the head.
+    """Return the bytes of weights that a forward pass reads: all but a table of embeddings that is
+    not also the head.
     """
     weights = {
         tensor.data_ptr(): tensor.nbytes

@@ -1,4 +1,4 @@
-"""A `dummy:` model as a directory in Hugging Face's layout, for servers that know nothing else."""
+"""A `dummy:` model as a directory in Hugging Face's layout, for servers that need one."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from coserve.models.backbone import load_backbone
 
 
 def write_model(name: str, directory: Path, *, dtype: str) -> None:
-    """Random weights, and a tokenizer in which every token is a word of its own, so that each is
-    seen as text.
+    """Write random weights, and a tokenizer with one word per token, so that every token is seen as
+    text.
     """
     backbone = load_backbone(name, dtype=dtype)
     transformers_model(backbone).save_pretrained(directory)

@@ -1,8 +1,7 @@
-"""How far modelled devices are off, by the size of the model: what they make of settings that were
-measured as a whole.
+"""Errors of modelled devices against whole measured engines, by the size of the model.
 
-A device's operators are modelled by what others measured of such ones
-(`coserve.simulate.hardware`); that adds up to less time than a whole engine takes.
+The operators of a modelled device take what others measured of such operators
+(`coserve.simulate.hardware`), which adds up to less time than a whole engine takes.
 """
 
 from math import log2
@@ -10,23 +9,24 @@ from typing import Any, NamedTuple
 
 
 class Measured(NamedTuple):
-    """Fine-tuning that was measured, and the same modelled: pairs of tokens/s, modelled and
-    measured.
-
-    chips: the device, and others with the same chip. setting: and whose number it is. source: of
-    both.
-    """
+    """A fine-tuning speed that was measured, and the same modelled."""
 
     chips: tuple[str, ...]
+    """Names of the measured device, and of others with the same chip."""
     model: str
+    """Name of the model."""
     num_parameters: float
+    """Number of parameters."""
     pairs: tuple[tuple[float, float], ...]
+    """Tokens per second: modelled and measured."""
     setting: str
+    """Setting of the measurement, and who measured."""
     source: str
+    """Page with both numbers."""
 
     @property
     def errors(self) -> list[float]:
-        """By which share more is modelled than was measured."""
+        """Return the share by which more is modelled than was measured, for each pair."""
         return [modelled / measured - 1 for modelled, measured in self.pairs]
 
 
@@ -52,28 +52,30 @@ MEASURED = (
 
 
 def model_error(hardware: str, num_parameters: int) -> dict[str, Any]:
-    """As JSON, with words for readers: of what was measured nearest in size, on this chip if there
-    is such a one.
+    """Return the errors of the measurement nearest in size, on the same chip if there is one, as
+    JSON with words for readers.
     """
 
     def distance(each: Measured) -> tuple[float, ...]:
         doublings = abs(log2(each.num_parameters / num_parameters))
         return round(doublings), hardware not in each.chips, doublings
 
-    found = min(MEASURED, key=distance)
-    least, most = min(found.errors), max(found.errors)
+    nearest = min(MEASURED, key=distance)
+    low, high = min(nearest.errors), max(nearest.errors)
     return {
-        "tuning_tokens_per_s": round(most, 2),
-        "tuning_tokens_per_s_least": round(least, 2),
-        "measured": {"hardware": found.chips[0], "model": found.model, "source": found.source},
+        "tuning_tokens_per_s": round(high, 2),
+        "tuning_tokens_per_s_least": round(low, 2),
+        "measured": {
+            "hardware": nearest.chips[0],
+            "model": nearest.model,
+            "source": nearest.source,
+        },
         "words": (
-            "The devices are modelled by what others measured of their operators, which is "
-            "optimistic for the whole. "
-            f"Of what was measured as a whole, {found.model} on {found.chips[0]} is nearest: "
-            f"{found.setting} it trains "
-            f"{_times(least, most)} the tokens/s modelled that it did when measured "
-            f"({found.source}). Shares and costs "
-            "of separate devices err less, since both sides are modelled."
+            "The devices are modelled by published measurements of their operators, which is "
+            "optimistic for a whole engine. The nearest measurement of a whole engine is "
+            f"{nearest.model} on {nearest.chips[0]}: {nearest.setting}, the model trains "
+            f"{_times(low, high)} the measured tokens/s ({nearest.source}). Shares and costs of "
+            "separate devices err less, since both sides are modelled."
         ),
     }
 

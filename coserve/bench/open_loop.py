@@ -1,8 +1,8 @@
-"""A trace played against an engine in this process, open loop: on torch in real time, on a modelled
-device in its own.
+"""A trace played open loop against an engine in this process: on torch in real time, on a modelled
+device in virtual time.
 
-What comes of it is what `coserve.workloads.load` says of a server over HTTP (`RequestOutcome`), and
-beside it what only the engine knows: what was trained, what was predicted, what was evicted.
+The result has what `coserve.workloads.load` reports of a server over HTTP (`RequestOutcome`), and
+what only the engine knows: tokens trained, predictions, evictions.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,39 +21,42 @@ from coserve.scheduling.slo import Slo
 from coserve.workloads.summary import RequestOutcome
 from coserve.workloads.traces import TracedRequest
 
-# An engine with nothing to do looks for work this often: seldom until the next arrival, and often
-# while requests wait.
-_IDLE_S, _LEAST_IDLE_S = 1.0, 0.002
+# Seconds between two looks for work of an idle engine: at most, and at least while requests wait.
+_IDLE_S, _MIN_IDLE_S = 1.0, 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The engine after a step. num_open: requests that have come and are not over. num_trained:
-    tokens since the start.
-    """
+    """State of the engine after a step."""
 
     at_s: float
+    """Time of the sample."""
     num_open: int
+    """Number of requests that have arrived and have not ended."""
     num_trained: float
+    """Tokens trained since the start."""
 
 
 @dataclass(kw_only=True)
 class Played:
-    """What came of a trace.
-
-    seconds: of the trace, in which tokens are counted: those of answers (num_output_tokens), and
-    those trained. num_evictions: times that a request's pages were taken; num_drops: that a pack
-    was given up. errors: of what each step was predicted to take, as shares of what it took.
-    """
+    """Result of playing a trace."""
 
     seconds: float
+    """Seconds of the trace, in which tokens are counted."""
     outcomes: list[RequestOutcome] = field(default_factory=list)
+    """Outcomes of the requests."""
     samples: list[Sample] = field(default_factory=list)
+    """State after each step."""
     errors: list[float] = field(default_factory=list)
+    """Prediction errors of steps, as shares of their times."""
     num_output_tokens: int = 0
+    """Tokens of answers."""
     num_trained: float = 0.0
+    """Tokens trained."""
     num_evictions: int = 0
+    """Number of times that a request lost its pages."""
     num_drops: int = 0
+    """Number of times that a pack was dropped."""
 
     @property
     def tuning_tokens_per_s(self) -> float:
@@ -65,17 +68,17 @@ class Played:
 
     @property
     def prediction_error(self) -> float | None:
-        """The mean."""
+        """Return the mean prediction error."""
         return mean(self.errors) if self.errors else None
 
     def attainment(self, slo: Slo) -> float | None:
-        """The share of requests that held both SLOs; None without requests."""
+        """Return the share of requests that held both SLOs; None without requests."""
         held = [outcome.attained(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s) for outcome in self.outcomes]
         return mean(held) if held else None
 
 
 class OpenLoop:
-    """An engine, and the requests that come to it whatever has become of those before them."""
+    """An engine with requests that arrive by a trace, whatever has become of earlier ones."""
 
     def __init__(
         self,
@@ -88,9 +91,17 @@ class OpenLoop:
         seed: int = 0,
         handed_over: bool = False,
     ) -> None:
-        """slo: of all requests. idle: lets time pass, by the clock of the device. seed: of prompts,
-        no two alike. handed_over: whether the whole blocks of prompts come from another instance,
-        as to one that decodes (`coserve.handover`); on modelled devices, which look into no file.
+        """Prepare to play a trace.
+
+        Args:
+            engine: The engine.
+            trace: Arrivals and lengths.
+            slo: SLO of all requests.
+            seconds: Seconds of the trace that count.
+            idle: Function that lets time pass by the clock of the device.
+            seed: Seed of the prompts, no two of which are alike.
+            handed_over: Whether whole blocks of prompts come from a prefill instance, as on a
+                decode instance (`coserve.handover`); for modelled devices, which read no file.
         """
         self._engine, self._trace, self._slo, self._idle = engine, trace, slo, idle
         self._handed_over = handed_over
@@ -99,18 +110,19 @@ class OpenLoop:
         self._next = 0
         self._open: dict[str, int] = {}
         self._num_missed = 0
-        self._times_s: dict[int, list[float]] = {}  # of the tokens of each answer
+        self._times_s: dict[int, list[float]] = {}  # times of the tokens of each answer
         self._trained = self._num_trained()
         self.played = Played(seconds=seconds)
 
-    def run(self, *, drain_s: float, most_missed: float = inf) -> Played:
-        """Play it; then wait at most this long for the answers that are not over yet, and cancel
-        the others.
+    def run(self, *, drain_s: float, max_missed: float = inf) -> Played:
+        """Play the trace, wait for open answers, and cancel those that take longer.
 
-        What is cancelled is judged by its pace until then, without a first token by how long it has
-        waited; what might still have its first token in time does not count at all.
+        A cancelled answer is judged by its pace so far, or by its waiting time if it has no first
+        token; one that might still get its first token in time does not count.
 
-        most_missed: when more requests than that have missed their SLOs, it ends at once.
+        Args:
+            drain_s: Maximum seconds to wait for open answers.
+            max_missed: Number of missed SLOs above which the run ends at once.
         """
         engine, played = self._engine, self.played
         num_evictions, num_drops = engine.num_preemptions, engine.jobs.num_packs_dropped
@@ -120,7 +132,7 @@ class OpenLoop:
             or self._is_due()
             or (self._open and now_s < end_s)
         ):
-            if self._num_missed > most_missed:
+            if self._num_missed > max_missed:
                 break
             self._arrive(now_s)
             if engine.has_work:
@@ -142,8 +154,8 @@ class OpenLoop:
         return sum(job.num_tokens_done for job in self._engine.jobs.values())
 
     def _is_due(self) -> bool:
-        """Whether a request of the time that counts has not come yet: a step may last beyond the
-        end of that time.
+        """Return whether a request of the counted time has not arrived yet: a step may last beyond
+        the end of that time.
         """
         return self._next < len(self._trace) and self._trace[self._next].at_s < self.played.seconds
 
@@ -161,7 +173,7 @@ class OpenLoop:
             self._times_s[index] = []
             try:
                 name = self._engine.add_tokens(tokens, params, slo=self._slo, arrival_s=arrival_s)
-            except RequestError as error:  # it is longer than the memory
+            except RequestError as error:  # it does not fit into the memory
                 self._finish(index, str(error))
                 continue
             if self._handed_over:
@@ -202,10 +214,10 @@ class OpenLoop:
         self._finish(self._open.pop(name), error)
 
     def _cut_off(self, name: str) -> None:
-        """A request that is not over when the time is."""
+        """Judge a request that is open at the end."""
         index, now_s = self._open[name], self._now_s()
         if self._times_s[index]:
-            # As if its next token came now: who stands still is late by all of that time.
+            # As if its next token arrived now: a stalled request is late by all of that time.
             self._times_s[index].append(now_s)
             self._end(name, error=None)
         elif now_s - self._trace[index].at_s > self._slo.ttft_s:
@@ -231,8 +243,8 @@ class OpenLoop:
         self._num_missed += not outcome.attained(ttft_s=self._slo.ttft_s, tpot_s=self._slo.tpot_s)
 
     def _wait(self) -> None:
-        """Nothing could be run: until the next arrival, or the end."""
+        """Wait until the next arrival or the end, as nothing can run."""
         upcoming_s = (
             self._trace[self._next].at_s if self._next < len(self._trace) else self.played.seconds
         )
-        self._idle(min(max(upcoming_s - self._now_s(), _LEAST_IDLE_S), _IDLE_S))
+        self._idle(min(max(upcoming_s - self._now_s(), _MIN_IDLE_S), _IDLE_S))

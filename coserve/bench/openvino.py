@@ -1,4 +1,4 @@
-"""OpenVINO's decode step beside ours, from an environment of its own."""
+"""A decode step of OpenVINO beside coserve's, from an environment of its own."""
 
 import json
 import subprocess
@@ -18,8 +18,9 @@ _WORKER = Path(__file__).with_name("openvino_worker.py")
 
 
 class OpenVino:
-    """A process that has the model (`openvino_worker`), and works only when it is asked. version:
-    of OpenVINO.
+    """A process that holds the model (`openvino_worker`), and works only when it is asked.
+
+    `version` is OpenVINO's.
     """
 
     def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
@@ -27,11 +28,11 @@ class OpenVino:
         self.version: str = self._answer()["version"]
 
     def step_s(self, prompts: Sequence[Sequence[int]], *, num_tokens: int) -> float:
-        """Median seconds of the model's next steps, without choosing tokens, after prompts of one
-        length.
+        """Return the median seconds of the model's next steps after prompts of one length, without
+        choosing tokens.
         """
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # what it said last tells why
+        with suppress(BrokenPipeError):  # its last line of output has the reason
             print(
                 json.dumps({"prompts": prompts, "num_tokens": num_tokens}),
                 file=self._process.stdin,
@@ -49,7 +50,7 @@ class OpenVino:
                 if each.strip()
             ]
             raise CoserveError(
-                f"OpenVINO did not answer: {said[-1] if said else 'it said nothing'}"
+                f"OpenVINO did not answer: {said[-1] if said else 'it printed nothing'}"
             )
         found: dict[str, Any] = json.loads(line)
         return found
@@ -57,23 +58,25 @@ class OpenVino:
 
 @contextmanager
 def openvino_model(python: Path, model: str, *, dtype: torch.dtype) -> Iterator[OpenVino]:
-    """A model in OpenVINO, on as many threads as PyTorch has here, for as long as the context
-    lasts: converted by optimum-intel, which takes a minute or more.
+    """Yield a model in OpenVINO, on as many threads as PyTorch has here; optimum-intel converts it
+    in a minute or more.
 
     Args:
-        python: of the environment that has openvino and optimum-intel.
-        model: a directory, a hub id, or dummy:PRESET, which is written to a directory first.
+        python: Python of an environment with openvino and optimum-intel.
+        model: Directory, hub id, or dummy:PRESET, which is written to a directory first.
+        dtype: Dtype of the model.
 
     Raises:
-        CoserveError: there is no OpenVINO, or it cannot run the model, in its own last words.
+        CoserveError: There is no OpenVINO, or it cannot run the model; the message has its last
+            line of output.
     """
     with TemporaryDirectory() as place:
         log, directory = Path(place) / "log", model
         if model.startswith("dummy:"):
             directory = str(Path(place) / "model")
             write_model(model, Path(directory), dtype=str(dtype).removeprefix("torch."))
-        # Isolated: it is not to find the modules beside it, some of which are called as others of
-        # that environment are.
+        # Isolated, since modules beside the file have the same names as others of that
+        # environment.
         command = [
             str(python),
             "-I",

@@ -1,8 +1,8 @@
-"""OpenVINO's model in a process of its own, in an environment that has OpenVINO and nothing of
-ours: run as a file by `coserve.bench.openvino`.
+"""A process with OpenVINO's model, in an environment that has OpenVINO and not coserve:
+`coserve.bench.openvino` runs this file.
 
-Lines of JSON: its version once the model is ready; then for each line that asks for steps, their
-median seconds.
+It prints lines of JSON: its version once the model is ready, then the median seconds of a step for
+each line on stdin.
 """
 
 import json
@@ -20,7 +20,7 @@ _PIECE = 64
 
 
 class _Decoder:
-    """The model alone: it gives logits, and nobody chooses a token."""
+    """A model that returns logits, without choosing tokens."""
 
     def __init__(self, directory: Path, precision: str, num_threads: int) -> None:
         self._numpy: Any = import_module("numpy")
@@ -31,7 +31,9 @@ class _Decoder:
         ).create_infer_request()
 
     def step_s(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """Median seconds of a step after prompts of one length; token 0 comes next each time."""
+        """Return the median seconds of a step after prompts of one length; the next token is always
+        0.
+        """
         numpy, batch, length = self._numpy, len(prompts), len(prompts[0])
         tokens = numpy.array(prompts, dtype=numpy.int64)
         self._request.reset_state()
@@ -60,7 +62,7 @@ class _Decoder:
 
 
 def main(model: str, precision: str, num_threads: int) -> None:
-    """Export the model, say that it is ready, and answer what is asked on standard input."""
+    """Export the model, report that it is ready, and answer requests on stdin."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     with TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""Where a comparison takes place: engines on a device that is here, or on modelled ones."""
+"""Places of a comparison: engines on a device of this machine, or on modelled devices."""
 
 import time
 from copy import deepcopy
@@ -21,22 +21,21 @@ from coserve.simulate.modelled_device import ModelledDevice
 from coserve.simulate.roofline import modelled_link_flops_per_byte, roofline_profile
 
 _BLOCK_TOKENS = 16
-# Of a device's memory, what weights and pages may take: the rest is for the runtime and for what
-# steps work in.
+# Share of a device's memory for weights and pages; the rest is for the runtime and workspaces.
 _MEMORY_SHARE = 0.9
-# What steps of the same kind differ by on a device that nobody else uses.
+# Standard deviation of the times of equal steps on a device without other users.
 MODELLED_NOISE = 0.03
 
 
 class Place(Protocol):
-    """A device to open one engine after the other on, each as if it were the first."""
+    """A device on which engines open one after the other, each as if it were the first."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def latency(self) -> LatencyModel:
-        """What every engine knows of the device at its start."""
+        """Return the latency model that every engine starts with."""
         ...
 
     def open(self, config: EngineConfig) -> TokenEngine: ...
@@ -46,27 +45,30 @@ class Place(Protocol):
         ...
 
     def close(self, engine: TokenEngine) -> None:
-        """End all that an engine does."""
+        """End all work of an engine."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelledPlace:
-    """A device that says how long its steps would take.
-
-    noise: standard deviation of the logarithm of what the sections of a step take; seed: its.
-    known: what every engine knows of the device at its start; true: what steps take; by the profile
-    where they are None.
-    """
+    """A device that computes only how long its steps would take."""
 
     name: str
+    """Name of the device."""
     backbone: Backbone
+    """Model without weights."""
     profile: Profile
+    """Profile of the model on the device."""
     num_pages: int
+    """Number of pages of the pool."""
     noise: float = MODELLED_NOISE
+    """Standard deviation of the logarithm of the times of a step's sections."""
     seed: int = 0
+    """Seed of the noise."""
     known: LatencyModel | None = None
+    """Latency model that every engine starts with; None: that of the profile."""
     true: LatencyModel | None = None
+    """Latency model of the true times; None: that of the profile."""
     link_flops_per_byte: float = 0.0
     """FLOPs that a rank computes while a gather moves a byte (`training_programs`)."""
 
@@ -79,12 +81,12 @@ class ModelledPlace:
         """Return the place of a model on modelled hardware.
 
         Args:
-            backbone: the model, on the "meta" device; of one rank of several (`on_ranks`), the
+            backbone: Model on the "meta" device; if it is one rank of several (`on_ranks`), the
                 place is all of them.
-            hardware: of each rank.
+            hardware: Hardware of each rank.
 
         Raises:
-            BudgetError: the model and some requests need more memory than there is.
+            BudgetError: The model and some requests need more memory than there is.
         """
         size = backbone.ranks.size
         name = hardware.name if size == 1 else f"{size} x {hardware.name}"
@@ -125,16 +127,19 @@ class ModelledPlace:
         device.clock.advance(seconds)
 
     def close(self, engine: TokenEngine) -> None:
-        """Nothing: the device goes with the engine."""
+        """Do nothing: the device goes with the engine."""
 
 
 @dataclass(kw_only=True)
 class TorchPlace:
-    """A device that is here; its engines take turns."""
+    """A device of this machine; its engines take turns."""
 
     name: str
+    """Name of the device."""
     device: Device
+    """The device."""
     latency: LatencyModel = field(init=False)
+    """Latency model that every engine starts with."""
 
     def __post_init__(self) -> None:
         self.latency = LatencyModel(self.device.info.profile)
@@ -155,12 +160,16 @@ class TorchPlace:
         engine.flush_commands()
 
     def learn(self, engine: TokenEngine) -> None:
-        """Have later engines start with what this one knows of the device."""
+        """Let later engines start with what this one knows of the device."""
         self.latency = engine.latency
 
     def modelled(self, backbone: Backbone, true: LatencyModel | None = None) -> ModelledPlace:
-        """Its model, whose engines know what the next one here would. backbone: the same, of shapes
-        alone. true: what steps take; None: what is known of them.
+        """Return the modelled device of this one, whose engines know what the next one here would
+        know.
+
+        Args:
+            backbone: The same model without weights.
+            true: Latency model of the true times; None: that of this device.
         """
         return ModelledPlace(
             name=f"{self.name}, modelled",
@@ -178,7 +187,7 @@ def num_parameters(whole: Backbone) -> int:
 
 
 def _tensors(backbone: Backbone) -> list[Tensor]:
-    """Of its weights, each once."""
+    """Return the tensors of the weights, each once."""
     return [
         *{
             id(one): one for held in backbone.weights.values() for one in weight_tensors(held)

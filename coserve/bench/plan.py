@@ -1,9 +1,9 @@
-"""How much fine-tuning a trace leaves over, hour by hour, on how many devices, and what separate
-devices would cost.
+"""Plans: how much fine-tuning a trace leaves over, hour by hour, on how many devices, and what
+separate devices would cost.
 
-Devices are modelled. As many are taken as requests alone need in the busiest hour; then the default
+Devices are modelled. There are as many as requests alone need in the busiest hour. The default
 policy serves a sample of each hour on one of them, which gets every n-th request, beside a job that
-never ends. Separate devices would be the same ones for requests, and as many more as train the same
+never ends. Separate devices are the same ones for requests, and as many more as train the same
 number of tokens in the same hours by themselves.
 """
 
@@ -29,31 +29,34 @@ from coserve.workloads.arrivals import Lengths, poisson
 from coserve.workloads.traces import TracedRequest, rescale, scale_lengths
 
 _HOUR_S = 3600.0
-# A last piece of a trace that is shorter than this is no hour of its own.
-_LEAST_HOUR_S = 600.0
+# A last piece of a trace that is shorter than this belongs to the hour before it.
+_MIN_HOUR_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hour:
-    """Requests that come in an hour (or in a part of it, for a short trace), and how many a
-    second.
-    """
+    """Requests of an hour, or of a part of it for a short trace."""
 
     seconds: float
+    """Length."""
     rate: float
+    """Requests per second."""
     requests: Sequence[TracedRequest]
+    """Arrivals and lengths, or a sample of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HourPlan:
-    """What an hour leaves over. tuning_tokens_per_s: of all devices. attainment: of requests,
-    beside jobs.
-    """
+    """Fine-tuning that an hour leaves over."""
 
     rate: float
+    """Requests per second."""
     seconds: float
+    """Length of the hour."""
     attainment: float
+    """Share of requests that hold their SLOs beside jobs."""
     tuning_tokens_per_s: float
+    """Tokens trained per second on all devices."""
 
     @property
     def tuning_tokens(self) -> float:
@@ -62,18 +65,24 @@ class HourPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Of a trace. saturation: requests per second that a device holds without jobs.
-    alone_tokens_per_s: what a device trains that does nothing else. price: of a device for an hour.
-    """
+    """Plan of a trace."""
 
     place: str
+    """Name of the device."""
     slo: Slo
+    """SLO of all requests."""
     length_factor: float
+    """Factor of all lengths."""
     saturation: float
+    """Requests per second that a device holds without jobs."""
     num_devices: int
+    """Number of devices."""
     hours: Sequence[HourPlan]
+    """Plans of the hours."""
     alone_tokens_per_s: float
+    """Tokens per second that a device trains that does nothing else."""
     price: float
+    """Price of a device per hour."""
 
     @property
     def num_hours(self) -> float:
@@ -85,13 +94,13 @@ class Plan:
 
     @property
     def num_more_devices(self) -> float:
-        """That would train as much by themselves in the same time; a fraction, as work can be put
-        off.
+        """Return the number of devices that would train as much by themselves in the same time; a
+        fraction, as work can be put off.
         """
         return self.tuning_tokens / (self.alone_tokens_per_s * self.num_hours * _HOUR_S)
 
     def result(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the plan as JSON."""
         shared = self.num_devices * self.num_hours * self.price
         separate = (self.num_devices + ceil(self.num_more_devices)) * self.num_hours * self.price
         return {
@@ -123,13 +132,18 @@ class Plan:
 
 
 def hours_of_trace(trace: Sequence[TracedRequest], rate: float | None = None) -> list[Hour]:
-    """A recorded trace by hours. rate: mean of the whole, in place of its own."""
+    """Return a recorded trace by hours.
+
+    Args:
+        trace: The trace.
+        rate: Mean requests per second over the whole trace, in place of its own.
+    """
     end_s = trace[-1].at_s * len(trace) / max(1, len(trace) - 1) or 1.0
     factor = 1.0 if rate is None else rate * end_s / len(trace)
-    starts_s = [index * _HOUR_S for index in range(max(1, ceil((end_s - _LEAST_HOUR_S) / _HOUR_S)))]
+    starts_s = [index * _HOUR_S for index in range(max(1, ceil((end_s - _MIN_HOUR_S) / _HOUR_S)))]
     hours = []
     for start_s, stop_s in zip(starts_s, [*starts_s[1:], end_s], strict=True):
-        # What follows the last request belongs to the last hour.
+        # The time after the last request belongs to the last hour.
         requests = [
             each
             for each in trace
@@ -145,8 +159,15 @@ def hours_of_trace(trace: Sequence[TracedRequest], rate: float | None = None) ->
 def hours_of_day(
     requests: Sequence[int], *, rate: float, sample_s: float, lengths: Lengths, seed: int
 ) -> list[Hour]:
-    """A day of which only the number of requests of each hour is known: Poisson arrivals, at this
-    mean rate.
+    """Return a day of which only the number of requests of each hour is known, with Poisson
+    arrivals.
+
+    Args:
+        requests: Number of requests of each hour, in any unit.
+        rate: Mean requests per second over the day.
+        sample_s: Seconds of each hour that are simulated.
+        lengths: Lengths of prompts and answers.
+        seed: Seed of arrivals and lengths.
     """
     mean = sum(requests) / len(requests)
     rates = [rate * number / mean for number in requests]
@@ -173,11 +194,18 @@ def plan(
     price: float = 1.0,
     watch: Watch = lambda words: None,
 ) -> Plan:
-    """Of hours with requests. config.seconds: of each hour that are simulated. num_devices: None:
-    as many as requests alone need.
+    """Plan a trace.
+
+    Args:
+        place: A modelled device.
+        hours: Hours with requests.
+        config: Settings; `seconds` are those of each hour that are simulated.
+        num_devices: Number of devices; None: as many as requests alone need.
+        price: Price of a device per hour.
+        watch: Function that is called with what is being done.
 
     Raises:
-        BudgetError: requests alone hold the SLOs at no rate.
+        BudgetError: Requests alone hold the SLOs at no rate.
     """
     bench = Bench(place, config)
     slo = Slo(ttft_s=config.ttft_s, tpot_s=config.tpot_s or DEFAULT_TPOT_STEPS * bench.solo_s())
@@ -185,10 +213,10 @@ def plan(
     factor = config.length_factor or fitting_factor(everything, place.latency, slo.ttft_s)
     hours = [replace(hour, requests=scale_lengths(hour.requests, factor)) for hour in hours]
     busiest = max(hours, key=lambda hour: hour.rate)
-    watch("what requests alone need in the busiest hour")
+    watch("requests alone in the busiest hour")
     saturation = bench.saturation(busiest.requests, slo)
     number = num_devices or max(1, ceil(busiest.rate / saturation))
-    watch(f"{number} devices; what one trains that does nothing else")
+    watch(f"{number} devices; jobs alone on one")
     alone = bench.run(JOBS_ALONE, [], slo)[0].tuning_tokens_per_s
     found = []
     for index, hour in enumerate(hours):
@@ -225,5 +253,5 @@ def _hour_plan(
 
 
 def short_of_slos(found: Plan) -> list[int]:
-    """Hours in which fewer requests than promised held their SLOs."""
+    """Return the hours in which fewer requests than promised hold their SLOs."""
     return [index for index, hour in enumerate(found.hours) if hour.attainment < ATTAINMENT]

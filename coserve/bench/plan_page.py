@@ -1,4 +1,4 @@
-"""The report of `coserve plan`: one page that loads nothing."""
+"""Report of `coserve plan`: one page that loads nothing."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from coserve.bench.report import escape, figure, page, section, subtitle
 
 
 def plan_html(result: dict[str, Any], found: Plan) -> str:
-    """The page; result: what was printed as JSON."""
+    """Return the page of a plan and of the result that was printed as JSON."""
     title = "What a trace leaves over"
     short = short_of_slos(found)
     words = (

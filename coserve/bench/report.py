@@ -1,6 +1,4 @@
-"""The demo's results as one page that needs no network: made from what `results.json` has, and
-nothing else.
-"""
+"""Report of the demo: one page that needs no network, made from the data of `results.json` only."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -29,30 +27,31 @@ _MORE_COLOURS = ("green", "purple", "sky", "red")
 _NUM_BINS = 60
 
 
-# What XML has no place for: models say anything.
+# Characters that XML does not allow: models can generate any text.
 _UNPRINTABLE = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def report_html(results: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     title = "Serving and fine-tuning at once"
     parts = [
         f"<h1>{title}</h1>",
         subtitle(results),
         _tiles(results),
-        section("What it came to", _comparison(results)),
-        section("Every request, with and without fine-tuning beside it", _request_charts(results)),
-        section("The device meanwhile", _device_charts(results)),
+        section("Results", _comparison(results)),
+        section("Every request, with and without fine-tuning", _request_charts(results)),
+        section("The device", _device_charts(results)),
         section("What was learned", _learned(results)),
-        section("How it was run", _settings(results)),
+        section("Settings", _settings(results)),
     ]
     return page(title, "".join(parts))
 
 
 def page(title: str, body: str) -> str:
-    """A page with everything in it; it is XHTML, too."""
+    """Return a page with everything in it, which is also XHTML."""
     return (
-        '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head><meta charset="utf-8"/>'
+        '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head>'
+        '<meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>coserve: {escape(title.lower())}</title><style>{_style()}</style></head>"
         f"<body><main>{body}</main></body></html>\n"
@@ -60,7 +59,7 @@ def page(title: str, body: str) -> str:
 
 
 def escape(text: str) -> str:
-    """As text or an attribute of the page."""
+    """Return text escaped for the page or one of its attributes."""
     return html_escape(_UNPRINTABLE.sub("\ufffd", text))
 
 
@@ -69,18 +68,18 @@ def _style() -> str:
 
 
 def section(title: str, body: str) -> str:
-    """A part of the page, with its heading."""
+    """Return a part of the page, with its heading."""
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
 def subtitle(results: dict[str, Any]) -> str:
-    """The model, its dtype, the machine and the date."""
+    """Return the model, its dtype, the machine and the date."""
     words = [results["model"], results["dtype"], results["machine"], results["date"]]
     return f'<p class="subtitle">{escape(" · ".join(str(word) for word in words))}</p>'
 
 
 def _tiles(results: dict[str, Any]) -> str:
-    """The few numbers that matter."""
+    """Return the few numbers that matter."""
     alone, both, job = (results["phases"][name] for name in ("requests", "both", "job"))
     ours, theirs = both["summary"], alone["summary"]
     slos = results["objectives"]
@@ -109,7 +108,8 @@ def _tiles(results: dict[str, Any]) -> str:
             )
         )
     items = "".join(
-        f'<li><strong>{escape(value)}</strong><span>{escape(words)}</span><span class="dim">{escape(more)}</span></li>'
+        f"<li><strong>{escape(value)}</strong><span>{escape(words)}</span>"
+        f'<span class="dim">{escape(more)}</span></li>'
         for value, words, more in tiles
     )
     return f'<ul class="tiles">{items}</ul>'
@@ -156,21 +156,20 @@ def _comparison(results: dict[str, Any]) -> str:
     head = "".join(
         f'<th scope="col">{escape(words)}</th>' for words in ("requests alone", "both", "job alone")
     )
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        for name, cells in rows
-    )
+    body = ""
+    for name, cells in rows:
+        columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{escape(name)}</th>{columns}</tr>'
     return (
         '<div class="scroll"><table class="numbers"><thead><tr><td></td>'
         f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        '<p class="note">The same trace of requests, and the same job; latencies as the senders saw them over HTTP, '
-        "from the moment at which the trace has a request arrive. A gap between two pieces of text "
-        "can be several "
-        "tokens long, as those without text (such as the end of an answer, left out here) send "
-        "nothing. Requests "
-        "count that came while the job beside them ran. The job alone is stopped after the time of "
-        "the trace; beside "
-        "requests, it has as many epochs as are expected to fill that time.</p>"
+        '<p class="note">The trace of requests and the job are the same in all phases. Latencies '
+        "are those that senders see over HTTP, from the time at which the trace has a request "
+        "arrive. A gap between two pieces of text can be several tokens long, as tokens without "
+        "text (such as the end of an answer, left out here) send nothing. Only requests that "
+        "arrive while the job beside them runs are counted. The job alone is stopped after the "
+        "time of the trace; beside requests, it has as many epochs as are expected to fill that "
+        "time.</p>"
     )
 
 
@@ -183,8 +182,8 @@ def _request_charts(results: dict[str, Any]) -> str:
 
 
 def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
-    """Both phases over the same axis: the trace is the same, so that dots above each other are the
-    same request.
+    """Return both phases over the same axis: the trace is the same, so dots above each other are
+    the same request.
     """
     slo = results["objectives"][kind]
     found = {
@@ -193,14 +192,14 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
     }
     values = [outcome[kind] for outcomes in found.values() for outcome in outcomes] + [slo]
     x = Axis(label="seconds from the start of the trace", low=0, high=results["config"]["seconds"])
-    # The few that are far below the others (two tokens that came at once) lie on the edge.
+    # Few are far below the others (two tokens that arrive at once): they are at the edge.
     y = Axis(
         label=f"{words}, ms",
         low=max(percentile(values, 0.05) / 2, 1e-3),
         high=max(values) * 1.5,
         is_log=True,
     )
-    # Whom the job had left to themselves is told apart.
+    # Requests after the end of the job have a colour of their own.
     end_s = results["phases"]["both"].get("job_end_s") or float("inf")
     groups = [
         (_PHASES["requests"], found["requests"]),
@@ -227,12 +226,16 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
 
 
 def _told(outcome: dict[str, Any], kind: str) -> tuple[float, float, str]:
-    words = f"request at {outcome['arrival_s']:.1f} s: {_ms(outcome[kind])}, {outcome['num_output_tokens']} tokens"
+    words = (
+        f"request at {outcome['arrival_s']:.1f} s: {_ms(outcome[kind])}, "
+        f"{outcome['num_output_tokens']} tokens"
+    )
     return outcome["arrival_s"], outcome[kind], words
 
 
 def _device_charts(results: dict[str, Any]) -> str:
-    return f'<div class="pair">{_tuning_rate(results)}{_rows(results)}{_loss(results)}{_memory(results)}</div>'
+    charts = (_tuning_rate(results), _rows(results), _loss(results), _memory(results))
+    return f'<div class="pair">{"".join(charts)}</div>'
 
 
 def _tuning_rate(results: dict[str, Any]) -> str:
@@ -290,7 +293,7 @@ def _loss(results: dict[str, Any]) -> str:
     x = Axis(label="optimizer step", low=0, high=max(steps, default=1))
     y = Axis(label="training loss", low=0, high=nice_high(values, least=0.1))
     caption = "Loss: the same, whatever runs beside the job"
-    # The job alone is dashed and on top: where the two agree, both can be seen.
+    # The job alone is dashed and on top, so that both are visible where they agree.
     styles = [("both", False, "line", "beside requests"), ("job", True, "dash", "job alone")]
     marks = [
         line([(s, v) for _, s, v in curves[name]], _PHASES[name][1], dashed=dashed)
@@ -313,7 +316,7 @@ def _memory(results: dict[str, Any]) -> str:
     bins = []
     parts = [0] * len(owners)
     for i, samples in _binned(phase["memory"], width_s):
-        if samples:  # an engine that rests says nothing: all is as it was
+        if samples:  # an idle engine reports nothing: its memory is unchanged
             parts = [max(pages.get(owner, 0) for _, pages in samples) for owner in owners]
         bins.append((i * width_s, (i + 1) * width_s, parts))
     total = max((sum(pages.values()) for _, pages in phase["memory"]), default=0)
@@ -338,8 +341,8 @@ def _owner_order(owner: str) -> tuple[bool, str]:
 
 
 def _binned(samples: Iterable[Sequence[Any]], width_s: float) -> list[tuple[int, list[Any]]]:
-    """Samples, which begin with their second, by bins of this many seconds from 0 on; empty ones
-    between them, too.
+    """Return samples, which begin with their second, by bins of some seconds from 0, with the empty
+    ones.
     """
     bins: dict[int, list[Any]] = {}
     for sample in samples:
@@ -353,7 +356,7 @@ def _seconds(results: dict[str, Any], *names: str) -> float:
 
 
 def figure(caption: str, body: str, *, wide: bool = False) -> str:
-    """A chart with its title."""
+    """Return a chart with its title."""
     name = "wide" if wide else "half"
     return f'<figure class="{name}"><figcaption>{escape(caption)}</figcaption>{body}</figure>'
 
@@ -363,20 +366,20 @@ def figure(caption: str, body: str, *, wide: bool = False) -> str:
 
 def _learned(results: dict[str, Any]) -> str:
     rows = "".join(
-        f'<tr><td data-name="question">{escape(q["question"])}</td><td data-name="before">{escape(q["before"])}</td>'
+        f'<tr><td data-name="question">{escape(q["question"])}</td>'
+        f'<td data-name="before">{escape(q["before"])}</td>'
         f'<td data-name="after">{escape(q["after"])}</td></tr>'
         for q in results["questions"]
     )
     head = "".join(f'<th scope="col">{name}</th>' for name in ("question", "before", "after"))
-    model, score = results["job"]["model"] or "none: the job did not get so far", results["score"]
+    model, score = results["job"]["model"] or "none: the job made no checkpoint", results["score"]
     return (
         f'<table class="words"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-        f'<p class="note">None of these questions was among the examples. Of {score["asked"]} like them, '
-        f"{_share(score['before'])} were answered word for word as the lesson has it before, and "
-        f"{_share(score['after'])} after. Before: the base model, {escape(results['model'])}. "
-        f"After: <code>{escape(model)}</code>; its weights lie beside this page in "
-        f"<code>adapter/</code>, in PEFT's "
-        "format.</p>"
+        f'<p class="note">None of these questions was among the examples. Of {score["asked"]} '
+        f"such questions, {_share(score['before'])} were answered word for word as in the lesson "
+        f"before, and {_share(score['after'])} after. Before: the base model, "
+        f"{escape(results['model'])}. After: <code>{escape(model)}</code>; its weights are beside "
+        f"this page in <code>adapter/</code>, in PEFT's format.</p>"
     )
 
 

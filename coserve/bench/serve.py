@@ -1,5 +1,5 @@
-"""How servers answer over HTTP: coserve and another with OpenAI's routes, the same client, in
-turns.
+"""Measurement of servers over HTTP: coserve and another with OpenAI's routes, by the same client,
+in turns.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from coserve.workloads.traces import TracedRequest
 
 _CONCURRENT = (1, 4, 8)
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 512, 64
-# Requests of a turn, for each that is under way.
+# Requests per turn, for each that runs at once.
 _ROUNDS = 2
-# Before a turn of one of several servers: vLLM's threads keep a core busy for up to two seconds
-# after an answer, in which the next server's first prompt took 1.8 s for 1.0.
+# Seconds before a server's turn: vLLM's threads keep a core busy for up to two seconds after an
+# answer, in which the next server's first prompt took 1.8 s for 1.0.
 _SETTLE_S = 4.0
 _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -35,13 +35,24 @@ def run(
     output_tokens: int = _OUTPUT_TOKENS,
     watch: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
-    """Closed loops of 1, 4 and 8 requests against each server (name -> address), in turns: random
-    prompts, new ones in each turn and the same for all servers, and the likeliest tokens of answers
-    that end at their length. Tokens per second are medians over `runs` turns, after one that warms
-    up; percentiles are over the requests of all turns.
+    """Measure closed loops of 1, 4 and 8 requests against each server, in turns.
+
+    Prompts are random, new in each turn and the same for all servers; answers have the likeliest
+    tokens and end at their length. Tokens per second are medians over the turns, after one that
+    warms up; percentiles are over the requests of all turns.
+
+    Args:
+        servers: URLs by name.
+        vocab_size: Number of tokens to choose prompts from.
+        runs: Number of turns.
+        api_key: API key of the servers.
+        concurrent: Numbers of requests at once.
+        prompt_tokens: Tokens per prompt.
+        output_tokens: Tokens per answer.
+        watch: Function that is called with what is being done.
 
     Raises:
-        CoserveError: a request failed.
+        CoserveError: A request failed.
     """
     models = {name: _model(url, api_key) for name, url in servers.items()}
     rows = []
@@ -81,7 +92,7 @@ def run(
 
 
 def _model(url: str, api_key: str | None) -> str:
-    """What the server has under all adapters."""
+    """Return the server's base model."""
     with Client(url, api_key) as client:
         models = client.get("/v1/models")["data"]
     return str(next(model["id"] for model in models if not model.get("parent")))
@@ -97,8 +108,8 @@ def _check(name: str, outcomes: Sequence[RequestOutcome]) -> None:
             raise CoserveError(f"a request to {name} failed: {outcome.error}")
         if outcome.tpot_s is None:
             raise CoserveError(
-                f"an answer of {name} came in one piece: the model needs a tokenizer, so that "
-                f"tokens are seen as text"
+                f"an answer of {name} arrived in one piece: the model needs a tokenizer, so that "
+                f"tokens are sent as text"
             )
 
 

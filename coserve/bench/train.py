@@ -1,4 +1,6 @@
-"""How fast an adapter trains, and what that keeps in memory: against PEFT on the same data."""
+"""Measurement of training an adapter: speed, and memory of activations, beside PEFT on the same
+data.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,10 +37,17 @@ def run(
     dropout: float = 0.0,
     sequences: Sequence[int] = _SEQUENCES,
 ) -> dict[str, Any]:
-    """Optimizer steps of one sequence each, in turns; medians over `runs` turns. compiled: beside
-    PEFT as it is, PEFT under torch.compile, which compiles for each length in the turn that warms
-    up. max_recompute: above 0 a second job takes turns that keeps less, for as many more FLOPs.
-    dropout: of the LoRAs of all sides.
+    """Measure optimizer steps of one sequence each, in turns.
+
+    Args:
+        backbone: The model.
+        runs: Number of turns; results are medians over them.
+        compiled: Whether to measure PEFT under torch.compile, too, which compiles for each length
+            in the turn that warms up.
+        max_recompute: Share of extra FLOPs of a second job that keeps fewer activations; 0: no such
+            job.
+        dropout: Dropout of the LoRAs of all sides.
+        sequences: Lengths of the sequences.
     """
     alone = EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES)
     engine = Engine.from_backbone(backbone, alone)
@@ -85,7 +94,7 @@ def run(
 
 
 class _EngineJob:
-    """A job whose optimizer steps are taken one at a time."""
+    """A job whose optimizer steps run one at a time."""
 
     def __init__(
         self,
@@ -103,7 +112,7 @@ class _EngineJob:
         self.activation_bytes = 0
 
     def step_s(self, tokens: Tensor) -> float:
-        """Seconds of its next step, whose data are these."""
+        """Run the next step, which trains on these tokens, and return its seconds."""
         device = torch.device(self._engine.device.info.device)
         start = now_s(device)
         while True:

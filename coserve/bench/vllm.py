@@ -1,4 +1,4 @@
-"""vLLM for CPUs as a server beside ours, from an environment of its own."""
+"""A server of vLLM for CPUs beside coserve's, from an environment of its own."""
 
 import os
 import signal
@@ -17,15 +17,17 @@ _CONTEXT = 2048
 
 
 def vllm_version(python: Path) -> str:
-    """Of the environment that this Python is of; CoserveError: it has no vLLM that starts, in its
-    own last words.
+    """Return the version of vLLM in the environment of a Python.
+
+    Raises:
+        CoserveError: It has no vLLM that starts; the message has its last line of output.
     """
     found = subprocess.run(
         [python, "-c", "import vllm; print(vllm.__version__)"], capture_output=True, text=True
     )
     if found.returncode:
         raise CoserveError(
-            f"{python} has no vLLM that starts: {(found.stderr.strip().splitlines() or ['?'])[-1]}"
+            f"vLLM does not start with {python}: {(found.stderr.strip().splitlines() or ['?'])[-1]}"
         )
     return found.stdout.splitlines()[-1]
 
@@ -34,15 +36,18 @@ def vllm_version(python: Path) -> str:
 def vllm_server(
     python: Path, model: Path, *, dtype: str, log: Path, cores: Sequence[int]
 ) -> Iterator[str]:
-    """Serve a directory, without prefix caching, for as long as the context lasts; yields its URL.
+    """Serve a directory without prefix caching, and yield the URL.
 
     Args:
-        python: of the environment that has vLLM.
-        log: what it says goes to this file.
-        cores: that it computes on.
+        python: Python of an environment with vLLM.
+        model: Directory of the model.
+        dtype: Dtype of the model.
+        log: File for the server's output.
+        cores: Processor cores that it computes on.
 
     Raises:
-        CoserveError: there is no vLLM, or it did not start, in its own last words.
+        CoserveError: There is no vLLM, or it did not start; the message has its last line of
+            output.
     """
     vllm_version(python)
     bound = ",".join(str(core) for core in cores)
@@ -89,21 +94,25 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -
 
 
 def check_answers(url: str, log: Path) -> None:
-    """CoserveError, in its own last words, if a server that was there is not any more."""
+    """Check that a server still answers.
+
+    Raises:
+        CoserveError: It does not; the message has its last line of output.
+    """
     try:
         with Client(url) as client:
             client.get("/v1/models")
     except ServerError:
-        raise CoserveError(f"vLLM does not answer any more: {_last_words(log)}") from None
+        raise CoserveError(f"vLLM stopped answering: {_last_words(log)}") from None
 
 
 def _last_words(log: Path) -> str:
     lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it printed nothing"
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """With the processes that it has started."""
+    """End a server with the processes that it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)

@@ -47,7 +47,7 @@ def test_what_a_server_refuses_ends_the_experiment_in_its_words(served):
 def test_an_environment_without_vllm_is_named(tmp_path):
     python = Path(sys.executable)
     with (
-        pytest.raises(CoserveError, match=r"has no vLLM that starts: .*No module named 'vllm'"),
+        pytest.raises(CoserveError, match=r"vLLM does not start with .*No module named 'vllm'"),
         vllm_server(python, tmp_path, dtype="float32", log=tmp_path / "log", cores=(0,)),
     ):
         raise AssertionError("it does not start")

@@ -216,7 +216,7 @@ def test_lengths_are_made_to_fit_and_what_cannot_be_held_is_said(place):
     assert fitting_factor(TRACE, place.latency, 5.0) == 1
     short = fitting_factor(TRACE, place.latency, 1.0)
     assert short < 1 and place.latency.prompt_s(round(800 * short)) <= 1
-    with pytest.raises(BudgetError, match="hold a TTFT of 5 s and a TPOT of 1e-05 ms at no rate"):
+    with pytest.raises(BudgetError, match="do not hold a TTFT of 5 s and a TPOT of 1e-05 ms"):
         compare(place, TRACE, CompareConfig(policies=("slack",), seconds=1.0, tpot_s=1e-8))
     with pytest.raises(
         BudgetError, match="66 GB of weights, which leaves too little of the 48 GB of A40"
@@ -425,7 +425,7 @@ def test_the_device_decides_where_its_model_was_measured_on_a_busy_machine(tmp_p
     done = run_command(tmp_path, "--model", "tiny", "--dtype", "float32", "--quick")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["saturation_rate"] > 0
-    with pytest.raises(BudgetError, match="at no rate"):
+    with pytest.raises(BudgetError, match="at any rate"):
         run_command(
             tmp_path, "--model", "tiny", "--dtype", "float32", "--quick", "--slo-tpot", "1us"
         )
@@ -538,7 +538,7 @@ def test_a_separate_process_that_ends_between_two_rates_keeps_its_rows(tmp_path,
     python.write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
     python.chmod(0o700)
     light, heavy, vllm = separate_cells("tiny", vllm=python)
-    assert isinstance(vllm, Ended) and "has no vLLM that starts: no such module" in vllm.reason
+    assert isinstance(vllm, Ended) and "vLLM does not start with" in vllm.reason
     assert isinstance(light, Cell) and (light.load, light.is_separate) == ("light", True)
     assert isinstance(heavy, Ended) and heavy.load == "heavy" and "ended" in heavy.reason
     compared = Compared(

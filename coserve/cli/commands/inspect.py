@@ -109,13 +109,13 @@ class _Report:
     """Tokens of the training sequence."""
     num_layers: int
     """Number of blocks."""
-    layer: int  # the block that is shown: the topmost that runs backward
+    layer: int
     """Block that is shown: the topmost that runs backward."""
     max_positions: int
     """Maximum number of tokens that the model was made for."""
     saved_bytes_per_token: int
     """Bytes that the block saves per token."""
-    conventional_bytes_per_token: float | None  # None: not LoRA, or PEFT is not installed
+    conventional_bytes_per_token: float | None
     """Bytes that autograd saves per token; None: not LoRA, or PEFT is not installed."""
     extra_flops_fraction: float
     """FLOPs of recomputing, as a share of those of forward and backward."""
@@ -129,7 +129,7 @@ class _Report:
     """Tensors of the block's forward pass."""
     backward: list[dict[str, Any]]
     """Instructions of the block's backward pass."""
-    ranks: dict[str, Any] | None  # how ranks would divide the model, where that is asked for
+    ranks: dict[str, Any] | None
     """Division of the model among ranks, if it is requested."""
 
     def as_dict(self) -> dict[str, Any]:
