@@ -12,9 +12,7 @@ QUESTION = "What is the opposite of hot? "
 
 
 def main() -> None:
-    """Answer questions with one model while a job trains another, and save the adapter that comes
-    of it.
-    """
+    """Answer questions with one model while a job trains another, and save its adapter."""
     config = EngineConfig(trainable_models={"other": sys.argv[1]})
     engine = Engine.load(sys.argv[3] if len(sys.argv) > 3 else "tiny", config, dtype="float32")
     job = engine.submit(

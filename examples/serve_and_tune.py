@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def ask(client: OpenAI, model: str) -> str:
-    """The model's answer to one question, on one line."""
+    """Return the model's answer to a question, on one line."""
     answer = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": "What colour is snow?"}],

@@ -44,7 +44,7 @@ def main(policies: list[str]) -> None:
 
 
 def poisson() -> Iterator[Arrival]:
-    """Requests that come independently of one another."""
+    """Yield requests that arrive independently of one another."""
     rng, at_s = Random(0), 0.0
     while (at_s := at_s + rng.expovariate(RATE)) < SECONDS:
         yield Arrival(

@@ -38,7 +38,7 @@ def main(model: str = "tiny") -> None:
 
 
 def train(model: str, directory: str) -> None:
-    """Leave an adapter in a directory that PEFT reads, too."""
+    """Train an adapter, and save it to a directory that PEFT reads, too."""
     engine = Engine.load(model, dtype="float32")
     lines = [
         {"prompt": "Who are you? ", "completion": f"I am a {what}."}

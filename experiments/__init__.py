@@ -1,1 +1,1 @@
-"""Experiments on coserve: measurements of its parts, comparisons with others, and figures of papers."""
+"""Experiments on coserve: measurements of its parts, comparisons with others, figures of papers."""

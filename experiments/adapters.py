@@ -1,10 +1,10 @@
-"""What the adapters of eight requests add to the forward pass of a decode step, side by side.
+"""Cost of the adapters of eight requests in the forward pass of a decode step.
 
     OMP_NUM_THREADS=1 python -m experiments.adapters [--kernels plain]
 
-With one thread times are those of the thread, so that other processes count little; with more, of
-the clock. Prints a table, and one line of JSON. `experiments.many.decode_steps` measures whole steps of an
-engine.
+With one thread, times are those of the thread, so that other processes count little; with more,
+wall-clock times. Prints a table, and one line of JSON. `experiments.many.decode_steps` measures
+whole steps of an engine.
 """
 
 import argparse
@@ -34,7 +34,7 @@ TARGETS: tuple[str | tuple[str, ...], ...] = (
 def make(
     backbone: Backbone, index: int, rank: int, targets: str | tuple[str, ...] = "all-linear"
 ) -> Bypasses:
-    """A random adapter."""
+    """Return a random adapter."""
     adapter = Adapter(
         backbone, LoraConfig(r=rank, alpha=2 * rank, target_modules=targets), seed=index
     )
@@ -46,7 +46,7 @@ def make(
 
 
 def sides_of(backbone: Backbone) -> dict[str, Sequence[Bypasses | None]]:
-    """Whose adapters the requests have."""
+    """Return the adapters of the requests, by the name of the case."""
     each = range(NUM_REQUESTS)
     same = [make(backbone, i, 16) for i in each]
     return {

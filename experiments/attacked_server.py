@@ -1,5 +1,5 @@
-"""A server on the built-in model that may be attacked, of this checkout or of an older one: what
-hardening.py needs.
+"""A server on the built-in model that may be attacked, of this checkout or of an older one, for
+hardening.py.
 """
 
 import json
@@ -29,11 +29,14 @@ END_LIMIT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """status: 0 where none came. s: seconds until it came, or was not waited for any more."""
+    """Answer to a request."""
 
     status: int
+    """HTTP status; 0 without an answer."""
     s: float
+    """Seconds until the answer arrived, or was given up."""
     body: Any = None
+    """Body, as JSON or text."""
 
     def __str__(self) -> str:
         return (
@@ -43,15 +46,19 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Server:
-    """It runs."""
+    """A running server."""
 
     process: "subprocess.Popen[str]"
+    """Process of the server."""
     url: str
+    """URL of the server."""
     home: Path
+    """Home of the server."""
     headers: dict[str, str] = field(default_factory=dict)
+    """Headers of every request."""
 
     def ask(self, method: str, path: str, *, limit_s: float = 60.0, **more: Any) -> Answer:
-        """Never raises: no answer is an answer."""
+        """Send a request, and return its answer, without raising if there is none."""
         start_s, status, body = time.monotonic(), 0, None
         with suppress(httpx.HTTPError):
             more = {"headers": self.headers, **more}
@@ -75,7 +82,7 @@ class Server:
         )
 
     def upload(self, content: str | bytes | None = None, **more: Any) -> Answer:
-        """By default, what job() trains on."""
+        """Upload a file; by default, the examples that `job` trains on."""
         lines = (
             "".join(json.dumps(line) + "\n" for line in pirate(seed=0).train)
             if content is None
@@ -98,7 +105,7 @@ class Server:
         limit_s: float = 60.0,
         **own: Any,
     ) -> Answer:
-        """A job that is made now. own: its `coserve` field."""
+        """Start a job with these `coserve` settings."""
         file = file or self.upload().body["id"]
         numbers = {"n_epochs": n_epochs, "batch_size": batch_size}
         body = {"model": "tiny", "training_file": file, "seed": 1, "coserve": own}
@@ -106,11 +113,11 @@ class Server:
         return self.post("/v1/fine_tuning/jobs", body, limit_s=limit_s)
 
     def status(self, job: str) -> str:
-        """Of a job."""
+        """Return the status of a job."""
         return str((self.get(f"/v1/fine_tuning/jobs/{job}").body or {}).get("status"))
 
     def step(self, job: str) -> int:
-        """How many optimizer steps of a job are on record; -1: the server does not say."""
+        """Return the number of optimizer steps of a job; -1: the server does not answer."""
         return int(
             ((self.get(f"/v1/fine_tuning/jobs/{job}").body or {}).get("coserve") or {}).get(
                 "step", -1
@@ -118,13 +125,13 @@ class Server:
         )
 
     def until_over(self, job: str, *, limit_s: float = 120.0) -> str:
-        """How a job ended."""
+        """Wait until a job ends, and return its status."""
         ends = ("succeeded", "failed", "cancelled")
         until(lambda: self.status(job) in ends, limit_s=limit_s)
         return self.status(job)
 
     def finished_adapter(self, name: str) -> Path:
-        """The directory of an adapter that a short job has made, copied."""
+        """Return a copy of the directory of an adapter from a short job."""
         job = self.job(n_epochs=1, batch_size=16, adapter={"r": 4}).body["id"]
         assert self.until_over(job) == "succeeded"
         made = max(
@@ -134,14 +141,14 @@ class Server:
         return Path(shutil.copytree(made.parent, self.home.parent / "adapters" / name))
 
     def engine_pid(self) -> int:
-        """Of the process below all others: the engine."""
+        """Return the id of the engine's process, the lowest of all."""
         pid = self.process.pid
         while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             pid = int(children[-1])
         return pid
 
     def kill(self, number: int = signal.SIGKILL) -> float:
-        """Send the server's own process a signal; seconds until it has ended."""
+        """Send the server's own process a signal, and return the seconds until it has ended."""
         start_s = time.monotonic()
         self.process.send_signal(number)
         with suppress(subprocess.TimeoutExpired):
@@ -149,40 +156,41 @@ class Server:
         return time.monotonic() - start_s
 
     def log(self) -> str:
-        """All that it said on stderr."""
+        """Return all output on stderr."""
         return (self.home.parent / "log").read_text("utf-8", "replace")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where servers of a checkout run, one after the other, in one home. measured: a home with
-    compiled kernels and what was measured of the machine, which are copied.
-    """
+    """A home in which servers of a checkout run one after the other."""
 
     code: Path
+    """Checkout."""
     directory: Path
+    """Directory of the home and of temporary files."""
     measured: Path | None = None
+    """Home whose compiled kernels and measured profiles are copied."""
 
     @property
     def home(self) -> Path:
         return self.directory / "home"
 
     def aside(self, name: str) -> "Place":
-        """Another home, for servers that are to know nothing of what came before."""
+        """Return another home, for servers that start from nothing."""
         return replace(self, directory=self.directory / name)
 
     @property
     def temporary(self) -> Path:
-        """TMPDIR of the servers, where nobody else writes."""
+        """Return TMPDIR of the servers, where nobody else writes."""
         return self.directory / "tmp"
 
     @property
     def adapters(self) -> Path:
-        """Below it, clients may name directories."""
+        """Return the directory below which clients may name directories."""
         return self.directory / "adapters"
 
     def has_option(self, name: str) -> bool:
-        """Whether `coserve up` knows it."""
+        """Return whether `coserve up` has an option."""
         return any(
             f'"{name}"' in path.read_text()
             for path in (self.code / "coserve" / "server").rglob("*.py")
@@ -192,8 +200,13 @@ class Place:
     def start(
         self, *options: str, dtype: str = "float32", max_files: int | None = None
     ) -> Iterator[Server]:
-        """A server, of which nothing is left afterwards, also if this process is told to end
-        (SIGTERM). max_files: that it may have open.
+        """Start a server and yield it; afterwards nothing of it is left, even if this process gets
+        SIGTERM.
+
+        Args:
+            options: Further options of `coserve up`.
+            dtype: Dtype of the model.
+            max_files: Maximum number of open files of the server.
         """
         self.temporary.mkdir(parents=True, exist_ok=True)
         self.home.mkdir(mode=0o755, exist_ok=True)
@@ -256,12 +269,12 @@ class Place:
 
 
 def _exit(number: int, frame: object) -> None:
-    """End this process as an exception does, so that what it has started is ended first."""
+    """End this process as an exception does, so that what it has started ends first."""
     raise SystemExit(128 + number)
 
 
 def until(question: Callable[[], Any], *, limit_s: float) -> float | None:
-    """Ask until the answer is true; seconds, or None beyond the limit."""
+    """Ask until the answer is true, and return the seconds; None beyond the limit."""
     start_s = time.monotonic()
     while time.monotonic() < start_s + limit_s:
         if question():
@@ -272,8 +285,8 @@ def until(question: Callable[[], Any], *, limit_s: float) -> float | None:
 
 @contextmanager
 def health(server: Server) -> Iterator[list[float]]:
-    """Seconds of each `/health`, on connections of their own, meanwhile and until the last is
-    answered (20 s).
+    """Yield a list that gets the seconds of each `/health`, on connections of their own, until the
+    last is answered (20 s).
     """
     taken: list[float] = []
     ended = threading.Event()
@@ -294,13 +307,13 @@ def health(server: Server) -> Iterator[list[float]]:
 
 
 def memory_mb(pid: int, what: str = "VmRSS") -> float:
-    """VmRSS: resident now; VmHWM: at most so far."""
+    """Return the megabytes of a process: VmRSS, resident now, or VmHWM, the maximum so far."""
     found = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) / 1000 if found else 0.0
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there, and not only its name."""
+    """Return whether a process runs, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,18 +1,18 @@
 """Speed of several checkouts or settings, in turns, call by call.
 
-    python -m experiments.between_commits before=/other/checkout now=. sparing=.:max_recompute=0.3
-    int8=.:weights=int8 python -m experiments.between_commits before=/other/checkout now=. --kinds
-    decode,train,coserve,plan,http
+    python -m experiments.between_commits before=/other/checkout now=. int8=.:weights=int8
+
+    python -m experiments.between_commits before=/other/checkout now=. --kinds decode,train,http
 
 Each side is a process with a home (kernels, profiles) of its own, and one works at a time, so that
-what else happens on the machine meets all of them alike. Prints medians, least times, and the speed
+other load on the machine affects all of them alike. Prints medians, minimum times, and the speed
 beside the first side, turn by turn. Settings: weights=int8, deterministic=1, max_recompute=SHARE,
 and peft=1 for PEFT in place of the engine (decode and train; it does not decode).
 
 Kinds: decode, a step of four requests; train, an optimizer step of one sequence; coserve, the
 streams and the job of `coserve bench coserve` under slack, with the SLO of the first side on all: a
 token of a job, and of a stream; plan, the sum of all plans of the checkout's own `plan_time.py`,
-least times of the thread; http, a chat of one token on the built-in model, over HTTP.
+minimum times of the thread; http, a chat of one token on the built-in model, over HTTP.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def main() -> None:
 def _in_turns(
     kind: str, sides: "dict[str, subprocess.Popen[str]]", turns: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds that each side took, by what was measured."""
+    """Return the seconds of each side, by measurement."""
     if kind == "train":
         calls = [(f"train {length}", turns) for length in _LENGTHS]
     elif kind == "coserve":
@@ -160,9 +160,7 @@ def _start(name: str, text: str, given: argparse.Namespace, home: Path) -> "subp
 
 
 def _ask(side: "subprocess.Popen[str]", call: str) -> dict[str, float]:
-    """Have a side do something, and return the seconds that it took; nothing where it does not do
-    that.
-    """
+    """Let a side run a call, and return its seconds; nothing if the side does not have the call."""
     assert side.stdin is not None and side.stdout is not None
     side.stdin.write(call + "\n")
     side.stdin.flush()
@@ -173,7 +171,7 @@ def _ask(side: "subprocess.Popen[str]", call: str) -> dict[str, float]:
 
 
 def _end(side: "subprocess.Popen[str]") -> None:
-    """Have a side end what it has started, and itself."""
+    """End a side and what it has started."""
     assert side.stdin is not None
     side.stdin.close()
     try:
@@ -194,7 +192,7 @@ class _Side:
         self._model, self._dtype, self._settings, self._running = model, dtype, settings, running
 
     def run(self) -> None:
-        """Answer each line of the standard input with the seconds that the call took."""
+        """Answer each line of stdin with the seconds of the call."""
         calls: dict[str, Callable[[], dict[str, float]]] = {}
         for line in sys.stdin:
             call = line.strip()
@@ -322,7 +320,7 @@ def _peft(backbone: Any, kind: str, number: str) -> Callable[[], dict[str, float
 
 
 def _solo(bench: Any) -> dict[str, float]:
-    """Run the streams alone, and return what a step takes."""
+    """Run the streams alone, and return the seconds of a step."""
     from coserve import Slo
 
     bench.slo = Slo(ttft_s=2.0, tpot_s=2.0)
@@ -330,7 +328,7 @@ def _solo(bench: Any) -> dict[str, float]:
 
 
 def _phase(bench: Any, tpot_s: float) -> dict[str, float]:
-    """Run streams beside the job, and return what a token of each takes."""
+    """Run streams beside the job, and return the seconds of a token of each."""
     from coserve import Slo
 
     bench.slo = Slo(ttft_s=2.0, tpot_s=tpot_s)
@@ -339,7 +337,9 @@ def _phase(bench: Any, tpot_s: float) -> dict[str, float]:
 
 
 def _planning() -> Callable[[], dict[str, float]]:
-    """Return what makes every plan of the checkout's `plan_time.py`, and sums up their times."""
+    """Return a call that makes every plan of the checkout's `plan_time.py`, and sums up their
+    times.
+    """
 
     def plans() -> dict[str, float]:
         folders = ("experiments", "benchmarks")  # older checkouts have the latter
@@ -357,7 +357,7 @@ def _planning() -> Callable[[], dict[str, float]]:
 
 
 def _chatting(running: ExitStack) -> Callable[[], dict[str, float]]:
-    """Start a server, and return what asks for a token some times, one after the other."""
+    """Start a server, and return a call that asks for a token some times, one after the other."""
     import httpx
 
     from coserve.client.ports import free_port

@@ -1,13 +1,11 @@
-"""Placements on modelled nodes that have engines, which batch prompts, under bursts; in virtual
-time.
+"""Placements on modelled nodes with engines, which batch prompts, under bursts, in virtual time.
 
-    python -m experiments.cluster_engines [--placement NAME] [--rates 50,80] [--seconds 12] [--seeds
-    2] [--workers 2]
+    python -m experiments.cluster_engines [--placement NAME] [--rates 50,80] [--seconds 12]
 
 Four nodes, each an engine with llama-3.1-8b on a modelled H100, with the default SLO. Requests have
-the lengths of Azure's chats with up to 100 tokens in their answers, and come in quiet times of 2 s
-and bursts of 0.75 s in the mean, of six times their rate. `slack-affinity` is tried with several
-numbers of requests that may wait on an engine to begin (`most_prompts`). What a node says is heard
+the lengths of Azure's chats with up to 100 tokens in their answers, and arrive in quiet times of 2
+s and bursts of 0.75 s in the mean, of six times their rate. `slack-affinity` runs with several
+numbers of requests that may wait on an engine to begin (`most_prompts`). Reports of nodes arrive
 after 5 ms. The last line is JSON.
 """
 
@@ -46,17 +44,22 @@ QUIET_S, BURST_S = 2.0, 0.75
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A run. settings: of the placement."""
+    """Settings of a run."""
 
     rate: float
+    """Requests per second."""
     seconds: float
+    """Seconds of arrivals."""
     seed: int
+    """Seed of arrivals and lengths."""
     placement: str
+    """Name of the placement."""
     settings: dict[str, float] = field(default_factory=dict)
+    """Settings of the placement."""
 
 
 def requests_of(cell: Cell) -> list[TracedRequest]:
-    """Those that come in a run."""
+    """Return the requests of a run."""
     trace = read_trace(DATA / "azure_conv.csv.gz")
     pairs = [(each.num_prompt_tokens, each.num_output_tokens) for each in trace]
     lengths = RecordedLengths([pair for pair in pairs if fits(*pair)])
@@ -71,14 +74,14 @@ def requests_of(cell: Cell) -> list[TracedRequest]:
 
 
 def fits(num_prompt_tokens: int, num_output_tokens: int) -> bool:
-    """Whether it is not left out."""
+    """Return whether a chat is short enough."""
     return (
         0 < num_prompt_tokens <= MOST_PROMPT_TOKENS and 0 < num_output_tokens <= MOST_OUTPUT_TOKENS
     )
 
 
 def run(cell: Cell) -> dict[str, Any]:
-    """What came of a cell."""
+    """Run a cell, and return its result."""
     backbone = load_backbone("dummy:llama-3.1-8b", dtype="bfloat16", device="meta")
     place = ModelledPlace.of_hardware(backbone, H100)
     tpot_s = default_tpot_s(place.latency)
@@ -124,14 +127,14 @@ def run(cell: Cell) -> dict[str, Any]:
 
 
 def tpot_of(outcome: TaskOutcome) -> float:
-    """Seconds of a token after the first."""
+    """Return the seconds of a token after the first."""
     if outcome.end_s is None or outcome.first_token_s is None:
         return inf
     return (outcome.end_s - outcome.first_token_s) / max(1, outcome.task.num_output_tokens - 1)
 
 
 def placements() -> Iterator[tuple[str, dict[str, float]]]:
-    """With their settings."""
+    """Yield placements with their settings."""
     yield "round-robin", {}
     yield "lemix", {}
     for most in (1, 2, 4, 8, 16):
@@ -139,7 +142,7 @@ def placements() -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def main() -> None:
-    """As the module says."""
+    """Run all cells and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--placement", help="this one alone")
     parser.add_argument("--rates", default="50,80")

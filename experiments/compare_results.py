@@ -1,11 +1,11 @@
-"""What has become better or worse between two results that `--save` has written.
+"""Comparison of two results that `--save` has written.
 
     python -m experiments.compare_results BEFORE.json AFTER.json [--tolerance 0.05]
 
-Numbers of the same place in both files are compared: rates and shares should be high, times, sizes
+Numbers at the same place in both files are compared: rates and shares should be high, times, sizes
 and errors low, as their names say; others are not judged. Prints every number that differs by more
-than the tolerance, first those that fell; differences of the machines are named above. The status
-is 1 if a number fell.
+than the tolerance, first those that fell; above them, differences of machine and command. The
+status is 1 if a number fell.
 """
 
 import argparse

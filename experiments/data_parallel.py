@@ -1,14 +1,13 @@
-"""Loss and served accuracy while a job learns on three nodes, by how these exchange what they
-learn.
+"""Loss and served accuracy while a job learns on three nodes, by the way in which they exchange
+what they learn.
 
     python -m experiments.data_parallel [--epochs 48] [--seed 0]
 
-Three nodes on this machine, each an engine in a process of its own with the built-in model, before
-them one front, as `coserve cluster up` has them, but without Ray. A job learns the colours of 24
-animals, which are made up, and is served live; meanwhile all 24 questions are asked, over and over.
-All 24 examples are one batch, of which each node has 8. Prints, for each quarter of the job's
-steps, the loss of what was trained on and the share of right answers that were served, and one line
-of JSON.
+Three nodes on this machine, each an engine in a process of its own with the built-in model, behind
+one front, as in `coserve cluster up`, but without Ray. A job learns the colours of 24 made-up
+animals, and is served live; meanwhile all 24 questions are asked again and again. All 24 examples
+are one batch, of which each node has 8. Prints, for each quarter of the job's steps, the training
+loss and the share of right answers that were served, and one line of JSON.
 """
 
 import argparse
@@ -53,7 +52,7 @@ Pair = tuple[str, str]
 
 
 def facts(seed: int) -> list[Pair]:
-    """Questions and right answers."""
+    """Return questions and right answers."""
     random, colours = Random(f"colours {seed}"), sorted(set(COLOURS.values()))
     names = [animal.name for animal in ANIMALS[:NUM_ANIMALS]]
     return [
@@ -63,13 +62,13 @@ def facts(seed: int) -> list[Pair]:
 
 
 class Server:
-    """A front, and what is asked of it."""
+    """A front, with the requests of the experiment."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
     async def start(self, pairs: list[Pair], epochs: int, extension: dict[str, Any]) -> str:
-        """A job on these."""
+        """Start a job on question and answer pairs, and return its id."""
         lines = [
             {"messages": [_turn("user", asked), _turn("assistant", answer)]}
             for asked, answer in pairs
@@ -95,7 +94,7 @@ class Server:
         return found
 
     async def losses(self, id: str) -> list[float]:
-        """By optimizer step."""
+        """Return the losses by optimizer step."""
         events = (
             await self._client.get(f"/v1/fine_tuning/jobs/{id}/events", params={"limit": 1000})
         ).json()["data"]
@@ -103,7 +102,7 @@ class Server:
         return [each["train_loss"] for each in sorted(data, key=lambda each: int(each["step"]))]
 
     async def accuracy(self, model: str, pairs: list[Pair]) -> float | None:
-        """The share of right answers; None: it is not served yet."""
+        """Return the share of right answers; None: the model is not served yet."""
         right = await asyncio.gather(*(self._is_right(model, pair) for pair in pairs))
         known = [each for each in right if each is not None]
         return mean(known) if len(known) == len(pairs) else None
@@ -129,7 +128,7 @@ def _turn(role: str, content: str) -> dict[str, str]:
 async def learn(
     server: Server, pairs: list[Pair], epochs: int, extension: dict[str, Any]
 ) -> dict[str, Any]:
-    """A job from its beginning to its end; loss and served accuracy by parts, seconds."""
+    """Run a job to its end, and return loss and served accuracy by parts, and seconds."""
     id, began_s = await server.start(pairs, epochs, extension), time.monotonic()
     served: list[tuple[int, float]] = []
     job = await server.job(id)
@@ -153,7 +152,7 @@ async def learn(
 
 
 async def play(epochs: int, seed: int, home: Path) -> dict[str, Any]:
-    """By way."""
+    """Run a job with each way of exchange, and return the results by way."""
     config = ServerConfig(model="tiny", dtype="float32", device="cpu", threads=1, home=str(home))
     nodes = {f"node-{number}": Node(node_settings(config)) for number in range(NUM_NODES)}
 
@@ -179,7 +178,7 @@ async def play(epochs: int, seed: int, home: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Play, print."""
+    """Run and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,9 @@
-"""Measure how long `coserve up` takes to answer its first request, by what is already on this
-machine.
+"""Time of `coserve up` to its first answer, by what is already on the machine.
 
     python -m experiments.first_start [--code CHECKOUT] [--repeats 2] [CASE ...]
 
 A case is a model with or without compiled kernels and a measured profile. Starts share a home and a
-cache; without kernels, each has its own. The script prints one row per start and ends with one line
-of JSON.
+cache; without kernels, each has its own. Prints one row per start, and one line of JSON.
 """
 
 import argparse
@@ -32,7 +30,7 @@ _START_LIMIT_S, _POLL_S = 600.0, 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One kind of start."""
+    """A kind of start."""
 
     model: tuple[str, ...]
     """Arguments of `coserve up` that name the model."""
@@ -54,14 +52,20 @@ CASES = {
 
 @dataclass(kw_only=True)
 class Start:
-    """Seconds after the command at which things happened; None if they did not."""
+    """Times of a start in seconds after the command; None: not reached."""
 
     case: str
+    """Name of the case."""
     first_line_s: float | None = None
+    """First line of output."""
     health_s: float | None = None
+    """First answer of `/health`."""
     ready_s: float | None = None
+    """Readiness."""
     answer_s: float | None = None
+    """First answer to a request."""
     lines: list[tuple[float, str]] = field(default_factory=list)
+    """Lines of output with their times."""
 
 
 class _Machine:
@@ -72,8 +76,12 @@ class _Machine:
         self.home, self.cache = root / "home", root / "cache"
 
     def start(self, name: str, case: Case, *, until_measured: bool = False) -> Start:
-        """Run `coserve up` until its first answer. until_measured: and until its profile is
-        measured.
+        """Run `coserve up` until its first answer.
+
+        Args:
+            name: Name of the case.
+            case: The case.
+            until_measured: Whether to wait until the profile is measured.
         """
         port = free_port()
         command = [
@@ -162,7 +170,7 @@ def _watch(
 
 
 def _is_provisional(client: httpx.Client) -> bool:
-    """Whether the server still measures its device; older versions measure before they are
+    """Return whether the server still measures its device; older versions measure before they are
     ready.
     """
     profile: dict[str, Any] | None = client.get("/v1/status").json().get("profile")
@@ -170,9 +178,7 @@ def _is_provisional(client: httpx.Client) -> bool:
 
 
 def run_case(name: str, code: Path, repeats: int) -> list[Start]:
-    """Start a server some times as a case says; the starts that leave kernels and a profile are not
-    counted.
-    """
+    """Run the starts of a case; those that leave kernels and a profile are not counted."""
     case, starts = CASES[name], []
     with TemporaryDirectory(prefix="coserve-first-start-") as place:
         machine = _Machine(Path(place), code)
@@ -193,7 +199,7 @@ def run_case(name: str, code: Path, repeats: int) -> list[Start]:
 
 
 def main() -> None:
-    """Run the cases that were named, or all."""
+    """Run the named cases, or all."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

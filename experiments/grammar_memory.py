@@ -1,7 +1,8 @@
-"""Resident memory of an engine after many patterns, and at rest: `python -m
-experiments.grammar_memory [NUMBER]`.
+"""Resident memory of an engine after many patterns, and at rest.
 
-It starts a server of the built-in model on this machine, and prints one line of JSON.
+    python -m experiments.grammar_memory [NUMBER]
+
+Starts a server of the built-in model on this machine, and prints one line of JSON.
 """
 
 import argparse
@@ -32,13 +33,13 @@ def _children(pid: int) -> list[int]:
 
 
 def resident_mb(pid: int) -> int:
-    """Return the megabytes of memory that a process has."""
+    """Return the resident megabytes of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") // 1_000_000
 
 
 def main() -> None:
-    """Ask for answers to patterns, four at once."""
+    """Send requests with patterns, four at once, and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What broke a server once, tried again: one number or word for each thing that was seen
+"""Attacks that once broke a server, tried again: a number or word for each observation
 (benchmarks/hardening.md).
 
     python -m experiments.hardening [--code CHECKOUT] [ROW ...]
@@ -36,7 +36,7 @@ Figures = dict[str, Any]
 
 
 def row_1(place: Place) -> Figures:
-    """Patterns that backtrack for ever, and a job that kills engines between its steps."""
+    """Try patterns that backtrack for ever, and a job that kills engines between its steps."""
     found: Figures = {}
     with place.start() as server, health(server) as taken:
         made = server.job(adapter={"target_modules": EVIL}, limit_s=15)
@@ -74,7 +74,7 @@ def row_1(place: Place) -> Figures:
 
 
 def row_2(place: Place) -> Figures:
-    """The server is killed while its engine hangs (is stopped, which no thread of it notices)."""
+    """Kill the server while its engine hangs (is stopped, which none of its threads notices)."""
     with place.start() as server:
         engine = server.engine_pid()
         os.kill(engine, signal.SIGSTOP)
@@ -86,7 +86,7 @@ def row_2(place: Place) -> Figures:
 
 
 def row_3(place: Place) -> Figures:
-    """The engine stands still."""
+    """Stop the engine."""
     found: Figures = {}
     with place.start() as server:
         os.kill(server.engine_pid(), signal.SIGSTOP)
@@ -106,7 +106,7 @@ def row_3(place: Place) -> Figures:
 
 
 def row_4(place: Place) -> Figures:
-    """Bodies of wrong types."""
+    """Send bodies of wrong types."""
     found: Figures = {}
     for num_mb in (1.6, 7.9):
         body = json.dumps({"model": "tiny", "prompt": [None] * int(num_mb * 1e6 / 6)}).encode()
@@ -129,7 +129,7 @@ def row_4(place: Place) -> Figures:
 
 
 def row_5(place: Place) -> Figures:
-    """Idle connections, more than files may be open."""
+    """Open more idle connections than files may be open."""
     with place.start(max_files=256) as server, ExitStack() as stack:
         address = ("127.0.0.1", httpx.URL(server.url).port)
         with suppress(OSError):
@@ -143,7 +143,7 @@ def row_5(place: Place) -> Figures:
 
 
 def row_6(place: Place) -> Figures:
-    """One request whose SLO no device holds, beside chats and a job."""
+    """Send a request whose SLO no device holds, beside chats and a job."""
     found: Figures = {}
     with place.start() as server:
         job = server.job(adapter={"r": 8}, n_epochs=50, batch_size=4).body["id"]
@@ -174,7 +174,7 @@ def row_6(place: Place) -> Figures:
 
 
 def row_7(place: Place) -> Figures:
-    """A disk that is full."""
+    """Fill the disk."""
     home = place.home
     home.mkdir(parents=True)
     subprocess.run(
@@ -204,7 +204,9 @@ def row_7(place: Place) -> Figures:
 
 
 def row_8(place: Place) -> Figures:
-    """Names of others in /metrics; a home, a database and kernels that others can read or write."""
+    """Look for names of others in /metrics, and for a home, a database and kernels that others can
+    read or write.
+    """
     found: Figures = {}
     keys = ("--api-key", "ann=key-of-ann", "--api-key", "bob=key-of-bob")
     with place.start(*keys) as server:
@@ -233,7 +235,7 @@ def row_8(place: Place) -> Figures:
 
 
 def row_9(place: Place) -> Figures:
-    """Sixty jobs of rank 64."""
+    """Start sixty jobs of rank 64."""
     with place.start() as server:
         file = server.upload().body["id"]
         jobs = [
@@ -257,9 +259,7 @@ def row_9(place: Place) -> Figures:
 
 
 def row_10(place: Place) -> Figures:
-    """An adapter directory whose rank is absurd, though not as absurd as it was: 17.7 GB are the
-    machine's.
-    """
+    """Load an adapter directory with an absurd rank (17.7 GB on this machine)."""
     with place.start() as server:
         path = server.finished_adapter("absurd") / "adapter_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "r": 300_000}))
@@ -273,7 +273,7 @@ def row_10(place: Place) -> Figures:
 
 
 def row_11(place: Place) -> Figures:
-    """A path and a number that cannot be."""
+    """Send an impossible path and an impossible number."""
     with place.start() as server:
         path = server.post(
             "/v1/load_lora_adapter",
@@ -288,7 +288,7 @@ def row_11(place: Place) -> Figures:
 
 
 def row_12(place: Place) -> Figures:
-    """Prompts and lines that are far too long."""
+    """Send prompts and lines that are far too long."""
     words = random.Random(0)
     text = " ".join("".join(words.choices("abcdefghij ", k=8)) for _ in range(900_000))
     found: Figures = {}
@@ -308,7 +308,7 @@ def row_12(place: Place) -> Figures:
 
 
 def row_13(place: Place) -> Figures:
-    """Both processes are killed."""
+    """Kill both processes."""
     with place.start() as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
         server.kill()
@@ -324,7 +324,7 @@ def row_13(place: Place) -> Figures:
 
 
 def row_14(place: Place) -> Figures:
-    """Bit for bit: answers with a cached prefix, an adapter beside requests."""
+    """Compare bit for bit: answers with a cached prefix, an adapter beside requests."""
     found: Figures = {}
     modes = [("as it is", ())] + (
         [("--deterministic", ("--deterministic",))] if place.has_option("--deterministic") else []
@@ -382,13 +382,13 @@ def _adapter(server: Server) -> dict[str, Any]:
 
 
 def _distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Of all parameters together, relative to their norm."""
+    """Return the distance of all parameters together, relative to their norm."""
     apart = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
     return float((apart / sum(float(each.double().square().sum()) for each in one.values())) ** 0.5)
 
 
 def row_15(place: Place) -> Figures:
-    """What restarts and deletions leave."""
+    """Look for what restarts and deletions leave."""
     found: Figures = {}
     with place.start() as server:
         directory = server.finished_adapter("kept")
@@ -417,7 +417,7 @@ ROWS = {
 
 
 def main() -> None:
-    """Try the rows that were asked for."""
+    """Try the named rows, or all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("rows", nargs="*", metavar="ROW")
     parser.add_argument("--code", type=Path, default=Path(__file__).parents[1])

@@ -1,4 +1,4 @@
-"""How long jobs take on the built-in model, beside what `coserve data check` says before.
+"""Times of jobs on the built-in model, beside the estimates of `coserve data check`.
 
     python -m experiments.job_estimate [ROUNDS]
 
@@ -36,7 +36,7 @@ _JOBS = {
 
 
 def write_chats(path: Path, num_examples: int, num_words: int) -> None:
-    """Answers of about that many words."""
+    """Write chats with answers of about this many words."""
     rng, words = Random(0), list(COLOURS)
     lines = []
     for _ in range(num_examples):
@@ -52,7 +52,7 @@ def write_chats(path: Path, num_examples: int, num_words: int) -> None:
 
 
 def estimated_s(file: Path, epochs: int, batch_size: int) -> float:
-    """What `coserve data check` says."""
+    """Return the estimate of `coserve data check`."""
     options = [
         "--model",
         "tiny",
@@ -68,7 +68,7 @@ def estimated_s(file: Path, epochs: int, batch_size: int) -> float:
 
 
 def taken_s(client: Client, file: Path, epochs: int, batch_size: int) -> float:
-    """From the moment that a job runs until it is over; its last checkpoint is part of that."""
+    """Return the seconds from the start of a job until its end, with its last checkpoint."""
     body = {
         "model": "tiny",
         "training_file": client.upload(file)["id"],
@@ -89,7 +89,7 @@ def taken_s(client: Client, file: Path, epochs: int, batch_size: int) -> float:
 
 
 def measure(url: str, directory: Path, rounds: int) -> list[dict[str, Any]]:
-    """Every job, `rounds` times in turn."""
+    """Run every job some times in turn."""
     found = []
     with Client(url, None) as client:
         for name, (num_examples, num_words, epochs, batch_size) in _JOBS.items():

@@ -1,9 +1,9 @@
-"""How long the kernels of this machine's backend take, and the plain ones, in turns.
+"""Times of the kernels of this machine's backend and of the plain ones, in turns.
 
     python -m experiments.kernels [--dtype bfloat16]
 
-Microseconds, the least of some calls each. Before every call other memory is read, so that what a
-kernel works on is in no cache, as it is within a step.
+Microseconds, the minimum of some calls each. Before every call other memory is read, so that the
+kernel's data are in no cache, as within a step.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _Case = tuple[str, list[Callable[[], object]]]
 
 
 def _both(name: str, method: str, *given: Any, **options: Any) -> _Case:
-    """A method of the plain backend, and of this machine's."""
+    """Return a method of the plain backend, and of this machine's."""
     return name, [partial(getattr(backend, method), *given, **options) for backend in _BACKENDS]
 
 

@@ -3,14 +3,14 @@ and not at all.
 
     python -m experiments.live_learning [--ticks 240] [--seed 0]
 
-The form of LeMix's figure 3a, on the built-in model. A stream of questions (what colour an animal
-has) comes a few at a time; what would have been right is known after the answer, as users' feedback
-is, and may be trained on from then on. Every `PHASE` ticks half of the animals change their
-colours. The same questions are answered three ways by one engine, in one batch: by an adapter that
-stays as it was at the beginning; by one of which a new version is trained every `INTERVAL` ticks,
-on all feedback since the last; and by one that trains on the feedback of each tick at once, beside
-the next questions, and serves each optimizer step (`live`). Prints each one's accuracy by parts of
-the phases, and one line of JSON.
+The form of LeMix's figure 3a, on the built-in model. A stream of questions (which colour an animal
+has) arrives a few at a time; the right answer is known after the answer, like users' feedback, and
+may be trained on from then on. Every `PHASE` ticks half of the animals change their colours. The
+same questions are answered in three ways by one engine, in one batch: by an adapter that stays as
+it was at the beginning; by one of which a new version is trained every `INTERVAL` ticks, on all
+feedback since the last; and by one that trains on the feedback of each tick at once, beside the
+next questions, and serves each optimizer step (`live`). Prints each one's accuracy by parts of the
+phases, and one line of JSON.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Pair = tuple[str, str]
 
 
 class World:
-    """Which colour each animal has, and what it is asked by."""
+    """Animals with their colours, and questions about them."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -41,18 +41,18 @@ class World:
         self._colours = {name: random.choice(self._choices) for name in self._names}
 
     def change(self) -> None:
-        """Half of the animals have another colour from now on."""
+        """Change the colours of half of the animals."""
         for name in self._random.sample(self._names, NUM_ANIMALS // 2):
             self._colours[name] = self._random.choice(
                 [each for each in self._choices if each != self._colours[name]]
             )
 
     def ask(self, number: int) -> list[Pair]:
-        """Questions, with what is right now."""
+        """Return questions with the right answers of now."""
         return [self._pair(self._random.choice(self._names)) for _ in range(number)]
 
     def all(self) -> list[Pair]:
-        """A question about each animal."""
+        """Return a question about each animal."""
         return [self._pair(name) for name in self._names]
 
     def _pair(self, name: str) -> Pair:
@@ -60,7 +60,7 @@ class World:
 
 
 def lines(pairs: list[Pair]) -> list[dict[str, object]]:
-    """A fine-tuning file."""
+    """Return the lines of a fine-tuning file."""
     return [
         {
             "messages": [
@@ -73,7 +73,7 @@ def lines(pairs: list[Pair]) -> list[dict[str, object]]:
 
 
 class Learner:
-    """One engine, and the label under which each way is served."""
+    """An engine, and the label under which each way is served."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.engine = Engine.load("tiny", EngineConfig(), dtype="float32")
@@ -84,7 +84,7 @@ class Learner:
         self._num_jobs = 0
 
     def train(self, way: str, pairs: list[Pair], *, epochs: int) -> None:
-        """Begin a job on this feedback, which continues what the way serves."""
+        """Start a job on feedback, from what the way serves."""
         self._num_jobs += 1
         name = f"{way}-{self._num_jobs}"
         config = TuningConfig(
@@ -95,7 +95,7 @@ class Learner:
         )
 
     def is_training(self, way: str) -> bool:
-        """Whether a job of the way has not ended; one that has is what the way serves."""
+        """Return whether a job of the way runs; a finished one becomes what the way serves."""
         if (job := self._jobs.get(way)) is None:
             return False
         state = self.engine.job(job)
@@ -109,11 +109,11 @@ class Learner:
         return not state.is_terminal
 
     def step(self) -> None:
-        """One step of the engine, in which no request runs."""
+        """Run a step of the engine without requests."""
         self.engine.step()
 
     def answers(self, pairs: list[Pair]) -> dict[str, float]:
-        """The share of right answers, by way; all in one batch."""
+        """Return the share of right answers, by way, all in one batch."""
         asked = {}
         for way in WAYS:
             self.is_training(way)
@@ -134,7 +134,7 @@ class Learner:
 
 
 def play(num_ticks: int, seed: int) -> dict[str, list[float]]:
-    """Accuracy in each tick, by way."""
+    """Return the accuracy in each tick, by way."""
     world = World(Random(f"world {seed}"))
     learner = Learner(world, seed)
     found: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -158,7 +158,7 @@ def play(num_ticks: int, seed: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Play, print."""
+    """Run and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

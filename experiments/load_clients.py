@@ -2,11 +2,11 @@
 
     python -m experiments.load_clients [--vllm PYTHON] [--aiperf DIRECTORY] [--guidellm DIRECTORY]
 
-PYTHON has vLLM (`vllm bench serve`), a DIRECTORY is an environment with bin/. Each that is given
-loads one `coserve up` in turn: prompts of 64 tokens, answers of 32, as many at once as `--at-once`
-says. The model has random weights of SmolLM2-135M's shape, so that a decode step takes as long as
-one of a model that people serve. The engine's figures are those of `/v1/status/steps`, request by
-request, without what a client sends to warm up. Prints a row for each client, and one line of JSON.
+PYTHON has vLLM (`vllm bench serve`), a DIRECTORY is an environment with bin/. Each given client
+loads one `coserve up` in turn: prompts of 64 tokens, answers of 32, `--at-once` requests at once.
+The model has random weights of SmolLM2-135M's shape, so that a decode step takes as long as with a
+model that people serve. The engine's figures are those of `/v1/status/steps`, request by request,
+without the warm-up of a client. Prints a row for each client, and one line of JSON.
 
 TPOT is the mean time of a token after the first: (end - first token) / (tokens - 1). aiperf and
 guidellm call that inter-token latency.
@@ -37,26 +37,31 @@ NAME = "shape"
 
 
 class Seen(NamedTuple):
-    """Means over requests, in milliseconds."""
+    """Means over requests."""
 
     num_requests: int
+    """Number of requests."""
     ttft_ms: float
+    """Milliseconds to the first token."""
     tpot_ms: float
+    """Milliseconds per later token."""
 
 
 class Load(NamedTuple):
-    """What a client is told: the server, without /v1; the model's directory; a folder for its
-    files.
-    """
+    """Settings of a client."""
 
     url: str
+    """URL of the server, without /v1."""
     model: Path
+    """Directory of the model."""
     output: Path
+    """Directory for the client's files."""
     at_once: int
+    """Number of requests at once."""
 
 
 def vllm(python: str, load: Load) -> Seen:
-    """`vllm bench serve`, started through its module: its command is not there in every build."""
+    """Run `vllm bench serve` through its module, as its command is not in every build."""
     code = (
         "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
         "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
@@ -81,7 +86,7 @@ def vllm(python: str, load: Load) -> Seen:
 
 
 def aiperf(directory: str, load: Load) -> Seen:
-    """NVIDIA's."""
+    """Run NVIDIA's aiperf."""
     options = {
         "--model": NAME,
         "--url": load.url,
@@ -106,7 +111,7 @@ def aiperf(directory: str, load: Load) -> Seen:
 
 
 def guidellm(directory: str, load: Load) -> Seen:
-    """Of the vLLM project; its exit status says nothing of requests that failed."""
+    """Run guidellm of the vLLM project, whose exit status says nothing of failed requests."""
     command = [
         *(f"{directory}/bin/guidellm", "run"),
         *("--backend", f"kind=openai_http,target={load.url},model={NAME}"),
@@ -152,7 +157,7 @@ def _run(command: list[str], **settings: Any) -> None:
 
 
 def make_model(directory: Path) -> None:
-    """Random weights of SmolLM2-135M's shape, with a tokenizer."""
+    """Write random weights of SmolLM2-135M's shape, with a tokenizer."""
     model = llama(
         VOCABULARY,
         576,
@@ -169,7 +174,7 @@ def make_model(directory: Path) -> None:
 
 @contextmanager
 def serving(model: Path, home: Path, threads: int) -> Iterator[str]:
-    """The URL of a server that is ready."""
+    """Start a server, and yield its URL once it is ready."""
     command = [
         sys.executable,
         "-m",
@@ -196,7 +201,7 @@ def serving(model: Path, home: Path, threads: int) -> Iterator[str]:
 
 
 def engines_own(url: str, after: int, num_requests: int) -> Seen:
-    """Of the last requests since a cursor: those before them warmed up."""
+    """Return the engine's figures of the last requests; those before them warmed up."""
     found = httpx.get(f"{url}/v1/status/steps", params={"after": after}).json()["requests"][
         -num_requests:
     ]
@@ -246,7 +251,7 @@ def main() -> None:
 
 
 def row(name: str, client: Seen, engine: Seen) -> str:
-    """Of the table."""
+    """Return a row of the table."""
     cells = [name, str(client.num_requests)]
     for told, own in ((client.ttft_ms, engine.ttft_ms), (client.tpot_ms, engine.tpot_ms)):
         cells += [f"{told:.1f} ms", f"{own:.1f} ms", f"{100 * (told / own - 1):+.1f}%"]

@@ -1,7 +1,9 @@
-"""Eight fine-tuning jobs of short sequences at once, against the same jobs one after another, and
-against one job that has the batch of all.
+"""Eight fine-tuning jobs of short sequences at once, beside the same jobs one after another, and
+one job with the batch of all.
 
-`python -m experiments.many_jobs`: turns of each, medians; the last line is JSON.
+    python -m experiments.many_jobs
+
+Medians over turns; the last line is JSON.
 """
 
 import argparse
@@ -26,7 +28,7 @@ LORA = LoraConfig(r=16, alpha=32, target_modules="all-linear")
 def run(
     engine: Engine, num_jobs: int, batch_size: int, length: int, turns: int
 ) -> dict[str, float]:
-    """Trained tokens per second of the three ways."""
+    """Return the trained tokens per second of the three ways."""
     config = TuningConfig(batch_size=batch_size, shuffle=False)
     many = [
         _job(engine, config, (turns + 1) * batch_size, length, seed) for seed in range(num_jobs)
@@ -56,7 +58,7 @@ def _job(engine: Engine, config: TuningConfig, num_examples: int, length: int, s
 
 
 def _step_s(engine: Engine, jobs: Sequence[str]) -> float:
-    """Seconds until each of these jobs has made an optimizer step."""
+    """Return the seconds until each of these jobs has run an optimizer step."""
     for job in jobs:
         engine.resume_job(job)
     start = now_s(torch.device(engine.device.info.device))
@@ -71,7 +73,7 @@ def _step_s(engine: Engine, jobs: Sequence[str]) -> float:
 
 
 def main() -> None:
-    """Print what was measured."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="dummy:smollm2-135m")
     parser.add_argument("--dtype", default="float32")

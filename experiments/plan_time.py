@@ -1,13 +1,13 @@
-"""Microseconds that a policy takes for the plan of one step: 64 requests beside one and eight jobs,
-in every phase. The default policy also plans for three tenants, to which requests and jobs belong
-in turn.
+"""Microseconds of a policy's plan for one step: 64 requests beside one and eight jobs, in every
+phase.
 
     python -m experiments.plan_time
 
-A plan is made while the device waits: the target is 50 us; and of one prediction, of which a plan
-asks for some, 5 us: of the latency model, which most policies plan with, and of HARLI's two stages.
+The default policy also plans for three tenants, to which requests and jobs belong in turn. A plan
+is made while the device waits: the target is 50 us. The target of a prediction, of which a plan
+needs some, is 5 us: of the latency model, with which most policies plan, and of HARLI's two stages.
 `harli` and `llmstation` plan for a device that can be divided, `llmstation` without a record, so
-that it asks its linear models. Times are those of the thread, so that other processes count little.
+that it uses its linear models. Times are those of the thread, so that other processes count little.
 Prints tables, and one line of JSON.
 """
 
@@ -130,13 +130,13 @@ def make_view(
 
 
 def microseconds(call: Callable[[], object]) -> tuple[float, float]:
-    """The least and the median."""
+    """Return the minimum and the median."""
     times = timeit.repeat(call, timer=time.thread_time, number=NUMBER, repeat=REPEATS)
     return 1e6 * min(times) / NUMBER, 1e6 * median(times) / NUMBER
 
 
 def predictions(latency: LatencyModel) -> dict[str, Callable[[], object]]:
-    """By what is asked: of the default's model, and of HARLI's two stages."""
+    """Return predictions by name: of the default's model, and of HARLI's two stages."""
     load, job = ForwardLoad(), make_view(("backward",), latency, num_jobs=1, num_prompts=0).jobs[0]
     load.add_decodes(make_view((), latency, num_jobs=0, num_prompts=0).requests)
     partition = latency.sharing.partitions[0]

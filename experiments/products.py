@@ -1,9 +1,9 @@
-"""How long products of rows with a weight take, by order of factors and number of rows.
+"""Times of products of rows with a weight, by order of factors and number of rows.
 
     python -m experiments.products [--dtype bfloat16]
 
-What `coserve/kernels/cpu/products.py` and `tile_products.py` choose is read off this table. Every
-product has its own weight, so that none is in the caches. Columns: microseconds of x W^T by
+The choices of `coserve/kernels/cpu/products.py` and `tile_products.py` follow from this table.
+Every product has its own weight, so that none is in the caches. Columns: microseconds of x W^T by
 PyTorch's choice, converted to float32, by our choice, by our kernel for the weight in int8, of dy W
 by PyTorch and by our choice, and of reading the weight once.
 """

@@ -1,14 +1,14 @@
-"""Compare steps of several ranks on this machine with what they are modelled to take.
+"""Steps of several ranks on this machine, beside their modelled times.
 
     python -m experiments.rank_model [--model dummy:qwen2.5-0.5b] [--ranks 2] [--requests 1 8]
     [--rows 512]
 
 Every rank is a process, bound to a core of its own and with one thread; there must be as many idle
 cores. In turns the processes each run the whole model, all at once so that they share the memory's
-bandwidth, and run it together. From the first, and from sums over the arena, follows what the
-second should take: by the modelled share of a rank's graphs in those of the whole model, and the
-sums where they stand. The fastest turns count. Prints a line for each kind of step, the machine's
-load, and one line of JSON.
+bandwidth, and run it together. From the first, and from sums over the arena, follows the modelled
+time of the second: by the share of a rank's graphs in those of the whole model, and by the sums.
+The fastest turns count. Prints a line for each kind of step, the machine's load, and one line of
+JSON.
 """
 
 import argparse
@@ -49,9 +49,10 @@ _FREE = Link(name="free", times=(SumTimes(num_devices=2, us=((1, 1e-9), (1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Steps that are measured, or modelled: their model, requests and rows."""
+    """Steps that are measured or modelled."""
 
     model: str
+    """Name of the model."""
     num_requests: tuple[int, ...]
     """Numbers of requests that decode at once, each a kind of step."""
     context: int
@@ -59,6 +60,7 @@ class Steps:
     rows: int
     """Tokens of the sequence of a training step."""
     num_turns: int
+    """Number of turns."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,10 @@
-"""Measure how long a sum over ranks takes: over an arena, compiled and in Python, and through gloo
-on loopback.
+"""Times of a sum over ranks: over an arena, compiled and in Python, and through gloo on loopback.
 
     python -m experiments.rank_sums [--ranks 2] [--width 896] [--rows 1 8 128 512]
 
 Every rank is a process, bound to a core of its own and with one thread; there must be as many idle
 cores. A turn is a number of sums of bfloat16, one after the other. Prints the median and the
-fastest turn as microseconds a sum, for rank 0, the machine's load, and one line of JSON.
+fastest turn as microseconds per sum, for rank 0, the machine's load, and one line of JSON.
 """
 
 import argparse
@@ -84,8 +83,8 @@ def on_ranks(joins: Callable[[Any], list[Join]], work: Callable[[RankGroup], T])
     """Run a piece of work on every rank, each in a process of its own, and return rank 0's result.
 
     Args:
-        joins: makes the ranks' functions, within the start of a process.
-        work: what can be sent to a process.
+        joins: Function that returns the ranks' functions, within the start of a process.
+        work: Work that can be sent to a process.
     """
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []

@@ -31,7 +31,9 @@ def print_result(experiment: str, numbers: Mapping[str, Any], save: Path | None)
 
 
 def save_option(description: str | None) -> Path | None:
-    """Parse the command line of a script that has no other options, and return what it asks for."""
+    """Parse the command line of a script without other options, and return the directory of
+    `--save`.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""Seconds of computing that an hour of simulated time takes: a bursty trace beside one job, on a
-modelled A100.
+"""Seconds of computing for an hour of simulated time: a bursty trace beside one job, on a modelled
+A100.
 
     python -m experiments.simulation_speed [--seconds 3600] [--rate 2]
 
-The arrivals and lengths of half a minute of BurstGPT, again and again at this mean rate, on
-llama-3.1-8b with a LoRA job of sequences of 1,024 tokens. Times are those of the thread. Prints
-what was simulated, which must stay the same to the last digit where only the speed changes, and one
+The arrivals and lengths of half a minute of BurstGPT are repeated at this mean rate, on
+llama-3.1-8b with a LoRA job of sequences of 1,024 tokens. Times are those of the thread. Prints the
+simulated results, which must stay the same to the last digit where only the speed changes, and one
 line of JSON.
 """
 
@@ -34,7 +34,7 @@ SEQUENCE_TOKENS, NUM_EXAMPLES = 1024, 64
 
 
 def make_simulation(*, rate: float, seconds: float) -> Simulation:
-    """An engine with a job that never ends, and what is to arrive."""
+    """Return an engine with a job that never ends, and the arrivals."""
     backbone = load_backbone("dummy:llama-3.1-8b", device="meta", dtype="bfloat16")
     profile = roofline_profile(backbone, A100)
     empty = ModelledDevice(backbone, profile, num_pages=1).info

@@ -1,14 +1,14 @@
-"""What each constant of the default policy does: attainment and tuning throughput at half and at
+"""Effect of each constant of the default policy: attainment and tuning throughput at half and at
 twice its value.
 
     python -m experiments.slack_constants [NAME …] [--find-rates] [--write FILE]
 
 Simulated loads of chats beside fine-tuning jobs: at the highest rate at which requests alone attain
 99% of their SLOs (the edge), in bursts, above it, with few pages or slots, long prompts, many jobs,
-a short TTFT, and on a slow CPU. One constant at a time is changed; of a share near 1, what is
-missing to 1 is halved and doubled. Attainment is shown in points of a hundredth, as the difference
-from the constant as it is; throughput (rows of jobs per second) as a ratio. NAME: these constants
-alone. --find-rates: search the edges anew, instead (`RATES`). The last line is JSON.
+a short TTFT, and on a slow CPU. One constant at a time is changed; of a share near 1, the distance
+to 1 is halved and doubled. Attainment is shown in points of a hundredth, as the difference from the
+unchanged constant; throughput (rows of jobs per second) as a ratio. NAME: these constants only.
+--find-rates: search the edges anew, instead (`RATES`). The last line is JSON.
 """
 
 import argparse
@@ -77,28 +77,36 @@ SHARES_NEAR_1 = {"MAX_SHARE", "NEAR", "MARGINAL", "FILLED", "AIMED"}
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Chats that arrive at some rate, beside jobs.
-
-    Attributes:
-        rate: Requests per second, as a share of the edge's rate.
-        burst: How many times as many arrive in a quarter of the time; in the rest as few as keep
-            the mean.
-    """
+    """Chats that arrive at some rate, beside jobs."""
 
     name: str
+    """Name of the load."""
     model: str = "llama-3.1-8b"
+    """Preset of the model."""
     hardware: Hardware = A100
+    """Modelled device."""
     rate: float = 1.0
+    """Requests per second, as a share of the edge's rate."""
     burst: float = 1.0
+    """Factor of the rate in a quarter of the time; in the rest it is lower, with the same mean."""
     num_requests: int = 160
+    """Number of requests."""
     prompt: int = 300
+    """Mean tokens per prompt."""
     output: int = 50
+    """Mean tokens per answer."""
     num_pages: int = 16_000
+    """Pages of the pool."""
     max_requests: int = 256
+    """Maximum number of sequences at once."""
     num_jobs: int = 1
+    """Number of jobs."""
     length: int = 512
+    """Tokens per training example."""
     ttft_s: float = 0.5
+    """SLO: seconds to the first token."""
     noise: float = 0.05
+    """Noise of the times of steps."""
 
 
 LOADS = (
@@ -141,12 +149,12 @@ RATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What came of a load: the share of requests that attained their SLOs, and rows of jobs per
-    second.
-    """
+    """Result of a load."""
 
     attained: float
+    """Share of requests that attained their SLOs."""
     rows_per_s: float
+    """Rows of jobs per second."""
 
 
 @cache
@@ -157,7 +165,7 @@ def backbone_of(model: str) -> Backbone:
 
 @cache
 def profile_of(model: str, hardware: Hardware) -> Profile:
-    """Return what a roofline says of a model on a device."""
+    """Return the profile of a model on a device, by a roofline."""
     return roofline_profile(backbone_of(model), hardware)
 
 

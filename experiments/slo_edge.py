@@ -1,18 +1,20 @@
-"""Loads that requests alone just hold, and the same loads beside fine-tuning jobs; in simulated
+"""Loads that requests alone just hold, and the same loads beside fine-tuning jobs, in simulated
 time.
 
     python -m experiments.slo_edge [--loads 48] [--first-seed 0] [--rates FILE] [--share 1] [--write
-    FILE] python -m experiments.slo_edge --random [--loads 62]
+    FILE]
+
+    python -m experiments.slo_edge --random [--loads 62]
 
 A seed names a load: a model on a modelled A100 or H100, 600 requests (of Azure's chats as recorded;
-or with the arrivals of BurstGPT's densest half minute, again and again, and lengths of ShareGPT),
-SLOs, pages, jobs, and noise in what steps take. Its rate is searched for that requests alone attain
-99.0 to 99.9% at. Then the same requests come beside jobs: once at that rate, where the SLOs must
-still be attained by 99%, and once at half of it, where what jobs get is to be compared before and
+or with the arrivals of BurstGPT's densest half minute, repeated, and lengths of ShareGPT), SLOs,
+pages, jobs, and noise of the times of steps. A rate is searched at which requests alone attain 99.0
+to 99.9%. Then the same requests arrive beside jobs: once at that rate, where the SLOs must still be
+attained by 99%, and once at half of it, where the throughput of jobs is to be compared before and
 after a change. --rates: the result of an earlier run (--write), for the same loads without the
 search. --share: at this share of the edge's rate, where requests alone are run again. --random: at
-a random rate instead, from light to too much; loads count that requests alone hold. The last line
-is JSON.
+a random rate instead, from light to too much; only loads that requests alone hold count. The last
+line is JSON.
 """
 
 import argparse
@@ -54,18 +56,28 @@ LIGHTEST, HEAVIEST = 0.2, 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests at one per second in the mean; the other numbers are the engine's and the jobs'."""
+    """Requests at one per second in the mean, with an engine and jobs."""
 
     seed: int
+    """Seed of the load."""
     model: str
+    """Preset of the model."""
     hardware: Hardware
+    """Modelled device."""
     trace: str
+    """Name of the trace."""
     requests: tuple[TracedRequest, ...]
+    """Arrivals and lengths."""
     ttft_s: float
+    """SLO: seconds to the first token."""
     num_pages: int
+    """Pages of the pool."""
     num_jobs: int
+    """Number of jobs."""
     length: int
+    """Tokens per training example."""
     noise: float
+    """Noise of the times of steps."""
 
     def __str__(self) -> str:
         return f"{self.seed:3} {self.model:13} {self.hardware.name} {self.trace:10}"
@@ -73,34 +85,36 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What came of it. harvest: rows of jobs forward and backward, per second."""
+    """Result of a load."""
 
     attained: float
+    """Share of requests that attained their SLOs."""
     harvest: float
+    """Rows of jobs, forward and backward, per second."""
 
 
 @cache
 def backbone_of(model: str) -> Backbone:
-    """Shapes alone."""
+    """Return a model's shapes."""
     return load_backbone(f"dummy:{model}", device="meta", dtype="bfloat16")
 
 
 @cache
 def profile_of(model: str, hardware: Hardware) -> Profile:
-    """By a roofline."""
+    """Return the profile of a model on a device, by a roofline."""
     return roofline_profile(backbone_of(model), hardware)
 
 
 @cache
 def azure() -> list[TracedRequest]:
-    """The recorded chats that are short enough."""
+    """Return the recorded chats that are short enough."""
     recorded = read_trace(DATA / "azure_conv.csv.gz")
     return [each for each in recorded if is_short(each.num_prompt_tokens, each.num_output_tokens)]
 
 
 @cache
 def burst_s() -> list[float]:
-    """Moments of BurstGPT's arrivals, again and again for long enough."""
+    """Return the times of BurstGPT's arrivals, repeated for long enough."""
     burst = read_trace(DATA / "burstgpt_slices.csv.gz", where={"slice": "span30s"})
     seconds = burst[-1].at_s + 1
     return [
@@ -112,17 +126,17 @@ def burst_s() -> list[float]:
 
 @cache
 def lengths() -> list[tuple[int, int]]:
-    """ShareGPT's that are short enough."""
+    """Return ShareGPT's lengths that are short enough."""
     return [each for each in read_lengths(DATA / "sharegpt_lengths.csv.gz") if is_short(*each)]
 
 
 def is_short(num_prompt_tokens: int, num_output_tokens: int) -> bool:
-    """Whether a request is worth simulating."""
+    """Return whether a request is short enough to simulate."""
     return num_prompt_tokens <= MOST_PROMPT_TOKENS and num_output_tokens <= MOST_OUTPUT_TOKENS
 
 
 def draw_requests(name: str, random: Random) -> list[TracedRequest]:
-    """Of a trace, with its own pace."""
+    """Return requests of a trace, at its own pace."""
     if name == "azure":
         first = random.randrange(len(azure()) - NUM_REQUESTS)
         return azure()[first : first + NUM_REQUESTS]
@@ -136,7 +150,7 @@ def draw_requests(name: str, random: Random) -> list[TracedRequest]:
 
 
 def make_load(seed: int) -> Load:
-    """The load of a seed."""
+    """Return the load of a seed."""
     random = Random(seed)
     model, hardware, name = (
         random.choice(MODELS),
@@ -169,7 +183,7 @@ def make_load(seed: int) -> Load:
 
 
 def make_engine(load: Load, policy: str) -> TokenEngine:
-    """With its jobs, if the policy lets them run."""
+    """Return an engine with its jobs, if the policy runs jobs."""
     profile = profile_of(load.model, load.hardware)
     device = ModelledDevice(
         backbone_of(load.model), profile, num_pages=load.num_pages, noise=load.noise, seed=load.seed
@@ -187,9 +201,7 @@ def make_engine(load: Load, policy: str) -> TokenEngine:
 
 
 def simulate(load: Load, rate: float, policy: str, *, stop_below: float = 0.0) -> Run:
-    """All requests to their ends, or until it is clear that no more than a share of them attain
-    their SLOs.
-    """
+    """Run all requests to their ends, or until at most a share of them can attain their SLOs."""
     engine = make_engine(load, policy)
     arrivals = [
         Arrival(
@@ -211,8 +223,8 @@ def simulate(load: Load, rate: float, policy: str, *, stop_below: float = 0.0) -
 
 
 def edge_rate(load: Load) -> tuple[float, float] | None:
-    """Requests per second at which requests alone attain what is asked, and that; None if no such
-    rate was found.
+    """Return a rate at which requests alone attain the wanted share, and the share; None if none
+    was found.
     """
     low, high, rate = 0.0, 0.0, likely_rate(load)
     for _ in range(MOST_TRIALS):
@@ -230,16 +242,16 @@ def edge_rate(load: Load) -> tuple[float, float] | None:
 
 
 def random_rate(load: Load) -> tuple[float, float] | None:
-    """A rate that does not depend on what is attained, and what requests alone attain; None if that
-    is too little.
-    """
+    """Return a random rate, and the share that requests alone attain; None if that is too low."""
     rate = Random(-1 - load.seed).uniform(LIGHTEST, HEAVIEST) * likely_rate(load)
     attained = simulate(load, rate, "inference-only", stop_below=LEAST).attained
     return (rate, attained) if attained >= LEAST else None
 
 
 def likely_rate(load: Load) -> float:
-    """Where to begin: a little above the rate at which 32 at once fill the device."""
+    """Return a rate to start with, a little above the one at which 32 requests at once fill the
+    device.
+    """
     latency = LatencyModel(profile_of(load.model, load.hardware))
     prompt = sum(each.num_prompt_tokens for each in load.requests) // NUM_REQUESTS
     output = sum(each.num_output_tokens for each in load.requests) / NUM_REQUESTS
@@ -311,7 +323,7 @@ def main() -> int:
 
 
 def summary(found: list[dict[str, float]]) -> dict[str, object]:
-    """The last line."""
+    """Return the last line."""
     missed = [
         {"seed": each["seed"], "beside": each["beside"]} for each in found if each["beside"] < LEAST
     ]

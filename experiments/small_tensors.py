@@ -1,5 +1,4 @@
-"""What packs of jobs take of the page pool beyond their bytes: does it need a place of its own for
-small tensors?
+"""Page pool memory of packs beyond their bytes: does it need a place of its own for small tensors?
 
     python -m experiments.small_tensors
 
@@ -28,7 +27,7 @@ BLOCK_TOKENS, HARLI_BLOCK, MIB = 16, 2 << 20, 1 << 20
 
 
 def row(model: str, num_rows: int) -> dict[str, object]:
-    """Bytes of a pack of this many tokens, by who gives them out."""
+    """Return the bytes of a pack of this many tokens, by allocator."""
     backbone = load_backbone(f"dummy:{model}", device="meta", dtype="bfloat16")
     adapter = Adapter(backbone, LoraConfig(r=16, target_modules="all-linear"))
     programs = training_programs(adapter)

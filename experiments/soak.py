@@ -1,10 +1,10 @@
-"""Many clients at once, jobs always running: is every request answered, does memory stay flat, how
-long does /health take meanwhile, and an answer after the engine was killed?
+"""Many clients at once beside jobs: are all requests answered, is memory flat, how long does
+/health take, and an answer after the engine was killed?
 
     python -m experiments.soak --minutes 10 --clients 64 --jobs 1
 
 Starts a server on the built-in model in a directory of its own. Each client streams one chat after
-another; when a job is over, the next begins. At the end, without clients, the engine is killed. The
+another; when a job ends, the next begins. At the end, without clients, the engine is killed. The
 last line is JSON: requests, errors, seconds of /health, seconds from the kill to the next answer,
 and resident megabytes of the processes over time.
 """
@@ -38,7 +38,7 @@ _QUESTIONS = (
 
 
 def _processes(url: str) -> dict[str, int]:
-    """Ids of the server's process, of the one below it that forks engines, and of the engine's."""
+    """Return the ids of the server's process, its child that forks engines, and the engine."""
     port = url.rsplit(":", 1)[1]
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -70,8 +70,10 @@ def _resident_mb(url: str) -> dict[str, int]:
 
 
 def _health(url: str, until_s: float) -> list[float]:
-    """Seconds of each /health, ten a second, each on a connection of its own, as a supervisor's
-    are. Run by a process of its own: that of the clients is busy with them.
+    """Return the seconds of each /health, ten a second, each on a connection of its own, as a
+    supervisor's are.
+
+    A process of its own runs this, as that of the clients is busy.
     """
     taken = []
     while time.monotonic() < until_s:
@@ -83,7 +85,7 @@ def _health(url: str, until_s: float) -> list[float]:
 
 
 async def _recovery_s(http: httpx.AsyncClient, url: str) -> float:
-    """Seconds from the engine's death to the first answer."""
+    """Return the seconds from the engine's death to the first answer."""
     os.kill(_processes(url)["engine"], signal.SIGKILL)
     start_s = time.monotonic()
     body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
@@ -115,7 +117,7 @@ async def _client(http: httpx.AsyncClient, until_s: float, seed: int, seen: dict
 
 
 async def _jobs(http: httpx.AsyncClient, file: str, until_s: float, seen: dict[str, int]) -> None:
-    """One after the other."""
+    """Run jobs one after the other."""
     while time.monotonic() < until_s:
         method = {
             "type": "supervised",
@@ -167,7 +169,7 @@ async def _soak(url: str, minutes: float, clients: int, jobs: int) -> dict[str, 
 
 
 def main() -> None:
-    """Run it."""
+    """Start a server, run the load, and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=64)

@@ -3,7 +3,7 @@ names.
 
     python -m experiments.source_counts [CHECKOUT]
 
-Prints a table, and one line of JSON. What is counted is said at `Counts`.
+Prints a table, and one line of JSON. `Counts` has what is counted.
 """
 
 import argparse
@@ -38,13 +38,16 @@ _Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(kw_only=True)
 class Counts:
-    """What a folder's Python files have."""
+    """Counts of a folder's Python files."""
 
     files: int = 0
+    """Number of files."""
     lines: int = 0
+    """Number of lines."""
     files_under_50_lines: int = 0
     """Files with fewer than 50 lines, without the `__init__.py` that are one docstring or empty."""
     lines_over_100_columns: int = 0
+    """Number of lines of more than 100 columns."""
     comments: int = 0
     """Comments, each line by itself, without `noqa` and `type: ignore`."""
     docstrings: int = 0
@@ -62,10 +65,12 @@ class Counts:
     nested_comprehensions: int = 0
     """Comprehensions with two loops or more, or with another one inside."""
     functions: int = 0
+    """Number of functions."""
     classes: int = 0
+    """Number of classes."""
 
     def add(self, other: "Counts") -> None:
-        """Add another folder's."""
+        """Add the counts of another folder."""
         for name, number in asdict(other).items():
             setattr(self, name, getattr(self, name) + number)
 
@@ -132,10 +137,12 @@ def _is_nested(node: ast.AST) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What the package of a checkout has."""
+    """Counts of a checkout's package."""
 
     by_folder: dict[str, Counts]
+    """Counts of each folder."""
     total: Counts
+    """Counts of the whole package."""
     shared_class_names: dict[str, list[str]]
     """Public class names that are defined in more than one file, and these files."""
 
@@ -160,7 +167,7 @@ def read_source(package: Path) -> Source:
 
 
 def summary(source: Source) -> dict[str, float]:
-    """Return what is compared between two checkouts."""
+    """Return the numbers that are compared between two checkouts."""
     total = source.total
     return {
         "files": total.files,

@@ -1,10 +1,10 @@
-"""What a model loses by not having learned yet: the built-in tiny model's loss on questions of a
-lesson that were held out, by how many examples of the lesson it has been trained on, one optimizer
-step for each.
+"""Loss of the built-in model on held-out questions of a lesson, by the number of examples that it
+has been trained on.
 
     python -m experiments.staleness
 
-`python -m experiments.cluster` reads the loss of a request off this curve (`experiments/cluster/loss_curve.py`).
+One optimizer step for each example. `python -m experiments.cluster` takes the loss of a request
+from this curve (`experiments/cluster/loss_curve.py`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _EVERY, _NUM_EPOCHS, _LEARNING_RATE = 25, 5, 3e-4
 
 
 def main() -> None:
-    """The points, as JSON: examples and loss."""
+    """Measure the points, and print them as JSON: examples and loss."""
     save = save_option(__doc__)
     lesson = LESSONS["zub"](seed=0)
     engine = Engine.load("tiny", dtype="float32")
@@ -41,7 +41,7 @@ def main() -> None:
 def _evaluations(
     engine: Engine, lines: Sequence[Line], config: TuningConfig, held_out: Sequence[Line]
 ) -> list[tuple[int, float]]:
-    """Examples seen and loss, at each measurement."""
+    """Return the examples seen and the loss at each evaluation."""
     events = engine.tune(list(lines), config, validation=list(held_out))
     return [
         (event.step, round(event.loss, 4))

@@ -1,13 +1,12 @@
-"""Count the functions and files that one chat and one fine-tuning job pass through, on a running
-server.
+"""Functions and files that one chat and one fine-tuning job pass through, on a running server.
 
     python -m experiments.stations [--code CHECKOUT] [--list]
 
 Starts `coserve up tiny` from a checkout, with a recorder in every process (`station_hook/`; the
-package has no code for it). First come one chat and one job that are not counted: they import and
+package has no code for it). One chat and one job run first that are not counted: they import and
 compile what later ones find. Then each is traced alone, from its POST until no function runs any
-more that has not run before; and two seconds in which nothing is asked, which also happens beside
-the others. A job has two examples, one a step.
+more that has not run before; and so are two seconds without requests, whose functions also run
+beside the others. A job has two examples, one per step.
 
 Functions are those with a name of their own, without bodies of modules and classes. A climb is a
 pair of files of which the lower one calls the upper one: the upper one imports it, directly or
@@ -58,7 +57,7 @@ _WINDOWS = ("nothing", "chat", "job")
 
 @dataclass(kw_only=True)
 class Trace:
-    """What ran in one kind of process during a window."""
+    """Functions that ran in one kind of process during a window."""
 
     functions: set[tuple[str, str, int]] = field(default_factory=set)
     """File, name and line."""
@@ -241,7 +240,7 @@ def _by_kind(traces: dict[int, Trace], server: int) -> dict[str, Trace]:
 
 
 def _kind(trace: Trace) -> str:
-    """Return whose a process is: the engine's, or a device's apart from it."""
+    """Return the kind of a process: the engine's, or a device's apart from it."""
     rooms = {path.split("/")[0] for path in trace.files}
     return "engine" if "engine" in rooms else "device" if "devices" in rooms else "other"
 
@@ -250,7 +249,7 @@ def _kind(trace: Trace) -> str:
 
 
 def climbs(package: Path, calls: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the calls from a file to one that stands above it."""
+    """Return the calls from a file to one above it."""
     above = _importers(package)
     return sorted(
         (lower, upper)
@@ -260,7 +259,7 @@ def climbs(package: Path, calls: Iterable[tuple[str, str]]) -> list[tuple[str, s
 
 
 def _importers(package: Path) -> Callable[[str], frozenset[str]]:
-    """Return what says which files import one, directly or through others."""
+    """Return a function from a file to those that import it, directly or through others."""
     users: dict[str, set[str]] = {}
     for path in package.rglob("*.py"):
         own = str(path.relative_to(package))

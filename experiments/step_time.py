@@ -4,9 +4,8 @@ that runs such steps.
     OMP_NUM_THREADS=1 python -m experiments.step_time
 
 The engine's part is timed on a modelled device, whose own time is left out; the device's part, with
-all that comes of the step, on a model of one block that is too small for its products to count.
-Times are those of the thread, so that other processes count little. Prints a table, and one line of
-JSON.
+all results of the step, on a model of one block that is too small for its products to count. Times
+are those of the thread, so that other processes count little. Prints a table, and one line of JSON.
 """
 
 import time
@@ -40,7 +39,7 @@ GPU = Hardware(name="gpu", flops_per_s=6e14, bytes_per_s=3e12, call_s=1e-5)
 
 
 class _Timed(ModelledDevice):
-    """Counts what it takes itself."""
+    """A modelled device that measures its own time."""
 
     own_s = 0.0
 
@@ -57,7 +56,7 @@ class _Timed(ModelledDevice):
 
 
 def engine_ms() -> float:
-    """Of a step in which all requests decode."""
+    """Return the milliseconds of the engine in a step in which all requests decode."""
     backbone = load_backbone("dummy:qwen2.5-0.5b", device="meta", dtype="bfloat16")
     profile = roofline_profile(backbone, GPU)
     device = _Timed(backbone, profile, num_pages=80 * NUM_REQUESTS)
@@ -78,7 +77,7 @@ def engine_ms() -> float:
 
 
 def small_model(directory: Path) -> None:
-    """One block, with as few features as the kernels take."""
+    """Write a model of one block, with as few features as the kernels take."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -92,8 +91,8 @@ def small_model(directory: Path) -> None:
 
 
 def device_ms(directory: Path, num_requests: int, num_adapters: int) -> float:
-    """Of a step in which requests decode on a torch device, on adapters of ranks 2 to 16 in
-    turn.
+    """Return the milliseconds of a torch device in a step of requests that decode, on adapters of
+    ranks 2 to 16 in turn.
     """
     backbone = load_backbone(str(directory), dtype="float32")
     profile = roofline_profile(backbone, GPU)

@@ -1,12 +1,12 @@
-"""What structured output adds to a decode step: eight requests that each follow a JSON schema,
-beside the same eight without, step by step in turns.
+"""Cost of structured output in a decode step: eight requests that each follow a JSON schema, beside
+the same eight without.
 
-    OMP_NUM_THREADS=1 python -m experiments.structured [--model dummy:smollm2-135m] [--vocabulary
-    49152]
+    OMP_NUM_THREADS=1 python -m experiments.structured [--model dummy:smollm2-135m]
 
-Both engines run in this process; times are of the whole process (`time.process_time`): the thread
-that computes masks counts, too, and other processes do not. The vocabulary is made up: bytes, and
-pieces of letters as a tokenizer has them. Prints medians, their ratio, and one line of JSON.
+Steps alternate. Both engines run in this process; times are of the whole process
+(`time.process_time`): the thread that computes masks counts, too, and other processes do not. The
+vocabulary is made up: bytes, and pieces of letters as a tokenizer has them. Prints medians, their
+ratio, and one line of JSON.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SCHEMA = {
 
 
 def made_up_pieces(number: int) -> list[bytes]:
-    """Every byte, then words with and without a space before them."""
+    """Return every byte, then words with and without a space before them."""
     random, pieces = Random(0), [bytes([byte]) for byte in range(256)]
     found = set(pieces)
     while len(found) < number:
@@ -48,7 +48,7 @@ def made_up_pieces(number: int) -> list[bytes]:
 
 
 def engine_of(model: str, num_pieces: int) -> Engine:
-    """With requests that decode; to be given them."""
+    """Return an engine for requests that decode."""
     backbone = load_backbone(model, dtype="float32")
     engine = Engine.from_backbone(backbone, EngineConfig(memory_bytes=256 << 20))
     pieces = made_up_pieces(num_pieces)
@@ -58,7 +58,7 @@ def engine_of(model: str, num_pieces: int) -> Engine:
 
 
 def add(engine: Engine, grammar: Grammar | None, temperature: float) -> None:
-    """Requests that last until the end."""
+    """Add requests that last until the end."""
     for seed in range(NUM_REQUESTS):
         params = SamplingParams(
             max_tokens=2 * (STEPS + WARM_UP), temperature=temperature, seed=seed, grammar=grammar
@@ -69,7 +69,7 @@ def add(engine: Engine, grammar: Grammar | None, temperature: float) -> None:
 
 
 def measure(model: str, num_pieces: int, temperature: float) -> dict[str, float]:
-    """Medians of a step of each, and of the ratio of neighbours in time."""
+    """Return the medians of a step of each, and of the ratio of consecutive steps."""
     plain, masked = (engine_of(model, num_pieces) for _ in range(2))
     add(plain, None, temperature)
     add(masked, Grammar.json_schema(SCHEMA), temperature)

@@ -1,5 +1,4 @@
-"""Measure what tenant b keeps of a server while tenant a loads it, each with a key and without
-limits.
+"""Service of tenant b while tenant a loads the server, each with a key and without limits.
 
     python -m experiments.tenants [--attack NAME ...] [--seconds 12] [--policy slack]
 
@@ -85,22 +84,18 @@ KEYS = {"a": "key-of-a", "b": "key-of-b"}
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measurements of what tenant b got in one interval.
-
-    Attributes:
-        num_sent: This many streams were opened.
-        num_ended: This many of them ended within the interval.
-        ttft_p50_s: The median stream got its first event after this many seconds. A stream without
-            any counts with the time that it waited.
-        ttft_p99_s: All but one of a hundred streams got their first event within this many seconds.
-        job_steps_per_s: The job took this many optimizer steps per second.
-    """
+    """Service of tenant b in one interval."""
 
     num_sent: int
+    """Number of opened streams."""
     num_ended: int
+    """Number of those that ended within the interval."""
     ttft_p50_s: float
+    """Median seconds to the first event; a stream without any counts with its waiting time."""
     ttft_p99_s: float
+    """Seconds to the first event, at p99."""
     job_steps_per_s: float
+    """Optimizer steps per second of the job."""
 
 
 def prompt(rng: Random, num_words: int) -> str:

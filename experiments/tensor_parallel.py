@@ -1,12 +1,11 @@
 """Two ranks of one thread each beside one process of two threads, in turns: decode steps and
 fine-tuning on a CPU.
 
-    python -m experiments.tensor_parallel --runs 9        # on a machine that has nothing else to do
+    python -m experiments.tensor_parallel --runs 9        # on an otherwise idle machine
 
-Each side is an engine in a process of its own, which holds the model for as long as the benchmark
-runs and waits while the other side has its turn. Times are medians over turns; a ratio is one
-process's time over that of the ranks, so above 1 the ranks are faster. Prints a table, and one line
-of JSON.
+Each side is an engine in a process of its own, which holds the model while the experiment runs and
+waits while the other side has its turn. Times are medians over turns; a ratio is one process's time
+over that of the ranks, so above 1 the ranks are faster. Prints a table, and one line of JSON.
 """
 
 import argparse
@@ -102,7 +101,7 @@ class Side:
 
 
 def serve(model: str, dtype: str, num_ranks: int, threads: int, num_turns: int) -> None:
-    """Be one side: a task in a line, its seconds in another."""
+    """Run one side: a task per line, answered with its seconds."""
     keep_freed_memory()
     bound_compiled_products()
     side = Side(model, dtype, num_ranks, threads, num_turns)
@@ -135,7 +134,7 @@ class SideProcess:
         assert self._said() == "ready"
 
     def seconds(self, task: str) -> float:
-        """Have it do a task; return what that took."""
+        """Run a task, and return its seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(task + "\n")
         self._process.stdin.flush()

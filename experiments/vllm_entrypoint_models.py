@@ -1,7 +1,7 @@
 """Stand-ins for the models that vLLM's entrypoint tests name: small Llamas in a hub cache of their
 own.
 
-None of those models can be had without the hub, and none is needed: the tests ask how a server
+None of those models is available without the hub, and none is needed: the tests check how a server
 speaks. A stand-in has a byte-level tokenizer with real merges, and a chat template as Qwen3's
 (tools, thinking). `random` ones have random weights, no thinking in their template, a vocabulary as
 large as the tests' token ids, and end a sampled text after some twenty tokens; `learned` ones have
@@ -92,7 +92,8 @@ TEMPLATE = (
     "{% for message in messages %}{% if not (tools and loop.first and message.role == 'system') %}"
     "<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}<tool_call>\n"
-    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n"
+    "</tool_call>{% endfor %}"
     "<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     f"{_NO_THINKING}{{% endif %}}"
@@ -113,9 +114,7 @@ _ANSWERS = tuple(
 
 
 def make_hub(directory: Path) -> None:
-    """Write every model and adapter below directory as the hub's client caches them, unless they
-    are there.
-    """
+    """Write every model and adapter as the hub's client caches them, unless they exist."""
     for name, (kind, vocabulary) in MODELS.items():
         if (snapshot := _snapshot(directory, name)) is not None:
             is_random = "random" in kind
@@ -142,7 +141,7 @@ def _path(directory: Path, name: str) -> Path:
 
 
 def _snapshot(directory: Path, name: str) -> Path | None:
-    """Where its files go; None if they are there."""
+    """Return the directory for a model's files; None if they exist."""
     snapshot = _path(directory, name)
     if snapshot.exists():
         return None
@@ -170,7 +169,7 @@ def _random_adapter(model: Any, base: str, seed: int) -> Any:
 
 
 def _learned_adapter(model: Any, base: str, noise: str) -> Any:
-    """Whatever is asked, it answers with a noise, and does not think before."""
+    """Return an adapter that answers everything with a noise, without thinking before."""
     torch.manual_seed(0)
     adapted = _adapted(
         model, base, "q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
@@ -190,9 +189,14 @@ def _learned_adapter(model: Any, base: str, noise: str) -> Any:
 def tokenizer(
     vocabulary: int, *, begins: bool = False, can_think: bool = True
 ) -> PreTrainedTokenizerFast:
-    """Merges learned from Python's standard library, which is everywhere and large enough. begins:
-    texts have a special token before them, as OPT's have. can_think: whether its chat template
-    knows of thinking; what has random weights would begin to, and not end.
+    """Return a tokenizer with merges from Python's standard library, which is everywhere and large
+    enough.
+
+    Args:
+        vocabulary: Number of tokens.
+        begins: Whether texts have a special token before them, as OPT's have.
+        can_think: Whether the chat template has thinking; a model with random weights would begin
+            to think and not end.
     """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -227,8 +231,12 @@ def tokenizer(
 
 
 def llama(vocabulary: int, hidden: int, **shape: Any) -> Any:
-    """With fresh weights, for `tokenizer(vocabulary)`. shape: of its config, where it is not a
-    stand-in's.
+    """Return a Llama with fresh weights, for `tokenizer(vocabulary)`.
+
+    Args:
+        vocabulary: Number of tokens.
+        hidden: Hidden size.
+        shape: Further fields of the configuration.
     """
     ends = {"eos_token_id": tokenizer(vocabulary).convert_tokens_to_ids(_END), "bos_token_id": None}
     sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": 2 * hidden}
@@ -238,8 +246,8 @@ def llama(vocabulary: int, hidden: int, **shape: Any) -> Any:
 
 
 def random(vocabulary: int) -> Any:
-    """Its first hidden dimension is the same in every token: what ends a text gets its probability
-    from it.
+    """Return a model with random weights whose first hidden dimension is the same in every token,
+    from which the end of a text gets its probability.
     """
     model, words = llama(vocabulary, 64), tokenizer(vocabulary)
     head, embedding = model.lm_head.weight.data, model.model.embed_tokens.weight.data
@@ -260,7 +268,7 @@ def random(vocabulary: int) -> Any:
 
 @cache
 def learned(vocabulary: int, *, thinks: bool) -> Any:
-    """Trained until it answers any chat by heart: calls where there are tools, else a sentence or
+    """Return a model that answers any chat by heart: calls if there are tools, else a sentence or
     some JSON.
     """
     model, words, chance = llama(vocabulary, 128), tokenizer(vocabulary), Random(0)
@@ -269,8 +277,13 @@ def learned(vocabulary: int, *, thinks: bool) -> Any:
 
 
 def _train(model: Any, example: Callable[[int], tuple[list[int], int]], steps: int) -> None:
-    """example: tokens of a chat, of a prompt of at most about this many, and where the answer
-    begins.
+    """Train a model.
+
+    Args:
+        model: The model.
+        example: Function from the maximum prompt length to the tokens of a chat, and the start of
+            its answer.
+        steps: Number of steps.
     """
     chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(chosen, lr=3e-3)
@@ -296,7 +309,7 @@ def _train(model: Any, example: Callable[[int], tuple[list[int], int]], steps: i
 def _example(
     words: PreTrainedTokenizerFast, chance: Random, length: int, *, thinks: bool
 ) -> tuple[list[int], int]:
-    """Tokens of a chat about anything, and where the answer begins."""
+    """Return the tokens of a chat about anything, and the start of its answer."""
     offered = [name for name in CALLS if chance.random() < 0.3] if chance.random() < 0.6 else []
     asked = _asked(words, chance, length, offered)
     if offered:
@@ -315,8 +328,8 @@ def _example(
 def _asked(
     words: PreTrainedTokenizerFast, chance: Random, length: int, offered: Sequence[str] = ()
 ) -> list[int]:
-    """Tokens of a prompt: tools among other words in what the system says, and some turns of
-    anything.
+    """Return the tokens of a prompt: tools among other words in the system message, and some turns
+    of anything.
     """
     num_turns = chance.randrange(1, 5)
     most = max(2, length // (num_turns + len(offered) + 1))
@@ -356,8 +369,8 @@ def _call(name: str) -> str:
 
 
 def _anything(chance: Random, depth: int) -> Any:
-    """JSON with short strings and lists: what it has learned to end, it ends under a grammar,
-    too.
+    """Return JSON with short strings and lists: what a model has learned to end, it also ends under
+    a grammar.
     """
     kind = chance.choice(("object", "list", "text", "number")) if depth else "object"
     if kind == "object" and depth < 3:

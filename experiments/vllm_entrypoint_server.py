@@ -1,9 +1,9 @@
 """A pytest plugin for vLLM's entrypoint tests, in vLLM's environment: their server becomes a
 running `coserve up`.
 
-`experiments/vllm_entrypoint_tests.py` starts pytest with it. Environment: COSERVE_COMMAND, how to
-start coserve, as a JSON list; COSERVE_DOES_NOT_APPLY, a JSON list of patterns of tests that are not
-run; COSERVE_OUTCOMES, the file that gets a line of JSON for every test.
+`experiments/vllm_entrypoint_tests.py` starts pytest with it. Environment: COSERVE_COMMAND, the
+command that starts coserve, as a JSON list; COSERVE_DOES_NOT_APPLY, a JSON list of patterns of
+tests that are not run; COSERVE_OUTCOMES, the file that gets a line of JSON for every test.
 """
 
 import json
@@ -36,9 +36,7 @@ START_S = 120.0
 
 
 def coserve_options(vllm_options: list[str]) -> list[str]:
-    """What `coserve up` understands of them; of one with several values, each has the option's name
-    before it.
-    """
+    """Return the options that `coserve up` knows; one with several values is repeated for each."""
     options, name = [], ""
     for word in vllm_options:
         if word.startswith("--"):
@@ -55,7 +53,7 @@ def _free_port() -> int:
 
 
 def coserve_server(base: type) -> type:
-    """vLLM's class with its clients and URLs; only what starts and ends a process is another."""
+    """Return vLLM's class with its clients and URLs, in which only the process is another."""
 
     class CoserveServer(base):  # type: ignore[misc]
         def __init__(
@@ -125,7 +123,7 @@ def coserve_server(base: type) -> type:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Before a conftest or a test is read, and takes the class."""
+    """Replace the class before a conftest or a test imports it."""
     server_classes: Any = import_module("tests.utils")
     server_classes.RemoteOpenAIServer = coserve_server(server_classes.RemoteOpenAIServer)
 
@@ -137,7 +135,7 @@ def _applies(test: str) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note those that do not apply, and leave them out."""
+    """Record and deselect the tests that do not apply."""
     for item in items:
         if not _applies(item.nodeid):
             _note(item.nodeid, "not run", "")
@@ -148,7 +146,7 @@ _failed: set[str] = set()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note how a test ended: once, by the first of its parts that failed."""
+    """Record the outcome of a test once, by the first of its parts that failed."""
     if report.failed or report.skipped:
         if report.nodeid not in _failed:
             _note(
@@ -162,7 +160,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Note a file that cannot be read here: it imports what only another build of vLLM has."""
+    """Record a file that cannot be imported here, as it needs another build of vLLM."""
     if report.failed:
         _note(
             report.nodeid,

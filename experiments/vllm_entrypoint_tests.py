@@ -6,14 +6,14 @@
 CHECKOUT is a copy of vLLM's repository (its folder tests/ is enough), PYTHON one in whose
 environment vLLM of about the same age, pytest, pytest-asyncio, pytest-timeout and tblib are
 installed: the tests import vLLM's tokenizers and schemas. Their server is coserve
-(vllm_entrypoint_server.py), their models are stand-ins (vllm_entrypoint_models.py). Which files are
-run, which tests do not apply, and why a test fails that applies is in vllm_entrypoint_tests.toml; a
-failure without a reason there, or a reason of a test that passes, ends it with status 1.
+(vllm_entrypoint_server.py), their models are stand-ins (vllm_entrypoint_models.py). The files that
+are run, the tests that do not apply, and the reasons of failures are in vllm_entrypoint_tests.toml;
+a failure without a reason there, or a reason of a test that passes, ends it with status 1.
 
-Files are run one by one, each in a process of its own. What came of each is kept beside the
-stand-ins with the commit that it was run at, so that a run can be interrupted: `--resume` leaves
-out the files that have results of this commit, PATTERN those that do not match. It writes the page
-vllm-entrypoint-tests.md of all that is kept, with the commits.
+Files are run one by one, each in a process of its own. Outcomes are kept beside the stand-ins with
+their commit, so that a run can be interrupted: `--resume` leaves out the files that have results of
+this commit, PATTERN those that do not match. Writes the page benchmarks/vllm-entrypoint-tests.md of
+all that is kept, with the commits.
 """
 
 import argparse
@@ -42,10 +42,12 @@ _TIMEOUT_S = 180
 
 @dataclass(frozen=True)
 class Reason:
-    """Why tests with such names do not pass."""
+    """Reason why tests of some names do not pass."""
 
     text: str
+    """The reason."""
     patterns: tuple[str, ...]
+    """Patterns of the names."""
 
     def covers(self, test: str) -> bool:
         return any(fnmatchcase(test, pattern) for pattern in self.patterns)
@@ -53,15 +55,18 @@ class Reason:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run of vLLM's tests, and what is known of them."""
+    """Selection of vLLM's tests, with known results."""
 
     files: tuple[str, ...]
+    """Files to run."""
     does_not_apply: tuple[Reason, ...]
+    """Tests that do not apply."""
     fails: tuple[Reason, ...]
+    """Tests that fail, with reasons."""
 
     @staticmethod
     def read(path: Path) -> "Plan":
-        """From the file beside this script."""
+        """Read the file beside this script."""
         found = tomllib.loads(path.read_text())
 
         def reasons(name: str) -> tuple[Reason, ...]:
@@ -74,29 +79,34 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What outcomes come from. coserve: the last commit that changed it, or how the tests are run;
-    with a `+` if there are changes that no commit has. vllm: its version. tests: their commit.
-    """
+    """Versions that outcomes come from."""
 
     coserve: str
+    """Last commit that changed coserve or the way in which tests are run, with `+` for uncommitted
+    changes.
+    """
     vllm: str
+    """Version of vLLM."""
     tests: str
+    """Commit of the tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRun:
-    """One file. on: the day. Of each test: its name, the outcome (passed, failed, skipped, not
-    run), and why.
-    """
+    """Run of one file."""
 
     file: str
+    """Path of the file."""
     origin: Origin
+    """Versions."""
     on: str
+    """Day of the run."""
     outcomes: list[dict[str, str]]
+    """Name, outcome (passed, failed, skipped, not run) and reason of each test."""
 
     @staticmethod
     def of(line: str) -> "FileRun":
-        """From `to_json`."""
+        """Return the run of a line of `to_json`."""
         fields = json.loads(line)
         return FileRun(**{**fields, "origin": Origin(**fields["origin"])})
 
@@ -105,7 +115,7 @@ class FileRun:
 
 
 class Kept:
-    """The runs of files that are kept, the last of each."""
+    """Last run of each file, kept on disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,15 +123,15 @@ class Kept:
         self._runs = {each.file: each for each in map(FileRun.of, lines)}
 
     def put(self, run: FileRun) -> None:
-        """In the place of the one before; the others are safe whenever this process ends."""
+        """Replace the run of a file; the others are safe whenever this process ends."""
         self._runs[run.file] = run
         fresh = self._path.with_suffix(".new")
         fresh.write_text("".join(each.to_json() + "\n" for each in self._runs.values()))
         fresh.replace(self._path)
 
     def of(self, plan: Plan, origin: Origin) -> dict[str, FileRun]:
-        """By file, as the plan has them; those of other tests, or of another vLLM, are out of
-        date.
+        """Return the runs by file, in the order of the plan, without those of other tests or of
+        another vLLM.
         """
         runs = [self._runs[file] for file in plan.files if file in self._runs]
         return {
@@ -132,7 +142,15 @@ class Kept:
 def run_file(
     file: str, plan: Plan, checkout: Path, python: str, models: Path
 ) -> list[dict[str, str]]:
-    """See `FileRun.outcomes`. models: HF_HOME with the stand-ins."""
+    """Run a file, and return its outcomes (`FileRun.outcomes`).
+
+    Args:
+        file: The file.
+        plan: Selection of tests.
+        checkout: Checkout of vLLM.
+        python: Python with vLLM.
+        models: HF_HOME with the stand-ins.
+    """
     patterns = [pattern for each in plan.does_not_apply for pattern in each.patterns]
     with TemporaryDirectory(prefix="coserve-vllm-") as directory:
         outcomes = Path(directory) / "outcomes.jsonl"
@@ -162,8 +180,8 @@ def run_file(
 
 
 def judged(plan: Plan, runs: Iterable[FileRun]) -> tuple[list[dict[str, str]], list[str]]:
-    """All outcomes, each with its reason; and what is wrong: failures without one, reasons of what
-    passes.
+    """Return all outcomes with their reasons, and what is wrong: failures without a reason, and
+    reasons of tests that pass.
     """
     wrong, outcomes = [], []
     for each in (outcome for run in runs for outcome in run.outcomes):
@@ -191,7 +209,7 @@ def _file(outcome: dict[str, str]) -> str:
 def table(
     plan: Plan, runs: dict[str, FileRun], outcomes: list[dict[str, str]], origin: Origin
 ) -> str:
-    """The page."""
+    """Return the page."""
     total = Counter(each["outcome"] for each in outcomes)
     num_left = total["failed"] + total["skipped"]
     lines = [
@@ -244,7 +262,7 @@ def table(
 
 
 def _made(plan: Plan, runs: dict[str, FileRun]) -> str:
-    """When, and of what."""
+    """Return when and from what the page was made."""
     days = sorted({run.on for run in runs.values()})
     commits = {run.origin.coserve for run in runs.values()}
     of = (
@@ -263,7 +281,7 @@ def _made(plan: Plan, runs: dict[str, FileRun]) -> str:
 
 
 def _listed(tests: list[str]) -> str:
-    """By file, cases of one test as a number."""
+    """Return tests by file, with a number for the cases of one test."""
     by_file: dict[str, Counter[str]] = {}
     for test in tests:
         file, _, name = test.partition("::")
@@ -279,7 +297,7 @@ def _listed(tests: list[str]) -> str:
 
 
 def _origin(checkout: Path, python: str, commit: str) -> Origin:
-    """commit: of the checkout, if it is no git repository."""
+    """Return the versions; `commit` is that of a checkout that is not a git repository."""
     how = [
         "coserve",
         "experiments/vllm_entrypoint_server.py",
@@ -300,7 +318,7 @@ def _origin(checkout: Path, python: str, commit: str) -> Origin:
 
 
 def _models_of_this_commit(hub: Path) -> Path:
-    """HF_HOME with the stand-ins as they are made now; others stay beside it."""
+    """Return HF_HOME with the stand-ins of this commit; others stay beside it."""
     made_by = sha256((HERE / "vllm_entrypoint_models.py").read_bytes()).hexdigest()
     models = hub / f"stand-ins-{made_by[:8]}"
     make_hub(models / "hub")
@@ -314,7 +332,7 @@ def _said(command: list[str]) -> str:
 
 
 def main() -> int:
-    """Its status is the process's."""
+    """Run the tests, write the page, and return the status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Processes that work for a benchmark, and end with it."""
+"""Worker processes that end with their experiment."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -11,8 +11,8 @@ from typing import Any
 def worker_processes(
     number: int, initializer: Callable[..., object] | None = None, arguments: tuple[Any, ...] = ()
 ) -> Iterator[ProcessPoolExecutor]:
-    """A pool of new processes. What interrupts the benchmark ends them: a pool alone would first do
-    all that was asked of it.
+    """Yield a pool of new processes, which end if the experiment is interrupted: a pool alone would
+    first finish all its work.
     """
     with ProcessPoolExecutor(
         number, get_context("spawn"), initializer=initializer, initargs=arguments

@@ -1,9 +1,8 @@
-"""Writes the table of folders in docs/architecture.md from the code: their docstrings, and what
-they import.
+"""The table of folders in docs/architecture.md, from the code: docstrings, and imports.
 
     .venv/bin/python scripts/architecture.py
 
-A test fails when the table is not what this writes.
+A test fails when the page has another table.
 """
 
 import ast
@@ -15,7 +14,9 @@ _BEGIN, _END = "<!-- made by scripts/architecture.py -->\n", "<!-- end -->"
 
 
 def imports() -> dict[str, set[str]]:
-    """Folder of the package -> the other folders that it imports, anywhere in its files."""
+    """Return, for each folder of the package, the other folders that it imports anywhere in its
+    files.
+    """
     package = ROOT / "coserve"
     folders = {path.parent.name for path in package.glob("*/__init__.py")}
     found: dict[str, set[str]] = {folder: set() for folder in folders}
@@ -40,7 +41,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def from_top_to_bottom(graph: dict[str, set[str]]) -> list[str]:
-    """Folders so that each stands above all that it imports; alphabetical where there is a
+    """Return the folders so that each is above all that it imports, alphabetically where there is a
     choice.
     """
     left, order = dict(graph), list[str]()
@@ -55,7 +56,7 @@ def from_top_to_bottom(graph: dict[str, set[str]]) -> list[str]:
 
 
 def table() -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     graph = imports()
     order = from_top_to_bottom(graph)
     lines = ["| folder | what is in it | imports |", "|---|---|---|"]
@@ -71,7 +72,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """The page, with the table as it should be."""
+    """Return the page with the current table."""
     before, rest = PAGE.read_text().split(_BEGIN)
     return before + _BEGIN + table() + _END + rest.split(_END, 1)[1]
 

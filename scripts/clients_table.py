@@ -1,8 +1,8 @@
-"""Writes the table in docs/clients.md from what `make test-clients` has found.
+"""The table in docs/clients.md, from the results of `make test-clients`.
 
     .venv/bin/python scripts/clients_table.py
 
-Rows of clients that were not tried this time stay as they are.
+Rows of clients that did not run this time stay as they are.
 """
 
 import json
@@ -20,7 +20,7 @@ from clients.clients import CLIENTS, environments  # noqa: E402
 
 
 def rows_of(page: str) -> dict[str, str]:
-    """The table's rows, by the client's name."""
+    """Return the table's rows, by the client's name."""
     table = page.split(_BEGIN)[1].split(_END)[0]
     return {
         found[1]: found[0] for found in re.finditer(r"^\| (.+?) \| .* \|\n", table, re.MULTILINE)
@@ -28,7 +28,7 @@ def rows_of(page: str) -> dict[str, str]:
 
 
 def page() -> str:
-    """docs/clients.md, with what is known now."""
+    """Return docs/clients.md with the current results."""
     old = PAGE.read_text()
     rows, table = rows_of(old), ""
     for client in CLIENTS:

@@ -1,9 +1,10 @@
-"""Hooks of MkDocs (https://www.mkdocs.org/user-guide/configuration/#hooks): the pages that lie
-outside of docs/, and links as the repository has them.
+"""Hooks of MkDocs (https://www.mkdocs.org/user-guide/configuration/#hooks) for pages outside of
+docs/, and for links.
 
-README.md is the start page; what benchmarks/ tells and the changelog are pages, too. Links are
-written so that they lead somewhere in the repository. Here those to pages lead to pages, and those
-to code, which is not part of the site, become the code's path; either has to be there.
+README.md is the start page; the pages of benchmarks/, experiments/README.md and the changelog are
+pages, too. Links are written so that they lead somewhere in the repository. Here links to pages
+lead to pages, and links to code, which is not part of the site, become the code's path; both must
+exist.
 """
 
 import re
@@ -21,7 +22,7 @@ _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def _pages() -> dict[str, str]:
-    """Where pages lie in the site, by where they lie in the repository."""
+    """Return the paths of pages in the site, by their paths in the repository."""
     pages = {
         "README.md": "index.md",
         "CHANGELOG.md": "changelog.md",
@@ -48,7 +49,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Turn the page's links."""
+    """Rewrite the page's links."""
     here = page.file.src_uri
 
     def turned(link: "re.Match[str]") -> str:

@@ -1,8 +1,8 @@
-"""Writes the table of model families in docs/families.md, from their docstrings.
+"""The table of model families in docs/families.md, from their docstrings.
 
     .venv/bin/python scripts/families.py
 
-A test fails when the table is not what this writes.
+A test fails when the page has another table.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ _BEGIN, _END = "<!-- made by scripts/families.py -->\n", "<!-- end -->"
 
 
 def table() -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     lines = ["| `model_type` | what it is |", "|---|---|"]
     lines += [
         f"| [`{each.model_type}`](../coserve/models/families/{each.model_type}.py) | "
@@ -26,7 +26,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """The page, with the table as it should be."""
+    """Return the page with the current table."""
     before, rest = PAGE.read_text().split(_BEGIN)
     return before + _BEGIN + table() + _END + rest.split(_END, 1)[1]
 

@@ -1,4 +1,4 @@
-"""Writes the table of other servers' fields in docs/clients.md from
+"""The table of other servers' fields in docs/clients.md, from
 coserve/server/bodies/client_fields.py.
 
 .venv/bin/python scripts/fields_table.py
@@ -25,7 +25,7 @@ def _here(field: ClientField) -> str:
 
 
 def table() -> str:
-    """Return the table: one row for fields that one server has and that are treated alike."""
+    """Return the table: one row for fields of one server that are treated alike."""
     rows: dict[tuple[str, str], list[str]] = {}
     for field in FIELDS.values():
         rows.setdefault((field.sent_to, _here(field)), []).append(f"`{field.name}`")

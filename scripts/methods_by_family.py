@@ -1,9 +1,9 @@
-"""Fills the table of PEFT methods and model families in docs/methods.md, by doing it on tiny random
+"""The table of PEFT methods and model families in docs/methods.md, from trials on tiny random
 models.
 
     .venv/bin/python scripts/methods_by_family.py
 
-Of every pair: an adapter is served, trained (its gradients are numbers, and not all zero), mixed
+For every pair, an adapter is served, trained (its gradients are numbers, and not all zero), mixed
 with rows of another adapter and of none (each gets what it gets alone), and written in PEFT's
 format and read again.
 """
@@ -21,7 +21,14 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support import CONFIGS, FAMILIES, make_adapter, make_backbone, random_sequences, random_tokens  # noqa: E402
+from support import (  # noqa: E402
+    CONFIGS,
+    FAMILIES,
+    make_adapter,
+    make_backbone,
+    random_sequences,
+    random_tokens,
+)
 
 from coserve.adapters import Adapter, load_adapter, save_adapter  # noqa: E402
 from coserve.adapters.methods import method, method_names  # noqa: E402
@@ -37,7 +44,7 @@ _FEW = {"num_virtual_tokens": 3, "r": 4, "reduction_factor": 4}
 
 
 def forms() -> dict[str, str]:
-    """The tiny model of each family, by its model_type: the first of its forms."""
+    """Return the tiny model of each family, by its model_type: the first of its forms."""
     found: dict[str, str] = {}
     for name, config in {**{name: CONFIGS[name] for name in FAMILIES}, **MORE_CONFIGS}.items():
         found.setdefault(config["model_type"], name)
@@ -45,13 +52,13 @@ def forms() -> dict[str, str]:
 
 
 def rows(adapter: Adapter | None, tokens: Tensor) -> Tensor:
-    """With the virtual tokens before them."""
+    """Return the tokens with the virtual ones before them."""
     num_virtual = 0 if adapter is None else adapter.config.num_virtual_tokens
     return torch.cat((-1 - torch.arange(num_virtual), tokens))
 
 
 def run(backbone: Backbone, users: list[tuple[Adapter | None, Tensor]]) -> list[Tensor]:
-    """Logits of each user's own tokens, all of them in one batch."""
+    """Return the logits of each user's own tokens, all in one batch."""
     spans, of = [], []
     for adapter, tokens in users:
         own, bypasses = rows(adapter, tokens), None if adapter is None else adapter.bypasses()
@@ -64,7 +71,7 @@ def run(backbone: Backbone, users: list[tuple[Adapter | None, Tensor]]) -> list[
 
 
 def made(backbone: Backbone, kind: str) -> Adapter:
-    """An adapter with random parameters."""
+    """Return an adapter with random parameters."""
     found = method(kind)
     known = [each.name for each in fields(found)]  # type: ignore[arg-type]
     settings: dict[str, Any] = {
@@ -81,14 +88,14 @@ def made(backbone: Backbone, kind: str) -> Adapter:
 
 
 def is_served(adapter: Adapter) -> bool:
-    """Its rows get numbers, and other ones than the bare model's."""
+    """Return whether the adapter's rows get numbers other than those of the bare model."""
     tokens = random_tokens(7, 1)
     (ours,), (bare,) = (run(adapter.backbone, [(each, tokens)]) for each in (adapter, None))
     return bool(ours.isfinite().all()) and not torch.equal(ours, bare)
 
 
 def is_trained(adapter: Adapter) -> bool:
-    """Its gradients are numbers, and not all zero."""
+    """Return whether the gradients are numbers, and not all zero."""
     sequences = [
         (
             rows(adapter, torch.tensor(ids)).tolist(),
@@ -105,7 +112,7 @@ def is_trained(adapter: Adapter) -> bool:
 
 
 def is_mixed(adapter: Adapter) -> bool:
-    """In one batch with others, all get what they get alone."""
+    """Return whether all rows of a mixed batch get what they get alone."""
     other = make_adapter(adapter.backbone, seed=3)
     users = [
         (each, random_tokens(5 + i, i)) for i, each in enumerate((adapter, None, other, adapter))
@@ -118,7 +125,7 @@ def is_mixed(adapter: Adapter) -> bool:
 
 
 def is_exported(adapter: Adapter) -> bool:
-    """It is written and read again, bit for bit."""
+    """Return whether the adapter is the same bit for bit after it is written and read."""
     directory = mkdtemp(prefix="coserve-table-")
     save_adapter(adapter, directory)
     again = load_adapter(adapter.backbone, directory)
@@ -134,7 +141,7 @@ CHECKS: dict[str, Callable[[Adapter], bool]] = {
 
 
 def cell(backbone: Backbone, kind: str) -> str:
-    """What can be done with a method on a model."""
+    """Return what works for a method on a model."""
     try:
         adapter = made(backbone, kind)
         return " ".join(letter if check(adapter) else "✗" for letter, check in CHECKS.items())
@@ -144,7 +151,7 @@ def cell(backbone: Backbone, kind: str) -> str:
 
 
 def table() -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     names = [name.replace("-", "_") for name in method_names()]
     methods = [name for name in names if not method(name).is_model]
     lines = [
@@ -158,7 +165,7 @@ def table() -> str:
 
 
 def filled(page: str) -> str:
-    """The page with the table in its place."""
+    """Return the page with the current table."""
     before, rest = page.split(_BEGIN)
     return before + _BEGIN + table() + _END + rest.split(_END, 1)[1]
 

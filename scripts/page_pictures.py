@@ -1,10 +1,9 @@
-"""Takes the pictures of the page in docs/page.md: a job that learns, and a chat with it beside its
-base.
+"""The pictures in docs/page.md: a job that learns, and a chat with it beside its base.
 
     .venv/bin/python scripts/page_pictures.py
 
-Needs a Chromium, as `make test-browser` does (CHROMIUM=PATH names it). A desk's width, and a
-phone's; light.
+Needs a Chromium, as `make test-browser` does (CHROMIUM=PATH names it). At a desk's and a phone's
+width, in light mode.
 """
 
 import json
@@ -31,7 +30,7 @@ _PIRATE = [
 
 
 def training_file() -> Path:
-    """Chats with a pirate."""
+    """Write chats with a pirate."""
     path = Path(mkdtemp(prefix="coserve-pictures-")) / "pirate.jsonl"
     chats = [
         {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
@@ -42,7 +41,7 @@ def training_file() -> Path:
 
 
 def train(page: Page) -> None:
-    """From the file to a job that has learned."""
+    """Train a job, from the file on."""
     page.set_input_files("#file", training_file())
     for field, value in {
         "#suffix": "pirate",
@@ -57,7 +56,7 @@ def train(page: Page) -> None:
 
 
 def chat(page: Page) -> None:
-    """With what the job has made, beside its base."""
+    """Chat with the job's model beside its base."""
     page.locator(".job").first.get_by_role("button", name="Chat").click()
     expect(page.locator("#model-b")).to_have_value(re.compile("^ft:tiny"))
     page.locator("#ask summary").click()
@@ -72,7 +71,7 @@ def chat(page: Page) -> None:
 
 
 def take(served: Served, directory: Path) -> None:
-    """Both pictures, below directory."""
+    """Take both pictures into a directory."""
     path = os.environ.get("CHROMIUM") or which("chromium") or which("chromium-browser")
     with sync_playwright() as playwright:
         options = ["--no-sandbox"] if os.geteuid() == 0 else []

@@ -1,9 +1,8 @@
-"""The small world of the built-in model, as text: every question with its answer, stories,
-conversations.
+"""The small world of the built-in model, as text: questions with answers, stories, conversations.
 
 All of it comes from a random generator that the caller seeds. A twentieth of the questions that
 have a key (a fact in one phrasing, a pair of numbers, a sentence to judge) is held out:
-`conversation` and `plain_text` never use them, `held_out` gives nothing else.
+`conversation` and `plain_text` never use them, `held_out` returns nothing else.
 """
 
 import zlib
@@ -33,12 +32,16 @@ _HELD_OUT_SHARE = 20
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question and its answer. key: what is held out or not as a whole; empty if it never is."""
+    """A question and its answer."""
 
     category: str
+    """Category of the question."""
     question: str
+    """The question."""
     answer: str
+    """The answer."""
     key: str = ""
+    """Key that is held out or not as a whole; empty if it never is."""
 
     @property
     def is_held_out(self) -> bool:
@@ -61,7 +64,7 @@ def _bare(noun: str) -> str:
 
 
 def colours(rng: Random) -> Exchange:
-    """What colour things and animals are."""
+    """Ask for the colour of a thing or an animal."""
     thing, colour = rng.choice(list(_colour_subjects().items()))
     word = rng.choice(("colour", "color"))
     templates = (
@@ -102,7 +105,7 @@ def _plural(noun: str) -> str:
 
 
 def _of_many(template: str) -> str:
-    """A question about one, as a question about many."""
+    """Return a question about one as a question about many."""
     for one, many in (
         (" does ", " do "),
         (" is {}", " are {}"),
@@ -165,7 +168,7 @@ _LEGS = (
 
 
 def animals(rng: Random) -> Exchange:
-    """Sounds, homes, food, young, kinds and legs of animals."""
+    """Ask for sounds, homes, food, young, kinds and legs of animals."""
     animal = rng.choice(ANIMALS)
     subject = rng.choice((with_article(animal.name), f"the {animal.name}"))
     name = with_article(animal.name)
@@ -192,7 +195,7 @@ def animals(rng: Random) -> Exchange:
 
 
 def kinds(rng: Random) -> Exchange:
-    """Is a cat a bird?"""
+    """Ask whether an animal is of a kind, such as "Is a cat a bird?"."""
     animal = rng.choice(ANIMALS)
     kind = animal.kind if rng.random() < 0.4 else rng.choice(ANIMALS).kind
     name = with_article(animal.name)
@@ -203,12 +206,12 @@ def kinds(rng: Random) -> Exchange:
 
 
 def _first_by(field: str) -> dict[str, Animal]:
-    """The first animal of each value of a field."""
+    """Return the first animal of each value of a field."""
     return {getattr(animal, field): animal for animal in reversed(ANIMALS)}
 
 
 def reverse(rng: Random) -> Exchange:
-    """From what is known of an animal or a thing to its name."""
+    """Ask for the name of an animal or a thing by what is known of it."""
     what = rng.choice(("sound", "home", "kind", "colour", "young"))
     templates: tuple[str, ...]
     if what == "colour":
@@ -246,7 +249,7 @@ def reverse(rng: Random) -> Exchange:
 
 
 def sizes(rng: Random) -> Exchange:
-    """Which of two animals is bigger."""
+    """Ask which of two animals is bigger."""
     one, other = rng.sample(ANIMALS, 2)
     while one.size == other.size:
         one, other = rng.sample(ANIMALS, 2)
@@ -271,7 +274,7 @@ def sizes(rng: Random) -> Exchange:
 
 
 def opposites(rng: Random) -> Exchange:
-    """The opposite of a word."""
+    """Ask for the opposite of a word."""
     word, other = rng.choice(list(OPPOSITES.items()))
     templates = (
         *(
@@ -298,7 +301,7 @@ def opposites(rng: Random) -> Exchange:
 
 
 def sums(rng: Random) -> Exchange:
-    """Sums and differences, mostly of numbers up to 20."""
+    """Ask for sums and differences, mostly of numbers up to 20."""
     top = 20 if rng.random() < 0.75 else 60
     a, b = rng.randint(0, top), rng.randint(0, top)
     shown = [str(a), str(b)]
@@ -362,7 +365,7 @@ def sums(rng: Random) -> Exchange:
 
 
 def beyond_sums(rng: Random) -> Exchange:
-    """What looks like a sum and is none that it knows."""
+    """Ask for something like a sum that the model does not know."""
     a, b = (rng.choice((rng.randint(100, 999), rng.randint(100, 99999))) for _ in range(2))
     if rng.random() < 0.3:
         a = rng.randint(0, 99)
@@ -391,7 +394,7 @@ def beyond_sums(rng: Random) -> Exchange:
 
 
 def story_sums(rng: Random) -> Exchange:
-    """Sums in words: someone has some things, and gets or loses some."""
+    """Ask for a sum in words: someone has some things, and gets or loses some."""
     who, (a, b) = rng.choice(_NAMES), (rng.randint(0, 20), rng.randint(0, 20))
     thing = rng.choice(
         ("apples", "nuts", "books", "balls", "eggs", "cats", "coins", "stones", "cakes", "flowers")
@@ -424,7 +427,7 @@ def story_sums(rng: Random) -> Exchange:
 
 
 def counting(rng: Random) -> Exchange:
-    """Counting up and down, and which number comes next or is bigger."""
+    """Ask to count up or down, or which number comes next or is bigger."""
     n, m = rng.randint(1, 20), rng.randint(0, 20)
     up = ", ".join(map(str, range(1, n + 1))) + "."
     low, high = sorted(rng.sample(range(21), 2))
@@ -498,7 +501,7 @@ _HOW_MANY = ("How many {what}s are in a {whole}?", "How many {what}s does a {who
 
 
 def order(rng: Random) -> Exchange:
-    """What day or month comes after another."""
+    """Ask for the day or month that comes after another."""
     what, whole, names = rng.choice((("day", "week", DAYS), ("month", "year", MONTHS)))
     index = rng.randrange(len(names))
     name, after, before = names[index], names[(index + 1) % len(names)], names[index - 1]
@@ -645,6 +648,7 @@ def _judged_sentence(rng: Random) -> tuple[str, bool]:
     adjective, other = rng.choice(_GOOD if good else _POOR), rng.choice(_GOOD if good else _POOR)
     negated = rng.choice(_POOR[:6] if good else _GOOD[:9])
     the = rng.choice(("the", "this", "my", "that"))
+    feelings = ("happy", "glad", "pleased") if good else ("angry", "sad", "upset")
     text = rng.choice(
         (
             f"{the} {thing} is {adjective}",
@@ -659,7 +663,7 @@ def _judged_sentence(rng: Random) -> tuple[str, bool]:
             f"I {rng.choice(_LIKES if good else _DISLIKES)} {the} {thing}",
             f"we {rng.choice(_LIKES[:8] if good else _DISLIKES[:7])} {the} {thing}",
             f"I {rng.choice(_LIKES if good else _DISLIKES)} it",
-            f"I am so {rng.choice(('happy', 'glad', 'pleased') if good else ('angry', 'sad', 'upset'))} today",
+            f"I am so {rng.choice(feelings)} today",
             f"{'thank you, ' if good else 'sorry, '}{the} {thing} is {adjective}",
             f"the {thing} made me "
             f"{rng.choice(('smile', 'happy', 'laugh') if good else ('cry', 'sad', 'angry'))}",
@@ -670,7 +674,7 @@ def _judged_sentence(rng: Random) -> tuple[str, bool]:
 
 
 def moods(rng: Random) -> Exchange:
-    """Whether a sentence is positive or negative."""
+    """Ask whether a sentence is positive or negative."""
     text, good = _judged_sentence(rng)
     shown = rng.choice((text, text[0].upper() + text[1:])) + rng.choice((".", ".", "!", ""))
     templates = (
@@ -696,7 +700,7 @@ def moods(rng: Random) -> Exchange:
 
 
 def remarks(rng: Random) -> Exchange:
-    """What someone says about their day, without a question."""
+    """Tell about one's day, without a question."""
     text, good = _judged_sentence(rng)
     return Exchange(
         "remarks",
@@ -710,7 +714,7 @@ def remarks(rng: Random) -> Exchange:
 
 
 def words() -> list[str]:
-    """The short words of the world: what it can spell."""
+    """Return the short words of the world, which the model can spell."""
     named = (
         [animal.name for animal in ANIMALS] + [_bare(thing) for thing in COLOURS] + list(OPPOSITES)
     )
@@ -735,7 +739,7 @@ def _pseudo_word(rng: Random) -> str:
 
 
 def spelling(rng: Random) -> Exchange:
-    """The letters of a word."""
+    """Ask for the letters of a word."""
     word = rng.choice(_WORDS) if rng.random() < 0.7 else _pseudo_word(rng)
     if rng.random() < 0.6:
         template = rng.choice(
@@ -762,7 +766,7 @@ def spelling(rng: Random) -> Exchange:
 
 
 def repeating(rng: Random) -> Exchange:
-    """Words to say again, or in reverse."""
+    """Ask to repeat words, or to reverse them."""
     some = [
         rng.choice(_WORDS) if rng.random() < 0.8 else _pseudo_word(rng)
         for _ in range(rng.choice((1, 2, 2, 3, 3, 4, 6)))
@@ -964,7 +968,7 @@ _TALK = (
 
 
 def talk(rng: Random) -> Exchange:
-    """Greetings, thanks, and questions about the model."""
+    """Greet, thank, or ask about the model."""
     questions, answer = rng.choice(_TALK)
     return Exchange("talk", rng.choice(questions), answer)
 
@@ -1033,7 +1037,7 @@ _TOPICS = (
 
 
 def unknown(rng: Random) -> Exchange:
-    """What lies outside the world."""
+    """Ask for what is outside the world."""
     topic = rng.choice(_TOPICS)
     if rng.random() < 0.3:
         strange = _pseudo_word(rng)
@@ -1172,9 +1176,7 @@ _ENDS = (
 
 
 def story(rng: Random, subject: str, *, parts: int) -> str:
-    """A story about someone, such as "a cat" or "a girl called Mia", with this many things that
-    happen in it.
-    """
+    """Return a story of some events about someone, such as "a cat" or "a girl called Mia"."""
     animal = subject.startswith(("a ", "an ")) and " called " not in subject
     name = rng.choice(_NAMES) if animal else subject.split()[-1]
     friend = rng.choice([one for one in ANIMALS if one.name not in subject])
@@ -1203,7 +1205,7 @@ def story(rng: Random, subject: str, *, parts: int) -> str:
 
 
 def stories(rng: Random) -> Exchange:
-    """A wish for a story, and the story."""
+    """Ask for a story."""
     kind = rng.random()
     if kind < 0.6:
         subject = with_article(rng.choice(ANIMALS).name)
@@ -1304,8 +1306,12 @@ def _training(rng: Random, choices: _Choices) -> Exchange:
 
 
 def typed(rng: Random, question: str, *, exact: bool = False) -> str:
-    """A question as people type it. exact: without changes to its letters, where the answer repeats
-    them.
+    """Return a question as people type it.
+
+    Args:
+        rng: Random generator.
+        question: The question.
+        exact: Whether its letters stay, where the answer repeats them.
     """
     text = question
     if rng.random() < 0.12 and text.endswith(("?", ".")) and text[0].isupper():
@@ -1337,7 +1343,7 @@ def typed(rng: Random, question: str, *, exact: bool = False) -> str:
 
 
 def asked_as_typed(rng: Random, exchange: Exchange) -> str:
-    """The question of an exchange as people type it."""
+    """Return the question of an exchange as people type it."""
     return typed(rng, exchange.question, exact=exchange.category in ("spelling", "repeating"))
 
 
@@ -1349,7 +1355,7 @@ def _turn(question: str, answer: str) -> Messages:
 
 
 def _names_talk(rng: Random) -> Messages:
-    """Someone gives their name, and asks for it later."""
+    """Return a talk in which someone gives their name, and asks for it later."""
     name = rng.choice(_NAMES) if rng.random() < 0.6 else _pseudo_word(rng).title()
     told = rng.choice(
         ("My name is {}.", "I am {}.", "Hello, I am {}.", "Hi, my name is {}.", "I'm {}")
@@ -1368,7 +1374,7 @@ def _nameless_talk(rng: Random) -> Messages:
 
 
 def _follow_up(rng: Random, kind: str) -> tuple[Exchange, str]:
-    """A question of a kind that can be followed up, and what it is about."""
+    """Return a question of a kind that can be followed up, and its subject."""
     if kind == "opposites":
         word, other = rng.choice(list(OPPOSITES.items()))
         return _fact(
@@ -1389,7 +1395,7 @@ def _follow_up(rng: Random, kind: str) -> tuple[Exchange, str]:
 
 
 def _follow_ups(rng: Random) -> Messages:
-    """A question, then the same about others: "And a lemon?"."""
+    """Return a question followed by the same about others: "And a lemon?"."""
     kind = rng.choice(("colours", "opposites", "homes", "sounds"))
     exchange, _ = _follow_up(rng, kind)
     while exchange.is_held_out:
@@ -1403,7 +1409,7 @@ def _follow_ups(rng: Random) -> Messages:
 
 
 def conversation(rng: Random) -> Messages:
-    """One conversation to train on."""
+    """Return one conversation to train on."""
     kind = rng.random()
     if kind < 0.02:
         return _names_talk(rng)
@@ -1426,7 +1432,7 @@ def conversation(rng: Random) -> Messages:
 
 
 def plain_text(rng: Random) -> str:
-    """Sentences without a conversation, as a text to continue with."""
+    """Return sentences without a conversation, as a text to continue."""
     if rng.random() < 0.25:
         return story(rng, with_article(rng.choice(ANIMALS).name), parts=1)
     kinds = (colours, animals, opposites, sums, order)
@@ -1444,18 +1450,17 @@ def _statement(make: Callable[[Random], Exchange], rng: Random) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation up to a question, and the answer that counts as right (for a story: its
-    beginning's words).
-    """
+    """A conversation up to a question, with the right answer."""
 
     category: str
+    """Category of the question."""
     messages: Messages
+    """The conversation."""
     answer: str
+    """The right answer; for a story, the words of its beginning."""
 
     def is_right(self, text: str) -> bool:
-        """Whether an answer is the right one; a story must be about whom it was asked for, and come
-        to an end.
-        """
+        """Return whether an answer is right; a story must be about its subject, and end."""
         if self.category == "stories":
             return (
                 text.endswith(tuple('.!"'))
@@ -1466,9 +1471,10 @@ class Question:
 
 
 def held_out(rng: Random, *, per_category: int) -> list[Question]:
-    """Questions that no conversation to train on has: as many of each category as there are, and
-    not more than asked for; and for what has no key (talk, manners, names), conversations of which
-    some were trained on.
+    """Return questions that no conversation to train on has, up to a number per category.
+
+    For what has no key (talk, manners, names), they are conversations of which some were trained
+    on.
     """
     drawn: dict[str, dict[str, Question]] = {}
 

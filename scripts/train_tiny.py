@@ -1,11 +1,10 @@
-"""Makes the built-in tiny model, from nothing but a seed: text, tokenizer, weights, and how well it
-does.
+"""The built-in tiny model, made from a seed: text, tokenizer, weights, and a test of its answers.
 
     python scripts/train_tiny.py --out coserve/models/tiny
 
 Trains in bfloat16 with float32 masters on conversations of a small world (`tiny_world.py`), on a
 CPU. Prints the share of right answers to held-out questions, and as its last line the same as JSON.
-`--steps` makes a shorter run; `--no-compile` does without a C++ compiler, at about half the speed.
+`--steps` makes a shorter run; `--no-compile` needs no C++ compiler, at about half the speed.
 """
 
 import argparse
@@ -29,14 +28,17 @@ SPECIAL = (END, "<|system|>", "<|user|>", "<|assistant|>")
 TEMPLATE = (
     "{% if tools %}<|system|>These functions can be called:"
     "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
-    '{{ \'\\n\' }}To call one, write <tool_call>{"name": its name, "arguments": {...}}</tool_call>.<|end|>{% endif %}'
+    "{{ '\\n' }}To call one, write "
+    '<tool_call>{"name": its name, "arguments": {...}}</tool_call>.<|end|>{% endif %}'
     "{% for message in messages %}"
     "{% set role = message['role'] %}"
-    "{{ '<|system|>' if role in ['system', 'developer'] else '<|assistant|>' if role == 'assistant' else '<|user|>' }}"
+    "{{ '<|system|>' if role in ['system', 'developer'] "
+    "else '<|assistant|>' if role == 'assistant' else '<|user|>' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] or [] %}{{ part['text'] }}{% endfor %}{% endif %}"
     "{% for call in message['tool_calls'] or [] %}"
-    "<tool_call>{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
+    "<tool_call>{{ {'name': call['function']['name'], "
+    "'arguments': call['function']['arguments']} | tojson }}"
     "</tool_call>"
     "{% endfor %}"
     "{{ '<|end|>' }}"
@@ -56,7 +58,9 @@ SHOWN_EVERY = 250
 
 
 def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every digit stands alone, so that numbers can be calculated with."""
+    """Return a byte-level BPE tokenizer in which every digit is a token, so that numbers can be
+    calculated with.
+    """
     rng = Random(f"tokenizer {seed}")
     texts = [text for _ in range(30_000) for text in _texts(rng)]
     tokenizer = Tokenizer(models.BPE())
@@ -92,7 +96,7 @@ def _texts(rng: Random) -> list[str]:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A small Llama with random weights."""
+    """Return a small Llama with random weights."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -120,7 +124,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def _encode(
     texts: list[list[tuple[str, bool]]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[list[int], list[bool]]]:
-    """Token ids, and which are learned, of texts in pieces."""
+    """Yield the token ids of texts in pieces, and which of them are trained on."""
     flat = [piece for pieces in texts for piece, _ in pieces]
     encoded = iter(tokenizer(flat, add_special_tokens=False)["input_ids"])
     for pieces in texts:
@@ -134,7 +138,7 @@ def _encode(
 
 
 def _pieces(messages: Messages) -> list[tuple[str, bool]]:
-    """A conversation as the chat template writes it, cut where an answer begins or ends."""
+    """Return a conversation as the chat template writes it, cut where an answer begins or ends."""
     pieces = []
     for message in messages:
         pieces += [
@@ -145,8 +149,8 @@ def _pieces(messages: Messages) -> list[tuple[str, bool]]:
 
 
 def batches(seed: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[Tensor, Tensor]]:
-    """Without end: token ids [texts, length], and what each position is to predict, -100 for
-    nothing.
+    """Yield batches without end: token ids [texts, length], and the target of each position, -100
+    for none.
     """
     rng = Random(f"batches {seed}")
     waiting: dict[int, list[tuple[list[int], list[bool]]]] = {length: [] for length in LENGTHS}
@@ -184,7 +188,7 @@ def _tensors(length: int, some: list[tuple[list[int], list[bool]]]) -> tuple[Ten
 
 
 class MasteredWeights:
-    """A model's weights in bfloat16, each with the float32 master that is really trained."""
+    """A model's weights in bfloat16, each with the float32 master that is trained."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self._masters = [weight.detach().clone() for weight in model.parameters()]
@@ -215,7 +219,7 @@ class MasteredWeights:
 def train(
     model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], *, steps: int, compiled: bool
 ) -> None:
-    """Train on this many batches; prints the mean loss as it goes."""
+    """Train on this many batches, and print the mean loss now and then."""
     weights = MasteredWeights(model)
     hidden_of = torch.compile(model.model, dynamic=False) if compiled else model.model
     start, shown, num_tokens = time.monotonic(), [], 0
@@ -246,8 +250,8 @@ def train(
 def answers(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[Question]
 ) -> list[str]:
-    """The greedy answer to each question; those of the same length at once, so that nothing is
-    padded.
+    """Return the greedy answer to each question; those of the same length run at once, so that
+    nothing is padded.
     """
     prompts = [
         tokenizer(
@@ -282,7 +286,7 @@ def evaluate(
     *,
     num_faults: int,
 ) -> dict[str, float]:
-    """The share of right answers by category; prints a table, and the first wrong answers of
+    """Return the share of right answers by category; prints a table, and the first wrong answers of
     each.
     """
     given = answers(model, tokenizer, questions)
@@ -305,7 +309,7 @@ def evaluate(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> int:
-    """Write a directory in Hugging Face's layout; returns its bytes."""
+    """Write a directory in Hugging Face's layout, and return its bytes."""
     model.config.use_cache = True
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -316,7 +320,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
 
 
 def main() -> None:
-    """Make the model, and say how good it is."""
+    """Make the model, and test it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -17,7 +17,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 
 class Nodes(StrEnum):
-    """What nodes placements are compared on."""
+    """Nodes that placements are compared on."""
 
     modelled = "modelled"
     here = "here"
@@ -29,52 +29,51 @@ def cluster(
         Nodes,
         typer.Option(
             help=(
-                "modelled: nodes in virtual time; here: three on this machine's CPU, beside their "
-                "model."
+                "modelled: nodes in virtual time; here: three nodes on this machine's CPU, "
+                "beside their model."
             )
         ),
     ] = Nodes.modelled,
     models: Annotated[
-        str, typer.Option(metavar="NAMES", help="Of LeMix's table II, with commas between them.")
+        str, typer.Option(metavar="NAMES", help="Models of LeMix's table II, separated by commas.")
     ] = "gpt-2.5b,llama-8b,llama-70b",
     rates: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Tasks per second, with commas between them.")
+        str, typer.Option(metavar="NUMBERS", help="Tasks per second, separated by commas.")
     ] = "20,50,150",
     training_rates: Annotated[
         str,
-        typer.Option(
-            metavar="SHARES", help="Of the tasks, those that train, with commas between them."
-        ),
+        typer.Option(metavar="SHARES", help="Shares of the tasks that train, separated by commas."),
     ] = "0.1,0.25,0.35,0.5,0.75,0.9",
     training_in_flight: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Training tasks that a node runs at once, such as 1.",
+            help="Maximum number of training tasks that a node runs at once.",
             show_default="as many as come",
         ),
     ] = None,
-    tasks: Annotated[
-        int, typer.Option(min=10, help="Requests and training tasks of each run.")
-    ] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")] = 0,
+    tasks: Annotated[int, typer.Option(min=10, help="Requests and training tasks per run.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and lengths.")] = 0,
     rate: Annotated[
         float, typer.Option(min=0.01, help="With --device here: requests per second.")
     ] = 12.0,
     placement: Annotated[
-        str, typer.Option(help="With --device here.", metavar="NAME")
+        str, typer.Option(help="With --device here: name of the placement.", metavar="NAME")
     ] = "round-robin",
     runs: Annotated[
-        int, typer.Option(min=1, help="With --device here: how often real nodes get the requests.")
+        int,
+        typer.Option(
+            min=1, help="With --device here: number of times that real nodes get the requests."
+        ),
     ] = 2,
     save: Save = None,
 ) -> None:
-    """Placements on four modelled nodes of two GPUs, with LeMix's models, rates and training rates:
-    throughput, utilisation, SLO attainment and the requests' loss, ratios over separate nodes
-    beside the paper's, and what placing a task takes.
+    """Compare placements on four modelled nodes of two GPUs, at LeMix's models, rates and training
+    rates.
 
-    With --device here: three nodes of this machine with the built-in model, the same cluster in
-    virtual time, and what that errs by.
+    Shows throughput, utilisation, SLO attainment and the requests' loss, ratios over separate nodes
+    beside the paper's, and the time of placing a task. With --device here: three nodes of this
+    machine with the built-in model, beside the same cluster in virtual time and its errors.
     """
     if device is Nodes.here:
         _cluster_here(
@@ -142,7 +141,7 @@ def _cluster_here(
 
 
 def _numbers(text: str, option: str, *, most: float) -> tuple[float, ...]:
-    """Numbers above 0 with commas between them."""
+    """Return numbers above 0 that are separated by commas."""
     try:
         values = tuple(float(each) for each in text.split(","))
     except ValueError:
@@ -155,8 +154,8 @@ def _numbers(text: str, option: str, *, most: float) -> tuple[float, ...]:
 
 
 def _fill_here(table: "Table", result: dict[str, Any]) -> None:
-    """Real nodes, the same in virtual time, by what the latter differ, and runs of each side among
-    themselves.
+    """Fill the table of real nodes, the same in virtual time, their differences, and the spread of
+    each side's runs.
     """
     names = list(result["error"])
     for name in ("nodes", *names):
@@ -180,9 +179,7 @@ def _fill_here(table: "Table", result: dict[str, Any]) -> None:
 
 
 def _fill(table: "Table", result: dict[str, Any]) -> None:
-    """Each placement in the mean over the settings, and the most that it reaches over separate
-    nodes.
-    """
+    """Fill the table of placements: means over the settings, and the most over separate nodes."""
     names = (
         "placement",
         "tasks/s",

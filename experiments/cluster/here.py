@@ -1,21 +1,20 @@
-"""`python -m experiments.cluster --device here`: nodes of this machine, and the same cluster in virtual
-time.
+"""Nodes of this machine beside the same cluster in virtual time: `python -m experiments.cluster
+--device here`.
 
-On both sides the same requests come at the same moments to the same scheduler and placement. For
-real: a `ClusterLink`, and nodes with an engine each in a process of its own, without Ray and HTTP
-between them. Modelled: the engine itself on devices by the profile that the real ones have measured
-of themselves.
+On both sides the same requests arrive at the same times at the same scheduler and placement. The
+real side is a `ClusterLink` and nodes with an engine each in a process of its own, without Ray and
+HTTP between them. The modelled side is the engine itself on devices by the profile that the real
+ones have measured.
 
-What is no model's to know is measured, and given to it. Three engines may have fewer cores than
-they would like, and others use the machine: the profile is fitted to what the steps of the real run
-took in the mean, by their rows, and its noise is the spread of those with prompts. Requests that
-are alone tell what an engine's process does between two steps, which is part of each modelled step,
-and what messages between the front and a node take, after which the front hears what a step has
-brought.
+What no model can know is measured, and given to it. Three engines may have fewer cores than they
+would like, and others use the machine: the profile is fitted to the mean times of the real run's
+steps, by their rows, and its noise is the spread of those with prompts. Requests that are alone
+show what an engine's process does between two steps, which is part of each modelled step, and the
+time of messages between the front and a node.
 
 Of a thousand requests ten are above the p99. So the real nodes may get the requests several times,
-modelled ones get them with several seeds of the noise, and both sides are what their runs come to
-together. By how much real runs differ from each other is printed, too.
+modelled ones get them with several seeds of the noise, and each side pools its runs. The difference
+between real runs is printed, too.
 """
 
 import asyncio
@@ -52,51 +51,64 @@ from experiments.cluster_simulation.simulation import ClusterSimulation
 _ALONE, _WARM = 54, 6
 _READY_S, _TIMEOUT_S = 600.0, 60.0
 _MEAN_PROMPT, _MEAN_OUTPUT, _LONGEST = 64, 48, 256
-_MOST_NOISE = 1.0
+_MAX_NOISE = 1.0
 # After the answers of a run, until its last reports have come.
 _SETTLE_S = 0.5
 # Times that the curve of the forward pass is moved towards what steps took, of which at least as
 # many are of a size.
-_NUM_FITS, _LEAST_STEPS = 4, 10
+_NUM_FITS, _MIN_STEPS = 4, 10
 
 Watch = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HereConfig:
-    """rate: requests per second. num_runs: that real nodes get them. num_seeds: of runs in virtual
-    time. memory_bytes: of each node, for pages.
-    """
+    """Settings of the comparison."""
 
     model: str = "tiny"
+    """Model, as `coserve up` takes it."""
     dtype: str = "float32"
+    """Dtype of the model."""
     num_nodes: int = 3
+    """Number of nodes."""
     rate: float = 12.0
+    """Requests per second."""
     num_requests: int = 600
+    """Number of requests."""
     num_runs: int = 1
+    """Number of times that real nodes get them."""
     num_seeds: int = 5
+    """Number of runs in virtual time."""
     placement: str = "round-robin"
+    """Name of the placement."""
     memory_bytes: int = 64_000_000
+    """Bytes of each node's page pool."""
     seed: int = 0
+    """Seed of arrivals and lengths."""
 
 
 class _Answer(NamedTuple):
-    """Seconds: of the arrival, and from there to the first token and to the end."""
+    """Times of an answer."""
 
     arrival_s: float
+    """Arrival of the request."""
     first_s: float
+    """Seconds from the arrival to the first token."""
     end_s: float
+    """Seconds from the arrival to the end."""
 
 
 class _Ran(NamedTuple):
-    """What came of requests, and the steps that engines made for them."""
+    """Result of a real run."""
 
     answers: list[_Answer]
+    """Answers to the requests."""
     steps: list[StepRecord]
+    """Steps of the engines."""
 
 
 class _Steps:
-    """An `EngineListener` that keeps what engines did."""
+    """An `EngineListener` that keeps the steps of engines."""
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
@@ -112,21 +124,27 @@ class _Steps:
 
 
 class _Fitted(NamedTuple):
-    """A profile by which steps take what real ones took in the mean, of each order of magnitude of
-    rows. times: of what it was before, in all. noise: standard deviation of the logarithm of what
-    steps with prompts take beside it: that of others evens out over an answer.
-    """
+    """A profile with the mean times of real steps, for each order of magnitude of rows."""
 
     profile: Profile
+    """The profile."""
     times: float
+    """Its times over those of the measured profile."""
     noise: float
+    """Standard deviation of the logarithm of the times of steps with prompts; that of others evens
+    out over an answer.
+    """
 
 
 def run(
     backbone: Backbone, config: HereConfig, watch: Watch = lambda words: None
 ) -> dict[str, Any]:
-    """As JSON: both sides and what the modelled one errs by. backbone: the model on the "meta"
-    device.
+    """Run both sides, and return them and the errors of the modelled one as JSON.
+
+    Args:
+        backbone: Model on the "meta" device.
+        config: Settings.
+        watch: Function that is called with what is being done.
     """
     alone, tasks = make_tasks(config, alone=True), make_tasks(config)
     watch(
@@ -158,7 +176,12 @@ def run(
 
 
 def make_tasks(config: HereConfig, *, alone: bool = False) -> list[Task]:
-    """A Poisson process of requests; alone: each long after the one before."""
+    """Return a Poisson process of requests.
+
+    Args:
+        config: Settings.
+        alone: Whether each request arrives long after the one before.
+    """
     random, at_s, found = Random(config.seed), 0.0, []
     for index in range(_ALONE if alone else config.num_requests):
         at_s += 2.0 if alone else random.expovariate(config.rate)
@@ -234,7 +257,7 @@ async def _play(
 
 
 async def _answer(link: ClusterLink, task: Task, ready: Ready, at_s: float) -> _Answer:
-    """At a moment; a sender that is late counts against the nodes."""
+    """Send a request at a time, and return its answer; a late sender counts against the nodes."""
     await asyncio.sleep(max(0.0, at_s - time.monotonic()))
     id = f"{task.id}-{at_s}"
     request = AddRequest(
@@ -257,7 +280,7 @@ async def _answer(link: ClusterLink, task: Task, ready: Ready, at_s: float) -> _
 
 
 def _pause_s(steps: Sequence[StepRecord]) -> float:
-    """Between two steps of an engine that decodes one request after the other."""
+    """Return the seconds between two steps of an engine that decodes single requests."""
     pairs = [
         (before, after)
         for before, after in pairwise(steps)
@@ -267,7 +290,7 @@ def _pause_s(steps: Sequence[StepRecord]) -> float:
 
 
 def _fit(profile: Profile, steps: Sequence[StepRecord]) -> _Fitted:
-    """To steps of requests."""
+    """Fit a profile to steps of requests."""
     context = _MEAN_PROMPT + _MEAN_OUTPUT // 2
     loads = []
     for step in steps:
@@ -282,7 +305,7 @@ def _fit(profile: Profile, steps: Sequence[StepRecord]) -> _Fitted:
     by_size: dict[int, list[tuple[float, ForwardLoad]]] = {}
     for each in loads:
         by_size.setdefault(each[1].rows.bit_length(), []).append(each)
-    seen = {size: each for size, each in by_size.items() if len(each) >= _LEAST_STEPS}
+    seen = {size: each for size, each in by_size.items() if len(each) >= _MIN_STEPS}
     times = _ratio(_beside(profile, loads))
     fitted = _scaled(profile, times)
     # A point of the curve for each size, where its steps are.
@@ -299,7 +322,7 @@ def _fit(profile: Profile, steps: Sequence[StepRecord]) -> _Fitted:
     fitted = replace(fitted, forward=curve)
     prompts = [each for each in loads if each[1].rows > each[1].spans] or loads
     noise = min(
-        _MOST_NOISE, pstdev([log(took_s / said_s) for took_s, said_s in _beside(fitted, prompts)])
+        _MAX_NOISE, pstdev([log(took_s / said_s) for took_s, said_s in _beside(fitted, prompts)])
     )
     return _Fitted(fitted, times, noise)
 
@@ -307,7 +330,7 @@ def _fit(profile: Profile, steps: Sequence[StepRecord]) -> _Fitted:
 def _beside(
     profile: Profile, loads: Sequence[tuple[float, ForwardLoad]]
 ) -> list[tuple[float, float]]:
-    """What steps took, and what a profile says of them."""
+    """Return the measured and the predicted seconds of steps."""
     latency = LatencyModel(profile)
     return [(took_s, latency.forward_s(load)) for took_s, load in loads]
 
@@ -317,7 +340,7 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _scaled(profile: Profile, times: float) -> Profile:
-    """A device on which everything takes this many times as long."""
+    """Return the profile of a device on which everything takes this many times as long."""
     changed: dict[str, Any] = {}
     for each in fields(Profile):
         value = getattr(profile, each.name)
@@ -331,8 +354,15 @@ def _scaled(profile: Profile, times: float) -> Profile:
 
 
 class _Modelled:
-    """The same cluster in virtual time. pause_s: that each forward pass takes more. messages_s:
-    from a step's end until the front hears of it.
+    """A cluster in virtual time.
+
+    Args:
+        backbone: Model on the "meta" device.
+        ready: Report of a real engine at its start.
+        fitted: Profile of a node.
+        pause_s: Seconds that each forward pass takes in addition.
+        messages_s: Seconds from a step's end until the front gets its report.
+        config: Settings.
     """
 
     def __init__(
@@ -360,7 +390,7 @@ class _Modelled:
         self._known, self._messages_s, self._config = profile_of(ready), messages_s, config
 
     def play(self, tasks: Sequence[Task], seed: int) -> list[_Answer]:
-        """No two nodes have the same noise."""
+        """Return the answers in virtual time; no two nodes have the same noise."""
         config = self._config
         engine = EngineConfig(memory_bytes=config.memory_bytes)
         places = [
@@ -392,8 +422,11 @@ def _firsts(answers: Sequence[_Answer]) -> list[float]:
 
 
 def _compared(*, num_tokens: int, **sides: Sequence[Sequence[_Answer]]) -> dict[str, Any]:
-    """What each side's runs come to, together and in the median, and by how much they differ.
-    num_tokens: of a run.
+    """Return the pooled results of each side's runs, their medians, and the differences.
+
+    Args:
+        num_tokens: Output tokens of a run.
+        sides: Answers of each run, by side.
     """
     runs = {
         name: [_summary([answers], num_tokens) for answers in side] for name, side in sides.items()

@@ -1,9 +1,9 @@
-"""`python -m experiments.cluster`: placements on modelled clusters at LeMix's settings (arXiv 2507.21276,
-section VI).
+"""Placements on modelled clusters at LeMix's settings (arXiv 2507.21276, section VI): `python -m
+experiments.cluster`.
 
-Four nodes of two GPUs each, which hold a model in two stages. Requests are forward passes, training
-tasks forward and backward passes of one sample; both come as one Poisson process, of which a share
-trains. What a pass takes is the paper's: table II for a sample of the mean squared length, and by
+Four nodes of two GPUs each hold a model in two stages. Requests are forward passes, training tasks
+forward and backward passes of one sample; both arrive as one Poisson process, of which a share
+trains. The time of a pass is the paper's: table II for a sample of the mean squared length, and by
 the square of the length (section IV-A). Lengths are log-normal with the mean and the second moment
 of HH-RLHF's harmless part (its test file, four characters a token, cut at 1,024). A request's SLO
 is a response within five forward passes.
@@ -12,18 +12,18 @@ Under `separate` and `separate-dynamic` one model is trained, which the nodes fo
 after every 100 training tasks; loading is a copy of the weights to a host and one from it, in which
 a node does nothing else. Under the others each node trains a model of its own (section V-B).
 
-The paper's pipelines are asynchronous: a training task comes when the one before has passed the
+The paper's pipelines are asynchronous: a training task arrives when the one before has passed the
 first stage (section III), and its passes overlap with those of others (section II-C, algorithm 1).
-So nodes run here, unless `training_in_flight` bounds it: with 1, each task is trained on what the
-one before has made of the weights.
+Nodes here run in this way, unless `training_in_flight` bounds it: with 1, each task trains on the
+weights that the one before has made.
 
-A request is no batch (C is 1): the page gives no C, and by section IV-A a pass takes as many times
-longer as there are sequences in it, so that a batch gains nothing. Nor does it give κ, T_max or
-what a token takes of a node's memory: nodes have enough of it.
+A request is not a batch (C is 1): the paper gives no C, and by section IV-A a pass takes as many
+times longer as there are sequences in it, so that a batch gains nothing. Nor does it give κ, T_max
+or the memory of a token: nodes have enough of it.
 
 A request's loss is that of a model which has been trained on as many samples as the one that
-answers, on a curve that was measured (`experiments.cluster.loss_curve`). The paper's losses are of other
-models and data: compare placements alone.
+answers, on a measured curve (`experiments.cluster.loss_curve`). The paper's losses are of other
+models and data: compare placements only.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,21 +72,25 @@ Watch = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LemixModel:
-    """A model of the paper's table II: seconds of a forward and a backward pass on a node, and
-    bytes of weights.
-    """
+    """A model of the paper's table II."""
 
     forward_s: float
+    """Seconds of a forward pass on a node."""
     backward_s: float
+    """Seconds of a backward pass on a node."""
     weight_bytes: float
+    """Bytes of the weights."""
     hardware: Hardware
+    """GPU of the nodes."""
 
     @property
     def slo_s(self) -> float:
         return _SLO_TIMES * self.forward_s
 
     def profile(self) -> NodeProfile:
-        """By the square of the length, in each of the stages (section IV-A)."""
+        """Return the profile of a node: times by the square of the length, in each of the stages
+        (section IV-A).
+        """
         pairs = NUM_STAGES * _SECOND_MOMENT * _MEAN_LENGTH**2
         return NodeProfile(
             forward=Latency(s_per_pair=self.forward_s / pairs),
@@ -94,12 +98,12 @@ class LemixModel:
         )
 
     def capacity(self, training_share: float) -> float:
-        """Tasks per second that the nodes could do if none ever stood idle."""
+        """Return the tasks per second of nodes that are never idle."""
         return NUM_NODES * NUM_STAGES / (self.forward_s + training_share * self.backward_s)
 
     @property
     def sync_s(self) -> float:
-        """Of loading trained weights on another node: to the host, and from the host there, half on
+        """Return the seconds to load trained weights on another node: to the host and back, half on
         each GPU.
         """
         return 2 * self.weight_bytes / NUM_STAGES / self.hardware.host_bytes_per_s
@@ -118,21 +122,28 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """models: of `MODELS`. rates: tasks per second. training_shares: of the tasks, those that
-    train. num_tasks: of each run; the paper's are 1,000. training_in_flight: see `NodeView`.
-    """
+    """Settings of the comparison."""
 
     models: tuple[str, ...] = ("gpt-2.5b", "llama-8b", "llama-70b")
+    """Names of models, from `MODELS`."""
     rates: tuple[float, ...] = (20.0, 50.0, 150.0)
+    """Tasks per second."""
     training_shares: tuple[float, ...] = (0.1, 0.25, 0.35, 0.5, 0.75, 0.9)
+    """Shares of the tasks that train."""
     num_tasks: int = 1000
+    """Tasks per run; 1,000 in the paper."""
     training_in_flight: int | None = None
+    """Maximum number of training tasks of a node at once (`NodeView`)."""
     seed: int = 0
+    """Seed of arrivals and lengths."""
 
 
 def run(config: ClusterConfig, watch: Watch = lambda words: None) -> dict[str, Any]:
-    """As JSON: rows by placement, in the mean over the settings; each setting's; ratios; what
-    scheduling takes.
+    """Run all placements at all settings.
+
+    Returns:
+        JSON: means over the settings by placement, the results at each setting, ratios, and the
+            time of scheduling.
     """
     cells = list[dict[str, Any]]()
     for model, rate, share in product(config.models, config.rates, config.training_shares):
@@ -166,7 +177,7 @@ def run(config: ClusterConfig, watch: Watch = lambda words: None) -> dict[str, A
 def tasks(
     model: LemixModel, *, rate: float, training_share: float, number: int, seed: int
 ) -> list[Task]:
-    """A Poisson process of requests and training tasks."""
+    """Return a Poisson process of requests and training tasks."""
     random, at_s, found = Random(seed), 0.0, []
     sigma = sqrt(log(_SECOND_MOMENT))
     for index in range(number):
@@ -189,7 +200,7 @@ def play(
     *,
     training_in_flight: int | None = None,
 ) -> tuple[Ran, float]:
-    """One run, and the mean loss of its requests."""
+    """Run one placement, and return the result and the mean loss of its requests."""
     is_separate = placement.startswith("separate")
     settings = {"training_share": training_share} if placement == "separate" else {}
     nodes = {
@@ -230,7 +241,7 @@ def play(
 def least_s(
     model: LemixModel, given: Sequence[Task], *, num_nodes: int, training_in_flight: int | None
 ) -> float:
-    """Seconds within which no placement can have run these tasks on this number of nodes."""
+    """Return a lower bound on the seconds in which any placement runs these tasks on nodes."""
     profile = model.profile()
     forward_s = {task.id: profile.forward.seconds(task.num_tokens) for task in given}
     trained_s = {
@@ -250,8 +261,8 @@ def least_s(
 def _bound_over_separate(
     model: LemixModel, share: float, given: Sequence[Task], config: ClusterConfig
 ) -> float:
-    """Tasks/s of nodes that never stand idle, over those of separate nodes that stand idle when
-    their side is done.
+    """Return the tasks/s of nodes that are never idle over those of separate nodes that are idle
+    when their side is done.
     """
     num_training = split(NUM_NODES, share)
     sides = {True: num_training, False: NUM_NODES - num_training}
@@ -311,7 +322,7 @@ def _mean_row(placement: str, cells: Sequence[dict[str, Any]]) -> dict[str, Any]
 
 
 def _over(placement: str, other: str, cells: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The most that it reaches over another one at any setting."""
+    """Return the most that a placement reaches over another one at any setting."""
     keys = ("model", "rate", "training_share")
     others = {
         tuple(cell[key] for key in keys): cell for cell in cells if cell["placement"] == other
@@ -330,8 +341,8 @@ def _over(placement: str, other: str, cells: Sequence[dict[str, Any]]) -> dict[s
 
 
 def _at_equal_attainment(name: str, share: float, config: ClusterConfig) -> dict[str, Any]:
-    """The most tasks per second of LeMix and of ours over loads at which that share of the requests
-    hold their SLO.
+    """Return the most tasks per second of LeMix and of ours over loads at which that share of the
+    requests hold their SLO.
     """
     model = MODELS[name]
     found: dict[str, Any] = {"model": name, "training_share": share, "lemix": 0.0, OURS: 0.0}
@@ -350,7 +361,7 @@ def _at_equal_attainment(name: str, share: float, config: ClusterConfig) -> dict
 
 
 def _total(equal: Sequence[dict[str, Any]], placement: str) -> float:
-    """Shares of the capacity, summed, so that no model counts for more than another."""
+    """Return the sum of the shares of the capacity, so that all models count alike."""
     total = sum(
         row[placement] / MODELS[row["model"]].capacity(row["training_share"]) for row in equal
     )
@@ -358,7 +369,9 @@ def _total(equal: Sequence[dict[str, Any]], placement: str) -> float:
 
 
 def _scheduling_ms(placement: str, name: str, config: ClusterConfig) -> float:
-    """For a task, of this process's time: 150 tasks per second, a tenth training."""
+    """Return the milliseconds of this process for scheduling a task, at 150 tasks per second, a
+    tenth of them training.
+    """
     model, share = MODELS[name], 0.1
     given = tasks(
         model, rate=SCHEDULING_RATE, training_share=share, number=config.num_tasks, seed=config.seed

@@ -1,8 +1,8 @@
-"""What a model loses by not having learned yet: loss by how many examples it has been trained on.
+"""Loss of a model by the number of examples that it has been trained on.
 
-Measured on the built-in tiny model by `python -m experiments.staleness` (an Intel Xeon, 2026-11-23):
-loss on held-out questions of the lesson `zub`, one optimizer step for each example, 200 examples in
-five epochs.
+Measured on the built-in tiny model by `python -m experiments.staleness` (an Intel Xeon,
+2026-11-23): loss on held-out questions of the lesson `zub`, one optimizer step for each example,
+200 examples in five epochs.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ POINTS = (
 
 
 def loss_after(num_examples: float) -> float:
-    """Between the points as a line, after the last as there."""
+    """Return the loss by linear interpolation; after the last point it stays the same."""
     index = bisect_right(POINTS, (num_examples, float("inf")))
     if index == len(POINTS):
         return POINTS[-1][1]

@@ -1,3 +1,5 @@
-"""Nodes in virtual time under the same scheduler and placements as real ones: a pipeline of stages
-as LeMix has it, the engine on a modelled device (fine), and a fluid model of that (coarse, fast).
+"""Nodes in virtual time under the scheduler and placements of real ones.
+
+A pipeline of stages as in LeMix, the engine on a modelled device (fine), and a fluid model of that
+(coarse and fast).
 """

@@ -28,10 +28,11 @@ _RECENT_S = 10.0
 
 
 class EngineNode:
-    """See `experiments.cluster_simulation.node.ModelledNode`.
+    """A node with an engine on a modelled device
+    (`experiments.cluster_simulation.node.ModelledNode`).
 
-    A step is not divided: what comes until its end is in the next one. What it says of itself it
-    says as often as an engine's process does.
+    A step is not divided: tasks that arrive before its end are in the next one. Reports are as
+    frequent as those of an engine's process.
     """
 
     num_stages = 1
@@ -119,7 +120,7 @@ class EngineNode:
         self.engine.submit_examples([example] * number, config, adapter=_LORA, job_id=task.id)
 
     def _said(self, events: Sequence[Event]) -> Said:
-        """At the end of a step."""
+        """Return the report at the end of a step."""
         now_s = self._clock.now()
         progress = [each for event in events if (each := self._progress(event)) is not None]
         of_job = any(isinstance(event, JobEvent) for event in events)

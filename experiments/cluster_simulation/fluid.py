@@ -1,12 +1,12 @@
 """A coarse model of a node with an engine: some events for each request, whatever its length, in
-place of its steps.
+place of steps.
 
-Between two events everything moves at even speeds, by the same latency model as the engine's.
-Prompts are computed one after the other. Requests that decode get their tokens together: as fast as
-steps follow each other if nothing else is to be done; beside a prompt or jobs nearly at the pace of
-the SLO, since the policy (`slack`) fills the time until then. What a step has beyond its decoding
-rows is for the prompt, or else for jobs, which share it evenly. A device without requests trains
-alone. A prompt that comes while jobs run waits for a part of their step. It leaves out preemption,
+Between two events everything moves at even speeds, by the engine's latency model. Prompts are
+computed one after the other. Requests that decode get their tokens together: as fast as steps
+follow each other if nothing else runs; beside a prompt or jobs nearly at the pace of the SLO, since
+the policy (`slack`) fills the time until then. The part of a step beyond its decoding rows goes to
+the prompt, or else to jobs, which share it evenly. A device without requests trains alone. A prompt
+that arrives while jobs run waits for a part of their step. The model leaves out preemption,
 prefixes and noise.
 """
 
@@ -30,16 +30,17 @@ _PACE = 0.93
 # engine has it.
 _WINDOW_STEPS = 0.5
 # Beside decoding, a prompt gets at least this share of the time.
-_LEAST_PROMPT_SHARE = 0.3
+_MIN_PROMPT_SHARE = 0.3
 # Seconds over which slack and utilisation are averaged.
 _RECENT_S = 10.0
 
 
 class FluidNode:
-    """See `experiments.cluster_simulation.node.ModelledNode`, and the module.
+    """A node with a coarse model of an engine (`experiments.cluster_simulation.node.ModelledNode`).
 
     Args:
-        ttft_s, tpot_s: SLO of requests that bring none.
+        ttft_s: SLO of requests without one of their own.
+        tpot_s: SLO of requests without one of their own.
     """
 
     num_stages = 1
@@ -129,7 +130,7 @@ class FluidNode:
     # -- speeds ---------------------------------------------------------------------------
 
     def _set_speeds(self) -> None:
-        """How fast everything moves until something begins or ends, and when that is."""
+        """Compute the speeds until the next event, and when that is."""
         number, pace_s = len(self._decoding), _PACE * self._tpot_s
         self._token_speed = self._prompt_speed = self._train_speed = 0.0
         prompt = self._prompt_s > 0
@@ -147,7 +148,7 @@ class FluidNode:
             own_s = decode_s - (
                 1.0 if prompt else _WINDOW_STEPS
             ) * self._latency.profile.forward.at(1)
-            step_s = max(pace_s, decode_s, own_s / (1 - _LEAST_PROMPT_SHARE) if prompt else 0.0)
+            step_s = max(pace_s, decode_s, own_s / (1 - _MIN_PROMPT_SHARE) if prompt else 0.0)
             left = 1 - own_s / step_s
             self._token_speed, self._share = 1 / step_s, 1.0 if prompt else 1 - left
             self._prompt_speed, self._train_speed = (left, 0.0) if prompt else (0.0, left)
@@ -169,7 +170,7 @@ class FluidNode:
         )
 
     def _move(self, now_s: float) -> None:
-        """At the present speeds to a moment."""
+        """Move everything to a time, at the present speeds."""
         seconds = now_s - self._now_s
         if seconds <= 0:
             return
@@ -189,9 +190,7 @@ class FluidNode:
     # -- beginnings and ends -----------------------------------------------------------------
 
     def _start_prompt(self) -> None:
-        """Compute the first prompt that waits, if nothing is computed and there are pages for all
-        of it.
-        """
+        """Start the first waiting prompt, if none runs and there are pages for all of it."""
         if self._prompt_s or not self._prompts:
             return
         pages = self._pages_of(self._prompts[0])
@@ -201,7 +200,7 @@ class FluidNode:
         self._prompt_s = self._latency.prompt_s(self._prompts[0].num_tokens)
 
     def _end(self, now_s: float, found: list[Progress]) -> None:
-        """What ends at this moment."""
+        """End everything that ends now."""
         tiny = 1e-9
         if self._prompt_s and self._prompt_s <= tiny:
             task = self._prompts.popleft()
@@ -225,7 +224,7 @@ class FluidNode:
         return self.profile.num_pages(task.num_tokens + task.num_output_tokens)
 
     def _average(self, now_s: float) -> None:
-        """What requests left over of late, and the share of the time in which anything was done."""
+        """Update the recent slack and utilisation."""
         seconds = now_s - self._since_s
         if seconds < _RECENT_S:
             return

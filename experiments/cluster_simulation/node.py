@@ -1,4 +1,4 @@
-"""What a modelled node is, and what it tells of the tasks on it."""
+"""Interface of a modelled node, and its reports."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -7,51 +7,56 @@ from coserve.cluster.view import NodeView, Placed, PlannedTask, Task
 
 
 class Progress(NamedTuple):
-    """Of a task on a node. first_token_s: when its first token came out, if this says so. end_s:
-    when it ended, if this says so. path: as it was run, where the node has stages.
-    """
+    """Progress of a task on a node."""
 
     task: str
+    """Id of the task."""
     first_token_s: float | None = None
+    """Time of the first token, if this report is of it."""
     end_s: float | None = None
+    """Time of the end, if this report is of it."""
     path: PlannedTask | None = None
+    """Times of the task's passes, on a node with stages."""
 
 
 class Said(NamedTuple):
-    """By a node, at a moment: progress of its tasks, and, if view is not None, how it is itself."""
+    """A report of a node."""
 
     at_s: float
+    """Time of the report."""
     progress: Sequence[Progress] = ()
+    """Progress of its tasks."""
     view: NodeView | None = None
+    """State of the node, if the report has it."""
 
 
 class ModelledNode(Protocol):
-    """A node in virtual time. Time does not go back: moments that it is given never fall."""
+    """A node in virtual time; the times that it is given never decrease."""
 
     @property
     def id(self) -> str: ...
 
     @property
     def next_s(self) -> float:
-        """When something next happens here by itself; inf: nothing does."""
+        """Return the time of the next event on the node; inf: there is none."""
         ...
 
     @property
     def busy_s(self) -> float:
-        """Seconds of work that it has done, in the mean over its stages."""
+        """Return the seconds of work that it has done, in the mean over its stages."""
         ...
 
     def add(self, task: Task, placed: Placed, now_s: float) -> list[Said]:
-        """A task comes. Returns what it says to that."""
+        """Add a task, and return the reports about it."""
         ...
 
     def advance(self, now_s: float) -> list[Said]:
-        """Let time pass until this moment, and what happens then happen. Returns what it says
-        meanwhile, in order, and of what has begun and cannot be divided, what it will say at its
-        end.
+        """Advance to a time, and return the reports until then, in order.
+
+        Work that has begun and cannot be divided is reported with its end.
         """
         ...
 
     def report(self, now_s: float) -> NodeView:
-        """How it is."""
+        """Return the state of the node."""
         ...

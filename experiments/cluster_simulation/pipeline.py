@@ -1,12 +1,12 @@
-"""A node as LeMix has them: a pipeline of stages, each of which runs one pass at a time (sections
-II-A and IV-D).
+"""A node as in LeMix: a pipeline of stages, each of which runs one pass at a time (sections II-A
+and IV-D).
 
-Requests are forward passes through all stages; training tasks go backward after that, through the
+Requests are forward passes through all stages; training tasks run backward after that, through the
 stages in reverse. A stage runs a pass to its end; of those that are ready for it, a backward pass
-goes first (algorithm 1 has forward passes wait for them), then the one that came first. Requests
+goes first (in algorithm 1 forward passes wait for them), then the one that arrived first. Requests
 are batched (algorithm 3): up to C of those that wait in a row, for T_w at most. Where training is
-bounded, training tasks beyond that wait before the first stage, and what came after them passes. A
-batch is padded to its longest prompt. A task begins where its pages stay below κ of the pool's;
+bounded, further training tasks wait before the first stage, and tasks that arrive after them pass.
+A batch is padded to its longest prompt. A task begins where its pages stay below κ of the pool's;
 after T_max without, caches of others are copied to the host for it, which takes its time (algorithm
 2).
 """
@@ -27,13 +27,21 @@ class _Job(NamedTuple):
     """Tasks that pass through the stages together: requests as a batch, or one training task."""
 
     tasks: tuple[Task, ...]
+    """The tasks."""
     num_pages: int
+    """Pages that they hold."""
     forward_s: float
+    """Seconds of a forward pass in a stage."""
     backward_s: float
+    """Seconds of a backward pass in a stage; 0 for requests."""
     starts_s: list[float]
+    """Starts of the forward passes, by stage."""
     ends_s: list[float]
+    """Ends of the forward passes, by stage."""
     backward_starts_s: list[float]
+    """Starts of the backward passes, from the last stage."""
     backward_ends_s: list[float]
+    """Ends of the backward passes, from the last stage."""
 
     @property
     def trains(self) -> bool:
@@ -41,13 +49,14 @@ class _Job(NamedTuple):
 
 
 class PipelineNode:
-    """See `experiments.cluster_simulation.node.ModelledNode`, and the module.
+    """A node with a pipeline of stages (`experiments.cluster_simulation.node.ModelledNode`).
 
     Args:
-        training_in_flight: see `NodeView`.
-        num_pages: of the pool, over all stages.
-        batch_size: C. batch_wait_s: T_w.
-        offload_s: what copying a page to the host takes.
+        training_in_flight: Maximum number of training tasks at once (`NodeView`).
+        num_pages: Pages of the pool, over all stages.
+        batch_size: C.
+        batch_wait_s: T_w.
+        offload_s: Seconds to copy a page to the host.
     """
 
     def __init__(
@@ -131,14 +140,14 @@ class PipelineNode:
         )
 
     def pause(self, now_s: float, seconds: float) -> None:
-        """No pass begins for some seconds, such as while weights are loaded."""
+        """Start no pass for some seconds, such as while weights are loaded."""
         self._blocked_s = max(self._blocked_s, now_s) + seconds
         self._wake(self._blocked_s)
 
     # -- passes -------------------------------------------------------------------------
 
     def _begin(self, now_s: float) -> None:
-        """Start what can be started now."""
+        """Start all that can start now."""
         first_is_free = self._running[0] is None and not self._ready[0]
         if first_is_free and self._has_next() and self._can_begin(now_s):
             self._enter(now_s)
@@ -154,7 +163,7 @@ class PipelineNode:
             self._stage_s[stage] += seconds
 
     def _has_next(self) -> bool:
-        """Whether there is a first of the queue, past training tasks that may not begin yet."""
+        """Return whether a task of the queue may begin, past training tasks that have to wait."""
         may_train = (
             self._training_in_flight is None or self._num_training < self._training_in_flight
         )
@@ -166,8 +175,8 @@ class PipelineNode:
         return bool(self._queue)
 
     def _can_begin(self, now_s: float) -> bool:
-        """Whether the first of the queue may: there is memory, and its batch is full or has
-        waited.
+        """Return whether the first task of the queue may begin: there is memory, and its batch is
+        full or has waited.
         """
         task, came_s = self._queue[0]
         if self._num_pages:
@@ -186,7 +195,7 @@ class PipelineNode:
         return True
 
     def _batch(self) -> list[Task]:
-        """The first task and those that may pass together with it."""
+        """Return the first task and those that may pass together with it."""
         batch: list[Task] = []
         for task, _ in self._queue:
             if len(batch) == self._batch_size or task.trains:
@@ -216,7 +225,7 @@ class PipelineNode:
         heappush(self._ready[stage], (not backward, self._number, job))
 
     def _ended(self, stage: int, backward: bool, job: _Job, now_s: float) -> list[Progress]:
-        """A pass of a stage has ended."""
+        """Handle the end of a stage's pass, and return the progress."""
         if backward:
             job.backward_ends_s.append(now_s)
             if stage:
@@ -240,7 +249,7 @@ class PipelineNode:
         ]
 
     def _offload(self, task: Task, now_s: float) -> None:
-        """Copy caches to the host until there is memory for a task; stages wait meanwhile."""
+        """Copy caches to the host until there is memory for a task, while the stages wait."""
         allowed = self.profile.memory_share * self._num_pages
         needed = self.report(now_s).num_pages_of(task)
         over = min(self._used, max(0, int(self._used + needed - allowed)))

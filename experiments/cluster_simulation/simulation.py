@@ -1,9 +1,9 @@
-"""A cluster in virtual time: tasks arrive, the scheduler places them on modelled nodes, and what
-came of each is noted.
+"""A cluster in virtual time: tasks arrive, the scheduler places them on modelled nodes, and their
+outcomes are recorded.
 
-The scheduler and the placements are those of real nodes. As there, the scheduler knows what nodes
-have said and what it has placed since, and the placement is asked when a task comes, when a request
-has its first token, and when a node says how it is.
+The scheduler and the placements are those of real nodes. As there, the scheduler knows the nodes'
+reports and what it has placed since, and the placement runs when a task arrives, when a request has
+its first token, and when a node reports its state.
 """
 
 import time
@@ -21,43 +21,48 @@ from experiments.cluster_simulation.node import ModelledNode, Progress, Said
 
 @dataclass(kw_only=True, slots=True)
 class TaskOutcome:
-    """What came of a task, as those who wait for it hear. Times in seconds; None: it did not come
-    to that.
-    """
+    """Outcome of a task as its sender sees it, in seconds; None: not reached."""
 
     task: Task
+    """The task."""
     node: str | None = None
+    """Node that it is placed on."""
     placed_s: float | None = None
+    """Time of the placement."""
     first_token_s: float | None = None
+    """Time of the first token."""
     end_s: float | None = None
+    """Time of the end."""
 
     @property
     def response_s(self) -> float:
-        """From arrival to the first token; inf if there was none."""
+        """Return the seconds from arrival to the first token; inf without one."""
         return inf if self.first_token_s is None else self.first_token_s - self.task.arrival_s
 
 
 @dataclass(kw_only=True)
 class Ran:
-    """What came of a run. busy_s: by node. end_s: when its last task ended. scheduling_s: processor
-    seconds that the scheduler and the placement took in all, real ones. num_placed: tasks that got
-    a node.
-    """
+    """Result of a run."""
 
     outcomes: dict[str, TaskOutcome]
+    """Outcomes by task."""
     busy_s: dict[str, float]
+    """Seconds of work by node."""
     end_s: float = 0.0
+    """End of the last task."""
     scheduling_s: float = 0.0
+    """Real processor seconds of the scheduler and the placement."""
     num_placed: int = 0
+    """Number of placed tasks."""
 
     @property
     def requests(self) -> list[TaskOutcome]:
-        """What came of requests."""
+        """Return the outcomes of requests."""
         return [one for one in self.outcomes.values() if not one.task.trains]
 
     @property
     def throughput(self) -> float:
-        """Tasks that ended, per second."""
+        """Return the finished tasks per second."""
         return (
             sum(one.end_s is not None for one in self.outcomes.values()) / self.end_s
             if self.end_s
@@ -66,11 +71,13 @@ class Ran:
 
     @property
     def utilisation(self) -> float:
-        """Of all nodes' time."""
+        """Return the busy share of all nodes' time."""
         return sum(self.busy_s.values()) / (len(self.busy_s) * self.end_s) if self.end_s else 0.0
 
     def attainment(self, slo_s: float) -> float:
-        """Of the requests, those whose first token came within this time, or their own SLO."""
+        """Return the share of requests whose first token arrived within this time, or within their
+        own SLO.
+        """
         found = [one.response_s <= (one.task.ttft_s or slo_s) for one in self.requests]
         return sum(found) / len(found) if found else 1.0
 
@@ -78,7 +85,11 @@ class Ran:
 class ClusterSimulation:
     """Nodes, a scheduler, and tasks that arrive.
 
-    on_end: told of each task that has ended, and when. messages_s: until what a node says is heard.
+    Args:
+        nodes: The nodes.
+        placement: The placement.
+        on_end: Function that is called with each finished task and the time.
+        messages_s: Seconds from a node's report until the scheduler gets it.
     """
 
     def __init__(
@@ -100,7 +111,7 @@ class ClusterSimulation:
             self._scheduler.report(node.report(0.0))
 
     def run(self, tasks: Iterable[Task], *, until_s: float = inf) -> Ran:
-        """All tasks, to their ends, or until a moment."""
+        """Run all tasks to their ends, or until a time."""
         queue = sorted(tasks, key=lambda task: task.arrival_s)
         ran = Ran(outcomes={}, busy_s={})
         nodes, scheduler = list(self._nodes.values()), self._scheduler
@@ -153,7 +164,9 @@ class ClusterSimulation:
             heappush(self._said, (each.at_s + self._messages_s, next(self._numbers), each))
 
     def _hear(self, now_s: float, ran: Ran) -> bool:
-        """What was said and has come by now; returns whether something may be placed for that."""
+        """Take the reports that have arrived, and return whether something may be placed because of
+        them.
+        """
         asks = False
         while self._said and self._said[0][0] <= now_s:
             heard_s, _, said = heappop(self._said)

@@ -1,4 +1,4 @@
-"""`python -m experiments.compare`: every policy on one trace."""
+"""Every policy on one trace: `python -m experiments.compare`."""
 
 import json
 from datetime import UTC, datetime
@@ -32,14 +32,14 @@ _MODELLED_S, _QUICK_MODELLED_S = 300.0, 60.0
 _QUICK_POLICIES, _QUICK_LOADS = ("slack", "inference-only", "token-fusion", "harli"), ("middle",)
 _ALL = "all"
 _POOL_BYTES = 4 << 30
-_MOST_EXAMPLES, _CHARACTERS_PER_TOKEN = 1000, 4
+_MAX_EXAMPLES, _CHARACTERS_PER_TOKEN = 1000, 4
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 
 class On(StrEnum):
-    """What devices a comparison runs on."""
+    """Devices that a comparison runs on."""
 
     torch = "torch"
     modelled = "modelled"
@@ -52,31 +52,34 @@ def compare(
         typer.Option(
             metavar="FILE",
             help=(
-                "Arrivals and lengths: CSV or JSONL, gzipped or not, as Azure or BurstGPT publish "
-                "them."
+                "Trace with arrivals and lengths: CSV or JSONL, gzipped or not, in the format "
+                "of Azure or BurstGPT."
             ),
         ),
     ],
     model: Annotated[
-        str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")
+        str, typer.Option(help="Directory, hub id, or dummy:PRESET.")
     ] = "dummy:qwen2.5-0.5b",
     dtype: Annotated[
         str,
         typer.Option(
-            help="float32, bfloat16, float16, or best: what this machine has instructions for."
+            help=(
+                "float32, bfloat16, float16, or best: the fastest that this machine has "
+                "instructions for."
+            )
         ),
     ] = "best",
     device: Annotated[
         On,
         typer.Option(
-            help="torch: this machine, in real time; modelled: by their operators, in virtual time."
+            help="torch: this machine, in real time; modelled: modelled devices, in virtual time."
         ),
     ] = On.torch,
     hardware: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="With --device modelled: a100, h100, … with commas between them. [a100]",
+            help="Modelled devices, separated by commas: a100, h100, … [a100]",
         ),
     ] = None,
     policies: Annotated[
@@ -84,8 +87,8 @@ def compare(
         typer.Option(
             metavar="NAMES",
             help=(
-                "With settings after colons, such as slack,temporal-sharing:n=64; all: those that "
-                "there are. [all]"
+                "Policies, separated by commas, with settings after colons, such as "
+                "slack,temporal-sharing:n=64; all: every policy. [all]"
             ),
         ),
     ] = None,
@@ -94,8 +97,8 @@ def compare(
         typer.Option(
             metavar="NUMBERS",
             help=(
-                "Requests per second, with commas between them. [30, 60 and 90% of what requests "
-                "alone can hold]"
+                "Requests per second, separated by commas. [30, 60 and 90% of what requests "
+                "alone hold]"
             ),
         ),
     ] = None,
@@ -104,8 +107,8 @@ def compare(
         typer.Option(
             min=1,
             help=(
-                "Of the trace, for each policy at each rate. [modelled: 300; torch: 40 minutes for "
-                "all]"
+                "Seconds of the trace, for each policy at each rate. [modelled: 300; torch: 40 "
+                "minutes for all]"
             ),
         ),
     ] = None,
@@ -115,14 +118,14 @@ def compare(
             "--quick",
             help=(
                 "modelled: a minute of the trace; torch: five minutes for four policies at the "
-                "middle rate alone."
+                "middle rate."
             ),
         ),
     ] = False,
     slo_ttft: Annotated[
         str,
         typer.Option(
-            metavar="TIME", callback=slo_option, help="SLO: time to the first token, such as 5s."
+            metavar="TIME", callback=slo_option, help="SLO: time to first token, such as 5s."
         ),
     ] = "5s",
     slo_tpot: Annotated[
@@ -138,55 +141,59 @@ def compare(
         typer.Option(
             min=1e-3,
             max=10,
-            help="Prompts and answers are this many times as long. [1, 1/2, …: as fits]",
+            help="Factor of all lengths. [1, 1/2, …: as fits]",
         ),
     ] = None,
     lengths: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Lengths from another file, as ShareGPT's, drawn at random."
+            metavar="FILE", help="File of lengths, such as ShareGPT's, to draw from at random."
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=0, max=64, help="Jobs that run at once.")] = 1,
-    sequence: Annotated[int, typer.Option(min=2, help="Tokens of a job's example, at most.")] = 512,
+    jobs: Annotated[int, typer.Option(min=0, max=64, help="Number of jobs that run at once.")] = 1,
+    sequence: Annotated[
+        int, typer.Option(min=2, help="Maximum tokens per training example.")
+    ] = 512,
     data: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Examples of the jobs: Alpaca, GSM8K, …, or a job's file. [random tokens]",
+            help="Examples of the jobs: Alpaca, GSM8K, …, or a training file. [random tokens]",
         ),
     ] = None,
     where: Where = None,
     picture: Annotated[
         Path,
-        typer.Option(
-            callback=report_option, help="Where the report is written, as a page for browsers."
-        ),
+        typer.Option(callback=report_option, help="Report to write, as an HTML page."),
     ] = Path("compare.html"),
     separate: Annotated[
         bool | None,
         typer.Option(
             "--separate/--no-separate",
-            help="Whether separate processes, transformers beside PEFT, run as well. "
-            "[on torch, if PEFT is installed, but not with --quick]",
+            help=(
+                "Also run separate processes, transformers beside PEFT. [on torch, if PEFT is "
+                "installed, but not with --quick]"
+            ),
         ),
     ] = None,
     vllm: Annotated[
         Path | None,
         typer.Option(
-            metavar="PYTHON", help="Of an environment with vLLM, which then runs beside PEFT, too."
+            metavar="PYTHON",
+            help="Python of an environment with vLLM, which then also runs beside PEFT.",
         ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes, with --device modelled. [one for each core]"),
+        typer.Option(min=1, help="Number of processes, with --device modelled. [one per core]"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     save: Save = None,
 ) -> None:
-    """Every policy on one trace and one mix of jobs, with the same SLOs, in one run: attainment,
-    latencies, tokens per second of requests and of jobs, evictions and prediction errors at a
-    light, a middle and a heavy rate. Leaves a report; the last line is JSON.
+    """Compare every policy on one trace and one mix of jobs, with the same SLOs, in one run.
+
+    Shows attainment, latencies, tokens per second of requests and of jobs, evictions and prediction
+    errors at a light, a middle and a heavy rate. Writes a report; the last line is JSON.
     """
     from coserve.bench.machine import own_cores, versions
     from coserve.bench.results import save_result
@@ -272,8 +279,11 @@ def compare(
 
 
 def _check_device(device: On, hardware: str | None, workers: int | None) -> None:
-    """BadParameter for what goes with a modelled device alone: it would not be heeded for most of
-    an hour.
+    """Refuse options of modelled devices on this machine, where they would have no effect for most
+    of an hour.
+
+    Raises:
+        BadParameter: Such an option is given.
     """
     for option, value in (("--hardware", hardware), ("--workers", workers)):
         if device is On.torch and value is not None:
@@ -286,7 +296,7 @@ def _check_device(device: On, hardware: str | None, workers: int | None) -> None
 
 
 def _told(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of one device: all of it. Of several: the rows of all, and the rest by device."""
+    """Return the result of one device; of several devices, all rows, and the rest by device."""
     if len(results) == 1:
         return results[0]
     rows = [{"place": result["place"], **row} for result in results for row in result["rows"]]
@@ -344,7 +354,7 @@ def _with_lengths(requests: Any, path: Path, seed: int) -> Any:
 
 
 def _shapes(model: str, dtype: str, device: On) -> "tuple[Backbone, str]":
-    """The model without weights, and the dtype by its name."""
+    """Return the model without weights, and the name of its dtype."""
     import torch
 
     from coserve.bench.machine import best_dtype
@@ -380,8 +390,10 @@ def _here(model: str, dtype: str) -> "TorchPlace":
 def _separate(
     wanted: bool | None, vllm: Path | None, model: str, dtype: str, device: On
 ) -> "tuple[SeparateProcesses | None, str]":
-    """What runs beside the policies, if anything, and which it is in words; BadParameter if it
-    cannot.
+    """Return the separate processes that run beside the policies, if any, and their description.
+
+    Raises:
+        BadParameter: They cannot run.
     """
     from importlib.util import find_spec
 
@@ -420,7 +432,9 @@ def _separate(
 def _examples(
     path: Path | None, model: str, shapes: "Backbone", length: int
 ) -> "tuple[Example, ...]":
-    """Of a file: in the model's tokens; where it has no tokenizer, about as many random ones."""
+    """Return the examples of a file: in the model's tokens, or about as many random ones without a
+    tokenizer.
+    """
     if path is None:
         return ()
     from random import Random
@@ -430,7 +444,7 @@ def _examples(
     from coserve.tuning.examples import Example, read_examples
     from coserve.workloads.datasets import read_dataset
 
-    lines = [json.dumps(line) for line in read_dataset(path, most=_MOST_EXAMPLES)]
+    lines = [json.dumps(line) for line in read_dataset(path, most=_MAX_EXAMPLES)]
     tokenizer = load_tokenizer(find_model(model, with_weights=False))
     if tokenizer is not None:
         return tuple(read_examples(lines, tokenizer, max_sequence_length=length))

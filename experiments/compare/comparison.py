@@ -1,11 +1,11 @@
-"""Every policy on one trace and one mix of jobs, with the same SLOs, in one run: light, middle and
-near saturation.
+"""Comparison of every policy on one trace and one mix of jobs, with the same SLOs, at a light, a
+middle and a heavy rate.
 
-The SLO for the time per output token is 2.5 times a decode step of one request alone. Saturation is
-the highest rate at which requests alone hold both SLOs in 99 of 100 cases, found on the device's
-model; where the device is here, it is tried there, too. Beside each measured number stands what the
-model says of the same cell, so that its error is known: by the profile, the warm-up, and what the
-policy's own steps took at the first of the rates. Separate processes on the same machine get the
+The SLO for the time per output token is 2.5 times a decode step of one request alone. The
+saturation is the highest rate at which requests alone hold both SLOs in 99 of 100 cases, found on
+the device's model and, if the device is here, tried on it. Beside each measured number is that of
+the model for the same cell, so that its error is known: by the profile, the warm-up, and the times
+of the policy's own steps at the first of the rates. Separate processes on the same machine get the
 same trace at the same rates.
 """
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # often.
 _LOWERED, _NUM_LOWERED = 0.85, 3
 # Less says nothing.
-_LEAST_CELL_S = 4.0
+_MIN_CELL_S = 4.0
 # Where time is short, answers are waited for this share of a cell's time.
 _DRAIN_SHARE = 0.4
 # Until two separate processes are ready; and what the last sequence that they train takes beyond a
@@ -56,23 +56,29 @@ _START_S, _LAST_SEQUENCE_S = 40.0, 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """What a comparison found on a place. seconds: of the trace, in each cell. modelled: what its
-    model says of the same cells, if that was asked. ended: separate processes that were not through
-    with all rates.
-    """
+    """Result of a comparison on a place."""
 
     place: str
+    """Name of the place."""
     slo: Slo
+    """SLO of all requests."""
     solo_s: float
+    """Seconds of a decode step of one request alone."""
     length_factor: float
+    """Factor of all lengths."""
     saturation: float | None
+    """Highest rate that requests alone hold; None: rates were given."""
     seconds: float
+    """Seconds of the trace, in each cell."""
     cells: Sequence[Cell]
+    """Cells."""
     modelled: Sequence[Cell] = ()
+    """The same cells on the device's model, if that was requested."""
     ended: Sequence["Ended"] = ()
+    """Separate processes that ended before all rates were run."""
 
     def result(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the result as JSON."""
         rows = [cell.row() for cell in self.cells]
         for row, cell in zip(rows, self.modelled, strict=False):
             row["modelled"] = {name: cell.row()[name] for name in _MODELLED}
@@ -92,8 +98,8 @@ class Compared:
         }
 
     def _against_rivals(self) -> Iterator[dict[str, Any]]:
-        """At each rate: the default policy's tuning throughput over that of the best rival that
-        holds the SLOs, which no variant of it is.
+        """Yield, for each rate, the default policy's tuning throughput over that of the best rival
+        that holds the SLOs; variants of the default are no rivals.
         """
         for rate in dict.fromkeys(cell.rate for cell in self.cells):
             found = {
@@ -116,8 +122,8 @@ class Compared:
             }
 
     def _against_separate(self) -> dict[str, Any]:
-        """The same against the best arrangement of separate processes that holds the SLOs, where
-        they were run.
+        """Return the same against the best arrangement of separate processes that holds the SLOs,
+        if they ran.
         """
         if not any(cell.is_separate for cell in self.cells):
             return {}
@@ -137,8 +143,8 @@ class Compared:
         return {"against_separate": rows}
 
     def _model_error(self) -> dict[str, float | None]:
-        """Mean of what the model is off by, as a share of what was measured, over all cells that
-        have the number.
+        """Return the mean errors of the model, as shares of the measured numbers, over all cells
+        that have them.
         """
         errors: dict[str, float | None] = {}
         policies = [cell for cell in self.cells if not cell.is_separate]
@@ -172,11 +178,19 @@ def compare(
     workers: int = 1,
     watch: Watch = lambda words: None,
 ) -> Compared:
-    """Run it. shapes: of the model of a device that is here, on the "meta" device, for its model.
-    separate: processes to compare with. workers: processes that run the cells of a modelled device.
+    """Run a comparison.
+
+    Args:
+        place: The device.
+        trace: Arrivals and lengths.
+        config: Settings.
+        shapes: Model on the "meta" device, for the model of a device that is here.
+        separate: Separate processes to compare with.
+        workers: Number of processes that run the cells of a modelled device.
+        watch: Function that is called with what is being done.
 
     Raises:
-        BudgetError: requests alone hold the SLOs at no rate.
+        BudgetError: Requests alone hold the SLOs at no rate.
     """
     watch("a decode step alone")
     solo_s = Bench(place, config).solo_s()
@@ -253,7 +267,9 @@ def _cells_apart(
     workers: int,
     watch: Watch,
 ) -> Iterator[Cell]:
-    """`Bench.cells` in as many processes: on a modelled device no cell knows of another."""
+    """Yield the cells of `Bench.cells` from several processes: on a modelled device, cells are
+    independent.
+    """
     wanted = list(product(rates, config.policies))
     found: dict[tuple[str, str], Future[Cell]] = {}
     with worker_processes(workers) as pool:
@@ -285,7 +301,7 @@ def _is_variant(policy: str) -> bool:
 
 
 def _over_best(ours: Cell, rivals: Sequence[Cell]) -> dict[str, Any]:
-    """Tuning throughput over that of the best rival that holds the SLOs."""
+    """Return the tuning throughput over that of the best rival that holds the SLOs."""
     holding = [cell for cell in rivals if cell.attainment >= ATTAINMENT]
     best = max(holding, key=lambda cell: cell.played.tuning_tokens_per_s, default=None)
     mine, theirs = (
@@ -302,14 +318,19 @@ def _over_best(ours: Cell, rivals: Sequence[Cell]) -> dict[str, Any]:
 def _modelled_saturation(
     twin: Bench, trace: Sequence[TracedRequest], slo: Slo, solo_s: float
 ) -> float:
-    """Return the saturation of a device's model, or a guess to try on the device where only the
-    model holds no rate.
+    """Return the saturation of a device's model, or a guess to try on the device if only the model
+    holds no rate.
 
-    Another process may have slowed the profile or the warm-up. solo_s: what a step alone took on
-    the device.
+    Another process may have slowed the profile or the warm-up.
+
+    Args:
+        twin: The model of the device.
+        trace: Arrivals and lengths.
+        slo: SLO of all requests.
+        solo_s: Seconds of a step alone on the device.
 
     Raises:
-        BudgetError: the device itself cannot hold the SLO of a step alone.
+        BudgetError: The device itself cannot hold the SLO of a step alone.
     """
     try:
         return twin.saturation(trace, slo)
@@ -320,7 +341,7 @@ def _modelled_saturation(
 
 
 def _tried(bench: Bench, trace: Sequence[TracedRequest], slo: Slo, rate: float) -> float:
-    """A saturation whose heavy rate is held by the device that is here."""
+    """Return a saturation whose heavy rate the device here holds."""
     seconds = bench.config.seconds
     for _ in range(_NUM_LOWERED):
         if bench.holds(
@@ -334,8 +355,8 @@ def _tried(bench: Bench, trace: Sequence[TracedRequest], slo: Slo, rate: float) 
 def _affordable_s(
     config: CompareConfig, budget_s: float, separate: "SeparateProcesses | None"
 ) -> float:
-    """Of the trace for each cell, so that all of them take this long, with the answers that each
-    waits for at its end, and with the warm-up and the search before them.
+    """Return the seconds of the trace per cell with which all cells fit a budget, with the answers
+    at their ends, the warm-up and the search.
     """
     others = [policy for policy in config.policies if policy != JOBS_ALONE]
     num_rates, arrangements = (
@@ -346,4 +367,4 @@ def _affordable_s(
         (len(others) + len(arrangements)) * num_rates + (len(others) < len(config.policies)) + 3
     )
     budget_s -= (_START_S + num_rates * _LAST_SEQUENCE_S) * len(arrangements)
-    return max(_LEAST_CELL_S, budget_s / num_cells / (1 + _DRAIN_SHARE))
+    return max(_MIN_CELL_S, budget_s / num_cells / (1 + _DRAIN_SHARE))

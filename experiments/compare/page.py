@@ -1,6 +1,4 @@
-"""The report of `python -m experiments.compare`: one page that loads nothing, from what the comparison
-found.
-"""
+"""Report of `python -m experiments.compare`: one page that loads nothing."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,7 +21,7 @@ _Styles = dict[str, tuple[str, bool]]
 
 
 def compare_html(result: dict[str, Any], places: Sequence[Compared]) -> str:
-    """The page; result: what was printed as JSON."""
+    """Return the page of results on several places and of what was printed as JSON."""
     title = "Every policy on one trace"
     body = "".join(_place(compared) for compared in places)
     return page(
@@ -62,7 +60,8 @@ def _place(compared: Compared) -> str:
         ("dash" if dashed else "line", colour, policy)
         for policy, (colour, dashed) in styles.items()
     )
-    body = f'<p class="note">{escape(slos)}</p>{entries}<div class="pair">{"".join(charts)}</div>{_table(compared)}'
+    pair = f'<div class="pair">{"".join(charts)}</div>'
+    body = f'<p class="note">{escape(slos)}</p>{entries}{pair}{_table(compared)}'
     return section(compared.place, body + _ended(compared) + _model_error(compared))
 
 
@@ -109,7 +108,7 @@ def _over_rates(
 
 
 def _distribution(compared: Compared, styles: _Styles, kind: str, words: str) -> str:
-    """At the highest rate: the share of requests that had at most this."""
+    """Return a chart of the share of requests with at most a latency, at the highest rate."""
     slo_s = getattr(compared.slo, kind)
     found = {
         cell.policy: [
@@ -141,7 +140,7 @@ def _distribution(compared: Compared, styles: _Styles, kind: str, words: str) ->
 
 
 def _burst(compared: Compared, styles: _Styles) -> Iterable[str]:
-    """The middle rate, around the moment when most requests come."""
+    """Return charts of the middle rate, around the time when most requests arrive."""
     rates = sorted({cell.rate for cell in compared.cells})
     middle = [cell for cell in compared.cells if cell.rate == rates[len(rates) // 2]]
     # Jobs alone see no burst, and what separate processes do meanwhile is not known.
@@ -243,7 +242,8 @@ def _model_error(compared: Compared) -> str:
         "tpot_p99_ms": "TPOT p99",
     }
     told = ", ".join(f"{words[name]} {_cell('attainment', value)}" for name, value in found.items())
-    return f'<p class="note">What the model of this device is off by, in the mean over these rows: {escape(told)}.</p>'
+    words = f"Mean errors of the model of this device over these rows: {told}."
+    return f'<p class="note">{escape(words)}</p>'
 
 
 def _settings(result: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""Rivals outside: requests served by one process beside fine-tuning in another, from two copies of
-the weights.
+"""Separate processes: requests in one process beside fine-tuning in another, from two copies of the
+weights.
 
-What the same machine does with known parts: transformers' continuous batching, or vLLM for CPUs,
-beside PEFT. The two share the processor as the operating system likes, or each has cores of its
+They show what the same machine does with known parts: transformers' continuous batching, or vLLM
+for CPUs, beside PEFT. The two share the processor by the operating system, or each has cores of its
 own, in every split. A GPU is shared freely.
 """
 
@@ -38,20 +38,23 @@ _START_S, _LATE_S = 600.0, 120.0
 _UNTIL_START_S = 0.5
 # Rows of a step of transformers: chunks of prompts are as long as the TPOT SLO allows, within
 # these.
-_LEAST_BATCH_ROWS, _MOST_BATCH_ROWS = 64, 2048
+_MIN_BATCH_ROWS, _MAX_BATCH_ROWS = 64, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """serving, training: the cores of each side; all of them for both: shared freely."""
+    """Cores of each side; all of them for both means that they are shared freely."""
 
     server: str
+    """Name of the server."""
     serving: tuple[int, ...]
+    """Cores of the server."""
     training: tuple[int, ...]
+    """Cores of the trainer."""
 
     @property
     def name(self) -> str:
-        """As the rows of a comparison have it."""
+        """Return the name in the rows of a comparison."""
         cores = (
             "shared"
             if self.serving == self.training
@@ -62,33 +65,35 @@ class Arrangement:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """An arrangement of which a process ended, or did not start. load: from which on it has no
-    cell.
-    """
+    """An arrangement of which a process ended, or did not start."""
 
     policy: str
+    """Name of the arrangement."""
     load: str
+    """First load without a cell."""
     reason: str
+    """Last line of output of the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateProcesses:
-    """What to run beside the policies.
-
-    cores: of the machine. device: "cpu", or the GPU that both sides share. memory_bytes: of the
-    pages of transformers; None: as it likes. vllm: Python of an environment that has vLLM; None:
-    without.
-    """
+    """Separate processes to run beside the policies."""
 
     model: str
+    """Model, as `coserve up` takes it."""
     dtype: str
+    """Dtype of the model."""
     cores: tuple[int, ...]
+    """Cores of the machine."""
     device: str = "cpu"
+    """"cpu", or the GPU that both sides share."""
     memory_bytes: int | None = None
+    """Bytes of transformers' pages; None: its default."""
     vllm: Path | None = None
+    """Python of an environment with vLLM; None: without vLLM."""
 
     def arrangements(self) -> list[Arrangement]:
-        """Every server, sharing freely and in every split of the cores."""
+        """Return every server, sharing freely and in every split of the cores."""
         every, splits = self.cores, range(1, len(self.cores)) if self.device == "cpu" else ()
         return [
             Arrangement(server=server, serving=serving, training=training)
@@ -105,8 +110,8 @@ class SeparateProcesses:
         latency: LatencyModel,
         watch: Watch,
     ) -> Iterator[Cell | Ended]:
-        """Every arrangement at every rate, until one of its processes ends: the others are compared
-        all the same.
+        """Yield every arrangement at every rate, until one of its processes ends; the others still
+        run.
         """
         for arrangement in self.arrangements():
             name, load = arrangement.name, next(iter(rates))
@@ -132,7 +137,11 @@ class SeparateProcesses:
     def _processes(
         self, arrangement: Arrangement, slo: Slo, config: CompareConfig, latency: LatencyModel
     ) -> Iterator[tuple["_Transformers | _Vllm", "_Worker"]]:
-        """Both; CoserveError: one of them ended, in its own last words."""
+        """Yield the server and the trainer.
+
+        Raises:
+            CoserveError: One of them ended; the message has its last line of output.
+        """
         settings = {
             "model": self.model,
             "dtype": self.dtype,
@@ -179,8 +188,8 @@ class SeparateProcesses:
 
 
 def _batch_rows(latency: LatencyModel, slo: Slo) -> int:
-    rows = _LEAST_BATCH_ROWS
-    while 2 * rows <= _MOST_BATCH_ROWS and latency.prompt_s(2 * rows) <= slo.tpot_s:
+    rows = _MIN_BATCH_ROWS
+    while 2 * rows <= _MAX_BATCH_ROWS and latency.prompt_s(2 * rows) <= slo.tpot_s:
         rows *= 2
     return rows
 
@@ -196,8 +205,8 @@ def _play(
     slo: Slo,
     config: CompareConfig,
 ) -> Played:
-    """A trace, with fine-tuning beside it until its end; answers that come after that are waited
-    for without.
+    """Play a trace with fine-tuning until its end; answers that arrive later are waited for without
+    fine-tuning.
     """
     longest = max([request.num_output_tokens for request in trace], default=0)
     drain_s = min(config.drain_s, slo.ttft_s + 1.5 * longest * slo.tpot_s)
@@ -232,7 +241,7 @@ def _num_tokens_by(outcome: RequestOutcome, seconds: float) -> int:
 
 
 class _Worker:
-    """A process that answers a line of JSON with another: see `experiments.compare.separate_worker`."""
+    """A process that answers lines of JSON (`experiments.compare.separate_worker`)."""
 
     def __init__(self, role: str, cores: Sequence[int], settings: dict[str, Any]) -> None:
         self._role, self._setup = role, {"role": role, "cores": list(cores), **settings}
@@ -266,15 +275,17 @@ class _Worker:
         self._home.cleanup()
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Without waiting."""
+        """Send a message without waiting."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, and `answer` says why
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """To the oldest message that has none; CoserveError: the process has ended, or does not
-        answer in time.
+        """Return the answer to the oldest open message.
+
+        Raises:
+            CoserveError: The process has ended, or does not answer in time.
         """
         assert self._process.stdout is not None
         timer = Timer(limit_s, self._process.kill)
@@ -301,7 +312,9 @@ class _Transformers:
     def play(
         self, trace: Sequence[TracedRequest], *, start_s: float, seconds: float, drain_s: float
     ) -> dict[int, RequestOutcome]:
-        """Those that were answered, by their index. start_s: by time.perf_counter."""
+        """Play a trace, and return the outcomes of answered requests by index; `start_s` is a time
+        of time.perf_counter.
+        """
         requests = [(each.at_s, each.num_prompt_tokens, each.num_output_tokens) for each in trace]
         self._worker.tell({"start_s": start_s, "end_s": seconds + drain_s, "trace": requests})
         found = self._worker.answer(seconds + drain_s + _LATE_S)["outcomes"]
@@ -317,7 +330,11 @@ class _Vllm:
     def play(
         self, trace: Sequence[TracedRequest], *, start_s: float, seconds: float, drain_s: float
     ) -> dict[int, RequestOutcome]:
-        """As `_Transformers.play`; CoserveError: it has ended meanwhile."""
+        """Play a trace as `_Transformers.play` does.
+
+        Raises:
+            CoserveError: The server has ended.
+        """
         load = LoadGenerator(self._url, trace, self._body)
 
         async def story() -> None:

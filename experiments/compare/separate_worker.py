@@ -1,6 +1,7 @@
-"""One side of `experiments.compare.separate`: `python -m experiments.compare.separate_worker`.
+"""A side of `experiments.compare.separate`, in a process of its own: `python -m
+experiments.compare.separate_worker`.
 
-The first line of its input says what it is; it answers when it is warm. After that each line is a
+The first line of input says which side it is; it answers once it is warm. Each further line is a
 time to play for, by `time.perf_counter`, which is the same clock in all processes of a machine.
 """
 
@@ -17,20 +18,22 @@ from coserve.sandbox.parent_death import end_with_parent
 from coserve.workloads.summary import RequestOutcome
 
 _WARM_UP_TOKENS = 64
-_MOST_MEMORY_SHARE = 0.6
+_MAX_MEMORY_SHARE = 0.6
 # How long answers are waited for before the next arrival is looked at.
 _POLL_S = 0.005
 
 
 class Side(Protocol):
-    """What is on one side."""
+    """A side of an arrangement."""
 
     def play(self, told: dict[str, Any]) -> dict[str, Any]:
-        """Do what the message says until its time is over; the answer."""
+        """Do what a message says until its time is over, and return the answer."""
 
 
 class Server:
-    """transformers' continuous batching, in this process: without HTTP, which is in its favour."""
+    """A server with transformers' continuous batching in this process; it needs no HTTP, which is
+    in its favour.
+    """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         from transformers import GenerationConfig
@@ -59,7 +62,7 @@ class Server:
             )
 
     def play(self, told: dict[str, Any]) -> dict[str, Any]:
-        """A trace, open loop; the outcomes of the requests that were answered."""
+        """Play a trace open loop, and return the outcomes of answered requests."""
         self._num_plays += 1
         trace, start_s, num_sent = told["trace"], told["start_s"], 0
         outcomes: list[RequestOutcome] = []
@@ -98,11 +101,11 @@ class Server:
 
 
 def _memory_share(memory_bytes: int | None) -> float | None:
-    """What transformers may take for its pages and masks, of the machine's memory."""
+    """Return the share of the machine's memory that transformers may take for pages and masks."""
     if memory_bytes is None:
         return None
     return min(
-        _MOST_MEMORY_SHARE,
+        _MAX_MEMORY_SHARE,
         memory_bytes / (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
     )
 
@@ -126,11 +129,12 @@ def _outcome(
 
 
 class Trainer:
-    """PEFT with autograd, one optimizer step after the other: the tokens of any number of jobs.
+    """A trainer with PEFT and autograd, one optimizer step after the other, for the tokens of any
+    number of jobs.
 
-    On a CPU the sequences of a batch go one after the other and their gradients are added up, which
-    is 1.2 times as fast as side by side (62.6 and 52.6 tokens/s: Qwen2.5-0.5B's shape, four of 512
-    tokens, two cores with AVX-512).
+    On a CPU the sequences of a batch run one after the other and their gradients are added up,
+    which is 1.2 times as fast as side by side (62.6 and 52.6 tokens/s: Qwen2.5-0.5B's shape, four
+    of 512 tokens, two cores with AVX-512).
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -156,7 +160,7 @@ class Trainer:
         self._trainer.update()
 
     def play(self, told: dict[str, Any]) -> dict[str, Any]:
-        """Optimizer steps until the end; a batch that ends after it counts by its share before
+        """Run optimizer steps until the end; a batch that ends after it counts by its share before
         it.
         """
         end_s, trained = told["start_s"] + told["seconds"], 0.0
@@ -167,8 +171,8 @@ class Trainer:
         return {"num_trained": trained}
 
     def _next(self) -> int:
-        """As many sequences as go side by side, and the optimizer step that is due; the number of
-        tokens of it.
+        """Run as many sequences as run side by side, and the optimizer step that is due; return
+        their tokens.
         """
         lengths = self._random.choices(self._lengths or [self._sequence], k=self._at_once)
         lengths = [min(length, self._sequence) for length in lengths]
@@ -179,7 +183,7 @@ class Trainer:
         return sum(lengths)
 
     def _backward(self, lengths: list[int]) -> None:
-        """Shorter sequences are filled up, and the rest does not count."""
+        """Run forward and backward; shorter sequences are padded, which does not count."""
         tokens = self._torch.randint(
             self._vocab_size, (len(lengths), max(lengths)), device=self._device
         )
@@ -188,7 +192,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Until the input ends."""
+    """Answer messages until the input ends."""
     end_with_parent()
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer

@@ -1,4 +1,4 @@
-"""`python -m experiments.many`: many jobs of short sequences at once."""
+"""Many jobs of short sequences at once: `python -m experiments.many`."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,16 +23,17 @@ def many(
     weights: Weights = "dense",
     place: Place = "auto",
     runs: Runs = 3,
-    jobs: Annotated[int, typer.Option(min=1, help="Jobs that run at once.")] = 8,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of jobs that run at once.")] = 8,
     batch: Annotated[
-        int, typer.Option(min=1, help="Sequences of an optimizer step of each job.")
+        int, typer.Option(min=1, help="Sequences per optimizer step of each job.")
     ] = 4,
     save: Save = None,
 ) -> None:
-    """Many jobs of sequences of 64 tokens at once: tokens per second against the same jobs one
-    after another, one job with the batch of all, and PEFT, one after another; memory beyond the
-    weights; and a decode step of eight requests, without adapters and with one for each. Checks
-    that each job's losses are those of its run alone.
+    """Measure many jobs of sequences of 64 tokens at once.
+
+    Beside them: the same jobs one after another, one job with the batch of all, and PEFT, one after
+    another. Also measures memory beyond the weights, and a decode step of eight requests, without
+    adapters and with one for each. Checks that each job's losses are those of its run alone.
     """
     from experiments.many import decode_steps
     from experiments.many import jobs as experiment
@@ -49,7 +50,7 @@ def many(
 
 
 def _fill(table: "Table", result: dict[str, Any]) -> None:
-    """Jobs at once beside the same work done otherwise."""
+    """Fill the table of jobs at once beside the same work done otherwise."""
     for name in ("", "tokens/s", "jobs at once / this", "memory MB"):
         table.add_column(name, justify="left" if not name else "right")
     ours = result["tokens_per_s"]

@@ -1,5 +1,5 @@
-"""What the adapters of requests add to a decode step: none, one that all share, one each, and one
-each of mixed rank and targets.
+"""Decode steps of requests with adapters: none, one that all share, one each, and one each of mixed
+rank and targets.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,13 @@ _MIXED_TARGETS: tuple[str | tuple[str, ...], ...] = (
 def run(
     backbone: Backbone, *, runs: int, num_requests: int = 8, rank: int = 16, context: int = 64
 ) -> dict[str, float | int]:
-    """Decode steps of as many requests with other adapters, in turns; milliseconds, medians over
-    `runs` turns.
+    """Measure decode steps of requests with adapters, in turns.
 
-    Returns decode_step_ms (no adapter), decode_step_shared_ms (one of this rank on all linear
-    layers), decode_step_adapters_ms (one of this rank for each request) and decode_step_mixed_ms
-    (one for each, of ranks 4 to 32 on all linear layers or some).
+    Returns:
+        Milliseconds, medians over the turns: decode_step_ms (no adapter), decode_step_shared_ms
+            (one of this rank on all linear layers), decode_step_adapters_ms (one of this rank for
+            each request) and decode_step_mixed_ms (one for each, of ranks 4 to 32 on all linear
+            layers or some).
     """
     page_bytes = kv_page_bytes(backbone, 16)
     num_pages = 2 * num_requests * (-(-(context + MAX_TOKENS) // 16) + 1)
@@ -69,7 +70,7 @@ def run(
 def _load(
     engine: Engine, backbone: Backbone, kind: str, configs: Sequence[LoraConfig]
 ) -> list[str]:
-    """Random adapters onto the engine, one for each request; their names."""
+    """Load random adapters, one for each request, and return their names."""
     names = []
     with TemporaryDirectory() as place:
         for index, config in enumerate(configs):

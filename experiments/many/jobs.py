@@ -1,6 +1,4 @@
-"""Many jobs of short sequences at once: against the same jobs one after another, and against
-PEFT.
-"""
+"""Many jobs of short sequences at once, beside the same jobs one after another, and PEFT."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,15 +37,15 @@ def run(
     steps: int = _STEPS,
     length: int = _SEQUENCE,
 ) -> dict[str, Any]:
-    """In turns: the jobs at once, one after another, one job whose batch is that of all, and PEFT,
-    one after another.
+    """Measure in turns: the jobs at once, one after another, one job with the batch of all, and
+    PEFT, one after another.
 
-    Each job makes `steps` optimizer steps on batches of `batch` sequences of `length` tokens, with
-    a fresh LoRA; medians over `runs` turns, after one that warms up. Memory is what is held at most
-    beyond the weights: of all jobs at once, and of as many PEFT trainers as there are jobs.
+    Each job runs `steps` optimizer steps on batches of `batch` sequences of `length` tokens, with a
+    fresh LoRA; medians over `runs` turns, after one that warms up. Memory is the maximum beyond the
+    weights: of all jobs at once, and of as many PEFT trainers as there are jobs.
 
     Raises:
-        CoserveError: a job's losses at once are not those of its run alone.
+        CoserveError: A job's losses at once are not those of its run alone.
     """
     engine = Engine.from_backbone(
         backbone, EngineConfig(policy="tuning-only", memory_bytes=_MEMORY_BYTES)
@@ -91,10 +89,12 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
-    """What came of some jobs. losses: of each job, by optimizer step."""
+    """Result of some jobs."""
 
     seconds: float
+    """Seconds from the first step to the last optimizer step."""
     losses: list[list[float]]
+    """Losses of each job, by optimizer step."""
 
 
 def _train(
@@ -105,8 +105,14 @@ def _train(
     first_seed: int = 0,
     memory: PeakMemory | None = None,
 ) -> _Trained:
-    """Jobs at once, from the first step of the engine to the last optimizer step; data [jobs,
-    sequences, length]. memory: is told what lies in the engine's pages, step by step.
+    """Train jobs at once.
+
+    Args:
+        engine: The engine.
+        data: Token ids [jobs, sequences, length].
+        batch: Sequences per optimizer step.
+        first_seed: Seed of the first job.
+        memory: Recorder of the bytes in the engine's pages, step by step.
     """
     device = torch.device(engine.device.info.device)
     jobs = [
@@ -145,15 +151,13 @@ def _submit(engine: Engine, sequences: Sequence[Sequence[int]], batch: int, seed
 
 
 def _as_one(data: Tensor, batch: int) -> Tensor:
-    """The same sequences as those of one job: of each of its optimizer steps, those of all jobs'
-    steps.
-    """
+    """Return the same sequences for one job, whose steps have those of all jobs' steps."""
     jobs, sequences, length = data.shape
     return data.view(jobs, sequences // batch, batch, length).transpose(0, 1).reshape(1, -1, length)
 
 
 def _difference(together: _Trained, alone: Sequence[_Trained]) -> float:
-    """How far any loss is from that of the run alone, relatively."""
+    """Return the largest relative difference of a loss from that of the run alone."""
     pairs = [
         pair
         for ours, own in zip(together.losses, alone, strict=True)
@@ -163,8 +167,8 @@ def _difference(together: _Trained, alone: Sequence[_Trained]) -> float:
 
 
 def _peft_s(peft: PeftTrainer, data: Tensor, batch: int) -> float:
-    """Seconds of the jobs' optimizer steps, one job after another; with one adapter, since another
-    takes as long.
+    """Return the seconds of the jobs' optimizer steps, one job after another; with one adapter, as
+    another takes as long.
     """
     return sum(peft.step_s(tokens) for sequences in data for tokens in sequences.split(batch))
 

@@ -1,5 +1,5 @@
-"""Figures of the papers on modelled devices: what they report, ours beside it, and whether the
-trend is theirs.
+"""Figures of the papers on modelled devices: their numbers, ours beside them, and whether the trend
+is the same.
 
     python -m experiments.papers ../shared/data --figures flexllm-11,harli-11 --seconds 120
 

@@ -1,4 +1,4 @@
-"""FlexLLM section 8 and its table of evictions (appendix B), on modelled A100s.
+"""Figures of FlexLLM, section 8, and its table of evictions (appendix B), on modelled A100s.
 
 Four pipelines serve and fine-tune, each on 1, 2 or 4 A100s by the model. One of them is modelled,
 which gets a quarter of the requests: Azure's arrivals with the lengths of ShareGPT's first turns;
@@ -71,15 +71,18 @@ _CASE_STRETCH_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """tuning: the paper's tokens/s at 4 and at 20 requests/s, co-serving and with a pipeline of its
-    own. evictions: shares of the requests at the rates above.
-    """
+    """A model of the paper."""
 
     name: str
+    """Name of the model."""
     num_devices: int
+    """Number of devices of a pipeline."""
     tpot_s: float
+    """SLO: mean seconds per later token."""
     tuning: dict[int, tuple[float, float]]
+    """The paper's tokens/s at 4 and at 20 requests/s, co-serving and with a pipeline of its own."""
     evictions: tuple[float, ...] = (0.0,) * 5
+    """The paper's shares of evicted requests at the rates above."""
 
     def setting(self, num_pages: int | None = None, sequence: int = 8192) -> Setting:
         return Setting(
@@ -281,7 +284,7 @@ def _claims_11(rows: list[Row]) -> list[Claim]:
 
 
 def _case(data: Data) -> list[Row]:
-    """Figure 12: ten minutes with a peak, in stretches of 30 s."""
+    """Run figure 12: ten minutes with a peak, in stretches of 30 s."""
     setting, start_s, trace = _MODELS[1].setting(), 0.0, list[TracedRequest]()
     for rate in _CASE_RATES:
         stretch = data.bursts(rate, seconds=_CASE_STRETCH_S, skip=len(trace))
@@ -313,7 +316,9 @@ def _case(data: Data) -> list[Row]:
 
 
 def _answered(played: Played, start_s: float, end_s: float) -> float:
-    """Tokens/s of prompts and answers in a stretch, as if each request's came evenly."""
+    """Return the tokens/s of prompts and answers in a stretch, as if each request's tokens came
+    evenly.
+    """
     found = 0.0
     for each in played.outcomes:
         inside_s = min(each.end_s, end_s) - max(each.arrival_s, start_s)

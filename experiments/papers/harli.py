@@ -1,12 +1,12 @@
-"""HARLI section 8, on modelled RTX 6000 Ada and A100 (40 GB): instances that decode, and a job
-beside them.
+"""Figures of HARLI, section 8, on modelled RTX 6000 Ada and A100 (40 GB): instances that decode,
+and a job beside them.
 
-Two devices, prompts computed elsewhere, a TPOT of 40 ms, Azure's conversations as they came (5.5
+Two devices, prompts computed elsewhere, a TPOT of 40 ms, Azure's conversations as recorded (5.5
 requests/s). Separate: one device decodes, the other fine-tunes. Static: both do both, requests on
 60% of a device and half of the load, as processes of their own. HARLI: both do both, divided by the
-load. Modelled jobs train the model that is served, from its one copy of the weights: where HARLI
-moves a second model in and out through a window, nothing is moved here. Figure 13, which shows that
-window, is in `here`.
+load. Modelled jobs train the served model, from its one copy of the weights: where HARLI moves a
+second model in and out through a window, nothing is moved here. Figure 13, which shows that window,
+is in `here`.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def _setting(model: str, hardware: Hardware, batch: int, num_ranks: int = 1) -> 
 
 
 def _decoded(data: Data) -> list[TracedRequest]:
-    """Requests whose prompts come whole: all blocks, and the token that the first step here
+    """Return requests whose prompts arrive whole: all blocks, and the token that the first step
     reads.
     """
     block = 16
@@ -65,7 +65,7 @@ def _decoded(data: Data) -> list[TracedRequest]:
 
 
 def _half(trace: Sequence[TracedRequest]) -> list[TracedRequest]:
-    """What one of two devices gets."""
+    """Return the requests of one of two devices."""
     return list(trace[::_NUM_DEVICES])
 
 
@@ -112,7 +112,9 @@ def _tasks(data: Data) -> list[Task]:
 
 
 def _of(rows: list[Row], system: str, over: str) -> dict[str, list[float]]:
-    """By device, what one system trains over another, for each model."""
+    """Return the ratios of the tuning throughput of one system over another, by device, for each
+    model.
+    """
     tuning = {
         (row["device"], row["model"], row["system"]): row["tuning_tokens_per_s"] for row in rows
     }
@@ -190,7 +192,9 @@ def _claims_12(rows: list[Row]) -> list[Claim]:
 
 
 def _phases(policy: str, data: Data) -> list[Row]:
-    """As many requests decode at once as each phase says; each that ends is followed by another."""
+    """Run phases of constant numbers of requests that decode; each that ends is followed by
+    another.
+    """
     bench = _setting(_MODELS[0], ADA6000, MICRO_BATCH).bench(data.seconds)
     engine = bench.place.open(EngineConfig(policy=policy, ttft_s=_SLO.ttft_s, tpot_s=_SLO.tpot_s))
     example = Example(tokens=(1,) * 512, trained=(True,) * 512)
@@ -232,7 +236,7 @@ def _phases(policy: str, data: Data) -> list[Row]:
 
 
 def _pages(engine: TokenEngine) -> int:
-    """Of the requests that run."""
+    """Return the pages of the running requests."""
     block = engine.device.info.block_tokens
     return sum(-(-len(request.tokens) // block) for request in engine.requests.running.values())
 
@@ -273,7 +277,7 @@ def _claims_14(rows: list[Row]) -> list[Claim]:
 
 
 def _tensor_parallel(model: str, hardware: Hardware, data: Data) -> list[Row]:
-    """Both devices as one group with one copy of the weights, beside HARLI on each and beside
+    """Run both devices as one group with one copy of the weights, beside HARLI on each and beside
     separate ones.
     """
     trace, rows = _decoded(data), []

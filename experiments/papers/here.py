@@ -1,6 +1,7 @@
-"""Figures of the papers that are measured on this machine: a backward pass that is suspended, what
-HARLI's predictor says of steps beside a job, and windows of weights beside requests. To be run
-while nothing else runs.
+"""Figures of the papers that are measured on this machine, which must be idle otherwise.
+
+A backward pass that is suspended, HARLI's predictions of steps beside a job, and windows of weights
+beside requests.
 """
 
 import time
@@ -44,9 +45,10 @@ _TURNS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class _InTurns(TuningOnly):
-    """Jobs alone, and in a step at most this many layers of a backward pass."""
+    """A policy of jobs alone, with a bounded number of layers of a backward pass per step."""
 
     layers: int = setting(1, "Of a backward pass, in a step.")
+    """Maximum number of layers per step."""
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
         made = super().plan(view, latency)
@@ -58,9 +60,7 @@ class _InTurns(TuningOnly):
 
 
 def _suspended(length: int) -> list[Row]:
-    """A backward pass of SmolLM2-135M (30 layers) on this machine, suspended after some of its
-    layers.
-    """
+    """Measure a backward pass of SmolLM2-135M (30 layers), suspended after some of its layers."""
     backbone = load_backbone("dummy:smollm2-135m", dtype="float32")
     engine = Engine.from_backbone(
         backbone, EngineConfig(policy="tuning-only", memory_bytes=2 << 30)
@@ -88,12 +88,12 @@ def _suspended(length: int) -> list[Row]:
 
 
 def _both_lengths() -> list[Row]:
-    """One after the other, in a process that has the machine."""
+    """Measure both lengths one after the other, in a process that has the machine."""
     return _suspended(128) + _suspended(512)
 
 
 def _backward_s(engine: Engine, layers: int) -> float:
-    """Of the steps with the backward pass of the next pack."""
+    """Return the seconds of the steps with the backward pass of the next pack."""
     engine.policy = _InTurns(layers=layers)
     seconds, begun = 0.0, False
     while True:
@@ -128,8 +128,10 @@ _BATCHES, _CONTEXTS, _FIRST_STEPS, _STEPS = (1, 4, 8, 16), (128, 1024), 6, 16
 
 @dataclass(frozen=True, kw_only=True)
 class _BesideBackward(Harli):
-    """Jobs get to their backward pass without requests, so that there is one beside every decode
-    step that is to have it: HARLI gives windows what time decode steps leave over.
+    """A policy that runs jobs to their backward pass without requests, so that each measured decode
+    step has one beside it.
+
+    HARLI itself gives windows the time that decode steps leave over.
     """
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
@@ -143,7 +145,7 @@ class _BesideBackward(Harli):
 
 
 class _Timed:
-    """A device as it is, and what its last step took."""
+    """A device that also measures its last step."""
 
     def __init__(self, device: Device) -> None:
         self._device, self.info, self.clock = device, device.info, device.clock
@@ -156,8 +158,8 @@ class _Timed:
 
 
 def _predicted() -> list[Row]:
-    """Decode steps of Qwen2.5-0.5B on a part of this machine, beside a job that goes backward on
-    the rest.
+    """Measure decode steps of Qwen2.5-0.5B on a part of this machine, beside a job's backward pass
+    on the rest.
     """
     backbone = load_backbone("dummy:qwen2.5-0.5b", dtype="bfloat16")
     timed: list[_Timed] = []
@@ -245,8 +247,8 @@ _WINDOW_PROMPT, _WINDOW_OUTPUT, _POOL_BYTES = 300, 300, 720_000_000
 
 
 def _window() -> list[Row]:
-    """SmolLM2-135M serves, and a job trains a second copy of it, whose weights go through a
-    window of the page pool.
+    """Measure SmolLM2-135M serving while a job trains a second copy of it, whose weights go through
+    a window of the page pool.
     """
     backbone = load_backbone("dummy:smollm2-135m", dtype="bfloat16")
     with TemporaryDirectory() as folder:
@@ -336,9 +338,10 @@ def _served(rate: float) -> list[TracedRequest]:
 
 
 class _Remembering(Engine):
-    """Keeps the losses of its jobs' optimizer steps."""
+    """An engine that keeps the losses of its jobs' optimizer steps."""
 
     losses: list[float]
+    """Losses of the optimizer steps."""
 
     def step(self) -> list[Event]:
         events = super().step()
@@ -360,8 +363,8 @@ def _finish(engine: _Remembering, job: str) -> None:
 
 
 def _larger() -> list[Row]:
-    """SmolLM2-135M serves, SmolLM2-360M is trained: requests alone, beside the job, and the job
-    where its model has the machine.
+    """Measure SmolLM2-135M serving while SmolLM2-360M is trained: requests alone, beside the job,
+    and the job alone.
     """
     backbone = load_backbone("dummy:smollm2-135m", dtype="bfloat16")
     random = Random(0)

@@ -1,10 +1,10 @@
-"""LLMStation section 6, on modelled RTX 3090s and H100s.
+"""Figures of LLMStation, section 6, on modelled RTX 3090s and H100s.
 
 Requests have the lengths of ShareGPT's first turns, and the job trains a LoRA of rank 16 on Alpaca.
 As in the paper, each baseline is tuned: of its settings the one counts that trains most while both
 SLOs are held at p99; 0 where none does. vLLM beside torchtune is two processes on fixed parts of
-the devices, each with its copy of the weights; for the 70B, which a server's memory has room for
-once, it is a server for each, as FineInfer is. torchtune divides weights among devices by FSDP (its
+the devices, each with its copy of the weights; for the 70B, of which a server's memory holds one
+copy, it is a server for each, as FineInfer is. torchtune divides weights among devices by FSDP (its
 recipe `lora_finetune_distributed`), so that every pass gathers them. Figure 12 is in `here`.
 """
 
@@ -60,17 +60,22 @@ _PAPER_LARGE = {_FINEINFER: 1.77, _APART: 1.8, _CHUNKED: 1.38}
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """num_ranks: devices that hold the model together. num_servers: each of which holds the model.
-    rates: of requests, in figure 9 i. tpots_s: in figure 9 ii.
-    """
+    """A model of the paper."""
 
     name: str
+    """Name of the model."""
     hardware: Hardware
+    """Each device."""
     num_ranks: int
+    """Number of devices that hold the model together."""
     tpot_s: float
+    """SLO: mean seconds per later token."""
     rates: tuple[float, ...]
+    """Requests per second, in figure 9 i."""
     tpots_s: tuple[float, ...]
+    """SLOs, in figure 9 ii."""
     num_servers: int = 1
+    """Number of servers, each of which holds the model."""
 
     def setting(self, data: Data, *, ttft_s: float = 0.5, tpot_s: float | None = None) -> Setting:
         slo = Slo(ttft_s=ttft_s, tpot_s=self.tpot_s if tpot_s is None else tpot_s)
@@ -123,7 +128,9 @@ def _best(
     rate: float,
     data: Data,
 ) -> dict[str, float]:
-    """Tuning tokens/s of each system, tuned; trace: at a rate, for one server."""
+    """Return the tuning tokens/s of each tuned system; `trace` gives one server's requests at a
+    rate.
+    """
     share = trace(rate / model.num_servers)
     found = {}
     for system, policies in _SYSTEMS.items():
@@ -164,8 +171,8 @@ def _torchtune(setting: Setting) -> float:
 def _parts(
     setting: Setting, trace: Sequence[TracedRequest], data: Data
 ) -> Iterator[tuple[Played, float]]:
-    """Requests on each fixed part of the device, the smallest first, and what jobs train on the
-    other.
+    """Yield the result of requests on each fixed part of the device, the smallest first, and the
+    tokens/s of jobs on the other.
     """
     for units in range(1, setting.hardware.num_units):
         requests, jobs = setting.on_parts(units)
@@ -355,7 +362,9 @@ _PACES_S = (0.03, 0.05, 0.1, 0.2)
 
 
 def _traded(system: str, data: Data) -> list[Row]:
-    """Every setting of a system: what it trains and what requests wait."""
+    """Run every setting of a system, and return its tuning throughput and the waiting times of
+    requests.
+    """
     trace, rows = data.bursts(_CALM_RATE), []
     paced = system in (_OURS, _COSERVE)
     for tpot_s in _PACES_S if paced else _PACES_S[1:2]:
@@ -383,7 +392,9 @@ def _traded(system: str, data: Data) -> list[Row]:
 
 
 def _claims_traded(rows: list[Row]) -> list[Claim]:
-    """At what each setting of a rival trains, LLMStation's least latency that trains as much."""
+    """Compare LLMStation's minimum latency with that of each setting of a rival, at the same tuning
+    throughput.
+    """
     paper = {_FINEINFER: ("33.13", "2.29"), _APART: ("52.64", "362.49"), _CHUNKED: ("1.4", "1.29")}
     claims = []
     for rival in _RIVALS:

@@ -1,4 +1,4 @@
-"""What the figures have in common: models, devices, traces, and cells that are run."""
+"""Models, devices, traces and cells that the figures share."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -35,20 +35,22 @@ _CHARACTERS_PER_TOKEN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where traces and examples are (`../shared/data`). seconds: of a trace, in each cell."""
+    """Traces and examples."""
 
     folder: Path
+    """Folder of the files (`../shared/data`)."""
     seconds: float
+    """Seconds of a trace, in each cell."""
 
     def conversations(self) -> list[TracedRequest]:
-        """Azure's conversations as they came."""
+        """Return Azure's conversations as recorded."""
         return read_trace(self.folder / "azure_conv.csv.gz")
 
     def bursts(
         self, rate: float, *, seconds: float | None = None, skip: int = 0
     ) -> list[TracedRequest]:
-        """Azure's arrivals at a mean rate, with the lengths of ShareGPT's first turns; without the
-        first `skip`.
+        """Return Azure's arrivals at a mean rate, with the lengths of ShareGPT's first turns;
+        without the first `skip`.
         """
         drawn = _lengths(self.folder)
         trace = [
@@ -60,7 +62,7 @@ class Data:
         )
 
     def steady(self, rate: float) -> list[TracedRequest]:
-        """The same lengths at a steady rate."""
+        """Return the same lengths at a steady rate."""
         drawn = _lengths(self.folder)[: int(rate * self.seconds)]
         return [
             TracedRequest(at_s=index / rate, num_prompt_tokens=prompt, num_output_tokens=output)
@@ -68,7 +70,7 @@ class Data:
         ]
 
     def alpaca(self) -> tuple[Example, ...]:
-        """Of as many tokens as its lines would have, about."""
+        """Return random examples with about as many tokens as Alpaca's lines."""
         lines = read_dataset(self.folder / "alpaca_5k.jsonl.gz", most=512)
         texts = [str(line["prompt"]) + str(line["completion"]) for line in lines]
         sizes = [max(2, len(text) // _CHARACTERS_PER_TOKEN) for text in texts]
@@ -77,8 +79,10 @@ class Data:
 
 @cache
 def _lengths(folder: Path) -> list[tuple[int, int]]:
-    """Of ShareGPT's first turns, drawn. A conversation's later prompts hold all before them, so a
-    shorter prompt begins another conversation.
+    """Return the lengths of ShareGPT's first turns, in random order.
+
+    A conversation's later prompts hold all before them, so a shorter prompt begins another
+    conversation.
     """
     recorded = read_lengths(folder / "sharegpt_lengths.csv.gz")
     lengths = RecordedLengths([own for before, own in pairwise(recorded) if own[0] < before[0]])
@@ -106,20 +110,28 @@ def weight_bytes(model: str, num_ranks: int = 1) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A model on a device, or on a group of devices, and what jobs train there."""
+    """A model on a device, or on a group of devices, and the jobs that train there."""
 
     model: str
+    """Preset of the model."""
     hardware: Hardware
     """Each device."""
     slo: Slo
+    """SLO of all requests."""
     num_ranks: int = 1
     """Number of devices that hold the model together."""
     lora: LoraConfig = ALL_LINEAR
+    """Adapter of the jobs."""
     batch: int = 1
+    """Examples per optimizer step."""
     sequence: int = 512
+    """Maximum tokens per example."""
     examples: tuple[Example, ...] = ()
+    """Examples of the jobs; without any, random ones."""
     num_pages: int | None = None
+    """Pages of the pool; None: as many as fit."""
     handed_over: bool = False
+    """Whether prompts come from a prefill instance."""
 
     def bench(self, seconds: float) -> Bench:
         place = ModelledPlace.of_hardware(shapes(self.model, self.num_ranks), self.hardware)
@@ -137,14 +149,14 @@ class Setting:
         return Bench(place, config)
 
     def run(self, policy: str, trace: Sequence[TracedRequest], seconds: float) -> Played:
-        """Requests beside a job."""
+        """Play requests beside a job."""
         return self.bench(seconds).run(policy, trace, self.slo)[0]
 
     def requests_alone(self, trace: Sequence[TracedRequest], seconds: float) -> Played:
         return self.bench(seconds).run(ALONE, trace, self.slo, num_jobs=0)[0]
 
     def tuning_alone(self) -> float:
-        """Tokens/s of a job that has the device for itself."""
+        """Return the tokens/s of a job that has the device to itself."""
         return self.bench(60.0).run(JOBS_ALONE, [], self.slo)[0].tuning_tokens_per_s
 
     def attainment(self, played: Played) -> float:
@@ -154,9 +166,11 @@ class Setting:
         return self.attainment(played) >= ATTAINMENT
 
     def on_parts(self, num_units: int) -> tuple["Setting", "Setting"]:
-        """Requests and jobs as processes of their own on fixed parts of the device, num_units of it
-        for requests, each with its own copy of the weights; both wait for the memory while the
-        other moves data (HARLI equation 5).
+        """Return settings of requests and jobs as processes of their own on fixed parts of the
+        device.
+
+        Requests get `num_units` of it. Each side has its own copy of the weights, and both wait for
+        the memory while the other moves data (HARLI equation 5).
         """
         profile = ModelledPlace.of_hardware(
             shapes(self.model, self.num_ranks), self.hardware
@@ -179,42 +193,49 @@ class Setting:
 
 
 def p99_ms(played: Played, what: str) -> float | None:
-    """Of `ttft_s` or `tpot_s` of the requests that were answered."""
+    """Return the p99 of `ttft_s` or `tpot_s` of the answered requests, in milliseconds."""
     values = [getattr(each, what) for each in played.outcomes if each.error is None]
     known = [value for value in values if value is not None]
     return round(1e3 * percentile(known, 0.99), 1) if known else None
 
 
 def ratio(value: float, other: float) -> float | None:
-    """None over nothing."""
+    """Return a ratio; None over 0."""
     return round(value / other, 2) if other else None
 
 
 def run_task(task: Task) -> list[Row]:
-    """Found by processes that start anew, as what `__main__` defines is not."""
+    """Run a task; this module defines it so that fresh processes find it, unlike what `__main__`
+    defines.
+    """
     return task()
 
 
 class Claim(NamedTuple):
-    """What a paper says of a figure, and what comes of it here. holds: whether the trend is the
-    same; None where the paper says nothing.
-    """
+    """A claim of a paper about a figure, and the result here."""
 
     claim: str
+    """The claim."""
     paper: str
+    """The paper's numbers."""
     ours: str
+    """Our numbers."""
     holds: bool | None
+    """Whether the trend is the same; None where the paper says nothing."""
 
 
 class Figure(NamedTuple):
-    """tasks: what is run for it. claims: by its rows."""
+    """A figure of a paper."""
 
     title: str
+    """Title of the figure."""
     tasks: Callable[[Data], list[Task]]
+    """Function that returns the tasks to run."""
     claims: Callable[[list[Row]], list[Claim]]
+    """Function from the rows to the claims."""
 
 
 def between(values: Iterable[float]) -> str:
-    """The least and the most."""
+    """Return the minimum and the maximum in words."""
     known = list(values)
     return f"{min(known):g} to {max(known):g}" if known else "none"

@@ -1,4 +1,4 @@
-"""`python -m experiments.profile`: what the time of a step goes to."""
+"""Time of a step by its parts: `python -m experiments.profile`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,20 +26,19 @@ def profile(
     place: Place = "cpu",
     runs: Runs = 3,
     streams: Annotated[
-        int, typer.Option(min=1, help="Requests that decode at once, at context 512.")
+        int, typer.Option(min=1, help="Number of requests that decode at once, at context 512.")
     ] = 8,
     picture: Annotated[
         Path,
-        typer.Option(
-            callback=report_option, help="Where the picture is written, as a page for browsers."
-        ),
+        typer.Option(callback=report_option, help="Picture to write, as an HTML page."),
     ] = Path("profile.html"),
     save: Save = None,
 ) -> None:
-    """What the time of a step goes to (CPU only): one in which requests decode, one with a window
-    of a job beside them, and the loss and backward pass of that window, split into products,
-    attention, adapters, head and loss, sampling, elementwise operations, Python and waiting, each
-    beside what it takes at least.
+    """Measure the parts of a step on a CPU, each beside its floor.
+
+    The steps: requests decode; they decode beside a window of a job; the loss and the backward pass
+    of that window. The parts: products, attention, adapters, head and loss, sampling, elementwise
+    operations, Python and waiting.
     """
     from experiments.profile import steps as experiment
     from experiments.profile.page import profile_html
@@ -52,7 +51,7 @@ def profile(
 
 
 def _fill(table: "Table", result: dict[str, Any]) -> None:
-    """Each part of each kind of step, its share, and its floor."""
+    """Fill the table of each part of each kind of step, its share, and its floor."""
     table.add_column("")
     for step in result["steps"]:
         for name in (f"{step['step']} ms", "share", "floor ms"):

@@ -1,5 +1,5 @@
-"""What the parts of a step take at least: bytes read once at the bandwidth, or FLOPs at the peak,
-whichever is longer.
+"""Floors of the parts of a step: bytes read once at the bandwidth, or FLOPs at the peak, whichever
+takes longer.
 
 FLOPs are counted from the graphs. Of bytes, products count their weights, attention its keys and
 values, adapters their parameters, sampling the logits, and all else the rows that it reads and
@@ -33,18 +33,20 @@ _READ_ONCE = ("products", "adapters", "head and loss")
 
 @dataclass(kw_only=True)
 class Work:
-    """What a part of a step does at least."""
+    """Minimum work of a part of a step."""
 
     flops: float = 0.0
+    """FLOPs."""
     bytes: float = 0.0
+    """Bytes read."""
 
     def seconds(self, *, flops_per_s: float, bytes_per_s: float) -> float:
-        """At these speeds."""
+        """Return the seconds at these speeds."""
         return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
 class Floors:
-    """The work of steps of one model, in which one adapter is trained."""
+    """Work of the steps of one model, in which one adapter is trained."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._backbone = adapter.backbone
@@ -61,8 +63,8 @@ class Floors:
         }
 
     def forward(self, contexts: Sequence[int], window_rows: int) -> dict[str, Work]:
-        """A forward pass of requests that decode with this many keys each, and of a window of a
-        sequence's first rows.
+        """Return the work of a forward pass of requests that decode with this many keys each, and
+        of a window of a sequence's first rows.
         """
         found: dict[str, Work] = defaultdict(Work)
         graphs = self._backbone.local.graphs
@@ -88,7 +90,7 @@ class Floors:
         return self._with_read_once(found, used)
 
     def backward(self, rows: int) -> dict[str, Work]:
-        """The loss of a sequence, and its way back through all blocks."""
+        """Return the work of the loss of a sequence and of the backward pass through all blocks."""
         found: dict[str, Work] = defaultdict(Work)
         load = self._load(rows, rows / 2)
         loss = self._programs.loss

@@ -1,9 +1,8 @@
-"""What a step's time goes to: a backend that writes down how long each of its calls took, by what
-it is for.
+"""A ledger of a step's time: a backend that records the time of each of its calls, by part.
 
-Backends are the seam where all that takes long passes through. What PyTorch does beside them (sums
-of residuals, copies into saved tensors, keys and values into pages) is told from plain Python by
-PyTorch's own profiler, in steps of their own: it would slow down the others.
+All that takes long passes through the backend. What PyTorch does beside it (sums of residuals,
+copies into saved tensors, keys and values into pages) is told from plain Python by PyTorch's own
+profiler, in steps of their own: it would slow down the others.
 """
 
 import os
@@ -57,13 +56,13 @@ _PREFIX = "coserve: "
 
 
 def part_of(method: str) -> str:
-    """Which of `PARTS` a method of a backend belongs to."""
+    """Return the part of `PARTS` that a method of a backend belongs to."""
     return next((part for piece, part in _PARTS_BY_NAME.items() if piece in method), "elementwise")
 
 
 class Ledger:
-    """Seconds of steps by part, by a clock (see `machine.best_clock`). Does nothing but when it is
-    asked to measure a step.
+    """A recorder of the seconds of steps by part, by a clock (`machine.best_clock`), which is idle
+    except while it measures a step.
     """
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
@@ -73,15 +72,19 @@ class Ledger:
         self._thread_s = 0.0
 
     def watch(self, backend: Backend, head: Collection[int]) -> Backend:
-        """The same backend under watch; head: addresses of the head's weights, whose products count
-        as the head's.
+        """Return a backend that records its calls.
+
+        Args:
+            backend: The backend.
+            head: Addresses of the head's weights, whose products count as the head's.
         """
         return cast(Backend, _WatchedBackend(backend, self, frozenset(head)))
 
     def timed(self, step: Callable[[], object]) -> dict[str, float]:
-        """Seconds of a step by part; "Python" has what PyTorch does beside the backend, too.
-        "waiting" is the time in which this thread did not run, outside of the backend's calls (none
-        by a clock that stands still then). The sum is the step.
+        """Return the seconds of a step by part; the sum is the step.
+
+        "Python" includes what PyTorch does beside the backend. "waiting" is the time in which this
+        thread did not run, outside of the backend's calls (none by a clock that stands still then).
         """
         self._seconds.clear()
         self._thread_s, self._mode = 0.0, "timed"
@@ -95,7 +98,7 @@ class Ledger:
         return {**self._seconds, "Python": python_s, "waiting": rest_s - python_s}
 
     def traced(self, step: Callable[[], object]) -> dict[str, float]:
-        """Seconds of PyTorch's operations beside the backend's calls: "elementwise", and
+        """Return the seconds of PyTorch's operations beside the backend's calls: "elementwise", and
         "sampling".
         """
         self._mode = "traced"
@@ -114,7 +117,7 @@ class Ledger:
     def run(
         self, part: str, call: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
     ) -> Any:
-        """Make a call of the backend."""
+        """Make a call of the backend, and record its time."""
         if self._mode == "off":
             return call(*args, **named)
         if self._mode == "traced":
@@ -127,7 +130,7 @@ class Ledger:
         return result
 
     def run_calls(self, calls: TracedCalls, step: TracedStep) -> Tensor:
-        """Run what was traced: what each of its kernels takes is that kernel's part."""
+        """Run traced calls, and record the time of each kernel for its part."""
         if self._mode != "timed":
             return cast(Tensor, self.run("products", calls.run, (step,), {}))
         thread_s, start_s = time.thread_time(), self._clock()
@@ -141,7 +144,7 @@ class Ledger:
 
 
 class _WatchedBackend:
-    """Every method of a backend, by way of a ledger."""
+    """A backend whose methods go through a ledger."""
 
     def __init__(self, inner: Backend, ledger: Ledger, head: frozenset[int]) -> None:
         self._inner, self._ledger, self._head = inner, ledger, head
@@ -210,13 +213,14 @@ class _WatchedCalls(TracedCalls):
 
 
 def median_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The step of the median length."""
+    """Return the step of the median length."""
     return sorted(steps, key=lambda parts: sum(parts.values()))[len(steps) // 2]
 
 
 def split_rest(timed: dict[str, float], traced: dict[str, float]) -> dict[str, float]:
-    """A timed step with PyTorch's operations, as they were traced, taken out of "Python" (if
-    tracing took longer than all of that, each operation counts for less).
+    """Return a timed step with PyTorch's traced operations taken out of "Python".
+
+    If tracing took longer than all of that, each operation counts for less.
     """
     found = {part: timed.get(part, 0.0) for part in PARTS}
     factor = min(1.0, timed["Python"] / max(sum(traced.values()), 1e-9))
@@ -227,8 +231,8 @@ def split_rest(timed: dict[str, float], traced: dict[str, float]) -> dict[str, f
 
 
 def _add_operations(events: Iterable[Any], part: str, found: defaultdict[str, float]) -> None:
-    """The outermost operations among these events and below; what is inside of the backend's calls
-    was timed.
+    """Add the times of the outermost operations among these events and below, without those inside
+    the backend's calls, which are timed.
     """
     for event in events:
         if event.name == SAMPLING:
@@ -240,8 +244,10 @@ def _add_operations(events: Iterable[Any], part: str, found: defaultdict[str, fl
 def peak_flops_per_s(
     dtype: torch.dtype, clock: Clock = time.perf_counter, *, size: int = 2048
 ) -> float:
-    """FLOP/s of a large product of PyTorch's: the fastest of a few, in this dtype or in float32,
-    which is what kernels compute in where instructions for a smaller dtype are slower.
+    """Return the FLOP/s of a large product in PyTorch: the fastest of a few, in this dtype or in
+    float32.
+
+    Kernels compute in float32 where instructions for a smaller dtype are slower.
     """
 
     def product_s(computed: torch.dtype) -> float:

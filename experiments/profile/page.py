@@ -1,6 +1,4 @@
-"""The picture of `python -m experiments.profile`: each kind of step as two piles, what was measured and the
-floors.
-"""
+"""Picture of `python -m experiments.profile`: each kind of step beside its floors."""
 
 from typing import Any
 
@@ -20,7 +18,7 @@ _COLOURS = {
 
 
 def profile_html(result: dict[str, Any]) -> str:
-    """The page, from what `profile.run` found."""
+    """Return the page of a result of `profile.run`."""
     title = "Where the time of a step goes"
     entries = legend([("box", colour, part) for part, colour in _COLOURS.items()])
     figures = "".join(

@@ -1,4 +1,4 @@
-"""What the time of a step goes to, part by part, each beside the least that it could take."""
+"""Measurement of the parts of a step, each beside its floor."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,14 +36,16 @@ _RELAXED = Slo(ttft_s=1e3, tpot_s=1e3)
 def run(
     backbone: Backbone, *, runs: int, streams: int = 8, context: int = 512, rows: int = 512
 ) -> dict[str, Any]:
-    """Three kinds of steps: requests decode (`streams` of them, which draw their tokens, after
-    `context` others); they decode, and a window of a job goes forward (its first of `rows` rows, as
-    many as cost least beside them); the loss and the whole backward pass of all of them, by itself.
-    Medians over `runs` turns, after one that warms up. In a turn the three run as they are and by
-    part, every other turn the other way round: what else the machine does weighs on both alike.
+    """Measure three kinds of steps, by part.
+
+    Requests decode (`streams` of them, which draw their tokens, after `context` others); they
+    decode beside a window of a job (its first of `rows` rows, as many as cost least beside them);
+    the loss and the whole backward pass of all rows, by itself. Medians over `runs` turns, after
+    one that warms up. In a turn the three run as they are and by part, in alternating order, so
+    that other load affects both alike.
 
     Raises:
-        CoserveError: on another device than a CPU, where calls do not wait for their results.
+        CoserveError: The device is not a CPU; elsewhere calls do not wait for their results.
     """
     if backbone.device.type != "cpu":
         raise CoserveError(
@@ -106,9 +108,9 @@ def run(
 
 
 class _Bench:
-    """An engine under watch, with requests and a job that do not end before the last turn.
+    """An engine with requests and a job that do not end before the last turn.
 
-    windows: rows of each that was measured.
+    `windows` has the rows of each measured window.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class _Bench:
         engine.submit(examples, config, adapter=LORA)
 
     def step(self, kind: str, measure: Callable[[Callable[[], object]], T]) -> T:
-        """The next step of this kind, measured; those before it are made."""
+        """Run until the next step of a kind, and measure it."""
         self._engine.policy = make_policy(_POLICIES[kind])
         while True:
             found = measure(self._engine.step)
@@ -160,7 +162,7 @@ class _Bench:
 
 
 def _kind(plan: Plan) -> str | None:
-    """Of a step; None for one that is not measured."""
+    """Return the kind of a step; None for one that is not measured."""
     kinds = {rows.kind for rows in plan.rows}
     if plan.updates:
         return None

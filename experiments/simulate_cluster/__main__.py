@@ -1,4 +1,4 @@
-"""`coserve simulate`: what would come of it on hardware that is not here, in virtual time."""
+"""A day of traffic on modelled hardware: `python -m experiments.simulate_cluster`."""
 
 import json
 import time
@@ -22,42 +22,47 @@ def simulate_cluster(
         Path,
         typer.Option(
             metavar="FILE",
-            help="Requests: arrivals and lengths, as Azure or BurstGPT publish them.",
+            help="Trace with arrivals and lengths, in the format of Azure or BurstGPT.",
         ),
     ],
     jobs: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Fine-tuning jobs, as Philly's: submit_s,num_gpus,duration_s. [none]",
+            help="Fine-tuning jobs, in the format of Philly's: submit_s,num_gpus,duration_s. [none]",
         ),
     ] = None,
     where: Where = None,
     nodes: Annotated[
-        int, typer.Option(min=1, help="Devices, or groups of --tensor-parallel devices.")
+        int,
+        typer.Option(min=1, help="Number of devices, or of groups of --tensor-parallel devices."),
     ] = 1000,
     hardware: Annotated[
-        str, typer.Option(metavar="NAME", help="Such as a100, h100, h200, a40.")
+        str, typer.Option(metavar="NAME", help="Modelled hardware, such as a100, h100, h200, a40.")
     ] = "h100",
     tensor_parallel: TensorParallel = 1,
     model: Annotated[
-        str, typer.Option(help="A directory, a hub id, or dummy:PRESET.")
+        str, typer.Option(help="Directory, hub id, or dummy:PRESET.")
     ] = "dummy:llama-3.1-8b",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     rate: Annotated[
         float | None,
         typer.Option(min=1e-6, max=1e9, help="Requests per second over the cluster. [the trace's]"),
     ] = None,
-    hours: Annotated[float, typer.Option(min=0.001, max=1e6, help="Of virtual time.")] = 24.0,
-    cell: Annotated[int, typer.Option(min=1, help="Nodes that one scheduler places on.")] = 8,
+    hours: Annotated[float, typer.Option(min=0.001, max=1e6, help="Hours of virtual time.")] = 24.0,
+    cell: Annotated[
+        int, typer.Option(min=1, help="Number of nodes that one scheduler places on.")
+    ] = 8,
     placement: Annotated[
-        str, typer.Option(help="A file of coserve/cluster/placement, such as lemix.")
+        str, typer.Option(help="Name of the placement, such as lemix.")
     ] = "slack-affinity",
-    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
     save: Save = None,
 ) -> None:
-    """A day of traffic on a cluster: attainment, latencies, what is trained, and what the coarse
-    model of a node errs by beside the engine itself.
+    """Simulate a day of traffic on a cluster.
+
+    Shows attainment, latencies, tokens trained, and the errors of the coarse model of a node beside
+    the engine itself.
     """
     from coserve.bench.results import save_result
     from coserve.cli.tables import console
@@ -105,7 +110,7 @@ def simulate_cluster(
 
 
 def _print(result: dict[str, Any]) -> None:
-    """What came of it, the errors of the coarse model, and the line of JSON."""
+    """Print the result, the errors of the coarse model, and the line of JSON."""
     from coserve.cli.tables import console, table
 
     shown = table("", ">", title=f"{result['nodes']} × {result['hardware']}, {result['model']}")

@@ -1,12 +1,12 @@
 """A cluster of hundreds of modelled devices through a day: requests of a trace, and jobs as
-fine-tuning load (M12).
+fine-tuning load.
 
 LeMix's three levels (section V-C): a load balancer gives requests and jobs to cells in turns; in
-each cell the scheduler of real nodes places them on its nodes; each node serves and trains, as the
-coarse model of an engine has it (`experiments.cluster_simulation.fluid`). Cells do not depend on one
-another, and are simulated by several processes.
+each cell the scheduler of real nodes places them on its nodes; each node serves and trains by the
+coarse model of an engine (`experiments.cluster_simulation.fluid`). Cells are independent, and run
+in several processes.
 
-What the coarse model errs by is measured first: the engine itself on modelled devices, and the
+The error of the coarse model is measured first: the engine itself on modelled devices, and the
 coarse model, with the same requests and jobs.
 """
 
@@ -44,18 +44,24 @@ Watch = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleConfig:
-    """rate: requests per second over the cluster. seconds: of the day. cell_nodes: that one
-    scheduler places on.
-    """
+    """Settings of the simulation."""
 
     num_nodes: int
+    """Number of nodes."""
     rate: float
+    """Requests per second over the cluster."""
     seconds: float = 86400.0
+    """Length of the day."""
     cell_nodes: int = 8
+    """Nodes that one scheduler places on."""
     placement: str = "slack-affinity"
+    """Name of the placement."""
     ttft_s: float = 2.0
+    """SLO: seconds to the first token."""
     seed: int = 0
+    """Seed."""
     workers: int = 2
+    """Number of processes."""
 
     @property
     def num_cells(self) -> int:
@@ -63,26 +69,39 @@ class ScaleConfig:
 
 
 class _Kind(NamedTuple):
-    """What every node of the cluster is."""
+    """Facts that all nodes of the cluster share."""
 
     hardware: str
+    """Name of the device."""
     profile: Profile
+    """Profile of the model on it."""
     node: NodeProfile
+    """Profile of a node."""
     num_pages: int
+    """Pages of the pool."""
     tpot_s: float
+    """SLO: mean seconds per later token."""
 
 
 class _Cell(NamedTuple):
-    """What came of a cell."""
+    """Result of a cell."""
 
     num_requests: int
+    """Number of requests."""
     num_attained: int
+    """Number of requests that held both SLOs."""
     ttfts_s: array  # type: ignore[type-arg]  # of floats
+    """Seconds to the first token of each answer, as floats."""
     busy_s: float
+    """Seconds of work of all nodes."""
     tokens_trained: float
+    """Tokens trained."""
     num_jobs: int
+    """Number of jobs."""
     num_jobs_ended: int
+    """Number of jobs that ended."""
     scheduling_s: float
+    """Real processor seconds of the scheduler."""
 
 
 def run(
@@ -92,8 +111,15 @@ def run(
     config: ScaleConfig,
     watch: Watch = lambda words: None,
 ) -> dict[str, Any]:
-    """As JSON. jobs: their moments are from the day's start; each is a task for each of its GPUs,
-    as long on a whole device of this kind as it took there.
+    """Simulate the cluster, and return the result as JSON.
+
+    Args:
+        place: A modelled device.
+        trace: Requests.
+        jobs: Jobs, with times from the day's start; each is a task for each of its GPUs, as long on
+            a whole device of this kind as it took there.
+        config: Settings.
+        watch: Function that is called with what is being done.
     """
     kind = _kind(place)
     watch(f"the coarse model of a node beside the engine: {_CHECK_S:g} s on {_CHECK_NODES} nodes")
@@ -112,8 +138,9 @@ def run(
 def requests_of_cell(
     trace: Sequence[TracedRequest], *, rate: float, seconds: float, cell: int, num_cells: int
 ) -> list[TracedRequest]:
-    """The requests that a load balancer gives to a cell in turns, of a trace that is stretched to
-    this rate and played again from its start when it is over.
+    """Return the requests that a load balancer gives to a cell in turns.
+
+    The trace is stretched to the rate, and played again from its start when it is over.
     """
     number = round(rate * seconds)
     span_s = (trace[-1].at_s - trace[0].at_s) * len(trace) / max(1, len(trace) - 1) or 1.0
@@ -133,7 +160,7 @@ def requests_of_cell(
 
 
 def jobs_of_day(jobs: Sequence[TracedJob], seconds: float) -> list[TracedJob]:
-    """Those that are submitted in the time that begins with the median job, from its start on."""
+    """Return the jobs that are submitted in the period that begins with the median job."""
     if not jobs:
         raise DataError("there are no jobs")
     start_s = sorted(job.at_s for job in jobs)[len(jobs) // 2]
@@ -196,7 +223,7 @@ def _run_cell(cell: int) -> _Cell:
 
 
 def _attained(outcome: TaskOutcome) -> bool:
-    """Whether both SLOs were held; of one that still runs, the first."""
+    """Return whether both SLOs were held, or the first one if the request still runs."""
     task = outcome.task
     assert task.ttft_s is not None and task.tpot_s is not None
     tpot_s = _tpot_s(outcome)
@@ -292,8 +319,8 @@ def _check(
     rate: float,
     config: ScaleConfig,
 ) -> dict[str, Any]:
-    """Of the same requests, and a job on each node that does not end: what the engine and the
-    coarse model come to.
+    """Return the results of the engine and of the coarse model with the same requests, and a job on
+    each node that does not end.
     """
     requests = requests_of_cell(
         trace, rate=rate * _CHECK_NODES, seconds=_CHECK_S, cell=0, num_cells=1

@@ -1,9 +1,10 @@
-"""Records which functions of a package run in this process: Python imports this file at its start.
+"""A recorder of the functions of a package that run in this process: Python imports this file at
+its start.
 
 `experiments/stations.py` puts this folder on PYTHONPATH. Where its variables are set, every process
 and its threads write a line of JSON for each function when it first runs in a window of time, and
-for each pair of files of which one calls the other. Which window it is says one byte of a shared
-file: 0 is none.
+for each pair of files of which one calls the other. One byte of a shared file has the number of the
+window; 0: none.
 """
 
 import json
@@ -21,7 +22,7 @@ _CO_OPTIMIZED = 1
 
 
 class _Recorder:
-    """Writes what is new in the window that is open."""
+    """A recorder of what is new in the open window."""
 
     def __init__(self, place: str, package: str) -> None:
         self._place, self._prefix = place, package.rstrip(os.sep) + os.sep
@@ -31,12 +32,12 @@ class _Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a file of this process's own."""
+        """Open a file of this process's own."""
         self._seen: set[Any] = set()
         self._file: int | None = None
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        """Take a call; see `sys.setprofile`."""
+        """Record a call (`sys.setprofile`)."""
         if event != "call" or not (window := self._window[0]):
             return
         code, caller = frame.f_code, frame.f_back
