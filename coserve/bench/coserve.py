@@ -149,14 +149,14 @@ def run(
             Engine.from_backbone(backbone, config), lora, streams=streams, num_jobs=num_jobs
         )
 
-    found = _measure(make_bench(is_deterministic=False), train_peft, runs=runs, seconds=seconds)
+    turns = _measure(make_bench(is_deterministic=False), train_peft, runs=runs, seconds=seconds)
     result = {
         "streams": streams,
         "jobs": num_jobs,
-        **_numbers(found),
+        **_numbers(turns),
         "peft_alone_tokens_per_s": _SEQUENCE / median(peft_s),
-        "prediction_error_median": percentile(found.both.errors, 0.5),
-        "prediction_error_p95": percentile(found.both.errors, 0.95),
+        "prediction_error_median": percentile(turns.both.errors, 0.5),
+        "prediction_error_p95": percentile(turns.both.errors, 0.95),
     }
     if deterministic:
         bench = make_bench(is_deterministic=True)
@@ -201,13 +201,13 @@ def _slo(solo_s: float) -> Slo:
     return Slo(ttft_s=_TTFT_S, tpot_s=_OBJECTIVE_STEPS * solo_s)
 
 
-def _numbers(found: _Turns) -> dict[str, Any]:
-    both, alone = found.both, found.alone
+def _numbers(turns: _Turns) -> dict[str, Any]:
+    both, alone = turns.both, turns.alone
     return {
-        "objective_tpot_ms": 1e3 * _OBJECTIVE_STEPS * median(found.solo_s),
+        "objective_tpot_ms": 1e3 * _OBJECTIVE_STEPS * median(turns.solo_s),
         "objective_ttft_ms": 1e3 * _TTFT_S,
-        "solo_step_ms": 1e3 * median(found.solo_s),
-        "solo_steps_ms": [1e3 * each for each in found.solo_s],
+        "solo_step_ms": 1e3 * median(turns.solo_s),
+        "solo_steps_ms": [1e3 * each for each in turns.solo_s],
         "tpot_p50_ms": both.tpot_ms(0.5),
         "tpot_p99_ms": both.tpot_ms(0.99),
         "tpot_p99_of_objective": both.tpot_of_slo(0.99),
@@ -220,36 +220,37 @@ def _numbers(found: _Turns) -> dict[str, Any]:
         "inference_only_ttft_p50_ms": alone.ttft_ms(0.5),
         "inference_only_ttft_p99_ms": alone.ttft_ms(0.99),
         "inference_only_attainment": alone.attainment,
-        "tuning_only_tokens_per_s": found.jobs.tuning_tokens_per_s,
-        **_divided(found),
+        "tuning_only_tokens_per_s": turns.jobs.tuning_tokens_per_s,
+        **_divided(turns),
     }
 
 
-def _divided(found: _Turns) -> dict[str, Any]:
+def _divided(turns: _Turns) -> dict[str, Any]:
     """Return the share of divided steps among those with work of jobs, and what is reached without
     dividing.
     """
-    both, turns = found.both, found.in_turns
-    if turns is None:
+    both, in_turns = turns.both, turns.in_turns
+    if in_turns is None:
         return {}
     return {
         "divided_share": both.num_divided_steps / max(1, both.num_tuning_steps),
-        "in_turns_tokens_per_s": turns.tuning_tokens_per_s,
-        "in_turns_tpot_p99_of_objective": turns.tpot_of_slo(0.99),
-        "in_turns_attainment": turns.attainment,
+        "in_turns_tokens_per_s": in_turns.tuning_tokens_per_s,
+        "in_turns_tpot_p99_of_objective": in_turns.tpot_of_slo(0.99),
+        "in_turns_attainment": in_turns.attainment,
     }
 
 
-def _with_cost(found: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+def _with_cost(numbers: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
     """Return results with the cost of a decode step, a prompt (TTFT alone) and a trained token, in
     times the default's.
     """
     times = {
-        name: found[name] / default[name] for name in ("solo_step_ms", "inference_only_ttft_p50_ms")
+        name: numbers[name] / default[name]
+        for name in ("solo_step_ms", "inference_only_ttft_p50_ms")
     }
-    trained = default["tuning_only_tokens_per_s"] / found["tuning_only_tokens_per_s"]
+    trained = default["tuning_only_tokens_per_s"] / numbers["tuning_only_tokens_per_s"]
     return {
-        **found,
+        **numbers,
         "cost_decode": times["solo_step_ms"],
         "cost_prompt": times["inference_only_ttft_p50_ms"],
         "cost_training": trained,

@@ -401,8 +401,8 @@ class Demo:
             messages[-1]["content"]
             for messages in self._lesson.questions[: self._config.num_scored]
         ]
-        told = after or ["–"] * len(asked)
-        shown = list(zip(asked, before, told, strict=True))[: self._config.num_questions]
+        answers = after or ["–"] * len(asked)
+        shown = list(zip(asked, before, answers, strict=True))[: self._config.num_questions]
         return {
             "model": status["model"],
             "dtype": status["dtype"],

@@ -64,11 +64,11 @@ def versions(vllm: Path | None = None) -> str:
     Args:
         vllm: Python of an environment with vLLM.
     """
-    found = [f"coserve {VERSION}", f"Python {platform.python_version()}"]
+    names = [f"coserve {VERSION}", f"Python {platform.python_version()}"]
     for name in ("torch", "transformers", "peft"):
         with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return ", ".join([*found, f"vLLM {vllm_version(vllm)}"] if vllm is not None else found)
+            names.append(f"{name} {version(name)}")
+    return ", ".join([*names, f"vLLM {vllm_version(vllm)}"] if vllm is not None else names)
 
 
 def own_cores() -> tuple[int, ...]:
@@ -137,8 +137,8 @@ class PeakMemory:
     def held_elsewhere(self, num_bytes: int) -> None:
         """Record the bytes that were held elsewhere since the last call or the start."""
         if self._is_cuda:
-            found = torch.cuda.max_memory_allocated(self._device) - self._before
-            self.num_bytes = max(self.num_bytes, found + num_bytes)
+            peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+            self.num_bytes = max(self.num_bytes, peak_bytes + num_bytes)
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             with record_function(f"{_ELSEWHERE} {num_bytes}"):
@@ -196,11 +196,11 @@ def read_bytes_per_s(device: torch.device, clock: Clock | None = None) -> float:
     """
     buffer = torch.ones(_BUFFER_BYTES // 4, device=device)
     buffer.sum()
-    found = [
+    times_s = [
         time_s(buffer.sum, device) if clock is None else seconds_of(buffer.sum, clock)
         for _ in range(5)
     ]
-    return _BUFFER_BYTES / min(found)
+    return _BUFFER_BYTES / min(times_s)
 
 
 def weight_bytes(backbone: Backbone) -> int:

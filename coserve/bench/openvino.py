@@ -52,8 +52,8 @@ class OpenVino:
             raise CoserveError(
                 f"OpenVINO did not answer: {said[-1] if said else 'it printed nothing'}"
             )
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 @contextmanager

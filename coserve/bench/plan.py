@@ -218,17 +218,17 @@ def plan(
     number = num_devices or max(1, ceil(busiest.rate / saturation))
     watch(f"{number} devices; jobs alone on one")
     alone = bench.run(JOBS_ALONE, [], slo)[0].tuning_tokens_per_s
-    found = []
+    hour_plans = []
     for index, hour in enumerate(hours):
         watch(f"hour {index}: {hour.rate:.3g} requests/s")
-        found.append(_hour_plan(bench, hour, slo, number, alone))
+        hour_plans.append(_hour_plan(bench, hour, slo, number, alone))
     return Plan(
         place=place.name,
         slo=slo,
         length_factor=factor,
         saturation=saturation,
         num_devices=number,
-        hours=found,
+        hours=hour_plans,
         alone_tokens_per_s=alone,
         price=price,
     )
@@ -252,6 +252,6 @@ def _hour_plan(
     )
 
 
-def short_of_slos(found: Plan) -> list[int]:
+def short_of_slos(plan: Plan) -> list[int]:
     """Return the hours in which fewer requests than promised hold their SLOs."""
-    return [index for index, hour in enumerate(found.hours) if hour.attainment < ATTAINMENT]
+    return [index for index, hour in enumerate(plan.hours) if hour.attainment < ATTAINMENT]

@@ -7,19 +7,19 @@ from coserve.bench.plan import Plan, short_of_slos
 from coserve.bench.report import escape, figure, page, section, subtitle
 
 
-def plan_html(result: dict[str, Any], found: Plan) -> str:
+def plan_html(result: dict[str, Any], plan: Plan) -> str:
     """Return the page of a plan and of the result that was printed as JSON."""
     title = "What a trace leaves over"
-    short = short_of_slos(found)
+    short = short_of_slos(plan)
     words = (
-        f"{found.num_devices} × {found.place} serve the trace with SLOs of "
-        f"{number(1e3 * found.slo.ttft_s)} ms to the "
-        f"first token and {number(1e3 * found.slo.tpot_s)} ms per later one; a device alone holds "
-        f"{number(found.saturation)} requests/s. In {number(found.num_hours)} hours they also "
+        f"{plan.num_devices} × {plan.place} serve the trace with SLOs of "
+        f"{number(1e3 * plan.slo.ttft_s)} ms to the "
+        f"first token and {number(1e3 * plan.slo.tpot_s)} ms per later one; a device alone holds "
+        f"{number(plan.saturation)} requests/s. In {number(plan.num_hours)} hours they also "
         f"train "
-        f"{number(found.tuning_tokens)} tokens, at a cost of {number(result['cost'])}. To train as "
+        f"{number(plan.tuning_tokens)} tokens, at a cost of {number(result['cost'])}. To train as "
         f"many on separate "
-        f"devices takes {number(found.num_more_devices)} more of them: "
+        f"devices takes {number(plan.num_more_devices)} more of them: "
         f"{result['separate_devices']} in all, "
         f"{number(result['separate_cost'])}."
     )
@@ -27,40 +27,40 @@ def plan_html(result: dict[str, Any], found: Plan) -> str:
         words += (
             f" Fewer than 99% of requests held both SLOs in the hours {', '.join(map(str, short))}."
         )
-    charts = _rates(found) + _left_over(found)
+    charts = _rates(plan) + _left_over(plan)
     error = f'<p class="note">{escape(result["model_error"]["words"])}</p>'
     body = f'<p>{escape(words)}</p>{error}<div class="pair">{charts}</div>{_table(result)}'
     return page(title, f"<h1>{title}</h1>{subtitle(result)}{section('Hour by hour', body)}")
 
 
-def _rates(found: Plan) -> str:
+def _rates(plan: Plan) -> str:
     points = [
-        (index + at, hour.rate / found.num_devices)
-        for index, hour in enumerate(found.hours)
+        (index + at, hour.rate / plan.num_devices)
+        for index, hour in enumerate(plan.hours)
         for at in (0.0, 1.0)
     ]
-    high = nice_high([*(rate for _, rate in points), found.saturation], least=1e-3)
+    high = nice_high([*(rate for _, rate in points), plan.saturation], least=1e-3)
     y = Axis(label="requests/s", low=0, high=high)
-    most = line([(0, found.saturation), (len(found.hours), found.saturation)], "ink", dashed=True)
+    most = line([(0, plan.saturation), (len(plan.hours), plan.saturation)], "ink", dashed=True)
     caption = "Requests of each device (dashed: what one holds without jobs)"
-    return figure(caption, chart(caption, _hours(found), y, [line(points, "blue"), most]))
+    return figure(caption, chart(caption, _hours(plan), y, [line(points, "blue"), most]))
 
 
-def _left_over(found: Plan) -> str:
+def _left_over(plan: Plan) -> str:
     bars = [
         (index + 0.1, index + 0.9, [hour.tuning_tokens_per_s])
-        for index, hour in enumerate(found.hours)
+        for index, hour in enumerate(plan.hours)
     ]
-    high = nice_high((hour.tuning_tokens_per_s for hour in found.hours), least=1e-3)
+    high = nice_high((hour.tuning_tokens_per_s for hour in plan.hours), least=1e-3)
     y = Axis(label="tuning tokens/s, all devices", low=0, high=high)
     caption = "Fine-tuning in what requests leave over"
     return figure(
-        caption, chart(caption, _hours(found), y, [stacks(bars, ["tokens/s"], ["orange"])])
+        caption, chart(caption, _hours(plan), y, [stacks(bars, ["tokens/s"], ["orange"])])
     )
 
 
-def _hours(found: Plan) -> Axis:
-    return Axis(label="hour", low=0, high=len(found.hours))
+def _hours(plan: Plan) -> Axis:
+    return Axis(label="hour", low=0, high=len(plan.hours))
 
 
 def _table(result: dict[str, Any]) -> str:

@@ -122,8 +122,8 @@ def _comparison(results: dict[str, Any]) -> str:
     phases, slos = results["phases"], results["objectives"]
 
     def served(read: Callable[[dict[str, Any]], str]) -> list[str]:
-        found = [phases[name]["summary"] for name in ("requests", "both")]
-        return [*(read(summary) for summary in found), ""]
+        summaries = [phases[name]["summary"] for name in ("requests", "both")]
+        return [*(read(summary) for summary in summaries), ""]
 
     def engine(read: Callable[[dict[str, Any]], str]) -> list[str]:
         return [*(read(phases[name]["engine"]) for name in ("requests", "both")), ""]
@@ -186,11 +186,11 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
     the same request.
     """
     slo = results["objectives"][kind]
-    found = {
+    by_phase = {
         name: [o for o in results["phases"][name]["outcomes"] if o[kind]]
         for name in ("requests", "both")
     }
-    values = [outcome[kind] for outcomes in found.values() for outcome in outcomes] + [slo]
+    values = [outcome[kind] for outcomes in by_phase.values() for outcome in outcomes] + [slo]
     x = Axis(label="seconds from the start of the trace", low=0, high=results["config"]["seconds"])
     # Few are far below the others (two tokens that arrive at once): they are at the edge.
     y = Axis(
@@ -202,9 +202,12 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
     # Requests after the end of the job have a colour of their own.
     end_s = results["phases"]["both"].get("job_end_s") or float("inf")
     groups = [
-        (_PHASES["requests"], found["requests"]),
-        (_PHASES["both"], [o for o in found["both"] if o["arrival_s"] <= end_s]),
-        (("after the job had ended", "dim"), [o for o in found["both"] if o["arrival_s"] > end_s]),
+        (_PHASES["requests"], by_phase["requests"]),
+        (_PHASES["both"], [o for o in by_phase["both"] if o["arrival_s"] <= end_s]),
+        (
+            ("after the job had ended", "dim"),
+            [o for o in by_phase["both"] if o["arrival_s"] > end_s],
+        ),
     ]
     marks, entries = [rule(slo)], []
     for (name, colour), outcomes in groups:

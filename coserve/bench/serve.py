@@ -71,13 +71,13 @@ def run(
                         at_s=0.0, num_prompt_tokens=prompt_tokens, num_output_tokens=output_tokens
                     )
                 ] * (number * (_ROUNDS if turn else 1))
-                found = asyncio.run(
+                answered = asyncio.run(
                     closed_loop(url, requests, body, concurrent=number, api_key=api_key)
                 )
-                _check(name, found)
+                _check(name, answered)
                 if turn:
-                    speeds[name].append(_tokens_per_s(found))
-                    outcomes[name] += found
+                    speeds[name].append(_tokens_per_s(answered))
+                    outcomes[name] += answered
         rows += [
             {
                 "server": name,

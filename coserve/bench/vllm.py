@@ -22,14 +22,14 @@ def vllm_version(python: Path) -> str:
     Raises:
         CoserveError: It has no vLLM that starts; the message has its last line of output.
     """
-    found = subprocess.run(
+    ran = subprocess.run(
         [python, "-c", "import vllm; print(vllm.__version__)"], capture_output=True, text=True
     )
-    if found.returncode:
+    if ran.returncode:
         raise CoserveError(
-            f"vLLM does not start with {python}: {(found.stderr.strip().splitlines() or ['?'])[-1]}"
+            f"vLLM does not start with {python}: {(ran.stderr.strip().splitlines() or ['?'])[-1]}"
         )
-    return found.stdout.splitlines()[-1]
+    return ran.stdout.splitlines()[-1]
 
 
 @contextmanager
