@@ -160,7 +160,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name, result in (("before", before), ("after", after)):
-        print(f"{name}: {result.experiment} at {result.commit or result.version}, {result.date}")
+        code = result.commit or result.version
+        print(f"{name}: {result.experiment} at {code}, {result.date}, load {result.load:g}")
     for line in differences(before, after):
         print(f"not the same {line}")
     both = changes(before.numbers, after.numbers)

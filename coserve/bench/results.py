@@ -61,6 +61,9 @@ class Result:
     machine: Machine
     """Machine that the measurement ran on."""
 
+    load: float
+    """Load average of the machine over the last minute of the run, this process included."""
+
     numbers: Mapping[str, Any]
     """The measurement's own result, as its last line of output has it."""
 
@@ -87,6 +90,7 @@ def save_result(directory: Path, experiment: str, numbers: Mapping[str, Any]) ->
         commit=_commit(),
         date=now.isoformat(timespec="seconds"),
         machine=_machine(),
+        load=round(os.getloadavg()[0], 2),
         numbers=numbers,
     )
     code = result.commit or f"v{VERSION}"

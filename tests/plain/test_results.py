@@ -24,7 +24,7 @@ def test_a_saved_result_has_the_command_the_code_and_the_machine(tmp_path, monke
     assert result.command == "OMP_NUM_THREADS=1 python -m experiments.plan_time --save 'a b'"
     assert (result.version, result.numbers) == (VERSION, {"min_us": 3.5})
     assert result.machine.processor and result.machine.cores >= 1
-    assert result.machine.memory_bytes > 1 << 20
+    assert result.machine.memory_bytes > 1 << 20 and result.load >= 0
 
 
 def test_the_installed_command_is_named_without_its_place(tmp_path, monkeypatch):
