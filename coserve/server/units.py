@@ -45,11 +45,11 @@ def slo_seconds(text: str) -> float:
     number, unit = _number_and_unit(text)
     if not unit:
         raise ValueError(
-            f"{text!r} has no unit; give {number:g}ms (which is {number / 1e3:g}s), or {number:g}s"
+            f"{text!r} has no unit: use {number:g}ms (which is {number / 1e3:g}s), or {number:g}s"
         )
     value = seconds_of(text)
     if not 0 < value < inf:
-        raise ValueError(f"{shown(text)} must be above 0 and finite; give a time such as 40ms")
+        raise ValueError(f"{shown(text)} must be above 0 and finite: use a time such as 40ms")
     return value
 
 

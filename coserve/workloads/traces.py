@@ -63,7 +63,7 @@ def read_jobs(path: str | Path) -> list[TracedJob]:
             job = TracedJob(_seconds(row[0]), _tokens(row[1]), _seconds(row[2]))
         except ValueError:
             raise DataError(
-                f"{path}, line {number}: {', '.join(row)} are no moment, GPUs and seconds"
+                f"{path}, line {number}: {', '.join(row)} are not a time, a number of GPUs and seconds"
             ) from None
         if job.num_gpus and job.duration_s > 0:
             jobs.append(job)
@@ -122,7 +122,7 @@ def read_lengths(path: str | Path) -> list[tuple[int, int]]:
             lengths.append((_tokens(row[0]), _tokens(row[1])))
         except ValueError:
             raise DataError(
-                f"{path}, line {number}: {', '.join(row)} are no numbers of tokens"
+                f"{path}, line {number}: {', '.join(row)} are not numbers of tokens"
             ) from None
     if not lengths:
         raise DataError(f"{path} has no lengths")
@@ -243,7 +243,7 @@ def _seconds(text: str) -> float:
         moment = datetime.fromisoformat(text)
         value = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     if not isfinite(value):
-        raise ValueError(f"{text} is no moment")
+        raise ValueError(f"{text} is not a time")
     return value
 
 

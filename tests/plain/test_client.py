@@ -42,9 +42,7 @@ def test_an_address_in_capitals_is_one():
 
 @pytest.mark.parametrize("key", ["schlüssel", "two\nlines"])
 def test_a_key_that_no_header_holds_is_not_shown(key):
-    with pytest.raises(
-        ServerError, match="the API key is invalid: a key must be ASCII"
-    ) as caught:
+    with pytest.raises(ServerError, match="the API key is invalid: a key must be ASCII") as caught:
         Client(NOBODY, key)
     assert key not in str(caught.value)
 

@@ -72,7 +72,7 @@ def test_durations(text: str, number: float):
 def test_an_slo_has_a_unit():
     assert [slo_seconds(text) for text in ("40ms", "2s", ".5 S")] == pytest.approx([0.04, 2, 0.5])
     for text, words in (
-        ("50", "'50' has no unit; give 50ms (which is 0.05s), or 50s"),
+        ("50", "'50' has no unit: use 50ms (which is 0.05s), or 50s"),
         ("0.5", "0.5ms"),
         ("x", "is no"),
         ("0s", "'0s' must be above 0"),

@@ -306,7 +306,9 @@ def test_jobs_are_read_from_a_trace(tmp_path):
     path.write_text("submit_s,num_gpus,duration_s,virtual_cluster\n5,2,60,a\n9,1,0,a\n")
     assert read_jobs(path) == [TracedJob(5.0, 2, 60.0)]
     path.write_text("submit_s,num_gpus,duration_s\nx,2,60\n")
-    with pytest.raises(DataError, match="line 2: x, 2, 60 are no moment, GPUs and seconds"):
+    with pytest.raises(
+        DataError, match="line 2: x, 2, 60 are not a time, a number of GPUs and seconds"
+    ):
         read_jobs(path)
 
 

@@ -208,7 +208,7 @@ def check_config(config: ServerConfig) -> None:
     for path in config.allow_adapter_paths:
         if not Path(path).is_dir():
             raise CoserveError(
-                f"--allow-adapter-paths {path} is no directory here; every node must be able to "
+                f"--allow-adapter-paths {path} is not a directory here; every node must be able to "
                 f"read it"
             )
 
