@@ -4,6 +4,7 @@ rates that a place holds.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from random import Random
 from statistics import mean
@@ -103,15 +104,9 @@ class Cell:
 
     def row(self) -> dict[str, Any]:
         """Return the numbers as JSON; null for those that separate processes do not report."""
-        played, answered = (
-            self.played,
-            [each for each in self.played.outcomes if each.error is None],
-        )
-        times = {
-            "ttft": [each.ttft_s for each in answered if each.ttft_s is not None],
-            "tpot": [each.tpot_s for each in answered if each.tpot_s is not None],
-            "gap": [gap for each in answered for gap in each.gaps_s],
-        }
+        played = self.played
+        answered = [outcome for outcome in played.outcomes if outcome.error is None]
+        error = played.prediction_error
         return {
             "policy": self.policy,
             "load": self.load,
@@ -120,27 +115,30 @@ class Cell:
             "unanswered": len(played.outcomes) - len(answered),
             "attainment": round(self.attainment, 4),
             "goodput_per_s": rounded(self.attainment * len(played.outcomes) / played.seconds),
-            **{
-                f"{name}_p{share}_ms": milliseconds(percentile(values, share / 100))
-                if values
-                else None
-                for name, values in times.items()
-                for share in (50, 99)
-            },
+            **_percentiles("ttft", [outcome.ttft_s for outcome in answered]),
+            **_percentiles("tpot", [outcome.tpot_s for outcome in answered]),
+            **_percentiles("gap", list(chain.from_iterable(each.gaps_s for each in answered))),
             "inference_tokens_per_s": rounded(played.inference_tokens_per_s),
             "tuning_tokens_per_s": rounded(played.tuning_tokens_per_s),
             "evictions": None if self.is_separate else played.num_evictions,
             "packs_dropped": None if self.is_separate else played.num_drops,
-            "prediction_error": None
-            if played.prediction_error is None
-            else round(played.prediction_error, 4),
+            "prediction_error": None if error is None else round(error, 4),
         }
+
+
+def _percentiles(name: str, values_s: Sequence[float | None]) -> dict[str, float | None]:
+    """Return the median and the p99 of the known times, in milliseconds."""
+    known_s = [value for value in values_s if value is not None]
+    return {
+        f"{name}_p{share}_ms": milliseconds(percentile(known_s, share / 100)) if known_s else None
+        for share in (50, 99)
+    }
 
 
 def policy_of(text: str) -> tuple[str, dict[str, str]]:
     """Return the name and the settings of a policy, from `NAME` or `NAME:KEY=VALUE:…`."""
     name, *pairs = text.split(":")
-    return name, {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+    return name, dict(pair.partition("=")[::2] for pair in pairs)
 
 
 def fitting_factor(trace: Sequence[TracedRequest], latency: LatencyModel, ttft_s: float) -> float:

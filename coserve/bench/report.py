@@ -211,16 +211,16 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
     ]
     marks, entries = [rule(slo)], []
     for (name, colour), outcomes in groups:
-        held, late = (
-            [o for o in outcomes if (o[kind] <= slo) is wanted] for wanted in (True, False)
-        )
+        held = [outcome for outcome in outcomes if outcome[kind] <= slo]
+        late = [outcome for outcome in outcomes if outcome[kind] > slo]
         marks += [
-            dots([_told(o, kind) for o in held], colour),
-            dots([_told(o, kind) for o in late], colour, crossed=True),
+            dots([_dot(outcome, kind) for outcome in held], colour),
+            dots([_dot(outcome, kind) for outcome in late], colour, crossed=True),
         ]
-        entries += [("dot", colour, name)] * bool(outcomes) + [
-            ("cross", colour, f"{name}, too late")
-        ] * bool(late)
+        if outcomes:
+            entries.append(("dot", colour, name))
+        if late:
+            entries.append(("cross", colour, f"{name}, too late"))
     entries.append(("dash", "ink", f"SLO, {_ms(slo)}"))
     caption = f"{words.capitalize()} of every request"
     return figure(
@@ -228,7 +228,7 @@ def _request_chart(results: dict[str, Any], kind: str, words: str) -> str:
     )
 
 
-def _told(outcome: dict[str, Any], kind: str) -> tuple[float, float, str]:
+def _dot(outcome: dict[str, Any], kind: str) -> tuple[float, float, str]:
     words = (
         f"request at {outcome['arrival_s']:.1f} s: {_ms(outcome[kind])}, "
         f"{outcome['num_output_tokens']} tokens"
@@ -248,8 +248,7 @@ def _tuning_rate(results: dict[str, Any]) -> str:
     for name in ("both", "job"):
         bins = _binned(results["phases"][name]["steps"], width_s)
         curves[name] = [
-            ((i + 0.5) * width_s, sum(s[5] + s[6] for s in steps) / 2 / width_s)
-            for i, steps in bins
+            ((index + 0.5) * width_s, _trained(steps) / width_s) for index, steps in bins
         ]
     x = Axis(label="seconds", low=0, high=high_s)
     y = Axis(
@@ -266,16 +265,22 @@ def _tuning_rate(results: dict[str, Any]) -> str:
     return figure(caption, legend(entries) + chart(caption, x, y, marks))
 
 
+def _trained(steps: Iterable[Sequence[float]]) -> float:
+    """Return the tokens that steps train; forward and backward each count half."""
+    return sum(step[5] + step[6] for step in steps) / 2
+
+
+def _mean_rows(steps: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean rows of steps by kind, in the order of `_KINDS`."""
+    return [sum(step[3 + kind] for step in steps) / len(steps) for kind in range(len(_KINDS))]
+
+
 def _rows(results: dict[str, Any]) -> str:
     phase = results["phases"]["both"]
     width_s = max(0.5, phase["seconds"] / _NUM_BINS)
     bins = [
-        (
-            i * width_s,
-            (i + 1) * width_s,
-            [sum(step[3 + k] for step in steps) / len(steps) for k in range(4)],
-        )
-        for i, steps in _binned(phase["steps"], width_s)
+        (index * width_s, (index + 1) * width_s, _mean_rows(steps))
+        for index, steps in _binned(phase["steps"], width_s)
         if steps
     ]
     x = Axis(label="seconds", low=0, high=phase["seconds"])

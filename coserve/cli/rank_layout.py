@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from coserve.adapters.base import AdapterConfig
     from coserve.adapters.layout import AdapterLayout
-    from coserve.graph.ir import Graph
+    from coserve.graph.ir import Graph, Node
     from coserve.graph.program import Program
     from coserve.graph.rematerialize import Weighing
     from coserve.models.local import LocalModel
@@ -74,23 +74,25 @@ def rank_layout(
         "saved": _saved(graph, states, size, program.asked, by),
         "forward": [{"node": node.name, "bytes_per_row": rows[node]} for node in forward],
         "backward": [{"node": node.name, "bytes_per_row": rows[node]} for node in backward],
-        "nodes": [
-            {
-                "node": node.name,
-                "operator": node.op,
-                "weights": {
-                    name: _words(states.get(name, State.WHOLE))
-                    for name in node.input.values()
-                    if graph.spec[name].kind in ("weight", "parameter")
-                },
-                "shape": list(graph.spec[node.outputs[0][1]].shape),
-                "gives": _words(states.get(node.outputs[0][1], State.WHOLE)),
-            }
-            for node in graph.nodes
-        ],
+        "nodes": [_node_row(node, graph, states) for node in graph.nodes],
         "summed": sorted(
             name.removeprefix(prefix) for name in attached.summed if name.startswith(prefix)
         ),
+    }
+
+
+def _node_row(node: "Node", graph: "Graph", states: Mapping[str, AnyState]) -> dict[str, Any]:
+    """Return a node with the states of its weights and of its result."""
+    result = node.outputs[0][1]
+    weights = [
+        name for name in node.input.values() if graph.spec[name].kind in ("weight", "parameter")
+    ]
+    return {
+        "node": node.name,
+        "operator": node.op,
+        "weights": {name: _words(states.get(name, State.WHOLE)) for name in weights},
+        "shape": list(graph.spec[result].shape),
+        "gives": _words(states.get(result, State.WHOLE)),
     }
 
 

@@ -27,7 +27,8 @@ Where = Annotated[
 
 def values_by_column(pairs: Sequence[str] | None) -> dict[str, str]:
     """Return the values of the option by column; the last value of a column counts."""
-    return {
-        column.strip(): value.strip()
-        for column, _, value in (pair.partition("=") for pair in pairs or ())
-    }
+    values = {}
+    for pair in pairs or ():
+        column, _, value = pair.partition("=")
+        values[column.strip()] = value.strip()
+    return values

@@ -302,20 +302,22 @@ def _backward_rows(program: "Program", dtype: Any) -> list[dict[str, Any]]:
     """Return the backward instructions; shapes and bytes are those of the gradients, per row, or of
     a whole parameter.
     """
-    spec = program.graph.spec
-    return [
-        {
-            "instruction": step.kind,
-            "operator": step.node.op,
-            "node": step.node.name,
-            "reads": [name for _, name in step.reads if spec[name].per_row],
-            "gradients": list(step.gradients),
-            "shapes": [list(spec[name].shape) for name in step.gradients],
-            "bytes": sum(spec[name].num_bytes(dtype) for name in step.gradients),
-            "restores": list(step.restores),
-        }
-        for step in program.backward
-    ]
+    spec, rows = program.graph.spec, []
+    for step in program.backward:
+        gradients = [spec[name] for name in step.gradients]
+        rows.append(
+            {
+                "instruction": step.kind,
+                "operator": step.node.op,
+                "node": step.node.name,
+                "reads": [name for _, name in step.reads if spec[name].per_row],
+                "gradients": list(step.gradients),
+                "shapes": [list(gradient.shape) for gradient in gradients],
+                "bytes": sum(gradient.num_bytes(dtype) for gradient in gradients),
+                "restores": list(step.restores),
+            }
+        )
+    return rows
 
 
 # -- tables -------------------------------------------------------------------
