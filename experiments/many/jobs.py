@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.bench.baselines import PeftTrainer
-from coserve.bench.machine import PeakMemory, now_s, peak_bytes
+from coserve.bench.machine import now_s
 from coserve.bench.train import LORA
 from coserve.engine.config import EngineConfig
 from coserve.engine.engine import Engine
@@ -18,6 +18,7 @@ from coserve.errors import CoserveError
 from coserve.models.backbone import Backbone
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
+from experiments.peak_memory import PeakMemory, peak_bytes
 
 _MEMORY_BYTES = 4 << 30
 _SEQUENCE = 64

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from coserve.bench import coserve, train
 from coserve.bench.baselines import PeftTrainer
-from coserve.bench.machine import PeakMemory, peak_bytes
 from coserve.devices.profiles.kept import profile_path
 from coserve.errors import CoserveError
 from coserve.kernels.base import Backend
@@ -23,6 +22,7 @@ from coserve.models.weights import weight_tensors
 from coserve.tuning.config import TuningConfig
 from experiments.many import jobs as many
 from experiments.many.__main__ import app as many_app
+from experiments.peak_memory import PeakMemory, peak_bytes
 from experiments.profile import steps as profile
 from experiments.profile.floors import Floors, Work
 from experiments.profile.ledger import PARTS, part_of
