@@ -22,7 +22,7 @@ from coserve.adapters.tensor_files import TensorFile, TensorHeader
 from coserve.errors import AdapterError
 from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
-from coserve.models.regions import View
+from coserve.models.regions import TensorView
 
 # What stands between a module's name and "weight" where that is the model's own.
 _WRAPPERS = re.compile(r"(base_layer\.|token_adapter\.)*weight")
@@ -61,7 +61,7 @@ class Brought:
             module: read_piece(
                 file,
                 name,
-                View.all_of(file.headers[name].shape),
+                TensorView.all_of(file.headers[name].shape),
                 file.headers[name].shape,
                 sites[module].weight_state,
                 backbone.ranks.rank,

@@ -125,7 +125,9 @@ class DividedAdapter:
         shapes, written = frozen.shapes(architecture), dict[str, FileTensor]()
         for module, tensor in frozen_weights.items():
             shape, state = shapes[module], self.state(f"{module}.{FROZEN}")
-            regions = partial(TensorView.all_of(shape).owned_regions, tensor, state, self.ranks.rank)
+            regions = partial(
+                TensorView.all_of(shape).owned_regions, tensor, state, self.ranks.rank
+            )
             written[module] = FileTensor(
                 shape=shape, dtype=tensor.dtype, blocks=region_blocks(regions, shape)
             )

@@ -236,13 +236,15 @@ def _model_error(compared: Compared) -> str:
     if not compared.modelled:
         return ""
     found = compared.result()["model_error"]
-    words = {
+    names = {
         "tuning_tokens_per_s": "tuning tokens/s",
         "ttft_p99_ms": "TTFT p99",
         "tpot_p99_ms": "TPOT p99",
     }
-    told = ", ".join(f"{words[name]} {_cell('attainment', value)}" for name, value in found.items())
-    words = f"Mean errors of the model of this device over these rows: {told}."
+    errors = ", ".join(
+        f"{names[name]} {_cell('attainment', value)}" for name, value in found.items()
+    )
+    words = f"Mean errors of the model of this device over these rows: {errors}."
     return f'<p class="note">{escape(words)}</p>'
 
 

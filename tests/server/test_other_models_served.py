@@ -126,9 +126,7 @@ def test_a_job_trains_another_model_beside_requests_and_its_adapter_is_trained_f
 
     assert made.fine_tuned_model not in [model.id for model in client.models.list()]
     for name in ("big", made.fine_tuned_model):
-        with pytest.raises(
-            NotFoundError, match="is not served: this server only trains big"
-        ):
+        with pytest.raises(NotFoundError, match="is not served: this server only trains big"):
             client.completions.create(model=name, prompt="Hello", max_tokens=4)
     assert client.models.delete(made.fine_tuned_model).deleted
     with pytest.raises(NotFoundError, match="does not exist"):

@@ -107,9 +107,7 @@ def test_what_is_wrong_is_named(served):
         refused(post(served, "/tokenize", prompt="a", messages=CHAT))
         == "give exactly one of prompt and messages"
     )
-    assert "the limit is 1000000" in refused(
-        post(served, "/tokenize", prompt="a" * 1_000_001)
-    )
+    assert "the limit is 1000000" in refused(post(served, "/tokenize", prompt="a" * 1_000_001))
     assert "lone surrogate" in refused(
         served.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=JSON)
     )

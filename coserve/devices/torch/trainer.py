@@ -93,9 +93,12 @@ class TorchTrainer:
         self._moments_need_pages = moments_need_pages
         self.exchange: TorchExchange | None = None
         if shard is not None:
-            tensors, states = trained, self.states
-            if shard.gives_gradients:  # which are of the adapter's parameters
-                tensors, states = adapter.masters, adapter.graphs.states
+            # Gradients are of the adapter's parameters.
+            tensors, states = (
+                (adapter.masters, adapter.graphs.states)
+                if shard.gives_gradients
+                else (trained, self.states)
+            )
             self.exchange = TorchExchange(shard, tensors, self._held(states))
         self._programs = training_programs(
             adapter,
