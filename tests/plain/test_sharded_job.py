@@ -1,5 +1,4 @@
-"""What nodes of a data-parallel job take in of one another, and what is told of their steps: plain
-bookkeeping."""
+"""A data-parallel job in a cluster: histories of `apply` and `plan` alone."""
 
 from itertools import product
 from random import Random
@@ -8,15 +7,23 @@ from typing import Any
 import pytest
 from cluster_nodes import make_job
 
+from coserve.cluster.jobs.placed_job import ChangeRequested
 from coserve.cluster.jobs.sharded_job import (
-    EndChanged,
+    Action,
+    Combine,
+    Discard,
+    Event,
+    JobReport,
+    Report,
     ShardContributed,
     ShardedJob,
     ShardReported,
-    Told,
+    StartRefused,
     apply,
+    plan,
 )
 from coserve.engine.jobs.events import JobEvent
+from coserve.jobs.lifecycle.events import RequestClosed
 from coserve.jobs.messages import Checkpointed, Contributed
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
@@ -31,26 +38,49 @@ def contributed(node: int, step: int, *, meets: bool = True, num_trained: int = 
 
 
 class Divided:
-    """A job that is divided among this many nodes, as events change it."""
+    """A job that is divided among this many nodes, as events and its plan change it."""
 
     def __init__(self, num_shards: int) -> None:
         self.state = ShardedJob.begin(
             make_job("j"), DataParallel(), num_shards=num_shards, attempt="a"
         )
+        self.nodes: list[str | None] = [None] * num_shards
         self.spent: list[str] = []
+
+    @property
+    def next(self) -> Action | None:
+        return plan(self.state, self.nodes)
+
+    def after(self, *events: Event) -> "Divided":
+        for event in events:
+            self.state = apply(self.state, event)
+        return self
+
+    def started(self) -> "Divided":
+        """With all shards on nodes of their own."""
+        self.nodes = [f"n{number}" for number in range(self.state.num_shards)]
+        return self.after("start first", *["start next"] * (self.state.num_shards - 1))
+
+    def due(self) -> list[Action]:
+        """What events call for, which is done now."""
+        actions = list[Action]()
+        while isinstance(action := self.next, Report | Combine | Discard):
+            actions.append(action)
+            self.after(action)
+        return actions
 
     def contribute(self, shard: int, contributed: Contributed) -> dict[int, Combination]:
         """What nodes are to take in now."""
-        outcome = apply(self.state, ShardContributed(shard=shard, contributed=contributed))
-        self.state = outcome.state
-        self.spent += outcome.spent
-        return dict(outcome.combinations)
+        actions = self.after(ShardContributed(shard=shard, contributed=contributed)).due()
+        self.spent += [
+            each for action in actions if isinstance(action, Discard) for each in action.directories
+        ]
+        return {each.shard: each.combination for each in actions if isinstance(each, Combine)}
 
-    def report(self, shard: int, report: Told) -> list[Told]:
-        """What is told of the whole job."""
-        outcome = apply(self.state, ShardReported(shard=shard, report=report))
-        self.state = outcome.state
-        return list(outcome.told)
+    def report(self, shard: int, report: JobReport) -> list[JobReport]:
+        """What is reported of the whole job."""
+        actions = self.after(ShardReported(shard=shard, report=report)).due()
+        return [action.report for action in actions if isinstance(action, Report)]
 
 
 def shard(**settings: Any) -> Shard:
@@ -201,15 +231,100 @@ def test_a_version_is_told_when_all_nodes_have_one_as_new():
     assert (told.version, told.step) == ("ft:a@b@4", 4)
 
 
-def test_an_end_that_was_asked_for_is_told_when_all_shards_have_ended_and_any_other_at_once():
-    job = Divided(2)
+def test_an_end_that_was_requested_is_reported_when_all_shards_have_ended_and_any_other_at_once():
+    job = Divided(2).started()
     assert [each.job for each in job.report(1, event("failed", 2))] == ["j"]
-    assert job.state.is_over
-    job = Divided(2)
-    job.state = apply(job.state, EndChanged(is_over=True)).state
+    assert job.state.is_over and job.next == "leave"
+    job = Divided(2).started().after(ChangeRequested(desired="end"))
+    assert job.next == "cancel"
     assert job.report(0, event("cancelled", 2)) == job.report(1, event("cancelled", 2)) == []
     assert job.state.end is not None and job.state.end.job == "j"
+    assert job.after("cancel", RequestClosed()).next is None
     assert job.state.shards == ["j.a.0", "j.a.1"]
+
+
+def test_an_end_that_could_not_be_had_leaves_the_job_as_it_is():
+    job = Divided(2).started().after(ChangeRequested(desired="end"), RequestClosed())
+    assert not job.state.is_over and job.next is None
+
+
+def test_a_shard_is_started_when_those_before_it_have_nodes_of_their_own():
+    job = Divided(3)
+    assert job.next == "start first"
+    assert job.after("start first").next is None
+    job.nodes[0] = "n0"
+    assert job.next == "start next"
+    assert job.after("start next").next is None
+    job.nodes[1] = "n1"
+    assert job.next == "start next"
+    job.nodes[2] = "n2"
+    assert job.after("start next").next is None
+
+
+def test_a_job_whose_first_shard_is_refused_leaves_its_nodes():
+    job = Divided(2).after(StartRefused())
+    assert job.next == "leave"
+    assert job.after("leave").next is None
+
+
+def driven(job: Divided) -> list[Action]:
+    """What is done until there is nothing left to do."""
+    actions = list[Action]()
+    while (action := job.next) is not None:
+        assert len(actions) < 10, "the plan comes to its end"
+        actions.append(action)
+        job.after(action)
+    return actions
+
+
+REST = ["await starts", "pause first", "pause others"]
+
+
+def test_a_job_rests_with_the_checkpoint_of_its_first_shard_and_runs_again():
+    job = Divided(3).started().after(ChangeRequested(desired="rest"))
+    assert driven(job) == REST and job.state.rests
+    job.after(RequestClosed(), ChangeRequested(desired="run"))
+    assert driven(job) == ["resume"] and not job.state.rests
+
+
+def test_other_shards_rest_when_they_have_come_as_far_as_the_first_ones_checkpoint():
+    job = Divided(2).started().after(ChangeRequested(desired="rest"))
+    job.after("await starts", "pause first")
+    assert job.report(0, event("step", 1)) == []
+    assert job.report(0, Checkpointed(job="j.a.0", step=1, directory="/c", listed=False)) == []
+    assert job.next == "await reports"
+    assert len(job.report(1, event("step", 1))) == 2
+    assert job.next == "pause others"
+
+
+def test_a_job_rests_without_those_that_do_not_come_as_far_in_time():
+    job = Divided(2).started().after(ChangeRequested(desired="rest"))
+    job.after("await starts", "pause first")
+    job.report(0, event("step", 1))
+    job.report(0, Checkpointed(job="j.a.0", step=1, directory="/c", listed=False))
+    assert driven(job) == ["await reports", "pause others"]
+
+
+def test_shards_that_get_a_node_while_a_job_comes_to_rest_are_started_before_they_are_paused():
+    job = Divided(2).after("start first", ChangeRequested(desired="rest"))
+    assert job.next == "await starts"
+    job.nodes[0] = "n0"
+    assert job.next == "start next"
+
+
+def test_a_job_that_moves_rests_and_starts_again_on_other_nodes():
+    job = Divided(3).started().after(ChangeRequested(desired="move"))
+    assert driven(job) == [*REST, "regroup"]
+    assert job.after(RequestClosed()).next is None
+
+
+def test_a_job_has_succeeded_when_all_shards_have():
+    job = Divided(2).started()
+    job.report(1, event("succeeded", 1))
+    assert job.next is None
+    job.report(0, event("succeeded", 1))
+    assert job.next == "finish"
+    assert job.after("finish").next is None
 
 
 def test_a_shard_begins_with_the_newest_checkpoint_that_all_have_come_to():

@@ -10,7 +10,7 @@ import pytest
 from cluster_nodes import ScriptedNode, cluster, make_job, until
 from cluster_views import make_node
 
-from coserve.cluster.jobs.placed_jobs import ClusterJobs
+from coserve.cluster.jobs.placed_jobs import PlacedJobs
 from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.engine.commands import JobStart, PauseJob, ResumeJob, StartJob
@@ -62,7 +62,7 @@ class Waiting:
             name: SimpleNamespace(link=each) for name, each in self.engines.items()
         }
         self._scheduler = ClusterScheduler(make_placement("round-robin"))
-        self.jobs = ClusterJobs(self._scheduler, self._place, lambda event: None)
+        self.jobs = PlacedJobs(self._scheduler, self._place, lambda event: None)
 
     def come(self, name: str, **view: Any) -> None:
         """A node is there, or tells that it has changed; what waits is placed, and nothing is sent
@@ -76,7 +76,7 @@ class Waiting:
 
     def _place(self) -> None:
         for task, placed in self._scheduler.place(0.0):
-            self.jobs.placed(task.id, self._nodes[placed.node])
+            self.jobs.assigned(task.id, self._nodes[placed.node])
 
 
 @asynccontextmanager

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from coserve.cluster.front.requests import ClusterRequests
-from coserve.cluster.jobs.placed_jobs import ClusterJobs
-from coserve.cluster.jobs.sharded_job import Told
-from coserve.cluster.jobs.sharded_jobs import DividedJobs
+from coserve.cluster.jobs.placed_jobs import PlacedJobs
+from coserve.cluster.jobs.sharded_job import JobReport
+from coserve.cluster.jobs.sharded_jobs import ShardedJobs
 from coserve.cluster.nodes.checks import NodeChecks
 from coserve.cluster.nodes.joins import Newcomers
 from coserve.cluster.nodes.loaded_adapters import LoadedOnNodes
@@ -57,16 +57,16 @@ class ClusterLink:
         checks: NodeChecks | None = None,
     ) -> None:
         """home: where κ and T_max of kinds of nodes are kept; None: nowhere. shared: see
-        `DividedJobs`. checks: of nodes, before they are used (default: that all are alike).
+        `ShardedJobs`. checks: of nodes, before they are used (default: that all are alike).
         """
         self._home, self._checks, self._scheduler = home, checks or NodeChecks(), scheduler
         self._nodes = Nodes(find, self, self._checks)
-        self._jobs = ClusterJobs(self._scheduler, self._place, self._tell_job)
-        self._divided = DividedJobs(
+        self._jobs = PlacedJobs(self._scheduler, self._place, self._tell_job)
+        self._sharded = ShardedJobs(
             self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs, shared
         )
         self._adapters = LoadedOnNodes(self._nodes.used, self._checks.most_adapters)
-        self._newcomers = Newcomers(self._divided.changed_by, self._adapters, self._checks)
+        self._newcomers = Newcomers(self._sharded.changed_by, self._adapters, self._checks)
         self._unlike: dict[ClusterNode, Ready] = {}  # engines that differ from those that are used
         self._listeners: list[EngineListener] = []
         self._requests = ClusterRequests(self._scheduler, self._jobs, self._nodes)
@@ -137,7 +137,7 @@ class ClusterLink:
         return [
             node.describe(
                 num_requests=self._requests.num_on(node),
-                jobs=[self._divided.job_of(id) for id in self._jobs.on(node)],
+                jobs=[self._sharded.job_of(id) for id in self._jobs.on(node)],
             )
             for node in self._nodes.all()
         ]
@@ -157,12 +157,12 @@ class ClusterLink:
             node.drain()
             if node.tracker is not None:
                 self._view(node)
-        await asyncio.gather(*map(self._divided.leave, leaving))
+        await asyncio.gather(*map(self._sharded.leave, leaving))
 
     @property
     def waiting(self) -> list[str]:
         """Requests and jobs that have no node yet."""
-        return self._requests.waiting + [self._divided.job_of(id) for id in self._jobs.on(None)]
+        return self._requests.waiting + [self._sharded.job_of(id) for id in self._jobs.on(None)]
 
     @property
     def num_nodes(self) -> int:
@@ -186,12 +186,12 @@ class ClusterLink:
         """See `EngineAccess`."""
         self.close_to_requests()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._divided.checkpoint_all(), _SHUTDOWN_S)
+            await asyncio.wait_for(self._sharded.checkpoint_all(), _SHUTDOWN_S)
         self.fail_open_requests("the server is shutting down")
         if self._retry is not None:
             self._retry.cancel()
         self._newcomers.close()
-        self._divided.close()
+        self._sharded.close()
         await self._nodes.close()
 
     def close_to_requests(self) -> None:
@@ -235,7 +235,7 @@ class ClusterLink:
         for listener in self._listeners:
             listener.engine_ready(self._ready)
         self._place()
-        self._divided.grow()
+        self._sharded.grow()
 
     def node_gone(self, node: ClusterNode) -> None:
         """A node's engine has died, or the node."""
@@ -248,8 +248,8 @@ class ClusterLink:
         self._scheduler.remove(node.name)
         at_death = node.link.jobs_at_death
         if at_death is not None:
-            at_death = tuple({self._divided.job_of(id) for id in at_death})
-        jobs = self._divided.lose(node)
+            at_death = tuple({self._sharded.job_of(id) for id in at_death})
+        jobs = self._sharded.lose(node)
         self._join()
         self._totals.restart(self._stats())
         self._lose_jobs(jobs, at_death)
@@ -307,17 +307,15 @@ class ClusterLink:
         node.tracker.take(report, time.monotonic())
         for contributed in report.contributions:
             if self._jobs.is_on(contributed.job, node):
-                self._divided.contributed(contributed)
+                self._sharded.contributed(contributed)
         ended = [
             each
             for each in report.job_events
             if each.kind in _ENDS and self._jobs.is_on(each.job, node)
         ]
         report = self._of_jobs(report, node)
-        for step in report.job_events:
-            self._jobs.stepped(step)
-        for checkpoint in report.checkpoints:
-            self._jobs.checkpointed(checkpoint)
+        for news in (*report.job_events, *report.checkpoints):
+            self._jobs.reported(news)
         for end in ended:
             self._jobs.ended(end)
         if report.stats is not None:
@@ -334,7 +332,7 @@ class ClusterLink:
         """With what it says of jobs that the node has, as of whole jobs."""
         steps = [each for each in report.job_events if each.kind not in _ENDS]
         ends = [each for each in report.job_events if each.kind in _ENDS]
-        said: list[Told] = [
+        said: list[JobReport] = [
             *steps,
             *report.checkpoints,
             *ends,
@@ -343,7 +341,7 @@ class ClusterLink:
             each
             for one in said
             if self._jobs.is_on(one.job, node)
-            for each in self._divided.take(one)
+            for each in self._sharded.take(one)
         ]
         return replace(
             report,
@@ -384,7 +382,7 @@ class ClusterLink:
             if task.id in self._requests:
                 self._requests.placed(task, node)
             else:
-                self._jobs.placed(task.id, node)
+                self._sharded.assigned(task.id, node)
         if self._retry is not None:
             self._retry.cancel()
         waits = self._scheduler.num_waiting and not self._closing
@@ -407,22 +405,22 @@ class ClusterLink:
     async def start_job(self, job: JobStart) -> None:
         """See `JobEngine`; one that must wait for a node has been taken, too."""
         self.require_ready()
-        await self._divided.start_job(job)
+        await self._sharded.start_job(job)
 
     async def pause_job(self, job: str) -> None:
         """See `JobEngine`."""
-        await self._divided.pause_job(job)
+        await self._sharded.pause_job(job)
 
     async def resume_job(self, job: str) -> None:
         """See `JobEngine`."""
-        await self._divided.resume_job(job)
+        await self._sharded.resume_job(job)
 
     async def cancel_job(self, job: str) -> None:
         """See `JobEngine`."""
-        await self._divided.cancel_job(job)
+        await self._sharded.cancel_job(job)
 
-    def _tell_job(self, report: Told) -> None:
+    def _tell_job(self, report: JobReport) -> None:
         """What is known of a job beside its node's reports."""
-        events = [each for each in self._divided.take(report) if isinstance(each, JobEvent)]
+        events = [each for each in self._sharded.take(report) if isinstance(each, JobEvent)]
         for listener in self._listeners:
             listener.engine_reported(StepReport(job_events=events))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from coserve.cluster.jobs.placed_jobs import ClusterJobs
+from coserve.cluster.jobs.placed_jobs import PlacedJobs
 from coserve.cluster.nodes.prefixes import prefix_keys
 from coserve.cluster.nodes.registry import ClusterNode, Nodes
 from coserve.cluster.scheduler import ClusterScheduler
@@ -45,7 +45,7 @@ class ClusterRequests:
     does.
     """
 
-    def __init__(self, scheduler: ClusterScheduler, jobs: ClusterJobs, nodes: Nodes) -> None:
+    def __init__(self, scheduler: ClusterScheduler, jobs: PlacedJobs, nodes: Nodes) -> None:
         self._scheduler, self._jobs, self._nodes = scheduler, jobs, nodes
         self._requests: dict[str, _Request] = {}
         self._vocabulary: tuple[Sequence[bytes], Sequence[int]] | None = None
@@ -115,7 +115,7 @@ class ClusterRequests:
         for id, excluded in list(self._following.items()):
             found = self._requests[id]
             assert found.request.adapter is not None
-            makers = self._jobs.makers(found.request.adapter.name)
+            makers = self._jobs.nodes_training(found.request.adapter.name)
             if makers is None or self._others(makers) != excluded:
                 self._scheduler.withdraw(id)
                 del self._following[id]
@@ -171,10 +171,10 @@ class ClusterRequests:
         """Have it placed."""
         excluded, adapter = frozenset[str](), found.request.adapter
         if adapter is not None and adapter.directory is None:
-            if (makers := self._jobs.makers(adapter.name)) is not None:
+            if (makers := self._jobs.nodes_training(adapter.name)) is not None:
                 excluded = self._following[found.request.id] = self._others(makers)
-            elif (made := self._jobs.made(adapter.name)) is not None:
-                found.request = replace(found.request, adapter=made)
+            elif (trained := self._jobs.trained(adapter.name)) is not None:
+                found.request = replace(found.request, adapter=trained)
             else:
                 reason = f"the job that makes {adapter.name} begins anew, or is over; ask again"
                 self._fail(found.request.id, reason)

@@ -1,4 +1,6 @@
-"""The jobs of a cluster: each on one node, or waiting for one."""
+"""Driver of the jobs that are each on one node of a cluster, or wait for one: events in, `apply`,
+`plan`, and what the plan says (`coserve.cluster.jobs.placed_job`).
+"""
 
 import asyncio
 import logging
@@ -6,19 +8,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Literal
 
 from coserve.cluster.jobs.placed_job import (
-    CheckpointTold,
+    Action,
+    ChangeRequested,
+    CheckpointFailed,
     Event,
-    Moved,
-    Placed,
+    NodeAssigned,
     PlacedJob,
-    RestChanged,
-    StartAwaited,
-    StartSent,
-    StepTold,
-    TakenBack,
     apply,
+    plan,
 )
 from coserve.cluster.nodes.registry import ClusterNode
 from coserve.cluster.scheduler import ClusterScheduler
@@ -26,12 +26,13 @@ from coserve.cluster.tasks import task_of_job
 from coserve.engine.commands import AdapterRef, JobStart
 from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
+from coserve.jobs.lifecycle.events import RequestClosed
 from coserve.jobs.messages import Checkpointed
 
 _log = logging.getLogger(__name__)
 
-# Adapters of jobs that have succeeded, until the catalogue, which asks for them, has heard of that.
-_MOST_MADE = 100
+# Adapters of succeeded jobs are kept until the catalogue, which asks for them, knows them itself.
+_MAX_TRAINED = 100
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,22 +40,26 @@ class _Job:
     """A job that was started, and what this process does for it."""
 
     state: PlacedJob
-    # Of one that has got its node after `start` had returned.
+    # Task that sends the job to a node that was assigned later.
     late_start: "asyncio.Task[None] | None" = None
-    # Of those who change it.
+    # Held by whoever changes the job.
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
-    def node(self) -> ClusterNode | None:
+    def id(self) -> str:
+        return self.state.start.id
+
+    @property
+    def node(self) -> ClusterNode:
+        assert self.state.node is not None, "only what has a node is done there"
         return self.state.node
 
     def apply(self, event: Event) -> None:
-        """Have an event change the job."""
         self.state = apply(self.state, event)
 
 
-class ClusterJobs:
-    """Belongs to one event loop."""
+class PlacedJobs:
+    """Jobs by id, and what drives them. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -62,253 +67,110 @@ class ClusterJobs:
         place: Callable[[], None],
         failed: Callable[[JobEvent], None],
     ) -> None:
-        """place: places what waits; see `placed`. failed: told of a job that no node took in the
-        end.
+        """Begin without jobs.
+
+        Args:
+            scheduler: The cluster's queue.
+            place: Places what waits; calls `assigned` for each job that gets a node.
+            failed: Called with the failure of a job that its node has refused late.
         """
         self._scheduler, self._place, self._failed = scheduler, place, failed
         self._jobs: dict[str, _Job] = {}
-        self._made: dict[str, AdapterRef] = {}  # by name, the oldest first
+        self._trained: dict[str, AdapterRef] = {}  # by name, the oldest first
         self._starts: set[asyncio.Task[None]] = set()
 
     # -- questions ------------------------------------------------------------------
 
     def on(self, node: ClusterNode | None) -> list[str]:
-        """Those of a node; None: those that wait for one."""
-        return [id for id, job in self._jobs.items() if job.node is node]
+        """Return the ids of a node's jobs; None: of those without a node."""
+        return [id for id, job in self._jobs.items() if job.state.node is node]
 
     def is_on(self, id: str, node: ClusterNode) -> bool:
-        """Whether a job is a node's."""
-        found = self._jobs.get(id)
-        return found is not None and found.node is node
+        """Return whether a job is a node's."""
+        return self.node_of(id) is node
 
     def node_of(self, id: str) -> ClusterNode | None:
-        """Where a job is; None: nowhere yet, or it is not known."""
-        found = self._jobs.get(id)
-        return None if found is None else found.node
+        """Return a job's node; None: it has none yet, or is not known."""
+        job = self._jobs.get(id)
+        return None if job is None else job.state.node
 
     def is_shard(self, id: str) -> bool:
-        """Whether it is a part of another job."""
-        found = self._jobs.get(id)
-        return found is not None and found.state.start.shard is not None
+        """Return whether a job is a shard of another one."""
+        job = self._jobs.get(id)
+        return job is not None and job.state.start.shard is not None
 
-    def makers(self, adapter: str) -> set[ClusterNode] | None:
-        """Nodes that have been told to make an adapter, none while its job moves; None: no job
-        makes it.
-        """
+    def nodes_training(self, adapter: str) -> set[ClusterNode] | None:
+        """Return the nodes that train an adapter, none while its job moves; None: no job does."""
         jobs = [job.state for job in self._jobs.values() if job.state.start.name == adapter]
-        return {job.told for job in jobs if job.told is not None} if jobs else None
+        return {job.sent_to for job in jobs if job.sent_to is not None} if jobs else None
 
-    def made(self, adapter: str) -> AdapterRef | None:
-        """Where an adapter lies that a job has made, which has succeeded of late; None: there is
-        none.
-        """
-        return self._made.get(adapter)
+    def trained(self, adapter: str) -> AdapterRef | None:
+        """Return where the adapter of a job lies that has succeeded of late; None: there is none."""
+        return self._trained.get(adapter)
 
-    # -- what is asked of them ------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------
 
     async def start(self, job: JobStart, *, excluded: frozenset[str] = frozenset()) -> None:
-        """See `JobEngine`; one that must wait for a node has been taken, too. excluded: nodes where
-        it cannot go.
+        """Start a job as `JobEngine` does; one that has to wait for a node counts as started, too.
+
+        Args:
+            job: The job.
+            excluded: Names of nodes where it cannot go.
         """
-        started = self._jobs[job.id] = _Job(
-            state=PlacedJob(start=job, excluded=excluded, rests=job.paused)
-        )
-        self._made.pop(job.name, None)
-        self._scheduler.submit(task_of_job(job, excluded=excluded))
-        self._place()
-        await self._start_when_placed(started)
+        state = PlacedJob(start=job, excluded=excluded, rests=job.paused)
+        started = self._jobs[job.id] = _Job(state=state)
+        self._trained.pop(job.name, None)
+        async with started.turn:
+            await self._advance(started, raises=True)
 
     async def have_begun(self, ids: Collection[str], limit_s: float) -> None:
-        """Wait until nodes have answered those that were placed on them when `start` had returned,
-        or for this time.
-        """
+        """Wait until nodes have answered the starts of these jobs, or for this time."""
         jobs = [self._jobs[id] for id in ids if id in self._jobs]
         if starts := [job.late_start for job in jobs if job.late_start is not None]:
             await asyncio.wait(starts, timeout=limit_s)
 
     async def pause(self, id: str) -> None:
-        """See `JobEngine`."""
-        async with self._turn(id) as job:
-            if (node := job.state.told) is not None:
-                await node.link.pause_job(id)
-            else:
-                self._take_back(job)
-            job.apply(RestChanged(rests=True))
+        """Pause a job as `JobEngine` does."""
+        await self._request(id, ChangeRequested(desired="rest"))
 
     async def resume(self, id: str) -> None:
-        """See `JobEngine`."""
-        async with self._turn(id) as job:
-            rested = job.state.rests
-            job.apply(RestChanged(rests=False))
-            if (node := job.state.told) is not None:
-                await node.link.resume_job(id)
-            elif rested:
-                self._place_anew(job)
+        """Resume a job as `JobEngine` does."""
+        await self._request(id, ChangeRequested(desired="run"))
 
     async def cancel(self, id: str, *, keeps: bool = True) -> None:
-        """See `JobEngine`. keeps: a checkpoint."""
-        async with self._turn(id) as job:
-            try:
-                if (node := job.state.told) is not None:
-                    await node.link.cancel_job(id, keeps=keeps)
-            except EngineGoneError:
-                if self._jobs.get(id) is job:  # else its end was told before the node died
-                    raise
-            self.forget(id)
+        """Cancel a job as `JobEngine` does. keeps: whether it leaves a checkpoint."""
+        await self._request(id, ChangeRequested(desired="end", keeps=keeps))
 
     async def move(self, id: str) -> bool:
-        """Have a job continue on another node than its own, which drains, from where it is after
-        its optimizer step. True, too, if it is over by then, or its node has died: then it is
-        started anew by those who are told so. False: no node has it any more, and it is to be
-        started anew, since its checkpoint could not be written, or it was refused where it was to
-        continue.
+        """Have a job leave its node, which drains, and continue on another one after its optimizer
+        step.
+
+        Returns:
+            False if no node has the job any more and it is to be started again: its checkpoint
+            could not be written, or the next node refused it. True otherwise; also if the job is
+            over or a node has died, which is reported elsewhere.
         """
         try:
-            async with self._turn(id) as job:
-                return await self._move(job, id)
-        except JobOverError:
-            return True
-
-    async def _move(self, job: _Job, id: str) -> bool:
-        old = job.state.told
-        if old is None:
-            if job.node is not None:
-                self._place_anew(job)
-            return True
-        is_kept = True
-        try:
-            await old.link.pause_job(id)  # its checkpoint has been told before this returns
+            job = await self._request(id, ChangeRequested(desired="move"), raises=True)
         except (JobOverError, EngineGoneError):
-            return True
-        except CoserveError as error:
-            _log.error("job %s cannot be paused: %s", id, error)
-            is_kept = False
-        if self._jobs.get(id) is not job:
-            return True
-        # Steps that no checkpoint has are forgotten where all of it is known, before they are made
-        # again.
-        is_kept = is_kept and job.state.is_kept
-        self._take_back(job)
-        with suppress(CoserveError):  # what it would say is of no interest any more
-            await old.link.cancel_job(id, keeps=False)
-        if not is_kept:
-            _log.error(
-                "job %s has no checkpoint of its last steps: it is started anew, from the one "
-                "before",
-                id,
-            )
-            self.forget(id)
-            return False
-        job.apply(Moved())
-        self._scheduler.submit(task_of_job(job.state.start))
-        self._place()
-        try:
-            await self._start_when_placed(job)
-        except EngineGoneError:  # which is told with the node's end
             return True
         except CoserveError as error:
             _log.error("job %s cannot continue on another node: %s", id, error)
             return False
-        return True
+        return not job.state.is_lost
 
-    # -- what becomes of them -------------------------------------------------------------
-
-    def placed(self, id: str, node: ClusterNode) -> None:
-        """A job has a node."""
-        if (job := self._jobs.get(id)) is None:
-            return
-        job.apply(Placed(node=node))
-        if job.state.is_late:
-            start = job.late_start = asyncio.create_task(self._start_late(job, node))
-            self._starts.add(start)
-            start.add_done_callback(self._starts.discard)
-
-    def stepped(self, event: JobEvent) -> None:
-        """Its node has told of a job how far it is."""
-        if (job := self._jobs.get(event.job)) is not None:
-            job.apply(StepTold(step=event.step))
-
-    def checkpointed(self, found: Checkpointed) -> None:
-        """A checkpoint of a job is on disk."""
-        if (job := self._jobs.get(found.job)) is not None:
-            job.apply(CheckpointTold(directory=found.directory, step=found.step))
-
-    def ended(self, event: JobEvent) -> None:
-        """Its node has told its end, and its last checkpoint before."""
-        job = self._jobs.get(event.job)
-        if job is not None and job.state.checkpoint is not None and event.kind == "succeeded":
-            self.keep(AdapterRef(name=job.state.start.name, directory=job.state.checkpoint))
-        self.forget(event.job)
-
-    def keep(self, adapter: AdapterRef) -> None:
-        """A job has succeeded, which made this."""
-        self._made[adapter.name] = adapter
-        if len(self._made) > _MOST_MADE:
-            del self._made[next(iter(self._made))]
-
-    def forget(self, id: str) -> None:
-        """It is over; no error if it was not there."""
-        if (job := self._jobs.pop(id, None)) is not None:
-            self._take_back(job)
-
-    def lose(self, node: ClusterNode) -> list[str]:
-        """A node's engine has died; those that it had."""
-        lost = self.on(node)
-        for id in lost:
-            del self._jobs[id]
-        return lost
-
-    def close(self) -> None:
-        """Nothing waits any more."""
-        for start in self._starts:
-            start.cancel()
-
-    def _take_back(self, job: _Job) -> None:
-        """It has no node any more, and waits for none."""
-        job.apply(TakenBack())
-        if not self._scheduler.withdraw(job.state.start.id):
-            self._scheduler.finish(job.state.start.id)
-
-    def _place_anew(self, job: _Job) -> None:
-        """One that no node knows of."""
-        self._take_back(job)
-        self._scheduler.submit(task_of_job(job.state.start, excluded=job.state.excluded))
-        self._place()
-
-    async def _start_when_placed(self, job: _Job) -> None:
-        """Now, or as soon as it has a node (see `placed`)."""
-        if job.node is None:
-            job.apply(StartAwaited())
-        else:
-            await self._start_on(job, job.node)
-
-    async def _start_on(self, job: _Job, node: ClusterNode) -> None:
-        job.apply(StartSent())
-        try:
-            await node.link.start_job(job.state.start)
-        except EngineGoneError:  # which is told with the node's end
-            raise
-        except CoserveError:
-            self.forget(job.state.start.id)
-            raise
-
-    async def _start_late(self, job: _Job, node: ClusterNode) -> None:
-        """What is wrong with it is told as an event."""
-        id = job.state.start.id
-        if self._jobs.get(id) is not job or job.state.is_sent or job.node is not node:
-            return  # it was changed in between
-        try:
-            await self._start_on(job, node)
-        except EngineGoneError:
-            return
-        except CoserveError as error:
-            self._failed(
-                JobEvent(job=id, kind="failed", step=0, now_s=time.monotonic(), message=str(error))
-            )
+    async def _request(self, id: str, request: ChangeRequested, *, raises: bool = False) -> _Job:
+        async with self._turn(id) as job:
+            job.apply(request)
+            try:
+                await self._advance(job, raises=raises)
+            finally:
+                job.apply(RequestClosed())
+            return job
 
     @asynccontextmanager
     async def _turn(self, id: str) -> AsyncIterator[_Job]:
-        """Of who changes a job. JobOverError if it is over by then."""
+        """Wait for a job's turn; JobOverError if it is over by then."""
         over = JobOverError(f"no node has the job {id!r}: it is over, or was never started")
         if (job := self._jobs.get(id)) is None:
             raise over
@@ -316,3 +178,143 @@ class ClusterJobs:
             if self._jobs.get(id) is not job:
                 raise over
             yield job
+
+    # -- what happens to jobs -------------------------------------------------------
+
+    def assigned(self, id: str, node: ClusterNode) -> None:
+        """Note that a job has a node, and send it there when the job's turn comes."""
+        if (job := self._jobs.get(id)) is not None:
+            job.apply(NodeAssigned(node))
+            start = job.late_start = asyncio.create_task(self._start_late(job))
+            self._starts.add(start)
+            start.add_done_callback(self._starts.discard)
+
+    def reported(self, report: JobEvent | Checkpointed) -> None:
+        """Note the step or the checkpoint of a job that its node has reported."""
+        if (job := self._jobs.get(report.job)) is not None:
+            job.apply(report)
+
+    def ended(self, event: JobEvent) -> None:
+        """Drop a job whose end its node has reported, after its last checkpoint."""
+        job = self._jobs.get(event.job)
+        if job is not None and job.state.checkpoint is not None and event.kind == "succeeded":
+            self.keep(AdapterRef(name=job.state.start.name, directory=job.state.checkpoint))
+        self.forget(event.job)
+
+    def keep(self, adapter: AdapterRef) -> None:
+        """Remember the adapter of a job that has succeeded."""
+        self._trained[adapter.name] = adapter
+        if len(self._trained) > _MAX_TRAINED:
+            del self._trained[next(iter(self._trained))]
+
+    def forget(self, id: str) -> None:
+        """Drop a job that is over; no error if it is not known."""
+        if (job := self._jobs.pop(id, None)) is not None:
+            self._withdraw(job)
+
+    def lose(self, node: ClusterNode) -> list[str]:
+        """Drop the jobs of a node whose engine has died, and return their ids."""
+        lost = self.on(node)
+        for id in lost:
+            del self._jobs[id]
+        return lost
+
+    def close(self) -> None:
+        """Start nothing any more."""
+        for start in self._starts:
+            start.cancel()
+
+    # -- the driver -----------------------------------------------------------------
+
+    async def _start_late(self, job: _Job) -> None:
+        async with job.turn:
+            await self._advance(job)
+
+    async def _advance(self, job: _Job, *, raises: bool = False) -> None:
+        """Do what the plan says until there is nothing left to do, or only to wait.
+
+        Args:
+            job: The job, whose turn the caller has.
+            raises: Whether the refusal of its start is raised; otherwise it is reported.
+        """
+        while self._jobs.get(job.id) is job and (action := plan(job.state)) is not None:
+            await self._do(action, job, raises=raises)
+
+    async def _do(self, action: Action, job: _Job, *, raises: bool) -> None:
+        """Do one action, and apply what follows from it."""
+        match action:
+            case "submit":
+                job.apply("submit")
+                self._scheduler.submit(task_of_job(job.state.start, excluded=job.state.excluded))
+                self._place()
+            case "withdraw":
+                self._withdraw(job)
+                job.apply("withdraw")
+            case "start":
+                await self._start(job, raises=raises)
+            case "pause" | "park":
+                await self._pause(job, action)
+            case "resume":
+                await job.node.link.resume_job(job.id)
+                job.apply("resume")
+            case "cancel":
+                await self._cancel(job)
+            case "leave":
+                await self._leave(job)
+            case "forget":
+                self.forget(job.id)
+
+    async def _start(self, job: _Job, *, raises: bool) -> None:
+        job.apply("start")
+        try:
+            await job.node.link.start_job(job.state.start)
+        except EngineGoneError:  # the node's end is reported elsewhere
+            if raises:
+                raise
+        except CoserveError as error:
+            self.forget(job.id)
+            if raises:
+                raise
+            self._failed(failure_of(job.id, error))
+
+    async def _pause(self, job: _Job, action: Literal["pause", "park"]) -> None:
+        try:
+            await job.node.link.pause_job(job.id)  # its checkpoint is reported before this returns
+        except CoserveError as error:
+            if action == "pause" or isinstance(error, JobOverError | EngineGoneError):
+                raise
+            _log.error("job %s cannot be paused: %s", job.id, error)
+            job.apply(CheckpointFailed())
+        else:
+            job.apply(action)
+
+    async def _cancel(self, job: _Job) -> None:
+        request = job.state.requested
+        try:
+            await job.node.link.cancel_job(job.id, keeps=request is None or request.keeps)
+        except EngineGoneError:
+            if self._jobs.get(job.id) is job:  # else its end was reported before the node died
+                raise
+        job.apply("cancel")
+
+    async def _leave(self, job: _Job) -> None:
+        link = job.node.link
+        self._withdraw(job)
+        job.apply("leave")
+        with suppress(CoserveError):  # what the old node reports from now on is dropped
+            await link.cancel_job(job.id, keeps=False)
+        if job.state.is_lost:
+            _log.error(
+                "job %s has no checkpoint of its last steps: it restarts from the one before it",
+                job.id,
+            )
+
+    def _withdraw(self, job: _Job) -> None:
+        """Have the scheduler drop a job, whether it waits or has a node."""
+        if not self._scheduler.withdraw(job.id):
+            self._scheduler.finish(job.id)
+
+
+def failure_of(id: str, error: CoserveError) -> JobEvent:
+    """Return the event of a job, or of a shard, that fails with an error."""
+    return JobEvent(job=id, kind="failed", step=0, now_s=time.monotonic(), message=str(error))

@@ -1,35 +1,37 @@
-"""Jobs on nodes, those among them that are divided: each node has a shard, a job of its own to
-`ClusterJobs`.
+"""Driver of a cluster's jobs, and of those among them that are divided into shards: events in,
+`apply`, `plan`, and what the plan says (`coserve.cluster.jobs.sharded_job`).
 
-A divided job is as many shards as it asks for, or as there are nodes. They exchange what they have
-learned (`coserve.tuning.shard`) by files; this passes on who has written what, and tells what they
-report as if one node had the whole job. When a node dies, or is to leave, all shards end, and the
-manager starts the job again from its newest checkpoint, on the nodes that are there; likewise when
-there is a node more for a job that has too few.
+A divided job has as many shards as it asks for, or as there are nodes; each is a job of its own to
+`PlacedJobs`. Shards exchange what they have learned (`coserve.tuning.shard`) by files. When a node
+dies, or is to leave, all shards end, and the manager starts the job again from its newest
+checkpoint, on the nodes that are there; likewise when another node joins and the job has too few.
 """
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from coserve.cluster.jobs.changed_weights import ChangedWeights
-from coserve.cluster.jobs.placed_jobs import ClusterJobs
+from coserve.cluster.jobs.placed_job import ChangeRequested
+from coserve.cluster.jobs.placed_jobs import PlacedJobs, failure_of
 from coserve.cluster.jobs.sharded_job import (
-    EndChanged,
+    SLOW,
+    Action,
+    Combine,
+    Discard,
     Event,
-    Outcome,
-    RestChanged,
+    JobReport,
+    Report,
     ShardContributed,
     ShardedJob,
     ShardReported,
-    Told,
+    StartRefused,
     apply,
+    plan,
 )
 from coserve.cluster.nodes.registry import ClusterNode
 from coserve.engine.commands import AdapterRef, JobStart
@@ -37,25 +39,25 @@ from coserve.engine.jobs.events import JobEvent
 from coserve.errors import CoserveError, EngineGoneError, JobOverError
 from coserve.jobs.files.folders import contributions_beside
 from coserve.jobs.files.shared_files import SharedFiles
+from coserve.jobs.lifecycle.events import DesiredState, RequestClosed
 from coserve.jobs.messages import Contributed
 from coserve.tuning.shard import Combination, DataParallel, Shard
 
-_log = logging.getLogger(__name__)
-
 _WAIT_S = 0.05
-# For nodes to come as far as the one whose checkpoint is on disk.
+# Time for nodes to come as far as the one whose checkpoint is on disk.
 _CATCH_UP_S = 10.0
 
 
 @dataclass(kw_only=True, eq=False)
-class _Divided:
-    """A job whose shards have been started, and what this process does for it."""
+class _Job:
+    """A divided job, and what this process does for it."""
 
     state: ShardedJob
-    # Nodes, other than the first, that have made all of it.
+    # Nodes, other than the first, that have made all of the job.
     done: list[ClusterNode] = field(default_factory=list)
-    starts: "Sequence[asyncio.Task[None]]" = ()
-    # Of those who change it.
+    # Starts of all shards but the first.
+    starts: "list[asyncio.Task[None]]" = field(default_factory=list)
+    # Held by whoever changes the job.
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -66,153 +68,158 @@ class _Divided:
     def shards(self) -> list[str]:
         return self.state.shards
 
-    def apply(self, event: Event) -> Outcome:
-        """Have an event change the job; returns what is to be done."""
-        outcome = apply(self.state, event)
-        self.state = outcome.state
-        return outcome
+    @property
+    def have_shards_begun(self) -> bool:
+        all_started = self.state.num_started == self.state.num_shards
+        return all_started and all(start.done() for start in self.starts)
+
+    def apply(self, event: Event) -> None:
+        self.state = apply(self.state, event)
 
 
-class DividedJobs:
-    """Implements `JobEngine`; belongs to one event loop."""
+class ShardedJobs:
+    """All jobs of a cluster, as the manager sees them. Implements `JobEngine`; belongs to one event
+    loop.
+    """
 
     def __init__(
         self,
-        jobs: ClusterJobs,
+        jobs: PlacedJobs,
         nodes: Callable[[], Collection[ClusterNode]],
-        tell: Callable[[Told], None],
+        report: Callable[[JobReport], None],
         lost: Callable[[frozenset[str]], None],
         shared: SharedFiles | None = None,
     ) -> None:
-        """jobs: on one node each. nodes: that jobs may have now. tell: is told what is known of a
-        shard beside its node's reports. lost: is told of jobs that no node has any more. shared:
-        where contributions are (default: on a disk that nodes share).
+        """Begin without jobs.
+
+        Args:
+            jobs: Jobs on one node each, shards among them.
+            nodes: Returns the nodes that jobs may have now.
+            report: Called with what is known of a shard beside its node's reports.
+            lost: Called with the ids of jobs that no node has any more.
+            shared: Where contributions lie (default: on a disk that nodes share).
         """
-        self._jobs, self._nodes, self._tell, self._lost = jobs, nodes, tell, lost
+        self._jobs, self._nodes, self._report, self._lost = jobs, nodes, report, lost
         self._shared = shared or SharedFiles()
         self._weights = ChangedWeights()
-        self._divided: dict[str, _Divided] = {}
-        self._of: dict[str, tuple[_Divided, int]] = {}  # job and number of a shard
+        self._sharded: dict[str, _Job] = {}
+        self._of: dict[str, tuple[_Job, int]] = {}  # job and number of a shard
         self._leaving: dict[str, asyncio.Task[None]] = {}  # by job: its last shards are being ended
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- questions ------------------------------------------------------------------
 
     def job_of(self, id: str) -> str:
-        """The job that a shard is of; any other is its own."""
+        """Return the id of the job that a shard is part of; any other job is its own."""
         return self._of[id][0].id if id in self._of else id
 
     def changed_by(self) -> JobStart | None:
-        """See `ChangedWeights.changed_by`."""
+        """Return the job whose weights a fresh engine has to load: `ChangedWeights.changed_by`."""
         return self._weights.changed_by(has_others=bool(self._nodes()))
 
-    # -- what the manager asks ----------------------------------------------------------
+    # -- requests of the manager ----------------------------------------------------
 
     async def start_job(self, job: JobStart) -> None:
-        """See `JobEngine`; one that must wait for nodes has been taken, too."""
+        """Start a job; one that has to wait for nodes counts as started, too."""
         if (asked := self._weights.asked(job)) is None:
             await self._jobs.start(job)
             return
         if (leaving := self._leaving.get(job.id)) is not None:
             await asyncio.wait([leaving])
-        divided = self._divide(job, asked)
-        async with divided.turn:
-            try:
-                await self._start_shard(divided, 0)
-            except EngineGoneError:  # which is told with the node's end
-                raise
-            except CoserveError:
-                divided.apply(EndChanged(is_over=True))
-                await self._leave(divided)
-                raise
-        divided.starts = [
-            self._soon(self._start_later(divided, number))
-            for number in range(1, len(divided.shards))
-        ]
+        sharded = self._divide(job, asked)
+        try:
+            async with sharded.turn:
+                await self._advance(sharded)
+        except EngineGoneError:  # the node's end is reported elsewhere
+            raise
+        except CoserveError:
+            sharded.apply(StartRefused())
+            await self._leave(sharded)
+            raise
 
     async def pause_job(self, id: str) -> None:
-        """See `JobEngine`."""
-        if (job := self._divided.get(id)) is None:
+        """Pause a job."""
+        if (job := self._sharded.get(id)) is None:
             await self._jobs.pause(id)
-            return
-        async with job.turn:
-            await self._rest(job)
+        else:
+            await self._request(job, "rest")
 
     async def resume_job(self, id: str) -> None:
-        """See `JobEngine`."""
-        if (job := self._divided.get(id)) is None:
+        """Resume a job."""
+        if (job := self._sharded.get(id)) is None:
             await self._jobs.resume(id)
-            return
-        async with job.turn:
-            job.apply(RestChanged(rests=False))
-            await self._all(job.shards, self._jobs.resume)
+        else:
+            await self._request(job, "run")
 
     async def cancel_job(self, id: str) -> None:
-        """See `JobEngine`."""
-        if (job := self._divided.get(id)) is None:
+        """Cancel a job."""
+        if (job := self._sharded.get(id)) is None:
             await self._jobs.cancel(id)
-            return
-        async with job.turn:
-            nodes = self._nodes_of(job)
-            job.apply(
-                EndChanged(is_over=True)
-            )  # nothing that its shards say of that has them ended otherwise
-            try:
-                await self._all(job.shards, self._jobs.cancel)
-            except CoserveError:
-                job.apply(EndChanged(is_over=False))
-                raise
-            self._forget(job)
-            await self._undo(job, nodes)
-            if job.state.end is not None:
-                self._tell(job.state.end)
+        else:
+            await self._request(job, "end")
 
-    # -- nodes that come and go ---------------------------------------------------------
+    async def _request(self, job: _Job, desired: DesiredState | Literal["move"]) -> None:
+        async with job.turn:
+            job.apply(ChangeRequested(desired=desired))
+            try:
+                await self._advance(job)
+            finally:
+                job.apply(RequestClosed())
+                self._settle(job)
+            if job.state.has_left and desired in ("rest", "run"):
+                raise JobOverError(f"no node has the job {job.id!r}: it is over, or starts again")
+
+    # -- nodes that come and go -----------------------------------------------------
 
     async def leave(self, node: ClusterNode) -> None:
-        """A node drains: its jobs continue on others."""
+        """Have the jobs of a node that drains continue on others."""
         await asyncio.gather(*map(self._move, {self.job_of(id) for id in self._jobs.on(node)}))
 
     async def _move(self, id: str) -> None:
-        if (job := self._divided.get(id)) is not None:
-            await self._regroup(job)
+        if (job := self._sharded.get(id)) is not None:
+            await self._request(job, "move")
         elif not await self._jobs.move(id):
             self._lost(frozenset({id}))
 
     def grow(self) -> None:
-        """There is a node more: jobs that have fewer than they ask for begin again with it."""
-        for job in list(self._divided.values()):
-            if len(job.shards) < self._weights.number(
-                job.state.start, job.state.asked, len(self._nodes())
-            ):
-                self._soon(self._regroup(job))
+        """Have jobs with fewer shards than they ask for begin again when another node has joined."""
+        for job in list(self._sharded.values()):
+            start, asked = job.state.start, job.state.asked
+            if len(job.shards) < self._weights.number(start, asked, len(self._nodes())):
+                self._soon(self._request(job, "move"))
 
     def lose(self, node: ClusterNode) -> frozenset[str]:
-        """A node's engine has died; jobs that no node has any more."""
+        """Drop the jobs of a node whose engine has died, and return their ids."""
         lost = {self.job_of(id) for id in self._jobs.lose(node)}
-        for job in list(self._divided.values()):
-            waits = any(self._jobs.node_of(shard) is None for shard in job.shards)
+        for job in list(self._sharded.values()):
+            waits = None in self._nodes_of(job)
             if job.id in lost or (waits and len(job.shards) > len(self._nodes())):
                 lost.add(job.id)
                 self._leave(job)
         return frozenset(lost)
 
     async def checkpoint_all(self) -> None:
-        """Have all rest, with checkpoints, at the end."""
+        """Pause all jobs, with checkpoints, at the end."""
         jobs = {self.job_of(id) for node in self._nodes() for id in self._jobs.on(node)}
         await asyncio.gather(*map(self.pause_job, jobs), return_exceptions=True)
 
     def close(self) -> None:
-        """Nothing waits any more."""
+        """Start nothing any more."""
         self._jobs.close()
         for task in self._tasks:
             task.cancel()
 
-    # -- what nodes report --------------------------------------------------------------
+    # -- what is reported -----------------------------------------------------------
 
-    def take(self, report: Told) -> list[Told]:
-        """What is to be told of it, as of a whole job, in this order. Of shards that are no more:
-        nothing.
+    def assigned(self, id: str, node: ClusterNode) -> None:
+        """Note that a job or a shard has a node."""
+        self._jobs.assigned(id, node)
+        if id in self._of:
+            self._settle(self._of[id][0])
+
+    def take(self, report: JobReport) -> list[JobReport]:
+        """Return what a report comes to, as of whole jobs, in order; nothing for a shard that has
+        been given up.
         """
         if report.job not in self._of:
             return [] if self._jobs.is_shard(report.job) else [report]
@@ -220,46 +227,90 @@ class DividedJobs:
         if isinstance(report, JobEvent) and report.kind == "succeeded" and number:
             node = self._jobs.node_of(report.job)
             job.done += [] if node is None else [node]
-        was_over = job.state.is_over
-        told = job.apply(ShardReported(shard=number, report=report)).told
-        if any(isinstance(each, JobEvent) and each.kind == "succeeded" for each in told):
-            self._weights.keep(job.state.start, job.state.checkpoint)
-            self._keep_from_disk(job)
-            self._forget(job)
-        if job.state.is_over and not was_over:
-            self._leave(job)
-        return list(told)
+        job.apply(ShardReported(shard=number, report=report))
+        return self._settle(job)
 
-    def contributed(self, told: Contributed) -> None:
-        """A node has written what the others are to have."""
-        if told.job not in self._of:
-            return
-        job, number = self._of[told.job]
-        outcome = job.apply(ShardContributed(shard=number, contributed=told))
-        for other, combination in outcome.combinations.items():
-            self._soon(self._combine(job, other, combination))
-        if outcome.spent:
-            self._soon(asyncio.to_thread(self._discard_all, outcome.spent))
+    def contributed(self, contributed: Contributed) -> None:
+        """Note that a node has written what the others are to have."""
+        if contributed.job in self._of:
+            job, number = self._of[contributed.job]
+            job.apply(ShardContributed(shard=number, contributed=contributed))
+            self._settle(job)
 
-    # -- shards -----------------------------------------------------------------------
+    # -- the driver -----------------------------------------------------------------
 
-    def _divide(self, job: JobStart, asked: DataParallel) -> _Divided:
+    def _settle(self, job: _Job) -> list[JobReport]:
+        """Do what the plan says as far as it is quick, and return reports of the whole job."""
+        reports: list[JobReport] = []
+        while (action := self._plan(job)) is not None and action not in SLOW:
+            self._do_at_once(action, job)
+            reports += [action.report] if isinstance(action, Report) else []
+        return reports
+
+    async def _advance(self, job: _Job) -> None:
+        """Do what the plan says until there is nothing left to do, or only to wait. The caller has
+        the job's turn.
+        """
+        while (action := self._plan(job)) is not None:
+            if action in SLOW:
+                await self._do(action, job)
+                job.apply(action)
+            else:
+                self._do_at_once(action, job)
+
+    def _plan(self, job: _Job) -> Action | None:
+        return plan(
+            job.state, [None if node is None else node.name for node in self._nodes_of(job)]
+        )
+
+    async def _do(self, action: Action, job: _Job) -> None:
+        match action:
+            case "start first":
+                await self._start_shard(job, 0)
+            case "await starts":
+                await _until(lambda: job.have_shards_begun)
+                await self._jobs.have_begun(job.shards, _CATCH_UP_S)
+            case "await reports":
+                await _until(lambda: not job.state.is_holding)
+            case "pause first":
+                await self._pause(job, job.shards[:1])
+            case "pause others":
+                await self._pause(job, job.shards[1:])
+            case "resume":
+                await self._all(job.shards, self._jobs.resume)
+            case "cancel":
+                await self._cancel(job)
+            case "regroup":
+                await self._leave(job)
+                self._lost(frozenset({job.id}))
+
+    def _do_at_once(self, action: Action, job: _Job) -> None:
+        number = job.state.num_started
+        job.apply(action)
+        match action:
+            case "start next":
+                job.starts.append(self._soon(self._start_late(job, number)))
+            case "leave":
+                self._leave(job)
+            case "finish":
+                self._finish(job)
+            case Combine(shard=shard, combination=combination):
+                self._soon(self._combine(job, shard, combination))
+            case Discard(directories=directories):
+                self._soon(asyncio.to_thread(self._discard_all, directories))
+
+    # -- shards ---------------------------------------------------------------------
+
+    def _divide(self, job: JobStart, asked: DataParallel) -> _Job:
         attempt, count = uuid4().hex[:8], self._weights.number(job, asked, len(self._nodes()))
         self._weights.begin(job)
-        divided = _Divided(state=ShardedJob.begin(job, asked, num_shards=count, attempt=attempt))
-        self._divided[job.id] = divided
-        self._of.update({shard: (divided, number) for number, shard in enumerate(divided.shards)})
-        return divided
+        sharded = _Job(state=ShardedJob.begin(job, asked, num_shards=count, attempt=attempt))
+        self._sharded[job.id] = sharded
+        self._of.update({shard: (sharded, number) for number, shard in enumerate(sharded.shards)})
+        return sharded
 
-    async def _start_shard(self, job: _Divided, number: int) -> None:
-        """On a node of its own."""
-        siblings = job.shards[:number]
-        while self._divided.get(job.id) is job and any(
-            self._jobs.node_of(shard) is None for shard in siblings
-        ):
-            await asyncio.sleep(_WAIT_S)
-        if self._divided.get(job.id) is not job:
-            return
+    async def _start_shard(self, job: _Job, number: int) -> None:
+        """Start a shard on a node of its own."""
         state, whole = job.state, job.state.start
         shard = Shard(
             job=job.id,
@@ -278,21 +329,22 @@ class DividedJobs:
             paused=state.rests,
             checkpoint=state.checkpoint,
         )
-        nodes = [self._jobs.node_of(each) for each in siblings]
-        await self._jobs.start(
-            start, excluded=frozenset(node.name for node in nodes if node is not None)
-        )
+        siblings = self._nodes_of(job)[:number]
+        excluded = frozenset(node.name for node in siblings if node is not None)
+        await self._jobs.start(start, excluded=excluded)
 
-    async def _start_later(self, job: _Divided, number: int) -> None:
-        """What is wrong with it then is told as an event."""
+    async def _start_late(self, job: _Job, number: int) -> None:
+        """Start a shard that nobody waits for: what is wrong with it is reported as an event."""
+        if job.state.has_left:
+            return
         try:
             await self._start_shard(job, number)
-        except EngineGoneError:  # which is told with the node's end
+        except EngineGoneError:  # the node's end is reported elsewhere
             return
         except CoserveError as error:
-            self._fail(job, number, str(error))
+            self._fail(job, number, error)
 
-    async def _combine(self, job: _Divided, number: int, combination: Combination) -> None:
+    async def _combine(self, job: _Job, number: int, combination: Combination) -> None:
         shard = job.shards[number]
         node = self._jobs.node_of(shard)
         if node is None or shard not in self._of:
@@ -302,47 +354,28 @@ class DividedJobs:
         except (EngineGoneError, JobOverError):
             return
         except CoserveError as error:
-            self._fail(job, number, str(error))
+            self._fail(job, number, error)
 
-    def _fail(self, job: _Divided, number: int, message: str) -> None:
-        if self._divided.get(job.id) is job:
-            self._tell(
-                JobEvent(
-                    job=job.shards[number],
-                    kind="failed",
-                    step=0,
-                    now_s=time.monotonic(),
-                    message=message,
-                )
-            )
+    def _fail(self, job: _Job, number: int, error: CoserveError) -> None:
+        if self._sharded.get(job.id) is job:
+            self._report(failure_of(job.shards[number], error))
 
-    async def _rest(self, job: _Divided) -> None:
-        """With the checkpoint of the first one, which the others come as far as before they rest,
-        too. If that is of the step that all begin at, it takes the place of the one that they read
-        then: so they must have read it.
-        """
-        if job.starts:
-            await asyncio.wait(job.starts, timeout=_CATCH_UP_S)
-        await self._jobs.have_begun(job.shards, _CATCH_UP_S)
-        job.apply(RestChanged(rests=True))
-        await self._all(job.shards[:1], self._jobs.pause)
-        left_s = _CATCH_UP_S
-        while job.state.is_holding and left_s > 0:
-            await asyncio.sleep(_WAIT_S)
-            left_s -= _WAIT_S
-        await self._all(job.shards[1:], self._jobs.pause)
+    async def _pause(self, job: _Job, shards: Sequence[str]) -> None:
+        try:
+            await self._all(shards, self._jobs.pause)
+        except CoserveError:
+            if job.state.requested != "move":  # else the job leaves its nodes all the same
+                raise
 
-    async def _regroup(self, job: _Divided) -> None:
-        """Have the manager start a job again, from where it is now, on the nodes that there are."""
-        async with job.turn:
-            with suppress(CoserveError):
-                await self._rest(job)
-            if self._divided.get(job.id) is not job:
-                return
-            await self._leave(job)
-        self._lost(frozenset({job.id}))
+    async def _cancel(self, job: _Job) -> None:
+        nodes = self._nodes_of(job)
+        await self._all(job.shards, self._jobs.cancel)
+        self._forget(job)
+        await self._undo(job, nodes)
+        if job.state.end is not None:
+            self._report(job.state.end)
 
-    def _leave(self, job: _Divided) -> "asyncio.Task[None]":
+    def _leave(self, job: _Job) -> "asyncio.Task[None]":
         """End all shards; others of the same job wait for that."""
         self._forget(job)
         ending = self._leaving[job.id] = self._soon(self._end_shards(job, self._nodes_of(job)))
@@ -351,50 +384,55 @@ class DividedJobs:
         )
         return ending
 
-    def _forget(self, job: _Divided) -> None:
-        """What its shards still say is too late."""
-        if self._divided.get(job.id) is job:
-            del self._divided[job.id]
+    def _forget(self, job: _Job) -> None:
+        """Give up a job's shards: what they report from now on is dropped."""
+        job.apply("leave")
+        if self._sharded.get(job.id) is job:
+            del self._sharded[job.id]
         for shard in job.shards:
             self._of.pop(shard, None)
 
-    async def _end_shards(self, job: _Divided, nodes: Collection[ClusterNode]) -> None:
-        """So that their nodes can have others of the same job."""
-        await asyncio.gather(
-            *(self._jobs.cancel(shard, keeps=False) for shard in job.shards), return_exceptions=True
-        )
+    async def _end_shards(self, job: _Job, nodes: Sequence[ClusterNode | None]) -> None:
+        """End all shards, so that their nodes can have others of the same job."""
+        ends = [self._jobs.cancel(shard, keeps=False) for shard in job.shards]
+        await asyncio.gather(*ends, return_exceptions=True)
         for shard in job.shards:
             self._jobs.forget(shard)
         if job.state.is_over:
             await self._undo(job, nodes)
 
-    def _nodes_of(self, job: _Divided) -> list[ClusterNode]:
-        found = map(self._jobs.node_of, job.shards)
-        return [node for node in found if node is not None]
+    def _nodes_of(self, job: _Job) -> list[ClusterNode | None]:
+        return [self._jobs.node_of(shard) for shard in job.shards]
 
-    async def _undo(self, job: _Divided, nodes: Collection[ClusterNode]) -> None:
-        """It has not come to its end: where it has trained the weights that serve, engines begin
-        anew with their own, since each node has others.
+    async def _undo(self, job: _Job, nodes: Sequence[ClusterNode | None]) -> None:
+        """Restart the engines of a job that has trained the serving weights and has not succeeded:
+        each node has other weights now, and a fresh engine has the model's own.
         """
         if job.state.start.changes_model:
             self._weights.undo(job.state.start)
-            await asyncio.gather(*(node.connection.end(0.0) for node in nodes))
+            ends = [node.connection.end(0.0) for node in nodes if node is not None]
+            await asyncio.gather(*ends)
 
-    def _keep_from_disk(self, job: _Divided) -> None:
-        """What the job has made lies on disk: nodes may let go of it when they have no room."""
-        if job.state.checkpoint is None:
-            return
-        adapter = AdapterRef(name=job.state.start.name, directory=job.state.checkpoint)
-        self._jobs.keep(adapter)
-        for node in job.done:
-            self._soon(_load(node, adapter))
+    def _finish(self, job: _Job) -> None:
+        """Drop a job that has succeeded. What it has made lies on disk, so that nodes may let go of
+        it when they have no room.
+        """
+        self._weights.keep(job.state.start, job.state.checkpoint)
+        if job.state.checkpoint is not None:
+            adapter = AdapterRef(name=job.state.start.name, directory=job.state.checkpoint)
+            self._jobs.keep(adapter)
+            for node in job.done:
+                self._soon(_load(node, adapter))
+        self._forget(job)
 
     async def _all(
         self, shards: Collection[str], do: Callable[[str], Coroutine[Any, Any, None]]
     ) -> None:
-        """Raises what one of them raised; but that it is over, only if all are."""
+        """Do something with shards. Raises what one of them raised; JobOverError only if all are
+        over.
+        """
         outcomes = await asyncio.gather(*map(do, shards), return_exceptions=True)
-        errors = [each for each in outcomes if isinstance(each, BaseException)]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for error in errors:
             if not isinstance(error, JobOverError) or len(errors) == len(shards):
                 raise error
@@ -408,6 +446,14 @@ class DividedJobs:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    """Wait until something is so, but not for long."""
+    left_s = _CATCH_UP_S
+    while not is_so() and left_s > 0:
+        await asyncio.sleep(_WAIT_S)
+        left_s -= _WAIT_S
 
 
 async def _load(node: ClusterNode, adapter: AdapterRef) -> None:
