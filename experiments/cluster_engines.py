@@ -21,7 +21,7 @@ from typing import Any
 from coserve.bench.places import ModelledPlace
 from coserve.cluster.nodes.profiler import node_profile
 from coserve.cluster.placement import make_placement
-from coserve.cluster.view import Task
+from coserve.cluster.view import ClusterTask
 from coserve.engine.config import EngineConfig
 from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import load_backbone
@@ -98,7 +98,7 @@ def run(cell: Cell) -> dict[str, Any]:
         for index in range(NUM_NODES)
     ]
     tasks = [
-        Task(
+        ClusterTask(
             id=f"r{index}",
             kind="request",
             arrival_s=each.at_s,

@@ -25,7 +25,7 @@ from typing import Any
 from httpx import ASGITransport, AsyncClient
 
 from coserve.cluster.front.front import Front, node_settings
-from coserve.cluster.nodes.node import Node
+from coserve.cluster.nodes.node import NodeServer
 from coserve.server.config import ServerConfig
 from coserve.workloads.facts import ANIMALS, COLOURS
 from experiments.results import add_save_option, print_result
@@ -154,9 +154,9 @@ async def learn(
 async def play(epochs: int, seed: int, home: Path) -> dict[str, Any]:
     """Run a job with each way of exchange, and return the results by way."""
     config = ServerConfig(model="tiny", dtype="float32", device="cpu", threads=1, home=str(home))
-    nodes = {f"node-{number}": Node(node_settings(config)) for number in range(NUM_NODES)}
+    nodes = {f"node-{number}": NodeServer(node_settings(config)) for number in range(NUM_NODES)}
 
-    async def find() -> dict[str, Node]:
+    async def find() -> dict[str, NodeServer]:
         return nodes
 
     front = Front(config, find, "round-robin")

@@ -8,7 +8,7 @@ from typing import Any
 
 from coserve.cluster.front.link import ClusterLink
 from coserve.cluster.nodes.checks import NodeChecks
-from coserve.cluster.nodes.messages import CommandBatch, EngineLost, NodeReports, NodeStatus
+from coserve.cluster.nodes.messages import CommandBatch, NodeEngineLost, NodeReports, NodeStatus
 from coserve.cluster.nodes.shared_paths import SharedPaths
 from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
@@ -213,7 +213,7 @@ class ScriptedNode:
         self.say(StepReport(chunks=[Chunk(request=request, tokens=tokens, finish_reason=finish)]))
 
     def lose_engine(self, jobs_at_death: tuple[str, ...] = ()) -> None:
-        self.say(EngineLost("the engine died", jobs_at_death))
+        self.say(NodeEngineLost("the engine died", jobs_at_death))
         self.say(self.ready)
 
     def die(self) -> None:

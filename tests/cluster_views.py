@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from coserve.cluster.view import Latency, NodeProfile, NodeView, Task, TaskKind
+from coserve.cluster.view import ClusterTask, Latency, NodeProfile, NodeView, TaskKind
 
 PROFILE = NodeProfile(
     forward=Latency(fixed_s=0.01, s_per_token=1e-4),
@@ -15,5 +15,5 @@ def make_node(name: str, **fields: Any) -> NodeView:
     return NodeView(**{"id": name, "hardware": "gpu", "profile": PROFILE, **fields})
 
 
-def make_task(name: str, kind: TaskKind = "request", **fields: Any) -> Task:
-    return Task(**{"id": name, "kind": kind, "arrival_s": 0.0, "num_tokens": 100, **fields})
+def make_task(name: str, kind: TaskKind = "request", **fields: Any) -> ClusterTask:
+    return ClusterTask(**{"id": name, "kind": kind, "arrival_s": 0.0, "num_tokens": 100, **fields})

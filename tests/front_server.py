@@ -10,7 +10,7 @@ from cluster_nodes import num_ready
 
 import coserve.server.serve
 from coserve.cluster.front.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
-from coserve.cluster.nodes.node import Node
+from coserve.cluster.nodes.node import NodeServer
 from coserve.engine_client.fork_server import ForkServer
 from coserve.server.config import ServerConfig
 from coserve.server.serve import Watcher
@@ -31,11 +31,11 @@ async def _serve(config: ServerConfig, watcher: Watcher) -> None:
         ForkServer(run_engine, config.model) for _ in range(NUM_NODES)
     ]  # before there are threads
     nodes = {
-        f"node-{number}": Node(node_settings(config), launch=each.launch)
+        f"node-{number}": NodeServer(node_settings(config), launch=each.launch)
         for number, each in enumerate(forks)
     }
 
-    async def find() -> dict[str, Node]:
+    async def find() -> dict[str, NodeServer]:
         return nodes
 
     ended = asyncio.Event()

@@ -13,10 +13,10 @@ training task that is still to begin, where it ends before them.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from coserve.cluster.view import NodeView, PlannedTask, Task
+from coserve.cluster.view import ClusterTask, NodeView, PlannedTask
 
 
-class Path(NamedTuple):
+class ExecutionPath(NamedTuple):
     """Of a task on a node. idleness_s: II, by how much the node's stages stand idle more, summed
     over the stages. response_s: R, from the task's arrival to the end of its forward pass.
     """
@@ -28,12 +28,12 @@ class Path(NamedTuple):
 
 def plan_path(
     node: NodeView,
-    task: Task,
+    task: ClusterTask,
     now_s: float,
     *,
     num_cached: int = 0,
     after: Sequence[PlannedTask] = (),
-) -> Path:
+) -> ExecutionPath:
     """A task's path on a node if it is placed there now. O(stages × training tasks under way).
 
     Args:
@@ -89,7 +89,7 @@ def plan_path(
         backward_start_s=backward[0],
         backward_end_s=backward[1],
     )
-    return Path(planned, idleness_s, end_s - task.arrival_s)
+    return ExecutionPath(planned, idleness_s, end_s - task.arrival_s)
 
 
 def _passes(
@@ -106,7 +106,7 @@ def _passes(
     )
 
 
-def _beside(node: NodeView, task: Task, now_s: float, num_cached: int) -> Path:
+def _beside(node: NodeView, task: ClusterTask, now_s: float, num_cached: int) -> ExecutionPath:
     """Of what requests do not notice: it begins at once, and takes longer the less slack there is,
     and the more there is of its sort.
     """
@@ -127,11 +127,11 @@ def _beside(node: NodeView, task: Task, now_s: float, num_cached: int) -> Path:
         backward_start_s=at if task.trains else (),
         backward_end_s=ends_s if task.trains else (),
     )
-    return Path(planned, 0.0, end_s - task.arrival_s)
+    return ExecutionPath(planned, 0.0, end_s - task.arrival_s)
 
 
 def _backward(
-    node: NodeView, task: Task, forward_end_s: float, training: Sequence[PlannedTask]
+    node: NodeView, task: ClusterTask, forward_end_s: float, training: Sequence[PlannedTask]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Starts and ends of a backward pass by stage, which runs through the stages in reverse, after
     earlier ones.

@@ -12,22 +12,22 @@ from heapq import heappop, heappush, merge
 from itertools import chain, count, groupby
 from typing import NamedTuple, Protocol
 
-from coserve.cluster.view import ClusterView, Latency, NodeView, Task, TaskKind
+from coserve.cluster.view import ClusterTask, ClusterView, Latency, NodeView, TaskKind
 from coserve.scheduling.order import by_due, by_priority, by_share
 
 
 class TaskQueue(Protocol):
     """Each task is added once, and removed when it has a node or is not wanted any more."""
 
-    def add(self, task: Task) -> None:
+    def add(self, task: ClusterTask) -> None:
         """It waits from now on."""
         ...
 
-    def remove(self, task: Task) -> None:
+    def remove(self, task: ClusterTask) -> None:
         """It waits no more."""
         ...
 
-    def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[Task]:
+    def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[ClusterTask]:
         """As they are to be placed now. Tasks may be removed meanwhile. stopped: kinds of task of
         which no more are wanted, so that they may be left out; may grow meanwhile.
         """
@@ -42,18 +42,18 @@ class ArrivalQueue:
     def __init__(self) -> None:
         self._num_apart = 0  # requests that wait and whose order is not that in which they came
 
-    def add(self, task: Task) -> None:
+    def add(self, task: ClusterTask) -> None:
         self._num_apart += _is_apart(task)
 
-    def remove(self, task: Task) -> None:
+    def remove(self, task: ClusterTask) -> None:
         self._num_apart -= _is_apart(task)
 
-    def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[Task]:
+    def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[ClusterTask]:
         return merge(self.requests(view), view.training, key=lambda task: task.arrival_s)
 
-    def requests(self, view: ClusterView) -> Sequence[Task]:
+    def requests(self, view: ClusterView) -> Sequence[ClusterTask]:
         """Those that wait, in their order."""
-        requests: Sequence[Task] = view.requests
+        requests: Sequence[ClusterTask] = view.requests
         if len(view.tenants) > 1:
             requests = list(_shared_out(view, requests))
         if not self._num_apart:
@@ -66,15 +66,15 @@ class ArrivalQueue:
         ]
 
 
-def _is_apart(task: Task) -> bool:
+def _is_apart(task: ClusterTask) -> bool:
     return bool(task.priority) or task.is_batch
 
 
-def _shared_out(view: ClusterView, requests: Sequence[Task]) -> Iterator[Task]:
+def _shared_out(view: ClusterView, requests: Sequence[ClusterTask]) -> Iterator[ClusterTask]:
     """Among their tenants, by what these have been served."""
     served = {tenant.name: tenant.served for tenant in view.tenants}
 
-    def cost(task: Task) -> float:
+    def cost(task: ClusterTask) -> float:
         return view.prompt_weight * task.batch_size * task.num_tokens
 
     return by_share(requests, served, cost, lambda task: task.tenant)
@@ -83,11 +83,11 @@ def _shared_out(view: ClusterView, requests: Sequence[Task]) -> Iterator[Task]:
 class RequestsFirst(ArrivalQueue):
     """Requests before training, each in the order of an `ArrivalQueue`."""
 
-    def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[Task]:
+    def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[ClusterTask]:
         return chain(_until(stopped, self.requests(view)), _until(stopped, view.training))
 
 
-def _until(stopped: Collection[TaskKind], tasks: Iterable[Task]) -> Iterator[Task]:
+def _until(stopped: Collection[TaskKind], tasks: Iterable[ClusterTask]) -> Iterator[ClusterTask]:
     """Tasks of one kind, until that kind is stopped."""
     for task in tasks:
         if task.kind in stopped:
@@ -114,7 +114,7 @@ def kinds_of(nodes: Iterable[NodeView]) -> _Kinds:
     return frozenset([(node.num_stages, node.profile.forward) for node in nodes])
 
 
-def deadline(task: Task, kinds: _Kinds, *, slo_times: float) -> Deadline:
+def deadline(task: ClusterTask, kinds: _Kinds, *, slo_times: float) -> Deadline:
     """slo_times: the SLO of a request that brings none, in forward passes of its own."""
     alone_s = min(
         [stages * forward.seconds(task.num_tokens, task.batch_size) for stages, forward in kinds]
@@ -128,7 +128,7 @@ def deadline(task: Task, kinds: _Kinds, *, slo_times: float) -> Deadline:
 _AGED, _TIMELY, _LATE = range(3)
 # Priority, which of these, a deadline (0: as they came), and the number in which it came: sorted by
 # these four.
-_Entry = tuple[int, int, float, int, Task]
+_Entry = tuple[int, int, float, int, ClusterTask]
 
 
 @dataclass(eq=False, slots=True)
@@ -138,7 +138,7 @@ class _Waiting:
     """
 
     number: int
-    task: Task
+    task: ClusterTask
     part: int | None = None
     due_s: float = 0.0
 
@@ -165,19 +165,19 @@ class DeadlineQueue:
         self._slo_times, self._max_defer_s, self._has_room = slo_times, max_defer_s, has_room
         self._numbers = count()
         self._requests: dict[str, _Waiting] = {}  # but for batch work
-        self._training: dict[str, Task] = {}
+        self._training: dict[str, ClusterTask] = {}
         self._new: list[_Waiting] = []
         self._entries: list[_Entry] = []
         self._num_late = 0  # of the entries
         self._latest: list[tuple[float, int, str]] = []  # a heap of when they become late
         self._ageing: list[tuple[float, int, str]] = []  # and aged
         self._batch: list[
-            tuple[float, int, Task]
+            tuple[float, int, ClusterTask]
         ] = []  # by when each should be done, and the number in which it came
         self._numbers_of_batch: dict[str, int] = {}
         self._kinds: _Kinds = frozenset()
 
-    def add(self, task: Task) -> None:
+    def add(self, task: ClusterTask) -> None:
         if task.trains:
             self._training[task.id] = task
         elif task.batch_due_s is not None:
@@ -187,7 +187,7 @@ class DeadlineQueue:
             found = self._requests[task.id] = _Waiting(next(self._numbers), task)
             self._new.append(found)
 
-    def remove(self, task: Task) -> None:
+    def remove(self, task: ClusterTask) -> None:
         if self._training.pop(task.id, None) is not None:
             return
         if (found := self._requests.pop(task.id, None)) is not None:
@@ -196,7 +196,7 @@ class DeadlineQueue:
             assert task.batch_due_s is not None
             del self._batch[bisect_left(self._batch, (task.batch_due_s, number))]
 
-    def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[Task]:
+    def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[ClusterTask]:
         if not any(map(self._has_room, view.nodes)):
             return ()
         kinds = kinds_of(view.nodes)
@@ -210,7 +210,7 @@ class DeadlineQueue:
         self._pass_time(view.now_s)
         return self._ordered(view, stopped)
 
-    def _ordered(self, view: ClusterView, stopped: Collection[TaskKind]) -> Iterator[Task]:
+    def _ordered(self, view: ClusterView, stopped: Collection[TaskKind]) -> Iterator[ClusterTask]:
         """Of tasks as they are when this begins, but for training and batch work, which are looked
         at later.
         """
@@ -239,7 +239,7 @@ class DeadlineQueue:
             yield from _until(stopped, self._training_beside(aged))
         yield from _until(stopped, (task for _, _, task in tuple(self._batch)))
 
-    def _shared_out(self, view: ClusterView) -> Iterator[tuple[int, Task]]:
+    def _shared_out(self, view: ClusterView) -> Iterator[tuple[int, ClusterTask]]:
         """Among tenants: of each priority those that can be in time or have waited for long, then
         late ones.
         """
@@ -249,7 +249,7 @@ class DeadlineQueue:
             for task in _shared_out(view, [entry[-1] for entry in group]):
                 yield _LATE if is_late else _TIMELY, task
 
-    def _training_beside(self, aged: Sequence[Task]) -> Iterator[Task]:
+    def _training_beside(self, aged: Sequence[ClusterTask]) -> Iterator[ClusterTask]:
         return (task for task in tuple(self._training.values()) if task not in aged)
 
     def _begin_again(self) -> None:

@@ -15,8 +15,16 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from coserve.cluster.placement.base import Placement
-from coserve.cluster.view import ClusterView, Lengths, NodeView, Placed, PlannedTask, Task, TaskKind
+from coserve.cluster.placement.base import PlacementPolicy
+from coserve.cluster.view import (
+    ClusterTask,
+    ClusterView,
+    LengthStats,
+    NodeView,
+    Placed,
+    PlannedTask,
+    TaskKind,
+)
 from coserve.scheduling.fairness import TokenCounters, TokenWeights
 
 # While tasks wait for a node, callers ask again this often.
@@ -37,7 +45,7 @@ class _Node:
         ]()  # counted as waiting here, until they begin, or a report counts them
         self._batch = set[str]()  # of the tasks, batch work that gives way
         self.last: PlannedTask | None = None
-        self.lengths = Lengths()
+        self.lengths = LengthStats()
         self._view: NodeView | None = None
 
     def view(self) -> NodeView:
@@ -56,7 +64,7 @@ class _Node:
         self.report, self._view = report, None
         self._unknown.clear()
 
-    def place(self, task: Task, path: PlannedTask | None) -> None:
+    def place(self, task: ClusterTask, path: PlannedTask | None) -> None:
         """Until the next report, as if the task had its pages already, its prefix and its adapter.
         Pages of batch work are there for others as ever.
         """
@@ -134,7 +142,7 @@ class ClusterScheduler:
     caller to submit again.
     """
 
-    def __init__(self, placement: Placement, weights: TokenWeights | None = None) -> None:
+    def __init__(self, placement: PlacementPolicy, weights: TokenWeights | None = None) -> None:
         """weights: what tokens cost tenants, where requests that wait are shared out among these,
         as by a policy that does so on a device (`Policy.is_fair`); None: they are not.
         """
@@ -144,8 +152,10 @@ class ClusterScheduler:
         self._ranks: dict[
             str, int
         ] = {}  # of nodes that there ever were: one that comes back has its place again
-        self._waiting: dict[TaskKind, dict[str, Task]] = {kind: {} for kind in get_args(TaskKind)}
-        self._queues: dict[TaskKind, tuple[Task, ...] | None] = dict.fromkeys(
+        self._waiting: dict[TaskKind, dict[str, ClusterTask]] = {
+            kind: {} for kind in get_args(TaskKind)
+        }
+        self._queues: dict[TaskKind, tuple[ClusterTask, ...] | None] = dict.fromkeys(
             self._waiting, ()
         )  # None: they changed
         self._counters = None if weights is None else TokenCounters(weights)
@@ -212,7 +222,7 @@ class ClusterScheduler:
 
     # -- tasks --------------------------------------------------------------------------
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: ClusterTask) -> None:
         """Queue a task; `place` decides."""
         assert task.id not in self._waiting[task.kind], f"{task.id} waits already"
         self._came_after_s[task.id], self._last_arrival_s = self._last_arrival_s, task.arrival_s
@@ -233,7 +243,7 @@ class ClusterScheduler:
                 return True
         return False
 
-    def place(self, now_s: float) -> Iterator[tuple[Task, Placed]]:
+    def place(self, now_s: float) -> Iterator[tuple[ClusterTask, Placed]]:
         """Place what can be placed now, one task after the other.
 
         Of each kind of task, those after one that waits wait too, but for one that excludes nodes,
@@ -252,14 +262,14 @@ class ClusterScheduler:
             self._place(task, decision)
             yield task, decision
 
-    def _still_waits(self, task: Task, now_s: float) -> bool:
+    def _still_waits(self, task: ClusterTask, now_s: float) -> bool:
         """Whether the placement need not be asked: it has said how long this task waits, and no
         node has changed.
         """
         id, until_s, num_changes = self._told_to_wait.get(task.kind, ("", 0.0, 0))
         return id == task.id and now_s < until_s and num_changes == self._num_changes
 
-    def _decide(self, task: Task, now_s: float) -> Placed | None:
+    def _decide(self, task: ClusterTask, now_s: float) -> Placed | None:
         decision = self.placement.place(self.view(now_s, task.id), task)
         if isinstance(decision, Placed):
             return decision
@@ -297,19 +307,19 @@ class ClusterScheduler:
             self._num_changes += 1
             self._nodes[node].finish(task)
 
-    def _stop_waiting(self, task: Task) -> None:
+    def _stop_waiting(self, task: ClusterTask) -> None:
         self._order.remove(task)
         if self._counters is not None and not task.trains:
             self._counters.leave(task.tenant, task.id)
 
-    def _queue(self, kind: TaskKind) -> tuple[Task, ...]:
+    def _queue(self, kind: TaskKind) -> tuple[ClusterTask, ...]:
         """Tasks of a kind that wait; made anew only where they have changed."""
         queue = self._queues[kind]
         if queue is None:
             queue = self._queues[kind] = tuple(self._waiting[kind].values())
         return queue
 
-    def _place(self, task: Task, decision: Placed) -> None:
+    def _place(self, task: ClusterTask, decision: Placed) -> None:
         self._num_changes += 1
         del self._waiting[task.kind][task.id]
         self._stop_waiting(task)

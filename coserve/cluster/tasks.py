@@ -2,17 +2,17 @@
 
 import time
 
-from coserve.cluster.view import Task
+from coserve.cluster.view import ClusterTask
 from coserve.engine.commands import AddRequest, JobStart
 
 
 def task_of_request(
     request: AddRequest, *, prefix: tuple[bytes, ...], excluded: frozenset[str]
-) -> Task:
+) -> ClusterTask:
     """prefix: see `coserve.cluster.nodes.prefixes`. excluded: nodes where it cannot go."""
     adapter, slo = request.adapter, request.slo
     assert request.arrival_s is not None, "a server says when requests came"
-    return Task(
+    return ClusterTask(
         id=request.id,
         kind="request",
         arrival_s=request.arrival_s,
@@ -30,9 +30,9 @@ def task_of_request(
     )
 
 
-def task_of_job(job: JobStart, *, excluded: frozenset[str] = frozenset()) -> Task:
+def task_of_job(job: JobStart, *, excluded: frozenset[str] = frozenset()) -> ClusterTask:
     """It came now. excluded: nodes where it cannot go."""
-    return Task(
+    return ClusterTask(
         id=job.id,
         kind="training",
         arrival_s=time.monotonic(),

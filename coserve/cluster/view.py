@@ -60,14 +60,14 @@ class NodeProfile(msgspec.Struct, frozen=True, kw_only=True):
         """Of requests that have this many tokens together."""
         return num_requests * self.pages_per_request + ceil(num_tokens / self.block_tokens)
 
-    def gives_way(self, task: "Task") -> bool:
+    def gives_way(self, task: "ClusterTask") -> bool:
         """Whether a task runs here in what requests leave of each step, so that none waits for
         it.
         """
         return self.training_yields and (task.trains or task.is_batch)
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterTask(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be placed. num_tokens: ℓ, of the prompt, or of a training sequence. batch_size: C,
     sequences of that length. num_output_tokens: that may follow, as far as one knows. adapter: its
     label (`name` or `name@step`; None: the bare model). prefix: keys of the prompt's full blocks
@@ -124,8 +124,8 @@ class PlannedTask(msgspec.Struct, frozen=True, kw_only=True):
         return self.backward_end_s[0] if self.backward_end_s else self.forward_end_s[-1]
 
 
-class Lengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths in tokens of the tasks that a node has got: their number, mean, and sum of squared
+class LengthStats(msgspec.Struct, frozen=True, kw_only=True):
+    """LengthStats in tokens of the tasks that a node has got: their number, mean, and sum of squared
     differences from it (Welford's).
     """
 
@@ -138,11 +138,13 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
         """The standard deviation."""
         return sqrt(self.squares / self.count) if self.count else 0.0
 
-    def add(self, length: float) -> "Lengths":
+    def add(self, length: float) -> "LengthStats":
         """With one more."""
         count, difference = self.count + 1, length - self.mean
         mean = self.mean + difference / count
-        return Lengths(count=count, mean=mean, squares=self.squares + difference * (length - mean))
+        return LengthStats(
+            count=count, mean=mean, squares=self.squares + difference * (length - mean)
+        )
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,12 +181,12 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     num_free_pages: int = 0
     adapters: frozenset[str] = frozenset()
     prefixes: frozenset[bytes] = frozenset()
-    lengths: Lengths = Lengths()
+    lengths: LengthStats = LengthStats()
     num_tasks: int = 0
     queue: tuple[PlannedTask, ...] = ()
     last: PlannedTask | None = None
 
-    def num_pages_of(self, task: Task) -> int:
+    def num_pages_of(self, task: ClusterTask) -> int:
         """That a task needs here."""
         tokens = task.batch_size * (task.num_tokens + task.num_output_tokens)
         if task.trains:
@@ -194,7 +196,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
             return min(pages, left) if self.profile.training_yields else pages
         return self.profile.num_pages(tokens, num_requests=task.batch_size)
 
-    def has_memory(self, task: Task) -> bool:
+    def has_memory(self, task: ClusterTask) -> bool:
         """Whether its pages stay below κ of the pool's (LeMix algorithm 2, line 7); a node that has
         told nothing of its pages has.
         """
@@ -204,7 +206,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
             or used + self.num_pages_of(task) <= self.profile.memory_share * self.num_pages
         )
 
-    def num_cached_tokens(self, task: Task) -> int:
+    def num_cached_tokens(self, task: ClusterTask) -> int:
         """Of a prompt, that need not be computed here."""
         count = 0
         for key in task.prefix:
@@ -227,8 +229,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
 
     now_s: float
     nodes: tuple[NodeView, ...]
-    requests: tuple[Task, ...] = ()
-    training: tuple[Task, ...] = ()
+    requests: tuple[ClusterTask, ...] = ()
+    training: tuple[ClusterTask, ...] = ()
     num_requests_placed: int = 0
     num_training_placed: int = 0
     last_arrival_s: float | None = None

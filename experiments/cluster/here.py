@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 from coserve.bench.places import ModelledPlace
 from coserve.cluster.front.link import ClusterLink
 from coserve.cluster.nodes.messages import NodeSettings
-from coserve.cluster.nodes.node import Node
+from coserve.cluster.nodes.node import NodeServer
 from coserve.cluster.nodes.profiler import profile_of
 from coserve.cluster.placement import make_placement
 from coserve.cluster.scheduler import ClusterScheduler
-from coserve.cluster.view import Task
+from coserve.cluster.view import ClusterTask
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.commands import AddRequest
 from coserve.engine.config import EngineConfig
@@ -175,7 +175,7 @@ def run(
     }
 
 
-def make_tasks(config: HereConfig, *, alone: bool = False) -> list[Task]:
+def make_tasks(config: HereConfig, *, alone: bool = False) -> list[ClusterTask]:
     """Return a Poisson process of requests.
 
     Args:
@@ -190,7 +190,7 @@ def make_tasks(config: HereConfig, *, alone: bool = False) -> list[Task]:
             for m in (_MEAN_PROMPT, _MEAN_OUTPUT)
         )
         found.append(
-            Task(
+            ClusterTask(
                 id=f"r{index}",
                 kind="request",
                 arrival_s=at_s,
@@ -205,18 +205,18 @@ def make_tasks(config: HereConfig, *, alone: bool = False) -> list[Task]:
 
 
 async def _play(
-    config: HereConfig, alone: Sequence[Task], tasks: Sequence[Task]
+    config: HereConfig, alone: Sequence[ClusterTask], tasks: Sequence[ClusterTask]
 ) -> tuple[Ready, _Ran, list[_Ran]]:
     engine = EngineConfig(memory_bytes=config.memory_bytes)
     settings = EngineSettings(
         address="", model=config.model, dtype=config.dtype, device="cpu", threads=1, engine=engine
     )
     nodes = {
-        f"node-{number}": Node(NodeSettings(engine=settings, timeout_s=_TIMEOUT_S))
+        f"node-{number}": NodeServer(NodeSettings(engine=settings, timeout_s=_TIMEOUT_S))
         for number in range(config.num_nodes)
     }
 
-    async def find() -> Mapping[str, Node]:
+    async def find() -> Mapping[str, NodeServer]:
         return nodes
 
     link = ClusterLink(find, ClusterScheduler(make_placement(config.placement)))
@@ -256,7 +256,7 @@ async def _play(
         await asyncio.gather(*(node.stop() for node in nodes.values()))
 
 
-async def _answer(link: ClusterLink, task: Task, ready: Ready, at_s: float) -> _Answer:
+async def _answer(link: ClusterLink, task: ClusterTask, ready: Ready, at_s: float) -> _Answer:
     """Send a request at a time, and return its answer; a late sender counts against the nodes."""
     await asyncio.sleep(max(0.0, at_s - time.monotonic()))
     id = f"{task.id}-{at_s}"
@@ -389,7 +389,7 @@ class _Modelled:
         )
         self._known, self._messages_s, self._config = profile_of(ready), messages_s, config
 
-    def play(self, tasks: Sequence[Task], seed: int) -> list[_Answer]:
+    def play(self, tasks: Sequence[ClusterTask], seed: int) -> list[_Answer]:
         """Return the answers in virtual time; no two nodes have the same noise."""
         config = self._config
         engine = EngineConfig(memory_bytes=config.memory_bytes)

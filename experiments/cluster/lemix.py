@@ -34,13 +34,19 @@ from random import Random
 from statistics import mean
 from typing import Any
 
+from coserve.cluster.simulation.simulation import SimulationResult
+
 from coserve.cluster.placement import make_placement
 from coserve.cluster.placement.separate import split
-from coserve.cluster.view import Latency, NodeProfile, Task, TaskKind
+from coserve.cluster.view import ClusterTask, Latency, NodeProfile, TaskKind
 from coserve.simulate.hardware import A100, ADA6000, Hardware
 from experiments.cluster.loss_curve import loss_after
 from experiments.cluster_simulation.pipeline import PipelineNode
-from experiments.cluster_simulation.simulation import ClusterSimulation, Ran, TaskOutcome
+from experiments.cluster_simulation.simulation import (
+    ClusterSimulation,
+    SimulationResult,
+    TaskOutcome,
+)
 
 OURS = "slack-affinity"
 PLACEMENTS = ("lemix", "separate", "separate-dynamic", "round-robin", "lowest-utilisation", OURS)
@@ -176,7 +182,7 @@ def run(config: ClusterConfig, watch: Watch = lambda words: None) -> dict[str, A
 
 def tasks(
     model: LemixModel, *, rate: float, training_share: float, number: int, seed: int
-) -> list[Task]:
+) -> list[ClusterTask]:
     """Return a Poisson process of requests and training tasks."""
     random, at_s, found = Random(seed), 0.0, []
     sigma = sqrt(log(_SECOND_MOMENT))
@@ -187,7 +193,9 @@ def tasks(
             _LONGEST, max(1, round(random.lognormvariate(log(_MEAN_LENGTH) - sigma**2 / 2, sigma)))
         )
         found.append(
-            Task(id=str(index), kind=kind, arrival_s=at_s, num_tokens=length, ttft_s=model.slo_s)
+            ClusterTask(
+                id=str(index), kind=kind, arrival_s=at_s, num_tokens=length, ttft_s=model.slo_s
+            )
         )
     return found
 
@@ -196,10 +204,10 @@ def play(
     model: LemixModel,
     placement: str,
     training_share: float,
-    given: Sequence[Task],
+    given: Sequence[ClusterTask],
     *,
     training_in_flight: int | None = None,
-) -> tuple[Ran, float]:
+) -> tuple[SimulationResult, float]:
     """Run one placement, and return the result and the mean loss of its requests."""
     is_separate = placement.startswith("separate")
     settings = {"training_share": training_share} if placement == "separate" else {}
@@ -239,7 +247,11 @@ def play(
 
 
 def least_s(
-    model: LemixModel, given: Sequence[Task], *, num_nodes: int, training_in_flight: int | None
+    model: LemixModel,
+    given: Sequence[ClusterTask],
+    *,
+    num_nodes: int,
+    training_in_flight: int | None,
 ) -> float:
     """Return a lower bound on the seconds in which any placement runs these tasks on nodes."""
     profile = model.profile()
@@ -259,7 +271,7 @@ def least_s(
 
 
 def _bound_over_separate(
-    model: LemixModel, share: float, given: Sequence[Task], config: ClusterConfig
+    model: LemixModel, share: float, given: Sequence[ClusterTask], config: ClusterConfig
 ) -> float:
     """Return the tasks/s of nodes that are never idle over those of separate nodes that are idle
     when their side is done.

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from math import inf
 from random import Random
 
+from coserve.cluster.simulation.node import ModelledReport
+
 from coserve.adapters.methods.lora import LoraConfig
-from coserve.cluster.view import NodeProfile, NodeView, Placed, Task
+from coserve.cluster.view import ClusterTask, NodeProfile, NodeView, Placed
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.jobs.events import JobEvent
 from coserve.engine.outbox import Event
@@ -18,7 +20,7 @@ from coserve.scheduling.slo import Slo
 from coserve.simulate.modelled_device import ModelledDevice
 from coserve.tuning.config import TuningConfig
 from coserve.tuning.examples import Example
-from experiments.cluster_simulation.node import Progress, Said
+from experiments.cluster_simulation.node import ModelledReport, Progress
 
 # A training task is examples of this many tokens, and an optimizer step for each batch.
 _EXAMPLE_TOKENS, _BATCH_SIZE = 512, 4
@@ -57,7 +59,7 @@ class EngineNode:
     def busy_s(self) -> float:
         return self._busy
 
-    def add(self, task: Task, placed: Placed, now_s: float) -> list[Said]:
+    def add(self, task: ClusterTask, placed: Placed, now_s: float) -> list[ModelledReport]:
         self._clock.advance(max(0.0, now_s - self._clock.now()))
         if task.trains:
             self._add_job(task)
@@ -75,8 +77,8 @@ class EngineNode:
         )
         return []
 
-    def advance(self, now_s: float) -> list[Said]:
-        found: list[Said] = []
+    def advance(self, now_s: float) -> list[ModelledReport]:
+        found: list[ModelledReport] = []
         while self.engine.has_work and self._clock.now() <= now_s:
             begin_s = self._clock.now()
             events = self.engine.step()
@@ -112,22 +114,22 @@ class EngineNode:
             num_free_pages=stats.num_pages_for_requests,
         )
 
-    def _add_job(self, task: Task) -> None:
+    def _add_job(self, task: ClusterTask) -> None:
         number = max(1, round(task.num_tokens * task.batch_size / _EXAMPLE_TOKENS))
         tokens = tuple(self._random.choices(self._vocab, k=_EXAMPLE_TOKENS))
         example = Example(tokens=tokens, trained=(True,) * _EXAMPLE_TOKENS)
         config = TuningConfig(batch_size=_BATCH_SIZE, max_sequence_length=_EXAMPLE_TOKENS)
         self.engine.submit_examples([example] * number, config, adapter=_LORA, job_id=task.id)
 
-    def _said(self, events: Sequence[Event]) -> Said:
+    def _said(self, events: Sequence[Event]) -> ModelledReport:
         """Return the report at the end of a step."""
         now_s = self._clock.now()
         progress = [each for event in events if (each := self._progress(event)) is not None]
         of_job = any(isinstance(event, JobEvent) for event in events)
         if not of_job and self.engine.has_work and now_s - self._reported_s < STATS_S:
-            return Said(now_s, progress)
+            return ModelledReport(now_s, progress)
         self._reported_s = now_s
-        return Said(now_s, progress, self.report(now_s))
+        return ModelledReport(now_s, progress, self.report(now_s))
 
     def _progress(self, event: Event) -> Progress | None:
         now_s = self._clock.now()

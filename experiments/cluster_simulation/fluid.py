@@ -15,11 +15,13 @@ from heapq import heappop, heappush
 from math import inf
 from random import Random
 
-from coserve.cluster.view import NodeProfile, NodeView, Placed, Task
+from coserve.cluster.simulation.node import ModelledReport
+
+from coserve.cluster.view import ClusterTask, NodeProfile, NodeView, Placed
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import whole_pack
 from coserve.scheduling.policies.slack import Slack
-from experiments.cluster_simulation.node import Progress, Said
+from experiments.cluster_simulation.node import ModelledReport, Progress
 
 # Tokens of a pack, and of the sequences in it.
 _PACK_ROWS, _SEQUENCE = 1024, 512
@@ -62,10 +64,10 @@ class FluidNode:
         counts = latency.profile.job
         pack = whole_pack(counts, _PACK_ROWS, _SEQUENCE / 2)
         self.trained_token_s = latency.pack_s(pack) / _PACK_ROWS
-        self._prompts: deque[Task] = deque()
+        self._prompts: deque[ClusterTask] = deque()
         self._prompt_s = 0.0  # of the first of them, that are left; 0: it has not begun
         self._tokens = 0.0  # that each request which decodes has had, counted from the node's start
-        self._decoding: list[tuple[float, str, Task]] = []  # by the count at which each ends
+        self._decoding: list[tuple[float, str, ClusterTask]] = []  # by the count at which each ends
         self._keys = 0.0  # in the caches of these, in the mean over their time
         self._trained_s = 0.0  # that each job has had, likewise
         self._jobs: list[tuple[float, str]] = []
@@ -85,7 +87,7 @@ class FluidNode:
     def busy_s(self) -> float:
         return self._busy
 
-    def add(self, task: Task, placed: Placed, now_s: float) -> list[Said]:
+    def add(self, task: ClusterTask, placed: Placed, now_s: float) -> list[ModelledReport]:
         self._move(now_s)
         if task.trains:
             seconds = task.num_tokens * task.batch_size * self.trained_token_s
@@ -99,9 +101,9 @@ class FluidNode:
                     0.0, self._tpot_s if self._decoding else self._step_s
                 )
         self._set_speeds()
-        return [Said(now_s, view=self.report(now_s))]
+        return [ModelledReport(now_s, view=self.report(now_s))]
 
-    def advance(self, now_s: float) -> list[Said]:
+    def advance(self, now_s: float) -> list[ModelledReport]:
         found: list[Progress] = []
         while (at_s := self._next_s) <= now_s:
             self._move(at_s)
@@ -110,7 +112,7 @@ class FluidNode:
             self._set_speeds()
         self._move(now_s)
         self._set_speeds()
-        return [Said(now_s, found, self.report(now_s))]
+        return [ModelledReport(now_s, found, self.report(now_s))]
 
     def report(self, now_s: float) -> NodeView:
         self._average(now_s)
@@ -220,7 +222,7 @@ class FluidNode:
         while self._jobs and self._jobs[0][0] <= self._trained_s + 1e-6:
             found.append(Progress(heappop(self._jobs)[1], end_s=now_s))
 
-    def _pages_of(self, task: Task) -> int:
+    def _pages_of(self, task: ClusterTask) -> int:
         return self.profile.num_pages(task.num_tokens + task.num_output_tokens)
 
     def _average(self, now_s: float) -> None:

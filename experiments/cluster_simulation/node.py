@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from coserve.cluster.view import NodeView, Placed, PlannedTask, Task
+from coserve.cluster.view import ClusterTask, NodeView, Placed, PlannedTask
 
 
 class Progress(NamedTuple):
@@ -19,7 +19,7 @@ class Progress(NamedTuple):
     """Times of the task's passes, on a node with stages."""
 
 
-class Said(NamedTuple):
+class ModelledReport(NamedTuple):
     """A report of a node."""
 
     at_s: float
@@ -46,11 +46,11 @@ class ModelledNode(Protocol):
         """Return the seconds of work that it has done, in the mean over its stages."""
         ...
 
-    def add(self, task: Task, placed: Placed, now_s: float) -> list[Said]:
+    def add(self, task: ClusterTask, placed: Placed, now_s: float) -> list[ModelledReport]:
         """Add a task, and return the reports about it."""
         ...
 
-    def advance(self, now_s: float) -> list[Said]:
+    def advance(self, now_s: float) -> list[ModelledReport]:
         """Advance to a time, and return the reports until then, in order.
 
         Work that has begun and cannot be divided is reported with its end.

@@ -16,8 +16,10 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from coserve.cluster.view import NodeProfile, NodeView, Placed, PlannedTask, Task
-from experiments.cluster_simulation.node import Progress, Said
+from coserve.cluster.simulation.node import ModelledReport
+
+from coserve.cluster.view import ClusterTask, NodeProfile, NodeView, Placed, PlannedTask
+from experiments.cluster_simulation.node import ModelledReport, Progress
 
 # What counts as of late, for utilisation.
 _RECENT_S = 1.0
@@ -26,7 +28,7 @@ _RECENT_S = 1.0
 class _Job(NamedTuple):
     """Tasks that pass through the stages together: requests as a batch, or one training task."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[ClusterTask, ...]
     """The tasks."""
     num_pages: int
     """Pages that they hold."""
@@ -76,8 +78,8 @@ class PipelineNode:
         self._hardware, self._num_pages, self._used = hardware, num_pages, 0
         self._training_in_flight, self._num_training = training_in_flight, 0
         self._batch_size, self._batch_wait_s, self._offload_s = batch_size, batch_wait_s, offload_s
-        self._queue: deque[tuple[Task, float]] = deque()  # not begun, and when each came
-        self._held: deque[tuple[Task, float]] = (
+        self._queue: deque[tuple[ClusterTask, float]] = deque()  # not begun, and when each came
+        self._held: deque[tuple[ClusterTask, float]] = (
             deque()
         )  # training tasks that were first there, while too many train
         self._ready: list[list[tuple[bool, int, _Job]]] = [[] for _ in range(num_stages)]
@@ -100,14 +102,14 @@ class PipelineNode:
     def busy_s(self) -> float:
         return sum(self._stage_s) / self.num_stages
 
-    def add(self, task: Task, placed: Placed, now_s: float) -> list[Said]:
+    def add(self, task: ClusterTask, placed: Placed, now_s: float) -> list[ModelledReport]:
         if placed.offloads and self._num_pages:
             self._offload(task, now_s)
         self._queue.append((task, now_s))
         self._begin(now_s)
-        return [Said(now_s, view=self.report(now_s))]
+        return [ModelledReport(now_s, view=self.report(now_s))]
 
-    def advance(self, now_s: float) -> list[Said]:
+    def advance(self, now_s: float) -> list[ModelledReport]:
         found: list[Progress] = []
         while (next_s := self.next_s) <= now_s:
             while self._wakes_s and self._wakes_s[0] <= next_s:
@@ -118,7 +120,7 @@ class PipelineNode:
                     found += self._ended(stage, running[1], running[2], next_s)
             self._begin(next_s)
         self._now_s = now_s
-        return [Said(now_s, found, self.report(now_s))]
+        return [ModelledReport(now_s, found, self.report(now_s))]
 
     def report(self, now_s: float) -> NodeView:
         begin_s, busy_s, before = self._recent
@@ -194,9 +196,9 @@ class PipelineNode:
             return False
         return True
 
-    def _batch(self) -> list[Task]:
+    def _batch(self) -> list[ClusterTask]:
         """Return the first task and those that may pass together with it."""
-        batch: list[Task] = []
+        batch: list[ClusterTask] = []
         for task, _ in self._queue:
             if len(batch) == self._batch_size or task.trains:
                 break
@@ -248,7 +250,7 @@ class PipelineNode:
             for task in job.tasks
         ]
 
-    def _offload(self, task: Task, now_s: float) -> None:
+    def _offload(self, task: ClusterTask, now_s: float) -> None:
         """Copy caches to the host until there is memory for a task, while the stages wait."""
         allowed = self.profile.memory_share * self._num_pages
         needed = self.report(now_s).num_pages_of(task)
@@ -262,7 +264,7 @@ class PipelineNode:
         heappush(self._wakes_s, at_s)
 
 
-def _path(task: Task, job: _Job) -> PlannedTask:
+def _path(task: ClusterTask, job: _Job) -> PlannedTask:
     return PlannedTask(
         task=task.id,
         kind=task.kind,

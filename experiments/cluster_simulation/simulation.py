@@ -13,17 +13,19 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from coserve.cluster.placement.base import Placement
+from coserve.cluster.simulation.node import ModelledReport
+
+from coserve.cluster.placement.base import PlacementPolicy
 from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
-from coserve.cluster.view import Task
-from experiments.cluster_simulation.node import ModelledNode, Progress, Said
+from coserve.cluster.view import ClusterTask
+from experiments.cluster_simulation.node import ModelledNode, ModelledReport, Progress
 
 
 @dataclass(kw_only=True, slots=True)
 class TaskOutcome:
     """Outcome of a task as its sender sees it, in seconds; None: not reached."""
 
-    task: Task
+    task: ClusterTask
     """The task."""
     node: str | None = None
     """Node that it is placed on."""
@@ -41,7 +43,7 @@ class TaskOutcome:
 
 
 @dataclass(kw_only=True)
-class Ran:
+class SimulationResult:
     """Result of a run."""
 
     outcomes: dict[str, TaskOutcome]
@@ -95,7 +97,7 @@ class ClusterSimulation:
     def __init__(
         self,
         nodes: Sequence[ModelledNode],
-        placement: Placement,
+        placement: PlacementPolicy,
         *,
         on_end: Callable[[TaskOutcome, float], None] | None = None,
         messages_s: float = 0.0,
@@ -104,16 +106,16 @@ class ClusterSimulation:
         self._scheduler = ClusterScheduler(placement)
         self._on_end, self._messages_s = on_end, messages_s
         self._said: list[
-            tuple[float, int, Said]
+            tuple[float, int, ModelledReport]
         ] = []  # and not heard yet: when it will be, and in which order
         self._numbers = count()
         for node in nodes:
             self._scheduler.report(node.report(0.0))
 
-    def run(self, tasks: Iterable[Task], *, until_s: float = inf) -> Ran:
+    def run(self, tasks: Iterable[ClusterTask], *, until_s: float = inf) -> SimulationResult:
         """Run all tasks to their ends, or until a time."""
         queue = sorted(tasks, key=lambda task: task.arrival_s)
-        ran = Ran(outcomes={}, busy_s={})
+        ran = SimulationResult(outcomes={}, busy_s={})
         nodes, scheduler = list(self._nodes.values()), self._scheduler
         index, retry_s = 0, 0.0
         while True:
@@ -148,7 +150,7 @@ class ClusterSimulation:
         )
         return ran
 
-    def _place(self, now_s: float, ran: Ran) -> None:
+    def _place(self, now_s: float, ran: SimulationResult) -> None:
         begin_s = time.thread_time()
         placed = list(self._scheduler.place(now_s))
         ran.scheduling_s += time.thread_time() - begin_s
@@ -159,11 +161,11 @@ class ClusterSimulation:
             self._say(self._nodes[decision.node].add(task, decision, now_s))
         self._hear(now_s, ran)
 
-    def _say(self, said: Iterable[Said]) -> None:
+    def _say(self, said: Iterable[ModelledReport]) -> None:
         for each in said:
             heappush(self._said, (each.at_s + self._messages_s, next(self._numbers), each))
 
-    def _hear(self, now_s: float, ran: Ran) -> bool:
+    def _hear(self, now_s: float, ran: SimulationResult) -> bool:
         """Take the reports that have arrived, and return whether something may be placed because of
         them.
         """
@@ -178,7 +180,7 @@ class ClusterSimulation:
                 asks = True
         return asks
 
-    def _take(self, progress: Progress, heard_s: float, ran: Ran) -> None:
+    def _take(self, progress: Progress, heard_s: float, ran: SimulationResult) -> None:
         outcome = ran.outcomes[progress.task]
         if progress.first_token_s is not None:
             outcome.first_token_s = progress.first_token_s + self._messages_s

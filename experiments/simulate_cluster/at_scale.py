@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from coserve.bench.places import ModelledPlace
 from coserve.cluster.nodes.profiler import node_profile, node_profile_path, with_stored_limits
 from coserve.cluster.placement import make_placement
-from coserve.cluster.view import NodeProfile, Task
+from coserve.cluster.view import ClusterTask, NodeProfile
 from coserve.engine.config import EngineConfig
 from coserve.errors import DataError
 from coserve.memory.tensors.paged_kv import kv_page_bytes
@@ -197,7 +197,7 @@ def _run_cell(cell: int) -> _Cell:
     pieces = [(job, gpu) for job in jobs for gpu in range(job.num_gpus)][cell :: config.num_cells]
     trained_token_s = nodes[0].trained_token_s
     tasks += [
-        Task(
+        ClusterTask(
             id=f"job-{index}",
             kind="training",
             arrival_s=job.at_s,
@@ -236,9 +236,9 @@ def _tpot_s(outcome: TaskOutcome) -> float | None:
     return (outcome.end_s - outcome.first_token_s) / (outcome.task.num_output_tokens - 1)
 
 
-def _tasks(requests: Sequence[TracedRequest], ttft_s: float, tpot_s: float) -> list[Task]:
+def _tasks(requests: Sequence[TracedRequest], ttft_s: float, tpot_s: float) -> list[ClusterTask]:
     return [
-        Task(
+        ClusterTask(
             id=f"request-{index}",
             kind="request",
             arrival_s=request.at_s,
@@ -330,7 +330,7 @@ def _check(
     coarse = [_fluid(f"n{index}", kind, latency, config.ttft_s) for index in range(_CHECK_NODES)]
     tokens = round(4 * _CHECK_S / coarse[0].trained_token_s)
     tasks += [
-        Task(id=f"job-{i}", kind="training", arrival_s=0.0, num_tokens=tokens)
+        ClusterTask(id=f"job-{i}", kind="training", arrival_s=0.0, num_tokens=tokens)
         for i in range(_CHECK_NODES)
     ]
     engine = EngineConfig(ttft_s=config.ttft_s)
@@ -353,7 +353,7 @@ def _check(
 
 
 def _measured(
-    nodes: Sequence[ModelledNode], tasks: Sequence[Task], placement: str
+    nodes: Sequence[ModelledNode], tasks: Sequence[ClusterTask], placement: str
 ) -> dict[str, float]:
     ran = ClusterSimulation(nodes, make_placement(placement)).run(tasks, until_s=_CHECK_S)
     answered = [one for one in ran.requests if isfinite(one.response_s)]

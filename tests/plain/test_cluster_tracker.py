@@ -12,7 +12,7 @@ from coserve.cluster.nodes.profiler import profile_of, write_node_profile
 from coserve.cluster.nodes.registry import node_names
 from coserve.cluster.nodes.tracker import NodeTracker, Totals, joined_ready
 from coserve.cluster.tasks import task_of_request
-from coserve.cluster.view import NodeView, Task
+from coserve.cluster.view import ClusterTask, NodeView
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.commands import AdapterRef
 from coserve.protocol.messages import StepReport
@@ -120,7 +120,7 @@ def test_memory_and_wait_limits_follow_from_what_a_node_measured():
     )
     small = profile_of(replace(known, num_pages=100))
     assert small.memory_share == 0.5 and small.longest_wait_s > made.longest_wait_s
-    job = Task(id="job", kind="training", arrival_s=0.0, num_tokens=2048, batch_size=8)
+    job = ClusterTask(id="job", kind="training", arrival_s=0.0, num_tokens=2048, batch_size=8)
     empty = NodeView(id="n", hardware="", profile=small, num_pages=100, num_free_pages=100)
     assert empty.num_pages_of(job) == 50 and empty.has_memory(job), (
         "an engine trains in packs that find room"
@@ -132,7 +132,7 @@ def test_requests_with_states_need_their_pages_too():
     measured = replace(READY, page_bytes=16_000, num_pages=10_000)
     without, made = profile_of(measured), profile_of(replace(measured, num_state_pages=40))
     assert made.longest_wait_s != without.longest_wait_s, "fewer requests run at once"
-    request = Task(
+    request = ClusterTask(
         id="r", kind="request", arrival_s=0.0, num_tokens=100, num_output_tokens=20, batch_size=3
     )
     pages = [

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 from cluster_views import PROFILE, make_node, make_task
+from coserve.cluster.simulation.simulation import SimulationResult
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -23,13 +24,13 @@ from coserve.cluster.placement.lemix import length_consistency
 from coserve.cluster.placement.separate import split
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.view import (
+    ClusterTask,
     ClusterView,
     Latency,
-    Lengths,
+    LengthStats,
     NodeView,
     Placed,
     PlannedTask,
-    Task,
     TaskKind,
     Waits,
 )
@@ -129,14 +130,14 @@ def test_plans_are_what_the_node_then_does(bound):
 
 
 def test_lengths_that_fit_score_higher():
-    short = make_node("s", lengths=Lengths().add(50).add(60).add(55))
-    long = make_node("l", lengths=Lengths().add(500).add(600).add(550))
+    short = make_node("s", lengths=LengthStats().add(50).add(60).add(55))
+    long = make_node("l", lengths=LengthStats().add(500).add(600).add(550))
     assert length_consistency(short, 55) > length_consistency(long, 55)
     assert length_consistency(long, 580) > length_consistency(short, 580)
     assert length_consistency(make_node("new"), 100) == pytest.approx(0.3989 / 100, rel=1e-3)
 
 
-def place(name, view: ClusterView, task: Task, **settings):
+def place(name, view: ClusterView, task: ClusterTask, **settings):
     return make_placement(name, settings).place(view, task)
 
 
@@ -282,7 +283,7 @@ def test_separate_splits_the_nodes():
 
 
 @st.composite
-def views(draw) -> tuple[ClusterView, Task]:
+def views(draw) -> tuple[ClusterView, ClusterTask]:
     random = Random(draw(st.integers(0, 10**6)))
     now_s, nodes = 100.0, []
     for index in range(random.randint(1, 6)):
@@ -351,7 +352,7 @@ def test_a_task_waits_for_memory_and_then_has_caches_offloaded(name):
 # -----------------------------------------------------------------------------------
 
 
-def tasks_of(seed: int, number: int, *, rate: float, training: float) -> list[Task]:
+def tasks_of(seed: int, number: int, *, rate: float, training: float) -> list[ClusterTask]:
     random, now_s, tasks = Random(seed), 0.0, []
     for index in range(number):
         now_s += random.expovariate(rate)
@@ -364,7 +365,7 @@ def tasks_of(seed: int, number: int, *, rate: float, training: float) -> list[Ta
     return tasks
 
 
-def run(name: str, tasks: list[Task], *, num_stages: int = 2, **node) -> Ran:
+def run(name: str, tasks: list[ClusterTask], *, num_stages: int = 2, **node) -> SimulationResult:
     profile = node.pop("profile", PROFILE)
     nodes = [PipelineNode(f"n{i}", profile, num_stages=num_stages, **node) for i in range(3)]
     return ClusterSimulation(nodes, make_placement(name)).run(tasks)

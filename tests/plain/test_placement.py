@@ -14,7 +14,7 @@ from msgspec.structs import replace
 import coserve.cluster.placement as registry
 from coserve.cluster.placement import make_placement, placement_class, placement_names
 from coserve.cluster.scheduler import ClusterScheduler
-from coserve.cluster.view import ClusterView, Lengths, NodeView, Waits
+from coserve.cluster.view import ClusterView, LengthStats, NodeView, Waits
 
 FOLDER = Path(registry.__file__).parent
 # Of an engine, where training and batch work give way to requests.
@@ -269,7 +269,7 @@ def test_views_are_plain_data():
 
 
 def test_lengths_have_a_mean_and_a_deviation():
-    lengths = Lengths()
+    lengths = LengthStats()
     assert lengths.deviation == 0.0
     for value in (2, 4, 4, 4, 5, 5, 7, 9):
         lengths = lengths.add(value)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from coserve.cluster.nodes.shared_paths import (
-    SeenFiles,
+    ExpectedFiles,
     SharedPaths,
     sampled_digest,
     unseen,
@@ -12,8 +12,8 @@ from coserve.cluster.nodes.shared_paths import (
 )
 
 
-def seen(path: Path, what: str = "--home here") -> SeenFiles:
-    return SeenFiles(
+def seen(path: Path, what: str = "--home here") -> ExpectedFiles:
+    return ExpectedFiles(
         what=what, paths=(str(path),), digest=sampled_digest([path]), advice="mount it"
     )
 

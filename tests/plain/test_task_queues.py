@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coserve.cluster.placement import make_placement, placement_names
-from coserve.cluster.placement.base import Placement
+from coserve.cluster.placement.base import PlacementPolicy
 from coserve.cluster.queues import DeadlineQueue
 from coserve.cluster.scheduler import ClusterScheduler
-from coserve.cluster.view import ClusterView, NodeView, Placed, Task, TaskKind, Waits
+from coserve.cluster.view import ClusterTask, ClusterView, NodeView, Placed, TaskKind, Waits
 from coserve.scheduling.fairness import TokenWeights
 
 SLO_TIMES, MAX_DEFER_S = 5.0, 60.0
@@ -75,7 +75,7 @@ def by_definition(view: ClusterView) -> list[str]:
 @given(_EVENTS, st.integers(1, 3))
 def test_the_order_is_the_one_that_is_defined_whatever_came_before(events, num_nodes):
     queue = deadline_queue()
-    waiting: list[Task] = []
+    waiting: list[ClusterTask] = []
     now_s = 0.0
     for number, event in enumerate(events):
         if isinstance(event, tuple):
@@ -202,13 +202,15 @@ def test_where_tasks_wait_on_every_node_nobody_is_looked_for():
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Slow(Placement):
+class _Slow(PlacementPolicy):
     """Asks nobody to come back before two seconds are over; places on nodes with pages."""
 
     summary: ClassVar[str] = "for this test"
     asked: ClassVar[list[str]] = []
 
-    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Placed | Waits:
+    def choose(
+        self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]
+    ) -> Placed | Waits:
         self.asked.append(task.id)
         return Placed(nodes[0].id) if nodes[0].num_free_pages else Waits("no pages", 2.0)
 

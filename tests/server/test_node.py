@@ -13,8 +13,8 @@ from coserve.cluster.nodes.messages import (
     decode_node_report,
     settings_digest,
 )
-from coserve.cluster.nodes.node import Node
-from coserve.cluster.nodes.shared_paths import SeenFiles, SharedPaths, sampled_digest
+from coserve.cluster.nodes.node import NodeServer
+from coserve.cluster.nodes.shared_paths import ExpectedFiles, SharedPaths, sampled_digest
 from coserve.engine.config import EngineConfig
 from coserve.engine_client.launch import program
 from coserve.models.source import find_model
@@ -32,13 +32,13 @@ def test_an_engine_that_lacks_its_model_starts_when_it_comes(tmp_path: Path):
     )
     settings = NodeSettings(engine=asked, timeout_s=60.0, home=str(tmp_path))
 
-    async def until(node: Node, state: str) -> NodeStatus:
+    async def until(node: NodeServer, state: str) -> NodeStatus:
         while (status := await node.describe()).state != state:
             await asyncio.sleep(0.1)
         return status
 
     async def test() -> None:
-        node = Node(settings, launch=program())
+        node = NodeServer(settings, launch=program())
         try:
             failed = await until(node, "failed")
             assert failed.error is not None and "config.json" in failed.error
@@ -60,13 +60,13 @@ def test_it_tells_its_settings_what_it_sees_and_the_fingerprint_of_its_weights(t
     settings = NodeSettings(engine=asked, timeout_s=60.0, home=str(tmp_path))
 
     async def test() -> Ready:
-        node = Node(settings, launch=program())
+        node = NodeServer(settings, launch=program())
         try:
             status = await node.describe()
             assert status.settings == settings_digest(settings)
             file = tmp_path / "file"
             file.write_text("a")
-            seen = SeenFiles(
+            seen = ExpectedFiles(
                 what="a file", paths=(str(file),), digest=sampled_digest([file]), advice="look"
             )
             assert await node.look_at(SharedPaths(files=(seen,), home=str(tmp_path))) is None

@@ -6,7 +6,7 @@ from statistics import pstdev
 
 import pytest
 
-from coserve.cluster.view import Task
+from coserve.cluster.view import ClusterTask
 from coserve.models.backbone import load_backbone
 from coserve.protocol.messages import Ready, StepRecord
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
@@ -113,7 +113,7 @@ def test_modelled_nodes_have_noise_of_their_own_and_the_seed_decides(tmp_path, m
     fitted = cluster_here._Fitted(profile, 1.0, 0.3)
     modelled = cluster_here._Modelled(backbone, ready, fitted, 0.0, 0.005, config)
     tasks = [
-        Task(id=id, kind="request", arrival_s=1.0, num_tokens=50, num_output_tokens=5)
+        ClusterTask(id=id, kind="request", arrival_s=1.0, num_tokens=50, num_output_tokens=5)
         for id in ("a", "b")
     ]
     first, second = modelled.play(tasks, 0)

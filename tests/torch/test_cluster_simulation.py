@@ -13,7 +13,7 @@ from coserve.bench.places import ModelledPlace
 from coserve.cluster.nodes.profiler import profile_of
 from coserve.cluster.nodes.tracker import NodeTracker
 from coserve.cluster.placement import make_placement, placement_names
-from coserve.cluster.view import ClusterView, Placed, Task
+from coserve.cluster.view import ClusterTask, ClusterView, Placed
 from coserve.engine.config import EngineConfig
 from coserve.errors import DataError
 from coserve.models.backbone import load_backbone
@@ -42,11 +42,13 @@ def place() -> ModelledPlace:
     )
 
 
-def tasks(rate: float, *, training_tokens: int = 0) -> list[Task]:
+def tasks(rate: float, *, training_tokens: int = 0) -> list[ClusterTask]:
     trace = poisson(rate=rate, seconds=SECONDS, seed=1)
     found = at_scale._tasks(trace, ttft_s=2.0, tpot_s=0.025)
     if training_tokens:
-        found.append(Task(id="job", kind="training", arrival_s=0.0, num_tokens=training_tokens))
+        found.append(
+            ClusterTask(id="job", kind="training", arrival_s=0.0, num_tokens=training_tokens)
+        )
     return found
 
 
@@ -128,7 +130,7 @@ def test_a_node_of_a_cluster_tells_placements_what_a_modelled_one_does(place):
     for name in placement_names():
         for task in (
             tasks(2.0)[0],
-            Task(id="job", kind="training", arrival_s=SECONDS, num_tokens=4096),
+            ClusterTask(id="job", kind="training", arrival_s=SECONDS, num_tokens=4096),
         ):
             modelled, real = (
                 ClusterView(now_s=SECONDS, nodes=tuple(each)) for each in (nodes, told)
@@ -142,7 +144,7 @@ def test_a_cluster_learns_of_a_first_token_when_its_step_has_ended_and_the_messa
     def run(messages_s: float = 0.0) -> list[TaskOutcome]:
         node = EngineNode("n", place.open(EngineConfig()), at_scale._kind(place).node)
         tasks = [
-            Task(
+            ClusterTask(
                 id=f"r{index}", kind="request", arrival_s=at_s, num_tokens=2000, num_output_tokens=4
             )
             for index, at_s in enumerate((1.0, 1.04))
@@ -166,7 +168,7 @@ def test_a_cluster_learns_of_a_first_token_when_its_step_has_ended_and_the_messa
 def test_requests_of_a_cluster_hold_their_slos_beside_a_batch_that_came_before_them(place):
     kind, given = at_scale._kind(place), tasks(20.0)
     batch = [
-        Task(
+        ClusterTask(
             id=f"batch-{number}",
             kind="request",
             arrival_s=0.0,
@@ -200,14 +202,14 @@ def test_requests_of_a_cluster_hold_their_slos_beside_a_batch_that_came_before_t
 def test_a_coarse_node_alone_takes_what_the_latency_model_says(place):
     node, task = (
         fluid(place),
-        Task(id="r", kind="request", arrival_s=1.0, num_tokens=500, num_output_tokens=101),
+        ClusterTask(id="r", kind="request", arrival_s=1.0, num_tokens=500, num_output_tokens=101),
     )
     ran = ClusterSimulation([node], make_placement("round-robin")).run([task])
     latency, outcome = LatencyModel(place.profile), ran.outcomes["r"]
     assert outcome.response_s == pytest.approx(latency.prompt_s(500))
     decode_s = latency.decode_s(num_requests=1, context=550)
     assert outcome.end_s - outcome.first_token_s == pytest.approx(100 * decode_s, rel=0.02)
-    job = Task(id="j", kind="training", arrival_s=0.0, num_tokens=10_000)
+    job = ClusterTask(id="j", kind="training", arrival_s=0.0, num_tokens=10_000)
     node = fluid(place)
     ran = ClusterSimulation([node], make_placement("round-robin")).run([job])
     assert ran.outcomes["j"].end_s == pytest.approx(10_000 * node.trained_token_s)

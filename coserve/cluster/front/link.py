@@ -19,11 +19,11 @@ from coserve.cluster.front.requests import ClusterRequests
 from coserve.cluster.jobs.placed_jobs import PlacedJobs
 from coserve.cluster.jobs.sharded_job import JobReport
 from coserve.cluster.jobs.sharded_jobs import ShardedJobs
+from coserve.cluster.nodes.adapters import ClusterAdapters
 from coserve.cluster.nodes.checks import NodeChecks
-from coserve.cluster.nodes.joins import Newcomers
-from coserve.cluster.nodes.loaded_adapters import LoadedOnNodes
+from coserve.cluster.nodes.joins import NodeJoins
 from coserve.cluster.nodes.profiler import profile_of
-from coserve.cluster.nodes.registry import ClusterNode, FindNodes, Nodes
+from coserve.cluster.nodes.registry import ClusterNode, FindNodes, NodeRegistry
 from coserve.cluster.nodes.tracker import NodeTracker, Totals, how_unlike, joined_ready
 from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
 from coserve.cluster.view import ClusterView
@@ -60,13 +60,13 @@ class ClusterLink:
         `ShardedJobs`. checks: of nodes, before they are used (default: that all are alike).
         """
         self._home, self._checks, self._scheduler = home, checks or NodeChecks(), scheduler
-        self._nodes = Nodes(find, self, self._checks)
+        self._nodes = NodeRegistry(find, self, self._checks)
         self._jobs = PlacedJobs(self._scheduler, self._place, self._tell_job)
         self._sharded = ShardedJobs(
             self._jobs, self._nodes_for_jobs, self._tell_job, self._lose_jobs, shared
         )
-        self._adapters = LoadedOnNodes(self._nodes.used, self._checks.most_adapters)
-        self._newcomers = Newcomers(self._sharded.changed_by, self._adapters, self._checks)
+        self._adapters = ClusterAdapters(self._nodes.used, self._checks.most_adapters)
+        self._node_joins = NodeJoins(self._sharded.changed_by, self._adapters, self._checks)
         self._unlike: dict[ClusterNode, Ready] = {}  # engines that differ from those that are used
         self._listeners: list[EngineListener] = []
         self._requests = ClusterRequests(self._scheduler, self._jobs, self._nodes)
@@ -84,7 +84,7 @@ class ClusterLink:
 
     @property
     def start_progress(self) -> None:
-        """Nodes start one by one, and `coserve cluster status` has what each does."""
+        """NodeRegistry start one by one, and `coserve cluster status` has what each does."""
         return
 
     @property
@@ -143,7 +143,7 @@ class ClusterLink:
         ]
 
     async def drain(self, *names: str) -> None:
-        """Nodes are to leave: they get nothing more, their jobs continue on others, and their
+        """NodeRegistry are to leave: they get nothing more, their jobs continue on others, and their
         requests come to their ends. Returns when the jobs have gone. ClusterError if one is not
         there: then none drains.
         """
@@ -190,7 +190,7 @@ class ClusterLink:
         self.fail_open_requests("the server is shutting down")
         if self._retry is not None:
             self._retry.cancel()
-        self._newcomers.close()
+        self._node_joins.close()
         self._sharded.close()
         await self._nodes.close()
 
@@ -209,7 +209,7 @@ class ClusterLink:
         """A node's engine takes commands."""
         self._unlike.pop(node, None)
         if not self._refuses(node, ready):
-            self._newcomers.admit(node, lambda: self._use(node, ready))
+            self._node_joins.admit(node, lambda: self._use(node, ready))
 
     def _refuses(self, node: ClusterNode, ready: Ready) -> bool:
         """Because of what its engine is. One that the others are not like is looked at again when
@@ -240,7 +240,7 @@ class ClusterLink:
     def node_gone(self, node: ClusterNode) -> None:
         """A node's engine has died, or the node."""
         lost, node.lost = node.lost, []
-        self._newcomers.gone(node)
+        self._node_joins.gone(node)
         self._unlike.pop(node, None)
         if node.tracker is None:
             return

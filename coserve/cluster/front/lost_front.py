@@ -11,7 +11,7 @@ from coserve.server.errors import ApiError
 from coserve.server.http.responses import json_response
 
 
-class AnswersForDeadFronts:
+class LostFrontMiddleware:
     """Between an HTTP server and the front: a request whose front dies before it has begun to
     answer gets an error that says so. An ASGI application.
     """
@@ -39,7 +39,7 @@ class AnswersForDeadFronts:
 
 def http_middlewares() -> list[Middleware]:
     """The callback."""
-    return [Middleware(AnswersForDeadFronts)]
+    return [Middleware(LostFrontMiddleware)]
 
 
 async def refuse(message: str, scope: Scope, receive: Receive, send: Send) -> None:

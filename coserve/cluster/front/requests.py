@@ -14,17 +14,17 @@ from msgspec.structs import replace
 
 from coserve.cluster.jobs.placed_jobs import PlacedJobs
 from coserve.cluster.nodes.prefixes import prefix_keys
-from coserve.cluster.nodes.registry import ClusterNode, Nodes
+from coserve.cluster.nodes.registry import ClusterNode, NodeRegistry
 from coserve.cluster.scheduler import ClusterScheduler
 from coserve.cluster.tasks import task_of_request
-from coserve.cluster.view import Task
+from coserve.cluster.view import ClusterTask
 from coserve.engine.commands import AddRequest
 from coserve.engine.request import Chunk
 from coserve.engine_client.streams import RequestStream
 from coserve.errors import EngineGoneError
 from coserve.protocol.messages import Ready
 
-# Nodes that may die of a request before it is given up: it may be what they die of.
+# NodeRegistry that may die of a request before it is given up: it may be what they die of.
 _MOST_TRIES = 3
 
 
@@ -45,7 +45,7 @@ class ClusterRequests:
     does.
     """
 
-    def __init__(self, scheduler: ClusterScheduler, jobs: PlacedJobs, nodes: Nodes) -> None:
+    def __init__(self, scheduler: ClusterScheduler, jobs: PlacedJobs, nodes: NodeRegistry) -> None:
         self._scheduler, self._jobs, self._nodes = scheduler, jobs, nodes
         self._requests: dict[str, _Request] = {}
         self._vocabulary: tuple[Sequence[bytes], Sequence[int]] | None = None
@@ -95,7 +95,7 @@ class ClusterRequests:
         """See `EngineAccess`."""
         self._vocabulary = pieces, special
 
-    def placed(self, task: Task, node: ClusterNode) -> None:
+    def placed(self, task: ClusterTask, node: ClusterNode) -> None:
         """Send it there."""
         found = self._requests[task.id]
         found.node = node
@@ -186,5 +186,5 @@ class ClusterRequests:
         self._scheduler.submit(task_of_request(request, prefix=prefix, excluded=excluded))
 
     def _others(self, makers: Collection[ClusterNode]) -> frozenset[str]:
-        """Nodes that do not have what only the job that makes it has, on its node."""
+        """NodeRegistry that do not have what only the job that makes it has, on its node."""
         return frozenset(node.name for node in self._nodes.all() if node not in makers)

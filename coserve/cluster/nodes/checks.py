@@ -11,7 +11,12 @@ from pathlib import Path
 
 from coserve.adapters.file_names import CONFIG_FILE, WEIGHTS_FILE
 from coserve.cluster.nodes.messages import NodeCalls, NodeSettings, NodeStatus, settings_digest
-from coserve.cluster.nodes.shared_paths import SeenFiles, SharedPaths, sampled_digest, write_probe
+from coserve.cluster.nodes.shared_paths import (
+    ExpectedFiles,
+    SharedPaths,
+    sampled_digest,
+    write_probe,
+)
 from coserve.engine.config import EngineConfig
 from coserve.errors import ClusterError
 from coserve.jobs.records import AdapterRecord
@@ -125,7 +130,7 @@ class NodeChecks:
             raise ClusterError(f"the front itself cannot read {probe}: {error.strerror}") from None
         return SharedPaths(files=tuple(seen), home=home)
 
-    def _adapters(self) -> Iterator[SeenFiles]:
+    def _adapters(self) -> Iterator[ExpectedFiles]:
         found = () if self._find_adapters is None else self._find_adapters()
         for each in found[-_MOST_ADAPTERS:]:
             if each.directory is None:
@@ -141,7 +146,7 @@ class NodeChecks:
                 continue
 
 
-def _seen(what: str, paths: Sequence[Path], advice: str) -> SeenFiles:
-    return SeenFiles(
+def _seen(what: str, paths: Sequence[Path], advice: str) -> ExpectedFiles:
+    return ExpectedFiles(
         what=what, paths=tuple(map(str, paths)), digest=sampled_digest(paths), advice=advice
     )

@@ -12,7 +12,12 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from coserve.cluster.nodes.messages import CommandBatch, EngineLost, NodeCalls, decode_node_report
+from coserve.cluster.nodes.messages import (
+    CommandBatch,
+    NodeCalls,
+    NodeEngineLost,
+    decode_node_report,
+)
 from coserve.engine_client.supervisor import EngineOwner
 from coserve.errors import CoserveError, EngineGoneError
 from coserve.protocol.messages import StepReport, encode
@@ -138,7 +143,7 @@ class NodeConnection:
                 raise EngineGoneError("the session was ended")
 
     def _take(self, report: Any) -> None:
-        if isinstance(report, EngineLost):
+        if isinstance(report, NodeEngineLost):
             self._commands.clear()
             self.jobs_at_death = report.jobs_at_death
             self._owner.engine_lost(f"{report.reason} on the node {self._name}")

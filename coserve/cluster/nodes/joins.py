@@ -10,8 +10,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from coserve.cluster.nodes.adapters import ClusterAdapters
 from coserve.cluster.nodes.checks import NodeChecks
-from coserve.cluster.nodes.loaded_adapters import LoadedOnNodes
 from coserve.cluster.nodes.registry import ClusterNode
 from coserve.engine.commands import AdapterRef, JobStart
 from coserve.errors import ClusterError, CoserveError, EngineGoneError
@@ -22,11 +22,14 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 2.0
 
 
-class Newcomers:
+class NodeJoins:
     """Belongs to one event loop."""
 
     def __init__(
-        self, changed_by: Callable[[], JobStart | None], adapters: LoadedOnNodes, checks: NodeChecks
+        self,
+        changed_by: Callable[[], JobStart | None],
+        adapters: ClusterAdapters,
+        checks: NodeChecks,
     ) -> None:
         """changed_by: see `ChangedWeights.changed_by`."""
         self._changed_by, self._adapters, self._checks = changed_by, adapters, checks

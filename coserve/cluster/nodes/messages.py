@@ -32,7 +32,7 @@ def settings_digest(settings: NodeSettings) -> str:
     return blake2b(encode(arrived), digest_size=16).hexdigest()
 
 
-class EngineLost(msgspec.Struct, tag=True, frozen=True):
+class NodeEngineLost(msgspec.Struct, tag=True, frozen=True):
     """The node's engine has died, and another one is being started. jobs_at_death: see
     `EngineHost`.
     """
@@ -117,9 +117,9 @@ class NodeCalls(Protocol):
         ...
 
 
-_decoder = msgspec.msgpack.Decoder(Report | EngineLost)
+_decoder = msgspec.msgpack.Decoder(Report | NodeEngineLost)
 
 
 def decode_node_report(message: bytes) -> Any:
-    """A `Report`, or `EngineLost`."""
+    """A `Report`, or `NodeEngineLost`."""
     return _decoder.decode(message)

@@ -20,7 +20,7 @@ from typing import Any
 
 from coserve.cluster.nodes.messages import (
     CommandBatch,
-    EngineLost,
+    NodeEngineLost,
     NodeReports,
     NodeSettings,
     NodeStatus,
@@ -55,7 +55,7 @@ _WATCH_S = 5.0
 _MOST_NODES = 256
 
 
-class Node:
+class NodeServer:
     """Belongs to one event loop. Implements `NodeCalls`, and owns a `Supervisor`."""
 
     def __init__(self, settings: NodeSettings, *, launch: Launch | None = None) -> None:
@@ -251,7 +251,7 @@ class Node:
         self._is_fresh = True
         if self._ready is not None:
             self._ready = None
-            self._put(EngineLost(reason, self._supervisor.jobs_at_death))
+            self._put(NodeEngineLost(reason, self._supervisor.jobs_at_death))
             self._lost = self._last
 
     def _put(self, report: Any) -> None:

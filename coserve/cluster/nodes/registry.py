@@ -137,7 +137,7 @@ class NodesOwner(Protocol):
         """What came of steps there."""
 
 
-class Nodes:
+class NodeRegistry:
     """Belongs to one event loop."""
 
     def __init__(self, find_nodes: FindNodes, owner: NodesOwner, checks: NodeChecks) -> None:

@@ -19,7 +19,7 @@ _NUM_PIECES, _PIECE_BYTES = 8, 4096
 _PROBE = ".seen-by-nodes-"
 
 
-class SeenFiles(msgspec.Struct, frozen=True, kw_only=True):
+class ExpectedFiles(msgspec.Struct, frozen=True, kw_only=True):
     """As the front sees them. what: in words. digest: see `sampled_digest`. advice: to who has a
     node that does not.
     """
@@ -35,7 +35,7 @@ class SharedPaths(msgspec.Struct, frozen=True, kw_only=True):
     URL.
     """
 
-    files: tuple[SeenFiles, ...] = ()
+    files: tuple[ExpectedFiles, ...] = ()
     home: str | None = None
 
 

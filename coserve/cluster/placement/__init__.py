@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from coserve.cluster.placement.base import Placement
+from coserve.cluster.placement.base import PlacementPolicy
 from coserve.discovery import variant_class, variant_names
 
-__all__ = ["Placement", "make_placement", "placement_class", "placement_names"]
+__all__ = ["PlacementPolicy", "make_placement", "placement_class", "placement_names"]
 
 
 @cache
@@ -19,14 +19,14 @@ def placement_names() -> tuple[str, ...]:
 
 
 @cache
-def placement_class(name: str) -> type[Placement]:
+def placement_class(name: str) -> type[PlacementPolicy]:
     """The placement in the file of this name; ValueError lists those that there are."""
     if name not in placement_names():
         raise ValueError(f"placement {name!r} is not one of {', '.join(placement_names())}")
-    found: type[Placement] = variant_class(__name__, name, Placement)
+    found: type[PlacementPolicy] = variant_class(__name__, name, PlacementPolicy)
     return found
 
 
-def make_placement(name: str, settings: Mapping[str, Any] | None = None) -> Placement:
+def make_placement(name: str, settings: Mapping[str, Any] | None = None) -> PlacementPolicy:
     """The placement of a name, with settings by name; ValueError says what there is."""
     return placement_class(name).from_settings(name, settings or {})

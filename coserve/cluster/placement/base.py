@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from coserve.cluster.queues import ArrivalQueue, TaskQueue
-from coserve.cluster.view import ClusterView, Decision, NodeView, Task, Waits
+from coserve.cluster.view import ClusterTask, ClusterView, Decision, NodeView, Waits
 from coserve.settings import HasSettings
 
 # Where no node can take a task, one may have come back, or joined, after this many seconds.
@@ -16,7 +16,7 @@ _RETRY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement(HasSettings, ABC):
+class PlacementPolicy(HasSettings, ABC):
     """A placement is a subclass in a file of its own in this folder, found by the file's name. Its
     fields are `coserve.settings.setting`s.
 
@@ -36,14 +36,14 @@ class Placement(HasSettings, ABC):
         """
         return ArrivalQueue()
 
-    def order(self, view: ClusterView) -> Iterable[Task]:
+    def order(self, view: ClusterView) -> Iterable[ClusterTask]:
         """The waiting tasks of a view, as a queue of this placement has them."""
         queue = self.queue()
         for task in (*view.requests, *view.training):
             queue.add(task)
         return queue.order(view)
 
-    def place(self, view: ClusterView, task: Task) -> Decision:
+    def place(self, view: ClusterView, task: ClusterTask) -> Decision:
         """Which node gets a task now, if any. A node that drains, or that the task excludes, never
         does.
         """
@@ -57,5 +57,5 @@ class Placement(HasSettings, ABC):
         return self.choose(view, task, nodes)
 
     @abstractmethod
-    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
+    def choose(self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]) -> Decision:
         """Of these nodes, of which there is at least one, all of which may take the task."""

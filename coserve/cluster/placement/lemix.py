@@ -36,10 +36,10 @@ from dataclasses import dataclass
 from math import exp, pi, sqrt
 from typing import ClassVar
 
-from coserve.cluster.paths import Path, plan_path
-from coserve.cluster.placement.base import Placement
+from coserve.cluster.paths import ExecutionPath, plan_path
+from coserve.cluster.placement.base import PlacementPolicy
 from coserve.cluster.queues import RequestsFirst, TaskQueue
-from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
+from coserve.cluster.view import ClusterTask, ClusterView, Decision, NodeView, Placed, Waits
 from coserve.settings import setting
 
 # Memory and deferred training are looked at again after this long, if nothing ends before (Δt of
@@ -51,7 +51,7 @@ _LEAST_DEVIATION = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lemix(Placement):
+class Lemix(PlacementPolicy):
     """See the module."""
 
     summary: ClassVar[str] = (
@@ -74,7 +74,7 @@ class Lemix(Placement):
         """
         return RequestsFirst()
 
-    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
+    def choose(self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]) -> Decision:
         waited_s = view.now_s - task.arrival_s
         fitting = [node for node in nodes if node.has_memory(task)]
         if not fitting and waited_s < min([node.profile.longest_wait_s for node in nodes]):
@@ -89,11 +89,13 @@ class Lemix(Placement):
             return Waits("requests would miss their SLO", _CHECK_S)
         return Placed(node.id, path.task, offloads=not fitting)
 
-    def plan(self, view: ClusterView, task: Task, node: NodeView) -> Path:
+    def plan(self, view: ClusterView, task: ClusterTask, node: NodeView) -> ExecutionPath:
         """A task's path on a node."""
         return plan_path(node, task, view.now_s)
 
-    def score(self, view: ClusterView, task: Task, node: NodeView, path: Path) -> float:
+    def score(
+        self, view: ClusterView, task: ClusterTask, node: NodeView, path: ExecutionPath
+    ) -> float:
         """Equation 3, in this module's form."""
         since_s = 0.0 if view.last_arrival_s is None else task.arrival_s - view.last_arrival_s
         profit = -min(path.idleness_s / node.num_stages - since_s, self.idleness_bound_s)
@@ -102,7 +104,12 @@ class Lemix(Placement):
         return value / weighed if value > 0 else value * weighed
 
     def delays(
-        self, view: ClusterView, task: Task, path: Path, chosen: NodeView, nodes: Sequence[NodeView]
+        self,
+        view: ClusterView,
+        task: ClusterTask,
+        path: ExecutionPath,
+        chosen: NodeView,
+        nodes: Sequence[NodeView],
     ) -> bool:
         """Whether the next request would miss its SLO on every node if the task were placed
         (equation 4).
@@ -129,11 +136,13 @@ def length_consistency(node: NodeView, length: int) -> float:
     return exp(-(((length - lengths.mean) / deviation) ** 2) / 2) / (sqrt(2 * pi) * deviation)
 
 
-def typical_length(node: NodeView, task: Task) -> int:
+def typical_length(node: NodeView, task: ClusterTask) -> int:
     """The mean length of tasks on a node; of this one, if there were none."""
     return max(1, round(node.lengths.mean)) if node.lengths.count else task.num_tokens
 
 
-def typical_request(node: NodeView, task: Task, now_s: float) -> Task:
+def typical_request(node: NodeView, task: ClusterTask, now_s: float) -> ClusterTask:
     """A request that comes now, as long as tasks here are in the mean."""
-    return Task(id="", kind="request", arrival_s=now_s, num_tokens=typical_length(node, task))
+    return ClusterTask(
+        id="", kind="request", arrival_s=now_s, num_tokens=typical_length(node, task)
+    )

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coserve.cluster.placement.base import Placement
-from coserve.cluster.view import ClusterView, NodeView, Placed, Task
+from coserve.cluster.placement.base import PlacementPolicy
+from coserve.cluster.view import ClusterTask, ClusterView, NodeView, Placed
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowestUtilisation(Placement):
+class LowestUtilisation(PlacementPolicy):
     """See the module. Of nodes that were busy alike, the one with the fewest tasks."""
 
     summary: ClassVar[str] = "the node that has been busy least of late"
 
-    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Placed:
+    def choose(self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]) -> Placed:
         return Placed(min(nodes, key=lambda node: (node.utilisation, node.num_tasks)).id)

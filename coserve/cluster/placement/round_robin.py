@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coserve.cluster.placement.base import Placement
-from coserve.cluster.view import ClusterView, NodeView, Placed, Task
+from coserve.cluster.placement.base import PlacementPolicy
+from coserve.cluster.view import ClusterTask, ClusterView, NodeView, Placed
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundRobin(Placement):
+class RoundRobin(PlacementPolicy):
     """See the module."""
 
     summary: ClassVar[str] = "one node after the other, requests and training alike"
 
-    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Placed:
+    def choose(self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]) -> Placed:
         return Placed(nodes[(view.num_requests_placed + view.num_training_placed) % len(nodes)].id)

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from math import floor
 from typing import ClassVar
 
-from coserve.cluster.placement.base import Placement
-from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
+from coserve.cluster.placement.base import PlacementPolicy
+from coserve.cluster.view import ClusterTask, ClusterView, Decision, NodeView, Placed, Waits
 from coserve.settings import setting
 
 _RETRY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Separate(Placement):
+class Separate(PlacementPolicy):
     """See the module. The last ⌊N·α + 0.5⌋ of N nodes train, one at least and all but one at most;
     on each side, one node after the other.
     """
@@ -22,7 +22,7 @@ class Separate(Placement):
 
     training_share: float = setting(0.5, "α: of the nodes, those that train.", most=1.0)
 
-    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
+    def choose(self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]) -> Decision:
         num_training = self.num_training(view)
         # Of all nodes, so that one that drains changes nobody's side.
         train = {node.id for node in view.nodes[len(view.nodes) - num_training :]}

@@ -24,18 +24,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coserve.cluster.paths import Path, plan_path
-from coserve.cluster.placement.base import Placement
+from coserve.cluster.paths import ExecutionPath, plan_path
+from coserve.cluster.placement.base import PlacementPolicy
 from coserve.cluster.placement.lemix import typical_length, typical_request
 from coserve.cluster.queues import DeadlineQueue, TaskQueue, deadline, kinds_of
-from coserve.cluster.view import ClusterView, Decision, NodeView, Placed, Task, Waits
+from coserve.cluster.view import ClusterTask, ClusterView, Decision, NodeView, Placed, Waits
 from coserve.settings import setting
 
 _CHECK_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlackAffinity(Placement):
+class SlackAffinity(PlacementPolicy):
     """See the module."""
 
     summary: ClassVar[str] = (
@@ -93,7 +93,7 @@ class SlackAffinity(Placement):
             self.most_prompts if node.profile.training_yields else self.most_waiting
         )
 
-    def choose(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> Decision:
+    def choose(self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]) -> Decision:
         if not any(map(self.has_room, nodes)):
             return Waits("tasks wait on every node", _CHECK_S)
         waited_s = view.now_s - task.arrival_s
@@ -127,10 +127,10 @@ class SlackAffinity(Placement):
                 return Waits("every node has enough to do", early_s)
         return Placed(node.id, path.task, offloads=not fitting and not task.is_batch)
 
-    def _plan(self, view: ClusterView, task: Task, node: NodeView) -> Path:
+    def _plan(self, view: ClusterView, task: ClusterTask, node: NodeView) -> ExecutionPath:
         return plan_path(node, task, view.now_s, num_cached=node.num_cached_tokens(task))
 
-    def _cost(self, task: Task, node: NodeView, path: Path) -> float:
+    def _cost(self, task: ClusterTask, node: NodeView, path: ExecutionPath) -> float:
         """Seconds to the response, longer where there is little slack and where the adapter is
         not.
         """
@@ -139,15 +139,17 @@ class SlackAffinity(Placement):
             seconds += self.adapter_load_s
         return seconds * (1 + self.slack_weight * (1 - node.slack))
 
-    def _is_late(self, view: ClusterView, task: Task, nodes: Sequence[NodeView]) -> bool:
+    def _is_late(self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]) -> bool:
         """Whether a request cannot be in time on any node, even if it began now, alone."""
         return view.now_s > deadline(task, kinds_of(nodes), slo_times=self.slo_times).latest_begin_s
 
-    def _mean_s(self, task: Task, node: NodeView) -> float:
+    def _mean_s(self, task: ClusterTask, node: NodeView) -> float:
         """What the mean request takes on a node, in all stages."""
         return node.num_stages * node.profile.forward.seconds(typical_length(node, task))
 
-    def _queue_s(self, view: ClusterView, task: Task, node: NodeView, path: Path) -> float:
+    def _queue_s(
+        self, view: ClusterView, task: ClusterTask, node: NodeView, path: ExecutionPath
+    ) -> float:
         """For how long a request would wait within a node, in all stages."""
         num_tokens = task.num_tokens - node.num_cached_tokens(task)
         alone_s = node.num_stages * node.profile.forward.seconds(num_tokens, task.batch_size)
@@ -156,10 +158,10 @@ class SlackAffinity(Placement):
     def _harmless(
         self,
         view: ClusterView,
-        task: Task,
-        planned: Sequence[tuple[NodeView, Path]],
+        task: ClusterTask,
+        planned: Sequence[tuple[NodeView, ExecutionPath]],
         nodes: Sequence[NodeView],
-    ) -> list[tuple[NodeView, Path]]:
+    ) -> list[tuple[NodeView, ExecutionPath]]:
         """Where training or a late request may go: it begins soon, and as many nodes as the other
         requests need still answer the next one in time. Of these, the one with most slack, and then
         the busiest, so that others stay free.
@@ -181,7 +183,11 @@ class SlackAffinity(Placement):
         return []
 
     def _is_open(
-        self, view: ClusterView, task: Task, node: NodeView, path: Path | None = None
+        self,
+        view: ClusterView,
+        task: ClusterTask,
+        node: NodeView,
+        path: ExecutionPath | None = None,
     ) -> bool:
         """Whether the next request would be answered in time on a node, after a task if one is
         given.

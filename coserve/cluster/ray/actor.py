@@ -6,15 +6,15 @@ import msgspec
 import ray
 
 from coserve.cluster.nodes.messages import CommandBatch, NodeReports, NodeSettings, NodeStatus
-from coserve.cluster.nodes.node import Node
+from coserve.cluster.nodes.node import NodeServer
 from coserve.cluster.nodes.shared_paths import SharedPaths
 
 
 class NodeActor:
-    """A `Node` as Ray's actor."""
+    """A `NodeServer` as Ray's actor."""
 
     def __init__(self, settings: bytes) -> None:
-        self._node = Node(msgspec.msgpack.decode(settings, type=NodeSettings))
+        self._node = NodeServer(msgspec.msgpack.decode(settings, type=NodeSettings))
         self._machine: str = ray.get_runtime_context().get_node_id()
 
     async def describe(self) -> NodeStatus:

@@ -14,7 +14,7 @@ from coserve.errors import AdapterError, CoserveError, EngineGoneError
 _log = logging.getLogger(__name__)
 
 
-class LoadedOnNodes:
+class ClusterAdapters:
     """Since this front began; nodes read what was loaded before when it is asked for. Belongs to
     one event loop.
     """
